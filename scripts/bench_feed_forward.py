@@ -92,7 +92,7 @@ def wrong(half: feed_forward.Half, graph: Any, h: Any, states: list[Any], repeat
     run = jax.jit(feed_forward.chain(half, 1))
     for state in states:
         first = run(h, [state])
-        want = jax.jit(feed_forward.chain(feed_forward.in_float32(graph), 1))(h, [state])
+        want = jax.jit(feed_forward.chain(feed_forward.exact(graph), 1))(h, [state])
         # Residuals agree anyway: compare what the layer has added.
         error = float(rows_error(first.astype(jnp.float32) - h, want - h))
         if error > 2 * TOLERANCE:

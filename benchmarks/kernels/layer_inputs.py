@@ -12,6 +12,7 @@ from benchmarks.kernels.layer_shapes import BLOCK, FeedForward
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.reference import Matrices, Router
 from pallas_kernels.hopper.grid_barrier import new_counter
+from pallas_kernels.rms_norm.reference import rms_norm
 from pallas_kernels.route.reference import Rule
 
 EPS = 1e-6
@@ -70,9 +71,20 @@ def call(case: FeedForward, implementation: str) -> Callable[..., tuple[jax.Arra
 
 
 def exact(case: FeedForward, arrays: dict[str, Any]) -> jax.Array:
-    """Returns the result with float32 activations."""
+    """Returns the result with float32 activations, see :func:`in_float32`."""
     given = {name: x for name, x in arrays.items() if name != "counter"}
-    router = given["router"]
-    given["router"] = router._replace(weight=router.weight.astype(jnp.float32))
-    given["h"] = given["h"].astype(jnp.float32)
-    return reference.feed_forward(**given, **options(case))[0]
+    return in_float32(**given, **options(case))
+
+
+def in_float32(
+    h: jax.Array, norm: jax.Array, router: Router | None, shared: Matrices | None,
+    routed: Matrices | None, *, rule: Rule | None, eps: float,
+) -> jax.Array:  # fmt: skip
+    """Returns feed_forward's result in float32.
+
+    Only the normed tokens are rounded to h's dtype, because other inputs might change the choice of
+    experts.
+    """
+    x = rms_norm(h, norm, eps=eps)
+    chosen = None if router is None or rule is None else reference.choose(x, router, rule)
+    return h + reference.mix(x.astype(jnp.float32), chosen, shared, routed)

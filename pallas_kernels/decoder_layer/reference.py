@@ -52,26 +52,40 @@ def feed_forward(
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
     x = rms_norm.rms_norm(h, norm, eps=eps)
-    total, chosen = jnp.zeros(h.shape, jnp.float32), None
-    if router is not None and routed is not None and rule is not None:
-        highest = jax.lax.Precision.HIGHEST
-        weight = router.weight
-        operands = (x, weight) if x.dtype == weight.dtype else (_f32(x), _f32(weight))
-        logits = jnp.einsum(
-            "md,ed->me", *operands, precision=highest, preferred_element_type=jnp.float32
-        )
-        routes = route.route(logits, router.bias, None, rule=rule)
-        chosen = Chosen(routes.scores, routes.experts, routes.weights)
+    chosen = None if router is None or rule is None else choose(x, router, rule)
+    total = mix(x, chosen, shared, routed).astype(h.dtype)
+    return (_f32(h) + _f32(total)).astype(h.dtype), chosen
+
+
+def choose(x: Float[Array, "M D"], router: Router, rule: Rule) -> Chosen:
+    """Chooses the experts of normed tokens. The logits are float32."""
+    operands = (
+        (x, router.weight) if x.dtype == router.weight.dtype else (_f32(x), _f32(router.weight))
+    )
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum(
+        "md,ed->me", *operands, precision=highest, preferred_element_type=jnp.float32
+    )
+    routes = route.route(logits, router.bias, None, rule=rule)
+    return Chosen(routes.scores, routes.experts, routes.weights)
+
+
+def mix(
+    x: Float[Array, "M D"], chosen: Chosen | None, shared: Matrices | None, routed: Matrices | None
+) -> Float32[Array, "M D"]:
+    """Returns the sum of the shared MLP and of the chosen experts, times their weights."""
+    total = jnp.zeros(x.shape, jnp.float32)
+    if chosen is not None and routed is not None:
         outs = [
-            jnp.stack([mlp(x[t : t + 1], routed, expert)[0] for expert in routes.experts[t]])
+            jnp.stack([mlp(x[t : t + 1], routed, expert)[0] for expert in chosen.experts[t]])
             for t in range(len(x))
         ]
         out = jnp.stack(outs).astype(x.dtype).astype(jnp.float32)
-        total = jnp.einsum("mkd,mk->md", out, routes.weights, precision=highest)
+        highest = jax.lax.Precision.HIGHEST
+        total = jnp.einsum("mkd,mk->md", out, chosen.weights, precision=highest)
     if shared is not None:
         total += mlp(x, shared)
-    total = total.astype(h.dtype)
-    return (_f32(h) + _f32(total)).astype(h.dtype), chosen
+    return total
 
 
 def mlp(
