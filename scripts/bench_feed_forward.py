@@ -8,7 +8,8 @@ attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each o
 by the model's own operations. ``us`` is the time per layer, from programs of many layers with
 several in flight. ``roof_us`` is the time in which the weights of the router, the shared and the
 chosen experts are read at READ_GBS. ``phases`` are microseconds between the kernel's own clock
-stamps, means over its programs at ``clock_mhz``.
+stamps, means over its programs, which take ``cycles`` in all. ``clock_mhz``, by which they are
+divided, is what nvidia-smi reports just after the timed programs.
 
 Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
 calls must give equal bits. At the end, ``--launches`` launches of the first model show that none
@@ -102,14 +103,17 @@ def wrong(half: feed_forward.Half, graph: Any, h: Any, states: list[Any], repeat
     return None
 
 
-def phases(graph: Any, h: Any, state: Any, config: Config, mhz: float) -> dict[str, float]:
-    """Returns the mean microseconds of the programs up to each event since the one before."""
+def phases(graph: Any, h: Any, state: Any, config: Config, mhz: float) -> dict[str, Any]:
+    """Returns the mean microseconds of the programs up to each event since the one before, and the
+    cycles in all."""
     config = dataclasses.replace(config, timed=True)
     events = feed_forward.plan_of(h, state, graph, config).events
     # The first launches find the instructions in no cache.
     stamps = [np.asarray(feed_forward.clocks(h, state, graph, config)) for _ in range(3)][-1]
     steps = np.diff(stamps.astype(np.uint32), axis=1).mean(axis=0)
-    return {name: round(float(n) / mhz, 2) for name, n in zip(events[1:], steps, strict=True)}
+    named = zip(events[1:], steps, strict=True)
+    us = {name: round(float(n) / mhz, 2) for name, n in named}
+    return {"clock_mhz": mhz, "cycles": round(float(steps.sum())), "phases": us}
 
 
 def clock_mhz() -> float:
@@ -144,8 +148,7 @@ def measure(
             row[ahead] = {"error": fault}
             continue
         row[ahead] = timed(half, h, states)
-        row[ahead]["clock_mhz"] = mhz = clock_mhz()
-        row[ahead]["phases"] = phases(graph, h, states[0], setting, mhz)
+        row[ahead] |= phases(graph, h, states[0], setting, clock_mhz())
     return row
 
 

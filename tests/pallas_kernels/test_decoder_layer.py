@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.api import BACKENDS
 from pallas_kernels.decoder_layer.plan import Config, Plan
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
+from pallas_kernels.decoder_layer.units import Refs, Units
 from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
     FLOAT8,
@@ -115,13 +117,23 @@ def test_a_kernel_that_no_gpu_has_run_is_not_the_default():
 @pytest.mark.parametrize("programs", [132, 7])
 @pytest.mark.parametrize("layer", [MOONLIGHT, V3], ids=["moonlight", "v3"])
 def test_programs_share_every_unit_once(layer, programs):
-    """Counts units as the kernel assigns them: by program, shifted by the phase."""
-    for phase in plan_of(layer, programs).phases:
-        units = collections.Counter()
-        for program in range(programs):
-            first = (program + phase.shift) % programs
-            units.update(range(first, phase.units * phase.matrices, programs))
-        assert units == collections.Counter(range(phase.units * phase.matrices))
+    """Every matrix' groups of eight output features, in every phase."""
+    plan = plan_of(layer, programs)
+    for phase in plan.phases:
+
+        def locate(program, i, phase=phase):
+            units = Units(plan, Refs(*[None] * len(Refs._fields)), program)
+            return units.count(phase), *units.locate(phase, i)
+
+        most = phase.matrices * -(-phase.units // programs) + 1
+        over_units = jax.vmap(locate, (None, 0))
+        every = jax.jit(jax.vmap(over_units, (0, None)))(jnp.arange(programs), jnp.arange(most))
+        counts, matrices, rows = (np.asarray(each) for each in every)
+        exists = np.arange(most) < counts
+        assert counts.max() < most
+        located = collections.Counter(zip(matrices[exists], rows[exists], strict=True))
+        wanted = itertools.product(range(phase.matrices), range(0, 8 * phase.units, 8))
+        assert located == collections.Counter(wanted)
 
 
 @pytest.mark.parametrize(
