@@ -17,6 +17,7 @@ from dsv3_jax.kv_cache import LatentKVCache, PagePool, SequenceTables
 from dsv3_jax.layers import attention
 from dsv3_jax.layers.moe import MoE
 from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import mla_prefill
 from pallas_kernels.mla_decode import cpu as mla_decode_cpu
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.oracle import relative_error
@@ -229,6 +230,21 @@ def test_a_prompt_of_many_blocks_really_has_them(model):
     longest = LENGTHS.max()
     assert longest > 5 * attention._CONTEXT_TOKENS / BATCH
     assert longest > 3 * model.config.rope_scaling.original_max_position_embeddings
+
+
+def test_a_block_is_no_longer_than_the_page_table(model, empty, monkeypatch):
+    """Otherwise a short table would be padded, and the padding expanded and attended to."""
+    lengths = []
+
+    def watched(q, keys, *rest, **options):
+        lengths.append(keys.shape[1])
+        return mla_prefill(q, keys, *rest, **options)
+
+    monkeypatch.setattr(attention, "mla_prefill", watched)
+    monkeypatch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * PAGES * BATCH)
+    tokens, counts = jnp.zeros((BATCH, 7), jnp.int32), jnp.full(BATCH, 7, jnp.int32)
+    jax.jit(lambda cache: model.extend(tokens, counts, cache, "expanded")[0]).trace(empty)
+    assert set(lengths) == {7, PAGE * PAGES}
 
 
 # ---- padding in the experts ----------------------------------------------------------------------

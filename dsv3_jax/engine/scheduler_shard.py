@@ -55,6 +55,7 @@ class SchedulerShard:
         self.preemptions = 0
         self._num_slots = slots
         self._free_slots = list(reversed(range(slots)))
+        self._growing = 0  # running requests that may need more pages
         self.swap = swap
         self._chunk_tokens = chunk_tokens
         self._aligned_prefixes = aligned_prefixes
@@ -77,8 +78,7 @@ class SchedulerShard:
         hit = self._cached_prefix(request)
         needed = self._pages_at_admission(request) - len(hit)
         # Pages that running requests will soon need are left to them: one for each.
-        reserve = sum(len(r.pages) < self._most_pages(r) for r in self.running)
-        return hit if self.pages.available_beside(hit) >= needed + reserve else None
+        return hit if self.pages.available_beside(hit) >= needed + self._growing else None
 
     def can_be_swapped(self, request: ScheduledRequest) -> bool:
         """Whether host memory has room if this request runs too."""
@@ -109,6 +109,7 @@ class SchedulerShard:
             request.published = len(hit)
             request.generation = self.pages.generation
         bisect.insort(self.running, request, key=self._order)
+        self._growing += self._may_grow(request)
 
     def plan_decodes(self) -> list[ScheduledRequest]:
         """Returns the requests that decode in the next step, each with pages for it."""
@@ -170,7 +171,7 @@ class SchedulerShard:
         pages = self.pages.allocate(sum(counts))
         assert pages is not None, "the shard has too few pages"
         for request, count in zip(requests, counts, strict=True):
-            request.pages += [pages.pop() for _ in range(count)]
+            self._add(request, [pages.pop() for _ in range(count)])
 
     def publish_decoded(self, request: ScheduledRequest) -> None:
         """Indexes the pages that a decoding request has filled."""
@@ -184,7 +185,7 @@ class SchedulerShard:
     def preempt(self, request: ScheduledRequest) -> None:
         """Gives up a running request. Without host memory it is prefilled again later, generated
         tokens included, unless a prefix cache still has them."""
-        self.running.remove(request)
+        self._stop(request)
         request.resumes_in = request.phase
         request.phase = Phase.WAITING
         request.preemptions += 1
@@ -194,7 +195,7 @@ class SchedulerShard:
 
     def end(self, request: ScheduledRequest) -> None:
         """Ends a running request. Its slot and pages are free once its steps are reported."""
-        self.running.remove(request)
+        self._stop(request)
         self.retiring.append(request)
 
     def retire(self) -> None:
@@ -233,6 +234,8 @@ class SchedulerShard:
         assert all(request.steps_in_flight > 0 for request in self.retiring)
         orders = [self._order(request) for request in self.running]
         assert orders == sorted(orders), "a queue is out of order"
+        growing = sum(map(self._may_grow, self.running))
+        assert self._growing == growing, "requests that may grow are miscounted"
         for request in self.running:
             room = len(request.pages) * self.pages.page_size
             assert request.computed <= room, "a request has written past its pages"
@@ -275,8 +278,22 @@ class SchedulerShard:
             self.preempt(last)
             if last is request:
                 return False
-        request.pages += pages
+        self._add(request, pages)
         return True
+
+    def _add(self, request: ScheduledRequest, pages: Sequence[int]) -> None:
+        """Gives a running request more pages."""
+        self._growing -= self._may_grow(request)
+        request.pages += pages
+        self._growing += self._may_grow(request)
+
+    def _stop(self, request: ScheduledRequest) -> None:
+        self.running.remove(request)
+        self._growing -= self._may_grow(request)
+
+    def _may_grow(self, request: ScheduledRequest) -> bool:
+        """Returns whether a request has fewer pages than at its limit."""
+        return len(request.pages) < self._most_pages(request)
 
     def _publish(self, request: ScheduledRequest, written: int) -> None:
         """Indexes the full pages within the first ``written`` tokens of a request."""

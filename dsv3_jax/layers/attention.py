@@ -361,7 +361,8 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         lse = weigh_once(lse, shard)
         max_pages = cache.block_tables.shape[1]
-        block_pages = max(1, (block_tokens or _CONTEXT_TOKENS) // (B * page_size))
+        most_pages = (block_tokens or _CONTEXT_TOKENS) // (B * page_size)
+        block_pages = min(max(most_pages, 1), max_pages)
         block = block_pages * page_size
         tables = jnp.pad(cache.block_tables, ((0, 0), (0, -max_pages % block_pages)))
         # Tokens past the capacity are not cached; without a bound the last pages would count twice.

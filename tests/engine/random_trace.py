@@ -1,4 +1,4 @@
-"""python -m tests.engine.random_trace [--model demo] [--requests 300] [--layout NAME]
+"""python -m tests.engine.random_trace [--requests 300] [--layout NAME] [--variants NAME ...]
 
 Serves a random trace in every variant of ``OPTIONS`` and compares each request's greedy tokens with
 those of the Generator. On two cores, 300 requests of the demo take some minutes per variant.
@@ -147,13 +147,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300, help="(default: %(default)s)")
     parser.add_argument("--max-len", type=int, default=256, help="(default: %(default)s)")
     parser.add_argument("--layout", help="mesh layout of all devices (default: one device)")
+    parser.add_argument("--variants", nargs="*", default=list(OPTIONS), help="(default: all)")
     arguments = parser.parse_args()
     layout = make_layout(arguments.layout) if arguments.layout else None
     model = dsv3_jax.load(arguments.model, dtype=jnp.float32, layout=layout)[0]
     served = Served.of(model, arguments.requests, arguments.max_len)
-    for name, options in OPTIONS.items():
+    for name in arguments.variants:
         began = time.perf_counter()
-        stats = serve(served, count=arguments.requests, **options)
+        stats = serve(served, count=arguments.requests, **OPTIONS[name])
         print(
             f"{name}: {arguments.requests} requests equal, {stats.preemptions} preemptions, "
             f"{stats.prefix_hit_tokens} tokens from the prefix cache, "

@@ -194,6 +194,29 @@ class TestOneStep:
         simulation.run()
         assert [len(plan.decodes) for plan in simulation.plans] == [0] + [1] * 9
 
+    def test_the_cost_of_an_admission_does_not_grow_with_the_running_requests(self, monkeypatch):
+        calls = 0
+        pages_for = PageAllocator.pages_for
+
+        def counted(self, tokens):
+            nonlocal calls
+            calls += 1
+            return pages_for(self, tokens)
+
+        monkeypatch.setattr(PageAllocator, "pages_for", counted)
+        per_request = []
+        for count in (20, 200):
+            scheduler = Simulation(
+                num_pages=1000, max_running=count, chunk_tokens=5, max_chunks=count
+            ).scheduler
+            for prompt in prompts(count, 4):
+                scheduler.add(request(prompt))
+            calls = 0
+            scheduler.schedule(0.0)
+            assert len(scheduler.running) == count
+            per_request.append(calls / count)
+        assert per_request[1] <= per_request[0]
+
 
 class TestSeparateSteps:
     """As a Generator has them: pages for every slot, and a program for each kind of step."""
