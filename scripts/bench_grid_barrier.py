@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -73,7 +74,11 @@ def trap() -> dict[str, Any]:
     """Runs a barrier that one program skips in a child process, whose GPU context it ends."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "scripts.bench_grid_barrier", "--skip-one"]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=TRAP_SECONDS)
+    # This process has most of the GPU's memory.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    child = subprocess.run(
+        command, capture_output=True, text=True, timeout=TRAP_SECONDS, env=environment
+    )
     message = MESSAGE.search(child.stdout + child.stderr)
     return {
         "exit_status": child.returncode,
