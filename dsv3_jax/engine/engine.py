@@ -168,9 +168,8 @@ class Engine:
             count_routing=count_routing,
         )
         self._counts_routing = count_routing
-        pages = pages_per_device(
-            model, cache_tokens, max_running * max_len, page_size=page_size, mtp=mtp
-        )
+        most_tokens = max_running * programs.max_pages * page_size
+        pages = pages_per_device(model, cache_tokens, most_tokens, page_size=page_size, mtp=mtp)
         if spans_processes(layout):
             pages = smallest_over_processes(pages)
         pool = PoolLayout.of(layout, pages, page_size)

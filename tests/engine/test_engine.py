@@ -245,6 +245,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             make(tiny_mtp, **options)
 
+    def test_the_default_cache_has_the_pages_of_the_longest_request_for_every_slot(self, tiny_mtp):
+        """On devices that do not report their memory, such as CPUs."""
+        options = {"max_running": 3, "page_size": 64, "background": False}
+        drafting = {"draft": "mtp", "draft_depth": 2}
+        assert Engine(tiny_mtp, None, 90, **options).stats().cache_tokens == 3 * 2 * 64
+        assert Engine(tiny_mtp, None, 127, **options, **drafting).stats().cache_tokens == 3 * 3 * 64
+
     def test_a_length_past_the_last_position(self, tiny_mtp):
         with pytest.raises(ValueError, match=r"max_len: expected 2 to 128 .*got 129"):
             Engine(tiny_mtp, None, 129)
