@@ -11,8 +11,7 @@ A step is planned in this order:
 2. Every request whose prompt is cached decodes. If no page is left for it, the last request in the
    order below is preempted: it gives its pages back and is prefilled again later, except for what
    the prefix cache or a store still has, or with a :class:`SwapSpace` goes on from host memory. A
-   request with a grammar decodes only when its
-   newest token is known.
+   request with a grammar decodes only when its newest token is known.
 3. Prompts that are partly cached continue, chunk by chunk, within the token budget.
 4. Waiting requests are admitted while slots, pages and budget last. Nobody overtakes the first one
    that does not fit, so that none starves, except requests in host memory if it lacks room there:
