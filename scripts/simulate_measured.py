@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dsv3_jax.files import atomic_write
 from dsv3_jax.simulator.efficiency import measured
 from dsv3_jax.simulator.measured_run import MeasuredRun, label
@@ -26,13 +28,15 @@ from dsv3_jax.simulator.measured_times import MeasuredTimes, programs_of
 from dsv3_jax.simulator.replica import HostCosts
 from dsv3_jax.simulator.report import summary
 from dsv3_jax.simulator.step_times import StepTimes
+from dsv3_jax.simulator.workload import SubmitCosts
 from scripts.marked_text import replace_between
 
 CALIBRATION = ("chat", 24.0)
 """Trace and rate of the replay that gives the parameters."""
 
 MORE = ("chat", None)
-"""The replay that gives the ratios of programs that do not run in :data:`CALIBRATION`."""
+"""The replay that gives the host's time together with :data:`CALIBRATION`, and the ratios of
+programs that do not run there."""
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 RUNS = {
@@ -42,11 +46,14 @@ RUNS = {
 }
 """Result files. The last one does not say that its engine planned steps late."""
 
-SLOW_START = ("H200", "prefixed", None, "decodes=64 chunks=32 max_steps=1 sampling=greedy")
-"""A replay and the program of its first twelve steps, which took 123 ms each while the client of
-the same process submitted 512 requests: 28 ms in the calibration, 44 ms on the H100. The
-simulator has no client. With the time of this program from this replay itself, and its
-submissions as far apart as these steps are long, the rest can be compared."""
+SUBMISSIONS = {
+    "H200": "4794243",
+    "H100": "03dc8c4",
+    "H100, steps planned late": "dde8d4d",
+}
+"""The commit of each run's engine in ``submission_time.json``: how long the client, in the process
+of the engine, was busy with its submissions. The first one checked the ids of prompts one by one.
+Those times are of another machine's CPU."""
 
 KERNELS = ("decode_moonlight_h200_2.json", "prefill_moonlight_h200.json")
 """Decode and prefill of the Generator on an H200, from which the shares of its peak rates come."""
@@ -60,29 +67,39 @@ METRICS = {
 
 def read(name: str) -> MeasuredRun:
     """Returns one of :data:`RUNS`."""
-    return MeasuredRun.read(RESULTS / RUNS[name], plans_late=name.endswith("late"))
+    return MeasuredRun.read(
+        RESULTS / RUNS[name], plans_late=name.endswith("late"), submit=submit_costs(name)
+    )
+
+
+def submit_costs(name: str) -> SubmitCosts:
+    """Returns the time of a submission in one of :data:`RUNS`: the line through two traces."""
+    measured = json.loads((RESULTS / "submission_time.json").read_text("utf-8"))
+    traces = measured["commits"][SUBMISSIONS[name]].values()
+    sizes = [[each["requests"], each["prompt_tokens"]] for each in traces]
+    request, token = np.linalg.solve(sizes, [each["seconds"] for each in traces]).tolist()
+    return SubmitCosts(request, token)
 
 
 def compare(machine_name: str, run: MeasuredRun) -> list[dict[str, Any]]:
     """Returns a row for each replay: measured and simulated figures, and their ratios."""
-    calibration = run.find(*CALIBRATION)
-    times, host = run.calibrated(calibration)
-    givers = [calibration]
-    if any(programs_of(replay).keys() - times.ratios.keys() for replay in run.replays):
-        givers.append(run.find(*MORE))
-        more = run.calibrated(givers[1])[0].ratios
-        times = MeasuredTimes(run.model, run.buckets, more | times.ratios)
+    givers = [run.find(*CALIBRATION), run.find(*MORE)]
+    host = run.host_costs(*givers)
+    times = calibrated(run, host)
     rows = []
     for replay in run.replays:
         rows.append(_row(machine_name, run, replay, times, host))
         rows[-1]["gives_parameters"] = any(replay is giver for giver in givers)
-        if (machine_name, replay["trace"], replay["rate"]) == SLOW_START[:3]:
-            slow = run.calibrated(replay)[0].ratios[SLOW_START[3]]
-            changed = MeasuredTimes(run.model, run.buckets, {**times.ratios, SLOW_START[3]: slow})
-            seconds = programs_of(replay)[SLOW_START[3]].seconds / replay["requests"]
-            rows.append(_row(machine_name, run, replay, changed, host, submit_seconds=seconds))
-            rows[-1] |= {"gives_parameters": False, "with_its_own": SLOW_START[3]}
     return rows
+
+
+def calibrated(run: MeasuredRun, host: HostCosts) -> MeasuredTimes:
+    """Returns step times whose ratios come from :data:`CALIBRATION`, as far as it has them."""
+    times = run.calibrated(run.find(*CALIBRATION), host)
+    if all(programs_of(replay).keys() <= times.ratios.keys() for replay in run.replays):
+        return times
+    more = run.calibrated(run.find(*MORE), host).ratios
+    return MeasuredTimes(run.model, run.buckets, more | times.ratios)
 
 
 def compare_model(machine_name: str, run: MeasuredRun) -> list[dict[str, Any]]:
@@ -99,13 +116,11 @@ def _row(
     replay: Mapping[str, Any],
     times: StepTimes,
     host: HostCosts,
-    *,
-    submit_seconds: float = 0.0,
 ) -> dict[str, Any]:
     if isinstance(times, MeasuredTimes):
         times.counts.clear()
     began = time.process_time()
-    simulated = summary(run.simulate(replay, times, host, submit_seconds=submit_seconds))
+    simulated = summary(run.simulate(replay, times, host))
     row: dict[str, Any] = {
         "machine": machine_name,
         "replay": label(replay),
@@ -135,7 +150,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     for row in rows:
         note = " (gives the parameters)" if row.get("gives_parameters") else ""
-        note = " (slow start as measured)" if "with_its_own" in row else note
         cells = []
         for name, digits in (
             ("output_tokens_per_second", 0),

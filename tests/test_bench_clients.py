@@ -1,4 +1,4 @@
-"""scripts/bench_clients.py: figures of another project's client beside ours."""
+"""scripts/bench_clients.py: figures of another client, with our names."""
 
 from __future__ import annotations
 

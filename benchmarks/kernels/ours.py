@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from benchmarks.kernels import checks, clock, hlo, inputs, jax_clock
+from benchmarks.kernels import checks, clock, hlo, inputs, jax_clock, layer_inputs
 from benchmarks.kernels.inputs import Arrays
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.report import EVERY_GROUP
 from benchmarks.kernels.shapes import (
     CALLS,
@@ -51,6 +52,8 @@ UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
 def call_of(case: Case, implementation: str) -> Call:
     """Returns a function that calls the case's op."""
+    if isinstance(case, FeedForward):
+        return layer_inputs.call(case, implementation)
     op = getattr(pallas_kernels, case.op)
     keywords = inputs.options(case) | {"implementation": implementation}
 
@@ -244,6 +247,8 @@ def xla_call(case: Case) -> Call | str:
         return functools.partial(_dense_decode, case)
     if isinstance(case, Prefill):
         return "all scores at once do not fit"
+    if isinstance(case, FeedForward):
+        return call_of(case, "reference")
     if isinstance(case, Index):
         return call_of(case, "blocked")
     if isinstance(case, SparseCase):

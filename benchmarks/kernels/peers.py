@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import clock, sparse_peers
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.marlin import (
     BITS,
     block_sizes,
@@ -117,6 +118,7 @@ def jit_compiler(environment: Mapping[str, str]) -> str:
 def make(case: Case, seed: int) -> Inputs:
     if isinstance(case, SparseCase):
         return sparse_peers.make(case, seed)
+    assert not isinstance(case, FeedForward)
     random = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -170,6 +172,8 @@ def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Pe
     if isinstance(case, SparseCase):
         for name, parts in sparse_peers.peers_of(case, functools.partial(_load, directory)):
             yield name, functools.partial(_sparse, name, parts)
+    elif isinstance(case, FeedForward):
+        return  # no other library has it as one operation
     elif isinstance(case, Swiglu):
         for name, build in peers_of(case.product, directory):
             yield f"{name}, both products without SiLU", build
@@ -484,6 +488,7 @@ def wrong(case: Case, x: Inputs, out: Tensor) -> str | None:
     if isinstance(case, SparseCase):
         got, want = sparse_peers.sample(case, x, out)
     else:
+        assert not isinstance(case, FeedForward)
         sample = {Decode: _sample_decode, Grouped: _sample_grouped, Prefill: _sample_prefill}
         got, want = sample[type(case)](case, x, out)
     error = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()

@@ -26,7 +26,9 @@ def make_small_engine(
 ) -> MadeEngine:
     """Returns an engine of the demo with few programs, and what its server needs."""
     layout = make_layout_from(arguments)
-    model, tokenizer = dsv3_jax.load("demo", dtype=arguments.dtype, layout=layout)
+    model, tokenizer = dsv3_jax.load(
+        "demo", dtype=arguments.dtype, cache_dtype=arguments.cache_dtype, layout=layout
+    )
     assert tokenizer is not None
     slots = arguments.max_running
     shards = 1 if layout is None else layout.num_shards("batch")

@@ -66,6 +66,7 @@ def tiers_of(arguments: argparse.Namespace, remote: RemotePrefill | None) -> Cac
         arguments.disk_cache,
         int(arguments.disk_cache_gib * 2**30),
         sources=() if remote is None else (remote,),
+        pinned=arguments.host_cache_pinned,
     )
     if remote is None:
         return tiers

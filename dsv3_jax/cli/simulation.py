@@ -24,7 +24,8 @@ from dsv3_jax.simulator.workload import Arrival, Lengths, poisson, replayed
 from dsv3_jax.traces import TRACES
 
 _SIGMA = 0.9  # of the lengths of the poisson trace, as of prompts in the chat trace
-_CALIBRATION = ("chat", 24.0)
+_CALIBRATIONS = ("chat", 24.0), ("chat", None)
+"""Replays of a measured table: the first gives step times, and both together the host's time."""
 _DISK_BYTES_PER_S = 40 * 2**30
 _MOST_PROMPT_SHARE = 0.75  # of the longest request
 
@@ -149,7 +150,9 @@ def _measured_pool(arguments: argparse.Namespace, deployment: Deployment) -> Poo
             f"--step-times: expected {expected[0]} on {expected[1]}, which were measured, got"
             f" {got[0]} on {got[1]}"
         )
-    times, host = measured.calibrated(measured.find(*_CALIBRATION))
+    calibration, offline = (measured.find(*each) for each in _CALIBRATIONS)
+    host = measured.host_costs(calibration, offline)
+    times = measured.calibrated(calibration, host)
     slots = measured.engine.scheduler.max_running
     if deployment.batch != slots:
         raise ValueError(f"--batch: expected {slots}, the measured slots, got {deployment.batch}")

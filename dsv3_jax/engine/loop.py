@@ -174,6 +174,7 @@ class EngineLoop:
                 dispatches=self._executor.times.figures,
                 loading=scheduler.loading(time.monotonic()),
                 loaded_tokens=scheduler.loaded_tokens,
+                reloaded_tokens=scheduler.reloaded_tokens,
             )
 
     @property

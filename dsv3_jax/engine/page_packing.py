@@ -28,16 +28,19 @@ PAGES_PER_COPY = 8
 """Pages that one call of a compiled program copies."""
 
 _Parts = tuple[jax.Array, ...]
+_PINNED = "pinned_host"
 
 
 class PackedPage(NamedTuple):
     """The contents of one page on its way from the device."""
 
     parts: _Parts
-    """Vectors of unsigned integers, one for each item size of the format, on one device."""
+    """Vectors of unsigned integers, one for each item size of the format, on one device or in its
+    pinned host memory."""
 
     def payload(self) -> np.ndarray:
-        """Returns the payload of the page's record. Waits for the device."""
+        """Returns the payload of the page's record. Waits for the device. XLA shows pinned memory
+        to NumPy without a copy."""
         parts = [np.asarray(part).reshape(-1).view(np.uint8) for part in self.parts]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -51,9 +54,18 @@ class PagePacker:
       pool: a pool of the shapes and shardings to compile for.
       format: the format of its pages.
       layout: the layout of the pool.
+      pinned: whether pages go to pinned host memory, which a device reads and writes itself.
+
+    Raises:
+      ValueError: pages cannot go there.
     """
 
-    def __init__(self, pool: PagePool, format: PageFormat, layout: Layout | None):
+    def __init__(
+        self, pool: PagePool, format: PageFormat, layout: Layout | None, *, pinned: bool = False
+    ):
+        self.pinned = pinned
+        if pinned:
+            _check_pinned(pool, format)
         self._structure = jax.tree.structure(pool)
         self._sizes = [
             (size, list(arrays))
@@ -66,6 +78,8 @@ class PagePacker:
         self._layout = layout if self._shards > 1 else None
         everywhere = None if layout is None else layout.sharding(())
         self._everywhere = everywhere
+        (first, *_) = jax.tree.leaves(pool)
+        self._home = everywhere or jax.sharding.SingleDeviceSharding(*first.devices())
         numbers = jax.ShapeDtypeStruct((PAGES_PER_COPY,), np.int32, sharding=everywhere)
         page = tuple(
             jax.ShapeDtypeStruct(
@@ -99,12 +113,20 @@ class PagePacker:
             # Each program returns PAGES_PER_COPY pages; the last of them may be padding.
             for page, parts in zip(batch, self._gather(arrays, numbers), strict=False):
                 packed.append(PackedPage(tuple(self._on_owner(page, part) for part in parts)))
+        if self.pinned:
+            return [PackedPage(tuple(map(_to_pinned, page.parts))) for page in packed]
         for part in itertools.chain.from_iterable(page.parts for page in packed):
             part.copy_to_host_async()
         return packed
 
-    def stage(self, payload: np.ndarray) -> _Parts:
-        """Copies the payload of a record to the device, or starts to."""
+    def stage(self, payload: np.ndarray, pinned: _Parts | None = None) -> _Parts:
+        """Copies the payload of a record to the device, or starts to.
+
+        Args:
+          pinned: the same contents in pinned host memory.
+        """
+        if pinned is not None:
+            return tuple(jax.device_put([part.reshape(-1) for part in pinned], self._home))
         parts, begin = [], 0
         for size, arrays in self._sizes:
             end = begin + sum(array.width for array in arrays) * self._page_size * size
@@ -180,6 +202,29 @@ class PagePacker:
                 written[array.name] = jax.lax.bitcast_convert_type(bits, old.dtype)
                 begin = end
         return written
+
+
+def _check_pinned(pool: PagePool, format: PageFormat) -> None:
+    """Raises ValueError if devices have no pinned host memory, or a page has several parts, which a
+    record would have to copy."""
+    for device in jax.tree.leaves(pool)[0].devices():
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if _PINNED not in kinds:
+            raise ValueError(
+                f"pinned: expected devices with the memory {_PINNED}, got {device.device_kind} with"
+                f" {', '.join(kinds)}"
+            )
+    if len(sizes := {array.itemsize for array in format.arrays}) > 1:
+        raise ValueError(
+            "pinned: expected a cache whose values all have the same size, got sizes of"
+            f" {', '.join(map(str, sorted(sizes)))} bytes; cache_dtype has values and scales"
+        )
+
+
+def _to_pinned(part: jax.Array) -> jax.Array:
+    """Starts to copy an array to the pinned host memory of its device."""
+    (device,) = part.devices()
+    return jax.device_put(part, jax.sharding.SingleDeviceSharding(device, memory_kind=_PINNED))
 
 
 def arrays_by_name(pool: PagePool) -> dict[str, jax.Array]:

@@ -125,10 +125,11 @@ class PageTransfer:
 
         Raises:
           OSError: the directory of the disk tier cannot be used.
+          ValueError: pages cannot be in pinned host memory.
         """
         format = PageFormat.of(model.cache_spec(mtp=mtp), pool.page_size)
         identity = CacheIdentity(model_digest(model), format, int(mtp))
-        packer = PagePacker(arrays, format, model.layout)
+        packer = PagePacker(arrays, format, model.layout, pinned=config.pinned)
         return cls(identity, PageTiers(config), packer, pool, config)
 
     def identity_of(self, model: DeepSeekV3) -> CacheIdentity:
@@ -263,7 +264,7 @@ class PageTransfer:
                 record.check(identity, address)
                 parts = None
                 if self._reserve_staging(load, record.num_bytes):
-                    parts = self._packer.stage(record.payload)
+                    parts = self._packer.stage(record.payload, record.pinned)
                 contents.append(StagedPage(record.payload, parts))
             jax.block_until_ready([page.parts for page in contents])
         except PageError as error:
@@ -302,7 +303,13 @@ class PageTransfer:
             try:
                 self._tiers.store(
                     [
-                        PageRecord(identity.digest, address, identity.format, page.payload())
+                        PageRecord(
+                            identity.digest,
+                            address,
+                            identity.format,
+                            page.payload(),
+                            page.parts if self._packer.pinned else None,
+                        )
                         for address, page in zip(addresses, pages, strict=True)
                     ]
                 )

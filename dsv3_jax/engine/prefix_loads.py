@@ -5,6 +5,10 @@ they have come, the request is admitted as usual. The device writes them to the 
 pages before the step that prefills the rest, and they are indexed like pages that it computed. A
 load that fails or takes too long is a miss: the prompt is computed.
 
+The load of a new request begins at once. A preempted request, whose pages may stay in the prefix
+cache until it comes back, looks only then which of them are missing, generated tokens included, and
+loads these.
+
 Loads own no pages of the device: only a request that is admitted has pages. Pure Python: addresses
 and contents are the store's own.
 """
@@ -98,22 +102,47 @@ class PrefixLoads:
         """
         if not request.reuses_prefix:
             return
-        pages, parts = list(pages), self._store.parts
-        request.addresses = self._store.addresses(request.tokens)
-        # The model has to run on at least one token.
-        most = (len(request.tokens) - 1) // pages[0].page_size
+        pages = list(pages)
         first = min(len(each.cached_prefix(request.tokens)) for each in pages)
+        self._begin(request, first, pages[0].page_size, request.arrival)
+
+    def begin_again(
+        self, request: ScheduledRequest, cached: int, page_size: int, now: float
+    ) -> bool:
+        """Starts to load what the store has of a preempted request's tokens, which is about to be
+        admitted with ``cached`` pages of the prefix cache.
+
+        Returns whether a load has begun. None does if it was preempted with no page that the store
+        has, or has its load already: the request is admitted with what has come. If meanwhile the
+        cache has lost pages before those that were loaded, it loads from there; that ends, since
+        each load begins at an earlier page.
+        """
+        if not request.preemptions or not request.reuses_prefix:
+            return False
+        shared = self._of.get(request)
+        if shared is not None and shared.first <= cached:
+            return False
+        self.end(request)
+        return self._begin(request, cached, page_size, now)
+
+    def _begin(self, request: ScheduledRequest, first: int, page_size: int, now: float) -> bool:
+        """Starts to load what the store has of a request from page ``first`` on, if anything."""
+        parts = self._store.parts
+        request.addresses = self._store.addresses(request.tokens, request.addresses)
+        # The model has to run on at least one token.
+        most = (len(request.tokens) - 1) // page_size
         wanted = request.addresses[first * parts : most * parts]
         count = self._store.lookup(wanted) // parts
         if not count:
-            return
+            return False
         wanted = wanted[: count * parts]
         key = (first, wanted[-1])
         shared = self._by_key.get(key)
         if shared is None:
             shared = self._by_key[key] = _SharedLoad(key, self._store.load(wanted), first)
-        shared.requests[request] = request.arrival + self._seconds
+        shared.requests[request] = now + self._seconds
         self._of[request] = shared
+        return True
 
     def is_loading(self, request: ScheduledRequest, now: float) -> bool:
         """Returns whether a request still waits for its pages."""

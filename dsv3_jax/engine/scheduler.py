@@ -9,9 +9,9 @@ A step is planned in this order:
 
 1. Requests whose deadline has passed end, and so do cancelled ones.
 2. Every request whose prompt is cached decodes. If no page is left for it, the last request in the
-   order below is preempted: it gives its pages back and is prefilled again later, or with a
-   :class:`SwapSpace` goes on from host memory. A request with a grammar decodes only when its
-   newest token is known.
+   order below is preempted: it gives its pages back and is prefilled again later, except for what
+   the prefix cache or a store still has, or with a :class:`SwapSpace` goes on from host memory. A
+   request with a grammar decodes only when its newest token is known.
 3. Prompts that are partly cached continue, chunk by chunk, within the token budget.
 4. Waiting requests are admitted while slots, pages and budget last. Nobody overtakes the first one
    that does not fit, so that none starves, except requests in host memory if it lacks room there:
@@ -103,6 +103,7 @@ class Scheduler:
         self.prefix_hit_tokens = 0
         self.prefix_queried_tokens = 0
         self.loaded_tokens = 0
+        self.reloaded_tokens = 0
 
     @property
     def running(self) -> list[ScheduledRequest]:
@@ -369,10 +370,15 @@ class Scheduler:
             if choice is None:
                 return
             shard, hit = choice
+            size, loads = shard.pages.page_size, self._loads
+            if loads is not None and loads.begin_again(request, len(hit), size, now):
+                continue
             self.waiting.remove(request)
             shard.admit(request, hit)
-            if not request.preemptions:
-                self.loaded_tokens += request.computed - len(hit) * shard.pages.page_size
+            if request.preemptions:
+                self.reloaded_tokens += 0 if loads is None else request.computed - len(hit) * size
+            else:
+                self.loaded_tokens += request.computed - len(hit) * size
                 request.cached_tokens = request.computed
                 self.prefix_hit_tokens += request.computed
                 self.prefix_queried_tokens += len(request.tokens)

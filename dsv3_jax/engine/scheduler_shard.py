@@ -183,8 +183,8 @@ class SchedulerShard:
         self._publish(request, len(request.tokens) - lag)
 
     def preempt(self, request: ScheduledRequest) -> None:
-        """Gives up a running request. Without host memory it is prefilled again later, generated
-        tokens included, unless a prefix cache still has them."""
+        """Gives up a running request. Without swap space it is prefilled again later, generated
+        tokens included, except for pages that the prefix cache or a store still has."""
         self._stop(request)
         request.resumes_in = request.phase
         request.phase = Phase.WAITING

@@ -67,6 +67,8 @@ class EngineStats:
     """Waiting requests whose pages are being loaded from the tiers."""
     loaded_tokens: int = 0
     """Prompt tokens that were loaded from the tiers, among ``prefix_hit_tokens``."""
+    reloaded_tokens: int = 0
+    """Tokens of preempted requests that were loaded from the tiers when they came back."""
     unsaved_pages: int = 0
     """Pages that were not copied to the tiers, because too many waited for the host."""
     tiers: tuple[TierStats, ...] = ()
@@ -85,6 +87,7 @@ class EngineStats:
             "compiled_after_warm_up",
             "steps",
             "loaded_tokens",
+            "reloaded_tokens",
             "unsaved_pages",
         )
         totals = {name: getattr(self, name) - getattr(before, name) for name in names}

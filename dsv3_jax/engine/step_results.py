@@ -58,12 +58,12 @@ class StepResults:
 
     def __init__(self, output: StepOutput):
         arrays: Any = output  # NumPy's
-        # The arrays have room for the most steps of a dispatch. Those that ran come first.
-        ran = np.flatnonzero(arrays.counts.any(axis=1)).max(initial=-1) + 1
-        self._counts: list[list[int]] = arrays.counts[:ran].tolist()
-        self._tokens: list[list[list[int]]] = arrays.tokens[:ran].tolist()
-        self._logprobs: list[list[list[float]]] = arrays.logprobs[:ran].tolist()
-        self._drafted: list[list[int]] = arrays.drafted[:ran].tolist()
+        # The arrays have room for the most steps of a dispatch. The executed ones come first.
+        executed = np.flatnonzero(arrays.counts.any(axis=1)).max(initial=-1) + 1
+        self._counts: list[list[int]] = arrays.counts[:executed].tolist()
+        self._tokens: list[list[list[int]]] = arrays.tokens[:executed].tolist()
+        self._logprobs: list[list[list[float]]] = arrays.logprobs[:executed].tolist()
+        self._drafted: list[list[int]] = arrays.drafted[:executed].tolist()
         self.finished: list[int] = arrays.finished.tolist()
         """RUNNING, STOPPED, FULL or NON_FINITE for each row."""
         self.has_top = arrays.top_tokens.shape[-1] > 0

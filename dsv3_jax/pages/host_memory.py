@@ -15,8 +15,8 @@ from dsv3_jax.pages.source import TierStats
 class HostMemory:
     """Keeps records until their memory is needed, least recently used first.
 
-    A record is kept as it is: nothing is copied. On a GPU, JAX itself copies ordinary memory
-    through pinned buffers.
+    A record is kept as it is, in ordinary or in pinned memory: nothing is copied. On a GPU, JAX
+    itself copies ordinary memory through pinned buffers.
 
     Args:
       capacity: most bytes of contents.

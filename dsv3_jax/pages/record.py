@@ -45,6 +45,8 @@ class PageRecord:
     format: PageFormat
     payload: np.ndarray
     """Its contents: ``format.num_bytes`` of uint8."""
+    pinned: Any = None
+    """The arrays that ``payload`` is a view of, if they are in pinned host memory; else None."""
 
     @classmethod
     def of(

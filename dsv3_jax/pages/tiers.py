@@ -32,6 +32,9 @@ class CacheTiers:
     """Other sources of pages, which are asked last."""
     load_seconds: float = 5.0
     """Longest time that a request waits for pages. After it they are computed."""
+    pinned: bool = False
+    """Whether pages that come from the device are in pinned host memory, which the device reads and
+    writes itself. The operating system cannot move it to a disk."""
     staging_bytes: int = 2**29
     """Device memory for pages that are loaded before their request can be admitted. Beyond it, they
     wait in host memory."""
@@ -42,6 +45,8 @@ class CacheTiers:
                 raise ValueError(f"{name}: expected 0 or more, got {value}")
         if not self.load_seconds > 0:
             raise ValueError(f"load_seconds: expected more than 0, got {self.load_seconds}")
+        if self.pinned and not self.host_bytes:
+            raise ValueError("pinned: expected host_bytes with it, got 0")
         if not (self.host_bytes or self.disk or self.sources):
             raise ValueError("tiers: expected host_bytes, disk or sources, got none of them")
 

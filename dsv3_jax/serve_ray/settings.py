@@ -25,6 +25,8 @@ _OF_ONE_HOST = {
 """Flags that replicas of several hosts cannot have, and why."""
 _OF_DECODE = ("prefill_seconds", "prefill_min_tokens")
 """Flags that prefill replicas do not get."""
+_OF_A_PAGE = ("dtype", "quantization", "cache_dtype")
+"""Flags that decide on what is in a page, and are therefore the same in both pools."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,19 @@ class AppSettings:
         if self.hosts > 1:
             self._check_hosts(arguments)
         if self.prefill is not None:
-            _ = self.prefill_arguments
+            self._check_prefill(arguments, self.prefill_arguments)
+
+    def _check_prefill(self, decode: argparse.Namespace, prefill: argparse.Namespace) -> None:
+        """Raises ValueError for pools that would refuse each other's pages."""
+        values = [(name, getattr(decode, name), getattr(prefill, name)) for name in _OF_A_PAGE]
+        values.append(("transfer", decode.transfer or "http", prefill.transfer or "http"))
+        if _caches_drafts(decode) != _caches_drafts(prefill):
+            values.append(("draft", decode.draft, prefill.draft))
+        for name, expected, given in values:
+            if given != expected:
+                raise ValueError(
+                    f"prefill: serve: {name}: expected {expected}, as in serve, got {given}"
+                )
 
     def _check_hosts(self, arguments: argparse.Namespace) -> None:
         """Raises ValueError for what a replica of several hosts cannot have."""
@@ -191,6 +205,11 @@ class AppSettings:
         """Open prompts of a prefill replica at which their number stays."""
         assert self.prefill is not None, "expected settings with a prefill pool"
         return _target(self.prefill.autoscaling, self.prefill_arguments)
+
+
+def _caches_drafts(arguments: argparse.Namespace) -> bool:
+    """Returns whether pages have entries of the MTP layer, which all drafters but ``ngram`` use."""
+    return arguments.draft not in ("none", "ngram")
 
 
 def _target(scaling: Autoscaling, arguments: argparse.Namespace) -> float:

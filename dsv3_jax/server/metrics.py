@@ -143,7 +143,7 @@ class _EngineFigures(Collector):
                 "Prompt tokens that were loaded from the tiers, among prefix_cache_hits.",
                 stats.loaded_tokens,
             )
-            yield from self._tiers(stats.tiers)
+            yield from self._tiers(stats.tiers, stats.reloaded_tokens)
         for name, (description, value) in gauges.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", description, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
@@ -161,8 +161,15 @@ class _EngineFigures(Collector):
         info.add_metric([self._model_name, str(self._page_size), str(pages)], 1)
         yield info
 
-    def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
-        """Yields the figures of each tier. vLLM has none of these."""
+    def _tiers(self, tiers: Sequence[TierStats], reloaded_tokens: int) -> Iterator[Metric]:
+        """Yields the figures of the tiers. vLLM has none of these."""
+        reloaded = CounterMetricFamily(
+            "dsv3:reloaded_tokens",
+            "Tokens of preempted completions that were loaded from the tiers.",
+            labels=["model_name"],
+        )
+        reloaded.add_metric([self._model_name], reloaded_tokens)
+        yield reloaded
         counters = {
             "hit_pages": "Pages that were loaded from the tier.",
             "hit_bytes": "Bytes of these pages.",

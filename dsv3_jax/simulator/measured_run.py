@@ -18,7 +18,7 @@ from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, Outcome, PoolSe
 from dsv3_jax.simulator.measured_times import MeasuredTimes, calibrate, programs_of
 from dsv3_jax.simulator.replica import HostCosts, ReplicaSettings
 from dsv3_jax.simulator.step_times import StepModel, StepTimes
-from dsv3_jax.simulator.workload import replayed
+from dsv3_jax.simulator.workload import SubmitCosts, replayed
 from dsv3_jax.traces import TRACES
 
 _PAGE_SIZE = 64
@@ -37,12 +37,21 @@ class MeasuredRun:
     model: StepModel
     """Step times at peak rates."""
     replays: Sequence[Mapping[str, Any]]
+    submit: SubmitCosts = dataclasses.field(default_factory=SubmitCosts)
+    """Time that the client, a thread of the engine's process, took for each submission."""
 
     @classmethod
-    def read(cls, path: Path, *, plans_late: bool | None = None) -> MeasuredRun:
+    def read(
+        cls,
+        path: Path,
+        *,
+        plans_late: bool | None = None,
+        submit: SubmitCosts | None = None,
+    ) -> MeasuredRun:
         """Reads a result file.
 
         Args:
+          submit: time that the client took for each submission; None for no time.
           plans_late: whether the engine planned steps late. None takes the entry of the file;
             files without one are of earlier engines, which did not.
 
@@ -85,7 +94,9 @@ class MeasuredRun:
             plans_late=result.get("plans_late", False) if plans_late is None else plans_late,
         )
         model = StepModel(ShardCache().of(deployment), deployment, chunk_form=buckets.chunk_form)
-        return cls(name, deployment.target.name, engine, buckets, model, replays)
+        return cls(
+            name, deployment.target.name, engine, buckets, model, replays, submit or SubmitCosts()
+        )
 
     def find(self, trace: str, rate: float | None) -> Mapping[str, Any]:
         """Returns a replay.
@@ -99,43 +110,53 @@ class MeasuredRun:
         known = ", ".join(label(replay) for replay in self.replays)
         raise ValueError(f"replay: expected one of {known}; got {trace} at {rate}")
 
-    def calibrated(self, replay: Mapping[str, Any]) -> tuple[MeasuredTimes, HostCosts]:
-        """Returns step times and host costs whose parameters all come from one replay: a ratio for
-        each program, and the host's time per request of a step."""
-        engine = replay["engine"]
-        per_request = 1e-6 * engine["steps"] / replay["output_tokens"]
-        us = engine["host_us"]
-        host = HostCosts(
-            plan_request=per_request * (us["planning"] + us["dispatching"]),
-            read_request=per_request * us["processing"],
-        )
-        times = calibrate(
+    def calibrated(self, replay: Mapping[str, Any], host: HostCosts) -> MeasuredTimes:
+        """Returns step times with a ratio for each program that all come from one replay."""
+        return calibrate(
             self.model,
             self.buckets,
             programs_of(replay),
             lambda times: self.simulate(replay, times, host),
         )
-        return times, host
+
+    @staticmethod
+    def host_costs(one: Mapping[str, Any], other: Mapping[str, Any]) -> HostCosts:
+        """Returns the host's time per step, and per request of a step, from two replays whose
+        steps have different numbers of requests on average.
+
+        Raises:
+          ValueError: one of them would be negative.
+        """
+        costs = {}
+        for name, parts in (("plan", ("planning", "dispatching")), ("read", ("processing",))):
+            points = []
+            for replay in (one, other):
+                engine = replay["engine"]
+                seconds = 1e-6 * sum(engine["host_us"][part] for part in parts)
+                points.append((replay["output_tokens"] / engine["steps"], seconds))
+            (few, short), (many, long) = sorted(points)
+            costs[f"{name}_request"] = slope = (long - short) / (many - few)
+            costs[name] = short - slope * few
+        if min(costs.values()) < 0:
+            raise ValueError(
+                "host times: expected more for steps of more requests, and in each step, got"
+                f" {costs} s from {label(one)} and {label(other)}"
+            )
+        return HostCosts(**costs)
 
     def simulate(
         self,
         replay: Mapping[str, Any],
         times: StepTimes,
         host: HostCosts,
-        *,
-        submit_seconds: float = 0.0,
     ) -> Outcome:
-        """Simulates a replay: the same requests at the same times.
-
-        Args:
-          submit_seconds: time that the client takes for each submission.
-        """
+        """Simulates a replay: the same requests at the same times."""
         pool = PoolSettings(
             1, dataclasses.replace(self.engine, host=host), times, devices=1, nodes=1 / 8
         )
         trace = TRACES[replay["trace"]]()
         return Cluster(ClusterSettings(pool)).run(
-            replayed(trace, replay["rate"], replay["requests"], submit_seconds=submit_seconds)
+            replayed(trace, replay["rate"], replay["requests"], submit=self.submit)
         )
 
 

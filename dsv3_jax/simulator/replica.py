@@ -2,7 +2,9 @@
 
 It follows :class:`dsv3_jax.engine.loop.EngineLoop`: the scheduler plans a step, shortly before the
 one in flight ends; the step is dispatched while that one still runs; then the results of that one
-are read. The host's own work takes time too, which the device's work hides if it is longer.
+are read. The host's own work takes time too, which the device's work hides if it is longer. While a
+client in the same process submits requests, the loop stands still: Python's threads share one
+interpreter, and the loop would need it many times for each step.
 """
 
 from __future__ import annotations
@@ -142,10 +144,12 @@ class Replica:
         self._forecast = Forecast()
         self._in_flight: deque[_InFlight] = deque()
         self._device_free = 0.0
+        self._client_busy = 0.0
         self._random = np.random.default_rng(seed)
 
     def add(self, request: SimulatedRequest) -> None:
         """Puts a request into the waiting queue."""
+        self._client_busy = max(self._client_busy, request.client_busy)
         self.scheduler.add(request)
 
     def _promote(self) -> None:
@@ -188,6 +192,8 @@ class Replica:
         Returns when the next one begins, or None if there is nothing to do before another request
         arrives.
         """
+        if self._client_busy > now:
+            return self._client_busy  # the client has the interpreter
         if self._in_flight and self.settings.plans_late and self.scheduler.has_room:
             newest = self._in_flight[-1]
             lead = LEAD_SECONDS + self._host_seconds(newest.plan)

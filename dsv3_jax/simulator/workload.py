@@ -32,6 +32,23 @@ class Arrival(NamedTuple):
     """Number of the shared prefix, or -1."""
     stored_tokens: int = 0
     """Tokens at the beginning of the prompt whose cache entries are on disk."""
+    client_busy: float = 0.0
+    """Time until which the client goes on submitting without a pause, if it shares the engine's
+    interpreter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SubmitCosts:
+    """Time for which a client in the engine's process holds the interpreter to submit a request,
+    in seconds."""
+
+    request: float = 0.0
+    token: float = 0.0
+    """In addition, per token of the prompt."""
+
+    def of(self, prompt_tokens: int) -> float:
+        """Returns the time for a prompt."""
+        return self.request + self.token * prompt_tokens
 
 
 class Served(NamedTuple):
@@ -65,6 +82,7 @@ class SimulatedRequest(ScheduledRequest):
     prompt_tokens: int
     submitted: float
     stored_tokens: int = 0
+    client_busy: float = 0.0
     prefix: int = 0
     family: int = -1
     first_token: float = math.nan
@@ -86,6 +104,7 @@ class SimulatedRequest(ScheduledRequest):
             prompt_tokens=arrival.prompt_tokens,
             submitted=arrival.seconds,
             stored_tokens=arrival.stored_tokens,
+            client_busy=arrival.client_busy,
             prefix=arrival.prefix,
             family=arrival.family,
         )
@@ -147,25 +166,30 @@ def replayed(
     rate: float | None,
     count: int | None = None,
     *,
-    submit_seconds: float = 0.0,
+    submit: SubmitCosts = SubmitCosts(),
     hit_share: float = 0.0,
     page_size: int = 64,
 ) -> Iterator[Arrival]:
     """Yields the requests of a trace at a rate, or all at once if it is None.
 
     Args:
-      submit_seconds: time that the client takes for each submission, so that two arrivals are at
-        least this far apart.
+      submit: time of each submission. A request arrives at its end.
       hit_share: share of each prompt that is on disk, in whole pages.
     """
-    ready = 0.0
-    for i, each in enumerate(trace.requests[:count]):
-        due = 0.0 if rate is None else each.unit_arrival / rate
-        ready = max(due, ready + submit_seconds if i else due)
+    requests = trace.requests[:count]
+    due = [0.0 if rate is None else each.unit_arrival / rate for each in requests]
+    ready, now = [], 0.0
+    for each, begin in zip(requests, due, strict=True):
+        now = max(begin, now) + submit.of(each.prompt_tokens)
+        ready.append(now)
+    busy = ready.copy()
+    for i in reversed(range(len(requests) - 1)):
+        if due[i + 1] <= ready[i]:
+            busy[i] = busy[i + 1]
+    for i, each in enumerate(requests):
         stored = _stored(each.prompt_tokens, hit_share, page_size, i * 0.618034 % 1)
-        yield Arrival(
-            ready, each.prompt_tokens, each.output_tokens, each.prefix, each.family, stored
-        )
+        sizes = each.prompt_tokens, each.output_tokens, each.prefix, each.family
+        yield Arrival(ready[i], *sizes, stored, busy[i])
 
 
 def poisson(

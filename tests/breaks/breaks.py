@@ -435,6 +435,18 @@ BREAKS: dict[str, Break] = {
         "loaded[cached - shared.first :]",
         (_ENGINE + "test_prefix_loads.py",),
     ),
+    "pages of a preempted request that the cache lost during a load are not loaded": Break(
+        "dsv3_jax/engine/prefix_loads.py",
+        "if shared is not None and shared.first <= cached:",
+        "if shared is not None:",
+        (_ENGINE + "test_prefix_loads.py",),
+    ),
+    "pages of a preempted request are not loaded": Break(
+        "dsv3_jax/engine/prefix_loads.py",
+        "if not request.preemptions or not request.reuses_prefix:",
+        "if request.preemptions or not request.reuses_prefix:",
+        (_ENGINE + "test_prefix_loads.py",),
+    ),
     "a load that takes too long is waited for": Break(
         "dsv3_jax/engine/prefix_loads.py",
         "and now < shared.requests[request]",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import dsv3_jax
@@ -23,6 +24,8 @@ from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender
 from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.step_plan import Phase
+from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers
 from dsv3_jax.tokenizer import Tokenizer
@@ -192,6 +195,100 @@ def test_tokens_are_those_of_one_engine(prefill, decode, remote):
     wait_until_idle(prefill, decode, remote)
     metrics = prefill.request("GET", "/metrics")[2].decode()
     assert f'dsv3:prefill_pages_total{{model_name="demo"}} {figures.pages}.0' in metrics
+
+
+class Ascending:
+    """A grammar: every token is larger than the one before it, by at most 300, up to 1,700."""
+
+    def __init__(self):
+        self.last = 10
+
+    def mask(self) -> np.ndarray:
+        return TokenMask.of(2048, self._next()).words
+
+    def accept(self, token: int) -> None:
+        assert token in self._next()
+        self.last = token
+
+    def _next(self) -> range:
+        begin = self.last if self.last < 1700 else 10
+        return range(begin + 1, begin + 301)
+
+
+ASKED: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    {"logit_bias": {7: 4.0, 9: 3.0}, "min_tokens": 5, "stop_tokens": [7], "logprobs": 3},
+    {"temperature": 0.9, "seed": 3, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "draft": False},
+    {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.9, "draft": False, "logprobs": 2},
+    {"allowed_tokens": list(range(100, 130)), "presence_penalty": 2.0},
+    {"prompt_logprobs": 2},
+    {"grammar": Ascending},
+    {"grammar": Ascending, "temperature": 0.8, "seed": 5, "draft": False, "logprobs": 1},
+]
+"""Settings whose state is a slot's, the host's or the drafter's, and no page's."""
+
+
+def ask_all(engine: Engine) -> list[EngineRequest]:
+    """Submits a prompt with each of the settings, and one more for two completions."""
+    rng = random.Random(4)
+    handles = []
+    for asked in ASKED:
+        grammar = asked["grammar"]() if "grammar" in asked else None
+        settings = {"ignore_eos": "stop_tokens" not in asked} | asked | {"grammar": grammar}
+        prompt = rng.choices(range(2, 60), k=40)
+        handles.append(engine.submit(prompt, max_new_tokens=30, **settings))
+    settings = {"n": 2, "temperature": 0.7, "seed": 6, "draft": False}
+    return handles + engine.submit_all([[3] * 40], max_new_tokens=30, ignore_eos=True, **settings)
+
+
+def preempt_all(engine: Engine) -> int:
+    """Preempts what decodes on an engine, whose cache then loses all pages. Returns how many."""
+    scheduler = engine._loop._scheduler
+
+    def change() -> int:
+        (shard,) = scheduler.shards
+        decoding = [request for request in shard.running if request.phase is Phase.DECODE]
+        for request in decoding:
+            shard.preempt(request)
+        return len(decoding)
+
+    return engine._loop.between_steps(change, clears_prefix_cache=True)
+
+
+def _ids(top: list[list[tuple[int, float]]] | None) -> list[list[int]] | None:
+    """Returns the tokens of the most probable ones alone."""
+    return None if top is None else [[token for token, _ in each] for each in top]
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_request_keeps_what_it_asked_for(prefill, decode, remote, is_preempted):
+    """Also if it loses all its pages on the way. A request that samples has then no drafts: its
+    random numbers depend on which tokens were drafts."""
+    expected = ask_all(prefill.engine)
+    for each in expected:
+        each.result(60)
+    prefill.engine.clear_prefix_cache(tiers=False)
+    decode.clear_prefix_cache(tiers=False)
+    pages, reloaded = remote.figures.pages, decode.stats().reloaded_tokens
+    handles = ask_all(decode)
+    preempted = 0
+    while is_preempted and preempted < 2 * len(handles) and not all(h.is_done for h in handles):
+        preempted += preempt_all(decode)
+        time.sleep(0.05)
+    for handle, one in zip(handles, expected, strict=True):
+        done, right = handle.result(60), one.result(60)
+        assert (done.tokens, done.finish_reason) == (right.tokens, right.finish_reason)
+        assert _ids(done.top_logprobs) == _ids(right.top_logprobs)
+        np.testing.assert_allclose(done.logprobs, right.logprobs, atol=1e-4)
+        assert (handle.prompt_record is None) == (one.prompt_record is None)
+        if handle.prompt_record is not None and one.prompt_record is not None:
+            got, wanted = handle.prompt_record.logprobs, one.prompt_record.logprobs
+            np.testing.assert_allclose(got[1:], wanted[1:], atol=1e-4)
+    assert remote.figures.pages > pages
+    if is_preempted:
+        assert preempted > len(handles) / 2
+        assert decode.stats().reloaded_tokens > reloaded
+    wait_until_idle(prefill, decode, remote)
 
 
 def damaged(frames: list[bytes]) -> list[bytes]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv3_jax.engine import page_packing
 from dsv3_jax.engine.page_packing import PagePacker, arrays_by_name
 from dsv3_jax.kv_cache import CacheSpec, PagePool
 from dsv3_jax.layers.paged_cache import CachedArray
@@ -35,6 +36,46 @@ def random_pool(layout: str | None, platform: str) -> tuple[PagePool, PagePacker
 
     pool = jax.tree.map(fill, pool)
     return pool, PagePacker(pool, FORMAT, on_mesh)
+
+
+ONE_SIZE = CacheSpec(({"latent": CachedArray(6, jnp.bfloat16)},) * 2, ())
+
+
+@pytest.mark.parametrize("layout", [None, pytest.param("dp_attention_ep", marks=pytest.mark.slow)])
+def test_pinned_memory_is_copied_by_the_device_alone(layout):
+    on_mesh = None if layout is None else make_layout(layout)
+    format = PageFormat.of(ONE_SIZE, PAGE_SIZE)
+    pool = PagePool.empty(ONE_SIZE, 48, page_size=PAGE_SIZE, layout=on_mesh, platform="cpu")
+    pool = jax.tree.map(
+        lambda x: jax.device_put(jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), x.sharding),
+        pool,
+    )
+    packer = PagePacker(pool, format, on_mesh, pinned=True)
+    ordinary = PagePacker(pool, format, on_mesh).gather(pool, range(COUNT))
+    pages = packer.gather(pool, range(COUNT))
+    for page, other in zip(pages, ordinary, strict=True):
+        (part,) = page.parts
+        assert part.sharding.memory_kind == "pinned_host"
+        payload = page.payload()
+        assert payload.ctypes.data == part.unsafe_buffer_pointer(), "it was copied"
+        np.testing.assert_array_equal(payload, other.payload())
+    before = bits(pool)
+    staged = [packer.stage(page.payload(), page.parts) for page in pages]
+    assert {each.sharding.memory_kind for parts in staged for each in parts} == {"device"}
+    empty = PagePool.empty(ONE_SIZE, 48, page_size=PAGE_SIZE, layout=on_mesh, platform="cpu")
+    after = bits(packer.scatter(empty, range(COUNT), staged))
+    for name, array in after.items():
+        np.testing.assert_array_equal(array[:COUNT], before[name][:COUNT])
+
+
+def test_what_cannot_be_pinned(monkeypatch):
+    pool, _ = random_pool(None, "cpu")
+    with pytest.raises(ValueError, match="pinned: expected a cache whose values all have the same"):
+        PagePacker(pool, FORMAT, None, pinned=True)
+    monkeypatch.setattr(page_packing, "_PINNED", "none")
+    message = "^pinned: expected devices with the memory none, got cpu with device, pinned_host,"
+    with pytest.raises(ValueError, match=message):
+        PagePacker(pool, FORMAT, None, pinned=True)
 
 
 def bits(pool: PagePool) -> dict[str, np.ndarray]:

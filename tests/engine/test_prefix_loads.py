@@ -164,6 +164,112 @@ def test_integrity_notices_an_evicted_page_and_a_lost_load():
         simulation.scheduler.check_integrity()
 
 
+class TestPreempted:
+    """The second of two requests is preempted when both have 16 pages together. It comes back when
+    the first one, which needs 15, has ended."""
+
+    def begin(self, delays=(2.0,), lost=(0,), num_pages=16, **options) -> None:
+        self.simulation = Simulation(
+            num_pages=num_pages, max_running=2, has_store=True, **({"lookahead": 1} | options)
+        )
+        self.simulation.store.begin(delays, lost)
+        self.first = request(PROMPT, 40, arrival=0.0)
+        self.second = request([i * 3 % 7 for i in range(12)], 30, arrival=1.0)
+        self.simulation.scheduler.add(self.first, self.second)
+
+    def run(self) -> tuple[int, int]:
+        """Returns how many tokens were loaded when the second request came back, and computed."""
+        self.simulation.run()
+        for each, length in ((self.first, 20), (self.second, 12)):
+            assert each.tokens[length:] == completion(each.tokens[:length], each.max_length)
+        assert (self.first.preemptions, self.second.preemptions) == (0, 1)
+        assert self.simulation.scheduler.loaded_tokens == 0
+        chunks = [c for p in self.simulation.plans for c in p.chunks if c.request is self.second]
+        return self.simulation.scheduler.reloaded_tokens, sum(c.count for c in chunks) - 12
+
+    def evict(self, begin: int) -> None:
+        """Takes the second request's pages from the cache, from number ``begin`` on."""
+        (shard,) = self.simulation.scheduler.shards
+        for page in reversed(shard.pages.cached_prefix(self.second.tokens)[begin:]):
+            shard.pages._cached.move_to_end(page, last=False)
+            shard.pages._free.append(shard.pages._evict())
+
+    @pytest.mark.parametrize("options", [{}, {"lookahead": 0}, {"delay": 2, "max_decode_steps": 3}])
+    def test_its_pages_are_loaded_with_generated_tokens(self, options):
+        self.begin(**options)
+        loaded, computed = self.run()
+        assert loaded > 12, "no generated token was loaded"
+        assert 0 < computed <= 4 + 1, "more than the last page and its lookahead was computed"
+
+    def test_with_drafts_on_shards(self):
+        self.begin(shards=2)
+        others = [request([n, *PROMPT], 39, arrival=n / 4) for n in (1, 5)]
+        self.simulation.scheduler.add(*others)
+        for each in (self.first, self.second, *others):
+            each.drafts = 2
+        prompts = {r: list(r.tokens) for r in (self.first, self.second, *others)}
+        self.simulation.run()
+        for each, prompt in prompts.items():
+            assert each.tokens[len(prompt) :] == completion(prompt, each.max_length)
+        assert self.simulation.scheduler.reloaded_tokens > 0
+
+    @pytest.mark.parametrize(
+        ("delay", "lost", "missing"), [(2.0, 1, 4), (2.0, 99, 99), (1e9, 0, 99)]
+    )
+    def test_what_does_not_come_is_computed(self, delay, lost, missing):
+        self.begin()
+        most, least = self.run()
+        self.begin(delays=(delay,), lost=(lost,))
+        loaded, computed = self.run()
+        assert loaded == max(most - missing, 0)
+        assert loaded + computed == most + least
+
+    def preempt(self) -> None:
+        """Preempts the second request, which lacks nothing."""
+        self.begin(delays=(3.0,), num_pages=40, delay=0)
+        while len(self.second.tokens) < 26:
+            self.simulation.step()
+        self.simulation.device.save(self.simulation.scheduler.take_saves())
+        self.simulation.scheduler.shards[0].preempt(self.second)
+
+    def test_nothing_is_loaded_that_the_cache_has(self):
+        self.preempt()
+        assert self.run() == (0, 2)
+        assert not self.simulation.store.loads
+
+    def test_what_the_cache_has_lost_is_loaded(self):
+        self.preempt()
+        self.evict(4)
+        assert self.run() == (8, 2)
+        assert [len(load._contents) for load in self.simulation.store.loads] == [2]
+
+    def test_what_the_cache_loses_during_a_load_is_loaded_after_it(self):
+        self.preempt()
+        self.evict(4)
+        self.simulation.step()
+        self.evict(1)
+        assert self.run() == (20, 2)
+        assert [len(load._contents) for load in self.simulation.store.loads] == [2, 5]
+
+    def test_of_another_model_nothing_is_loaded(self):
+        self.preempt()
+        self.evict(4)
+        self.simulation.step()
+        assert self.simulation.scheduler.loading(self.simulation.now) == 1
+        self.simulation.store.identity += 1
+        self.simulation.scheduler.clear_prefix_cache()
+        assert self.run() == (0, 26)
+
+    def test_cancelled_during_the_load_it_leaves_nothing(self):
+        self.preempt()
+        self.evict(4)
+        self.simulation.step()
+        self.simulation.scheduler.cancel(self.second)
+        self.simulation.run()
+        assert self.simulation.store.loads[0].is_closed
+        assert self.simulation.ended[self.second] == "cancelled"
+
+
 class RandomLoads(RandomOperations):
     """The operations of the scheduler's tests, with a store and few prompts."""
 

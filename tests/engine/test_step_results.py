@@ -12,11 +12,11 @@ from dsv3_jax.engine.step_results import StepResults
 MOST_STEPS, ROWS, TOKENS = 6, 3, 2
 
 
-def output(ran: int) -> StepOutput:
-    """The arrays of a dispatch of ``ran`` steps, in which the second row ended with the first."""
+def output(executed: int) -> StepOutput:
+    """The arrays of a dispatch of ``executed`` steps. The second request ends with the first."""
     counts = np.zeros((MOST_STEPS, ROWS), np.int32)
-    counts[:ran] = [1, 0, 2]
-    if ran:
+    counts[:executed] = [1, 0, 2]
+    if executed:
         counts[0, 1] = 1
     tokens = np.arange(MOST_STEPS * ROWS * TOKENS, dtype=np.int32)
     tokens = tokens.reshape(MOST_STEPS, ROWS, TOKENS)
@@ -33,12 +33,12 @@ def output(ran: int) -> StepOutput:
     return StepOutput(**arrays, prompt=None)
 
 
-def test_only_the_steps_that_ran_are_read():
-    for ran in (0, 1, 4, MOST_STEPS):
-        results = StepResults(output(ran))
-        assert len(results._tokens) == ran
+def test_only_executed_steps_are_read():
+    for executed in (0, 1, 4, MOST_STEPS):
+        results = StepResults(output(executed))
+        assert len(results._tokens) == executed
         assert [new.tokens for new in results.new_tokens(2, top=False)] == [
-            [6 * step + 4, 6 * step + 5] for step in range(ran)
+            [6 * step + 4, 6 * step + 5] for step in range(executed)
         ]
-        assert [new.tokens for new in results.new_tokens(1, top=False)] == [[2]][:ran]
+        assert [new.tokens for new in results.new_tokens(1, top=False)] == [[2]][:executed]
         assert all(new.drafted == 1 for new in results.new_tokens(0, top=False))

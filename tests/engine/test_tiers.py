@@ -83,6 +83,30 @@ def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path
 
 
 @pytest.mark.slow
+def test_preempted_requests_load_what_the_device_lost(tiny_mtp, alone, tmp_path):
+    """Prompts that share nothing need twice the pages that there are, also in host memory, which is
+    pinned: what comes back from the disk is in ordinary memory."""
+    random = np.random.default_rng(2)
+    prompts = [random.integers(0, 64, n).tolist() for n in (40, 33, 25, 37)]
+    expected = alone.generate(prompts, max_new_tokens=70, ignore_eos=True)
+    page = PageFormat.of(tiny_mtp.cache_spec(mtp=True), PAGE_SIZE)
+    tiers = CacheTiers(host_bytes=9 * page.num_bytes, disk=tmp_path, pinned=True)
+    with make(tiny_mtp, tiers, cache_tokens=28 * PAGE_SIZE, draft="mtp") as engine:
+        handles = [engine.submit(each, max_new_tokens=70, ignore_eos=True) for each in prompts]
+        while engine.step():
+            engine.check_integrity()
+        done = [handle.result(SECONDS) for handle in handles]
+        stats = engine.stats()
+        text = Metrics(engine, "tiny", PAGE_SIZE).text().decode()
+    assert [each.tokens for each in done] == [each.tokens for each in expected]
+    assert stats.preemptions > 0
+    assert stats.tiers[1].hit_pages > 0, "nothing came from the disk"
+    computed_again = stats.prompt_tokens - sum(map(len, prompts))
+    assert 0 < computed_again < stats.reloaded_tokens
+    assert f'dsv3:reloaded_tokens_total{{model_name="tiny"}} {stats.reloaded_tokens}' in text
+
+
+@pytest.mark.slow
 def test_another_model_loads_no_page_and_a_restart_keeps_the_disk(tiny_mtp, expected, tmp_path):
     tiers = CacheTiers(host_bytes=2**24, disk=tmp_path / "pages")
     with make(tiny_mtp, tiers) as engine:

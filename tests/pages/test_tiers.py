@@ -216,6 +216,7 @@ class TestTogether:
             ({}, "expected host_bytes, disk or sources"),
             ({"host_bytes": -1}, "host_bytes: expected 0 or more, got -1"),
             ({"host_bytes": 1, "load_seconds": 0}, "load_seconds: expected more than 0"),
+            ({"disk": "x", "pinned": True}, "pinned: expected host_bytes with it, got 0"),
         ],
     )
     def test_settings_out_of_range(self, settings, message):

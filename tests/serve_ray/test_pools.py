@@ -1,13 +1,15 @@
-"""Pools of prefill and decode replicas on Ray Serve. A prefill replica is killed."""
+"""Pools of prefill and decode replicas on Ray Serve: the tokens are those of one engine."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
 from tests.serve_ray.scripts import result_of
 
 CODE = """
-import asyncio, json, pathlib, random, sys, time
+import asyncio, json, os, pathlib, random, sys, time
 import aiohttp
 from benchmarks.serving import ray_cluster
 from benchmarks.serving.small_replica import SmallPrefillReplica, SmallReplica, make_small_engine
@@ -15,6 +17,8 @@ from dsv3_jax.serve_ray.app import application
 from dsv3_jax.serve_ray.settings import AppSettings
 
 directory = pathlib.Path(sys.argv[1])
+flags, replicas = json.loads(os.environ["FLAGS"]), int(os.environ["REPLICAS"])
+count = 12 * replicas
 settings = AppSettings.of({
     "serve": {
         "max_running": 4,
@@ -22,17 +26,18 @@ settings = AppSettings.of({
         "dtype": "float32",
         "prefill_seconds": 60,
         "program_store": directory / "programs",
+        **flags,
     },
     "resources": {"num_cpus": 0},
     "prefill": {
         "serve": {"host_cache_gib": 0.1},
-        "autoscaling": {"min_replicas": 2, "max_replicas": 2},
+        "autoscaling": {"min_replicas": replicas, "max_replicas": replicas},
         "resources": {"num_cpus": 0},
     },
 })
 rng = random.Random(0)
-prompts = [rng.choices(range(300, 2000), k=rng.randint(65, 150)) for _ in range(24)]
-options = [{"max_tokens": 4, "temperature": 0.8 * (i % 2), "seed": i} for i in range(24)]
+prompts = [rng.choices(range(300, 2000), k=rng.randint(65, 150)) for _ in range(count)]
+options = [{"max_tokens": 4, "temperature": 0.8 * (i % 2), "seed": i} for i in range(count)]
 
 def expected():
     with make_small_engine(settings.prefill_arguments).engine as engine:
@@ -62,21 +67,22 @@ async def play(url):
             assert time.monotonic() < end
             await asyncio.sleep(0.1)
 
-    async def has_both():
-        return await figure("dsv3:prefill_peer_up") == 2
+    async def has_all():
+        return await figure("dsv3:prefill_peer_up") == replicas
 
     async def has_pulled():
         return await figure("dsv3:remote_prefill_pages_total") >= 4
 
     async with aiohttp.ClientSession() as session:
-        await until(has_both)
-        asked = [asyncio.create_task(answer_to(i)) for i in range(16)]
+        await until(has_all)
+        asked = [asyncio.create_task(answer_to(i)) for i in range(count - 8)]
         await until(has_pulled)
-        ray_cluster.kill(ray_cluster.replica_processes("test", "prefill")[0])
+        if replicas > 1:
+            ray_cluster.kill(ray_cluster.replica_processes("test", "prefill")[0])
         answers = await asyncio.gather(*asked)
         pulled = await figure("dsv3:remote_prefill_pages_total")
         # The one that is left, and perhaps one in place of the other, go on.
-        answers += await asyncio.gather(*(answer_to(i) for i in range(16, 24)))
+        answers += await asyncio.gather(*(answer_to(i) for i in range(count - 8, count)))
         return {
             "answers": answers,
             "pulled": pulled,
@@ -93,6 +99,15 @@ with ray_cluster.cluster(directory, 1) as url:
 
 @pytest.mark.slow
 def test_a_killed_prefill_replica_changes_no_token():
-    result = result_of(CODE)
+    result = result_of(CODE, FLAGS="{}", REPLICAS="2")
     assert result["answers"] == result["expected"]
     assert result["pulled_at_the_end"] > result["pulled"] >= 4
+
+
+@pytest.mark.slow
+def test_pages_in_float8_travel_by_jax_transfer():
+    flags = json.dumps({"transfer": "jax", "cache_dtype": "fp8"})
+    result = result_of(CODE, FLAGS=flags, REPLICAS="1")
+    assert result["answers"] == result["expected"]
+    assert result["pulled_at_the_end"] > result["pulled"] >= 4
+    assert result["failures"] == 0

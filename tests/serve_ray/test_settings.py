@@ -49,6 +49,39 @@ def test_prefill_replicas_have_flags_of_their_own():
     )
 
 
+def test_both_pools_have_the_same_pages_and_transfer():
+    serve = {"cache_dtype": "fp8", "transfer": "jax", "draft": "mtp"}
+    settings = AppSettings.of({"serve": serve, "prefill": {"serve": {"transfer": "jax"}}})
+    for arguments in (settings.arguments, settings.prefill_arguments):
+        assert {name: getattr(arguments, name) for name in serve} == serve
+    alone = AppSettings.of({"serve": {"cache_dtype": "fp8_index"}}).arguments
+    assert (alone.cache_dtype, alone.transfer) == ("fp8_index", None)
+    # An n-gram drafter needs nothing of a page.
+    AppSettings.of({"serve": {"draft": "ngram"}, "prefill": {"serve": {"draft": "none"}}})
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("transfer", "jax", "http"),
+        ("cache_dtype", "fp8", "None"),
+        ("quantization", "fp8", "None"),
+        ("dtype", "float32", "None"),
+        ("draft", "mtp", "none"),
+        ("draft", "synthetic:0.5", "ngram"),
+    ],
+)
+def test_pools_that_would_refuse_each_other(name, given, expected):
+    message = f"^prefill: serve: {name}: expected {expected}, as in serve, got {given}$"
+    other = {} if expected == "None" else {name: expected}
+    with pytest.raises(ValueError, match=message):
+        AppSettings.of({"serve": other, "prefill": {"serve": {name: given}}})
+    message = f"^prefill: serve: {name}: expected {given}, as in serve, got {expected}$"
+    if other:
+        with pytest.raises(ValueError, match=message):
+            AppSettings.of({"serve": {name: given}, "prefill": {"serve": other}})
+
+
 def test_open_prompts_of_prefill_replicas_count_as_requests():
     context = SimpleNamespace(
         running_replicas=["a", "b"],
@@ -87,6 +120,17 @@ def test_open_prompts_of_prefill_replicas_count_as_requests():
         ({"serve": {"max_runing": 8}}, "serve: unknown argument --max-runing; did you mean --max"),
         ({"serve": {"max_running": 0}}, "--max-running: expected an integer of at least 1, got 0"),
         ({"serve": {"max_running": "x"}}, "serve: argument --max-running: invalid int value"),
+        ({"serve": {"host_cache_pinned": True}}, "--host-cache-pinned: expected --host-cache-gib"),
+        ({"serve": {"transfer": "jax"}}, "--transfer: expected --role prefill or decode, got both"),
+        (
+            {"serve": {"transfer": "nixl"}},
+            "serve: argument --transfer: expected one of http, jax; got",
+        ),
+        (
+            {"serve": {"cache_dtype": "fp4"}},
+            "serve: argument --cache-dtype: expected one of fp8, fp8",
+        ),
+        ({"serve": {"transfer_port": 1}}, "serve: transfer_port: expected a flag of the engine"),
         ({"serve": {"port": 80}}, "serve: port: expected a flag of the engine or its API"),
         ({"serve": {"distributed": True}}, "serve: distributed: expected a flag of the engine"),
         ({"autoscaling": {"max": 4}}, "max: expected one of min_replicas, max_replicas"),

@@ -45,6 +45,16 @@ def test_a_request_waits_for_the_step_under_way(late, begins):
     assert served.end == pytest.approx(begins + 0.01 + 0.001 + 64 * 0.0001)
 
 
+def test_nothing_is_launched_while_a_client_of_the_process_submits():
+    arrivals = [Arrival(0.1 * i, 64, 1, client_busy=0.55) for i in range(1, 6)]
+    arrivals.append(Arrival(2.0, 64, 1, client_busy=2.0))
+    settings = ClusterSettings(pool(engine(plans_late=False)))
+    *five, last = run(settings, *arrivals).requests
+    assert {each.submitted for each in five} == {each.seconds for each in arrivals[:5]}
+    assert [each.end for each in five] == [pytest.approx(0.55 + 0.01 + 5 * 64 * 0.0001)] * 5
+    assert last.end == pytest.approx(2.0 + 0.01 + 64 * 0.0001)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_prompts_do_not_wait_on_the_shard_of_a_long_one(shards):
     """Each shard prefills two chunks in a step; the long prompt has twenty."""

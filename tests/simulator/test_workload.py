@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.simulator.scaling import Unit, day_curve, depth_of, scale
-from dsv3_jax.simulator.workload import Lengths, poisson, replayed
+from dsv3_jax.simulator.workload import Lengths, SubmitCosts, poisson, replayed
 from dsv3_jax.traces import chat
 
 
@@ -37,8 +37,18 @@ def test_a_replay_has_the_arrivals_of_its_trace():
     assert len(arrivals) == 10
     assert arrivals[3].seconds == trace.requests[3].unit_arrival / 4
     assert all(each.seconds == 0 for each in replayed(trace, None))
-    spaced = [each.seconds for each in replayed(trace, None, 3, submit_seconds=0.5)]
-    assert spaced == [0.0, 0.5, 1.0]
+
+
+def test_a_client_submits_one_request_after_the_other():
+    trace, costs = chat(20), SubmitCosts(0.5, 0.01)
+    first, second, third = replayed(trace, None, 3, submit=costs)
+    ends = np.cumsum([0.5 + 0.01 * each.prompt_tokens for each in trace.requests[:3]])
+    assert [each.seconds for each in (first, second, third)] == pytest.approx(ends)
+    assert {each.client_busy for each in (first, second, third)} == {third.seconds}
+    # At a low rate it waits between them.
+    for each, traced in zip(replayed(trace, 1e-6, 10, submit=costs), trace.requests, strict=False):
+        end = 1e6 * traced.unit_arrival + costs.of(traced.prompt_tokens)
+        assert each.seconds == each.client_busy == pytest.approx(end)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host memory for cache pages that are no longer on the devices (default: 0)",
     )
     add(
+        "--host-cache-pinned",
+        action="store_true",
+        help="keep pages of --host-cache-gib in pinned memory, from which devices load them"
+        " without another copy; not measured on a GPU yet",
+    )
+    add(
         "--disk-cache",
         type=Path,
         metavar="DIR",
