@@ -30,6 +30,7 @@ DOCUMENTS = (
     "docs/*.md",
     "benchmarks/README.md",
     "dsv3_jax/demo/README.md",
+    "dsv3_jax/demo_sparse/README.md",
     "notebooks/*.ipynb",
 )
 MARKER = "words: ok"

@@ -95,7 +95,7 @@ def _both(step: Case, rows: int, chunk: int) -> tuple[Case, Case]:
     return step, prefill
 
 
-_V3, _MOON = "deepseek-v3", "moonlight-16b"
+_V3, _V32, _MOON = "deepseek-v3", "deepseek-v3.2", "moonlight-16b"
 
 CASES = (
     *_both(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
@@ -105,6 +105,7 @@ CASES = (
     ),
     *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     *_steps(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 8192, "fp8")),
+    Case(_V32, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 8192, "fp8", 4),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "int4"),
     *_both(Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),
@@ -115,6 +116,12 @@ CASES = (
     *_both(Case(_MOON, "tpu:tpu7x:2x2x1", "dp_attention_ep", "decode", 64, 4096), 8, 1024),
     *_both(
         Case(_V3, "gpu:h200x8", "dp_attention_ep", "decode", 128, 4096, "fp8", None, 512, "float8"),
+        8, 512,
+    ),
+    *_both(
+        Case(
+            _V32, "gpu:h200x8", "dp_attention_ep", "decode", 128, 8192, "fp8", None, 512, "float8"
+        ),
         8, 512,
     ),
     *_both(

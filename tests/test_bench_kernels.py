@@ -25,6 +25,7 @@ from benchmarks.kernels import (
 )
 from benchmarks.kernels.calls import call_of
 from benchmarks.kernels.jax_timing import counted, program
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.ours import Session, results_differ
 from benchmarks.kernels.shapes import (
     CALLS,
@@ -118,6 +119,10 @@ def test_sizes():
         (Grouped("", (1, 1), 256, 256, "int8", "both"), 0.000262144, 0.135168),
         (Grouped("", (1, 1), 256, 256, "int4", "both"), 0.000262144, 0.0717),
         (Swiglu("", (1, 1), 256, 256, "bf16", "both"), 0.000524288, 0.526336),
+        # 9 experts and a router; 9 experts of float8 with scales of 128x128 blocks, the router.
+        (FeedForward("v3", 1, "fp8"), 0.796393, 396.361728 + 0.096768 + 3.670016),
+        # A routed expert is read for each of two tokens.
+        (FeedForward("moonlight", 2, "bf16"), 0.277348, 14 * 17.301504 + 0.262144),
         # 2 * 128 * 320 * 8192 * 8193 / 2
         (Prefill(1, 8192, 8192), 2749.1, 4 * 8192 * 128 * 320 / 1e6 + 4.19),
         (Prefill(1, 2048, 8192), 1202.7, 2 * 10240 * 128 * 320 / 1e6 + 1.05),
@@ -655,3 +660,18 @@ def test_machine_code_of_other_gpus_is_not_packed():
     packed = pack_peers.for_hopper(library)
     assert len(packed) == len(library)
     assert packed == library.replace(part(2, 80, 8), part(2, 80, 8)[:-8] + bytes(8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_results_of_feed_forward_are_checked(dtype):
+    case = FeedForward("v3", 2, dtype, small=True)
+    assert decoded(json.loads(json.dumps(encoded(case)))) == case
+    small = checks.ragged(case, 0)
+    arrays, want = jax.jit(small.build)(inputs.random_key(0), small.host)
+    got = small.defined(jax.jit(call_of(case, "reference"))(arrays))
+    assert checks.verdict(checks.errors(got, want)) is None
+    judged = jax.jit(functools.partial(checks.spot, case))(arrays, got)
+    assert checks.verdict(judged) is None
+    wrong = got[0].at[1].multiply(1.02), got[1]
+    assert "wrong" in (checks.verdict(checks.errors(wrong, want)) or "")

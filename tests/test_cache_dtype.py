@@ -13,6 +13,7 @@ import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine.cache_size import page_bytes
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool
 from dsv3_jax.layers.attention_interface import Form
@@ -69,6 +70,25 @@ def test_bytes_of_a_token(config, cache_dtype, expected):
     if cache_dtype != "fp8_index":
         dtype = "bfloat16" if cache_dtype is None else "fp8"
         assert cache_bytes_per_token(config, dtype) == config.num_hidden_layers * expected
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "latent", "key"),
+    [(None, 1280, 256), ("fp8_index", 1280, 132), ("fp8", 768, 132)],
+)
+def test_bytes_of_a_token_on_a_tpu(cache_dtype, latent, key):
+    """Latents are padded for the kernel, and scales of keys are not. The planner, an engine that
+    sizes its cache, and the arrays agree; test_tpu_compile_sparse.py asks the compiler."""
+    spec = CacheSpec.of_config(V32, jnp.bfloat16, cache_dtype=cache_dtype)
+    expected = V32.num_hidden_layers * (latent + key)
+    assert page_bytes(spec, 64, "tpu") == 64 * expected
+    pool = PagePool.empty(spec, 1, platform="tpu")
+    assert sum(x.nbytes for x in jax.tree.leaves(pool)) == 64 * expected
+    pool.check_spec(spec)
+    deployment = Deployment(
+        V32, Target.parse("tpu:v5p:2x2x2"), "tpu_pod", 8, 4096, cache_dtype=cache_dtype
+    )
+    assert cached_token_bytes(deployment) == expected
 
 
 def test_a_model_caches_what_its_config_says():

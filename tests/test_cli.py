@@ -392,6 +392,13 @@ def test_doctor(capsys):
         "refused: runs on TPUs, this is cpu",
     }
     assert result["probes"].keys() == {name.split(":")[0] for name in result["back-ends"]}
+    sparse = "sparse_index", "top_k", "sparse_mla_decode", "sparse_mla_prefill"
+    assert result["probes"].keys() >= set(sparse)
+    none = "reference, in plain JAX: no faster back-end takes the probe here"
+    of_sparse = [result["chosen"][op] for op in sparse]
+    assert of_sparse == ["blocked", none, none, none]
+    assert result["chosen"].keys() == result["probes"].keys()
+    assert result["chosen"]["mla_decode"] == "cpu"
     assert run("doctor") == 0
     assert "back-ends" in capsys.readouterr().out
 
@@ -436,6 +443,24 @@ def test_doctor_goes_on_without_a_reference(monkeypatch, capsys):
     assert run("doctor", "--json") == 0
     outcomes = json.loads(capsys.readouterr().out)["back-ends"]
     assert outcomes == {"block_quant: reference": "fails: RuntimeError: "}
+
+
+def test_doctor_times_what_works(monkeypatch):
+    """Also results that contain infinities, as the scores of tokens that a query does not see."""
+    from pallas_kernels.sparse_index import api
+
+    def probe(real=probes.probes):
+        return [each for each in real() if each.op == "sparse_index"]
+
+    def wrong(*args, **kwargs):
+        return jax.numpy.nan_to_num(api.BACKENDS["reference"](*args, **kwargs), neginf=0)
+
+    monkeypatch.setattr(probes, "probes", probe)
+    monkeypatch.setitem(api.BACKENDS, "wrong", wrong)
+    outcomes = probes.examine(timed=True)
+    for name in ("blocked", "reference"):
+        assert re.fullmatch(r"works, \d+ us a call", outcomes[f"sparse_index: {name}"])
+    assert outcomes["sparse_index: wrong"] == "wrong: differs from the reference by inf"
 
 
 @pytest.mark.parametrize("below", [(), ("x",)])

@@ -25,7 +25,7 @@ def test_packages_are_listed():
         for package in TOP
         for path in (ROOT / package).rglob("*.py")
     }
-    assert listed == existing | {"dsv3_jax.demo"}
+    assert listed == existing | {"dsv3_jax.demo", "dsv3_jax.demo_sparse"}
     assert {name.partition(".")[0] for name in listed} == set(TOP)
 
 
@@ -48,10 +48,11 @@ def test_the_wheel(tmp_path):
     (wheel,) = (tmp_path / "dist").iterdir()
     files = zipfile.ZipFile(wheel).namelist()
     assert {f"{package}/py.typed" for package in TOP} <= set(files)
-    demo = sorted(path.name for path in (ROOT / "dsv3_jax" / "demo").iterdir())
+    demos = {path.relative_to(ROOT) for path in ROOT.glob("dsv3_jax/demo*/*")}
     page = {f"dsv3_jax/server/page/{name}" for name in ("index.html", "style.css", "chat.js")}
     assert page <= set(files)
-    assert sorted(file[14:] for file in files if file.startswith("dsv3_jax/demo/")) == demo
+    assert {Path(file) for file in files if file.startswith("dsv3_jax/demo")} == demos
+    assert len({path.parent for path in demos}) == 2
 
 
 @pytest.mark.parametrize("name", own_packages.NAMES)

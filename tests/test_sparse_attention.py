@@ -21,6 +21,7 @@ from dsv3_jax.layers.indexer import hadamard
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels.sparse_index import blocked
+from sharding import make_layout
 from tests.support.checkpoints import (
     random_tensors,
     sparse_config,
@@ -46,7 +47,7 @@ def _short_blocks():
     """Sets the blocks of keys to three pages, and those of queries to 16 of a whole sequence."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "_BLOCK_TOKENS", 3 * PAGE)
-        patch.setattr(indexer_module, "_SCORE_BYTES", 16 * 4 * BATCH * LENGTHS.max())
+        patch.setattr(indexer_module, "SCORE_BYTES", 16 * 4 * BATCH * LENGTHS.max())
         yield
 
 
@@ -62,9 +63,14 @@ def whole(oracle) -> OracleOutput:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> DeepSeekV3:
-    directory = tmp_path_factory.mktemp("sparse")
-    write_checkpoint(directory, CONFIG, random_tensors(CONFIG))
+def directory(tmp_path_factory):
+    home = tmp_path_factory.mktemp("sparse")
+    write_checkpoint(home, CONFIG, random_tensors(CONFIG))
+    return home
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> DeepSeekV3:
     return dsv3_jax.load(directory, dtype=jnp.float32)[0]
 
 
@@ -126,6 +132,20 @@ def test_logits_in_chunks(chunk, form, model, whole, empty):
     """Chunks of three tokens are those of a decode step with two drafts."""
     logits, _ = run_in_chunks(model, TOKENS, LENGTHS, empty, chunk, form)
     check(logits, whole.logits)
+
+
+@pytest.mark.slow
+def test_logits_of_devices_that_share_tokens(directory, whole):
+    """Each device scores its own tokens, and all select the same. The logits of every token are
+    compared, not only those that an engine samples from."""
+    layout = make_layout("context_parallel", devices=jax.devices()[:4])
+    model, _ = dsv3_jax.load(directory, dtype=jnp.float32, layout=layout)
+    cache = LatentKVCache.init(
+        model.cache_spec(), BATCH, PAGE * PAGES, page_size=PAGE, layout=layout
+    )
+    targets = np.array([60, 37, 9])
+    logits, _ = run_in_chunks(model, TOKENS, targets, cache, 15, "absorbed")
+    check(logits, whole.logits, lengths=targets)
 
 
 def test_rewind_leaves_no_stale_key(model, oracle, whole, empty):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pallas_kernels
-from benchmarks.kernels import checks, inputs
+from benchmarks.kernels import checks, inputs, layer_inputs
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.shapes import Case, Decode
 from benchmarks.kernels.variants import VARIANTS, variant_of
 
@@ -18,6 +19,8 @@ def call_of(case: Case, implementation: str) -> Call:
     Args:
       implementation: a back-end's name, or that of one of :data:`variants.VARIANTS`.
     """
+    if isinstance(case, FeedForward):
+        return layer_inputs.call(case, implementation)
     keywords = inputs.options(case)
     if implementation in VARIANTS:
         op = variant_of(case, implementation)

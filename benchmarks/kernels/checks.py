@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import inputs, sparse_checks
+from benchmarks.kernels import inputs, layer_inputs, sparse_checks
 from benchmarks.kernels.inputs import Arrays, Host, options
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.shapes import (
     BLOCK,
     PAGE,
@@ -96,6 +97,10 @@ class Ragged:
         if isinstance(self.case, SparseCase):
             with jax.default_matmul_precision("highest"):
                 return sparse_checks.build_ragged(self.case, key, host)
+        if isinstance(self.case, FeedForward):
+            with jax.default_matmul_precision("highest"):
+                arrays = _rounded(self.case, key, host)
+                return arrays, (layer_inputs.exact(self.case, arrays), None)
         builders = {Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill}
         with jax.default_matmul_precision("highest"):
             return builders[_kind(self.case)](self, key, host)
@@ -122,6 +127,8 @@ def seeds(case: Case) -> range:
 def ragged(case: Case, seed: int) -> Ragged:
     if isinstance(case, SparseCase):
         return Ragged(*sparse_checks.ragged(case, seed))
+    if isinstance(case, FeedForward):
+        return Ragged(dataclasses.replace(case, small=True), {})
     rng = np.random.default_rng(seed)
     if isinstance(case, Decode):
         lengths = np.array([case.queries, 0, PAGE - 1, PAGE, PAGE + 1, 1000, 4097, 300], np.int32)
@@ -257,6 +264,9 @@ def spot(case: Case, arrays: Arrays, result: Checked) -> tuple[jax.Array, jax.Ar
     if isinstance(case, SparseCase):
         with jax.default_matmul_precision("highest"):
             return errors(*sparse_checks.spot(case, arrays, result))
+    if isinstance(case, FeedForward):
+        with jax.default_matmul_precision("highest"):
+            return errors(result, (layer_inputs.exact(case, arrays), None))
     builders = {Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill}
     with jax.default_matmul_precision("highest"):
         return errors(*builders[_kind(case)](case, arrays, result))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.integers import random_int4, random_int8
-from benchmarks.kernels import sparse_inputs
+from benchmarks.kernels import layer_inputs, sparse_inputs
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.shapes import (
     BLOCK,
     LATENT,
@@ -43,6 +44,8 @@ def host(case: Case, seed: int) -> Host:
     """Returns the integer arrays, made by NumPy, that :func:`build` takes."""
     if isinstance(case, SparseCase):
         return sparse_inputs.host(case, seed)
+    if isinstance(case, FeedForward):
+        return {}
     if isinstance(case, Decode):
         lengths = np.asarray(case.lengths, np.int32)
         return {"block_tables": page_tables(case, seed), "lengths": lengths}
@@ -57,6 +60,8 @@ def build(case: Case, key: jax.Array, host_arrays: dict[str, Any]) -> Arrays:
     host_arrays = {name: jnp.asarray(x) for name, x in host_arrays.items()}
     if isinstance(case, SparseCase):
         return sparse_inputs.build(case, key, host_arrays)
+    if isinstance(case, FeedForward):
+        return layer_inputs.build(case, key)
     if isinstance(case, Decode):
         return _decode(case, key) | host_arrays
     if isinstance(case, Grouped):
@@ -132,6 +137,8 @@ def options(case: Case) -> dict[str, Any]:
     """Returns the op's keyword arguments that are not arrays."""
     if isinstance(case, SparseCase):
         return sparse_inputs.options(case)
+    if isinstance(case, FeedForward):
+        return layer_inputs.options(case)
     if isinstance(case, Grouped):
         block = {"int8": (1, case.K), "int4": (1, BLOCK)}.get(case.dtype, (BLOCK, BLOCK))
         return {"block_shape": block}

@@ -29,6 +29,7 @@ from benchmarks.kernels import (
     sparse_peers,
 )
 from benchmarks.kernels import peer_libraries as libraries
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.peer import Inputs, Peer, Tensor
 from benchmarks.kernels.shapes import (
     Case,
@@ -55,6 +56,8 @@ def family_of(case: Case) -> ModuleType:
 
 def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
+    if isinstance(case, FeedForward):
+        return  # no other library has it as one operation
     if isinstance(case, Swiglu):
         for name, build in peers_of(case.product, directory):
             yield f"{name}, both products without SiLU", build

@@ -11,6 +11,7 @@ from benchmarks.kernels import checks, inputs
 from benchmarks.kernels.calls import call_of
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call
+from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.report import EVERY_GROUP
 from benchmarks.kernels.shapes import LATENT, Case, Decode, Index, Prefill, SparseCase
 
@@ -27,6 +28,8 @@ def xla_call(case: Case) -> Call | str:
         return functools.partial(_dense_decode, case)
     if isinstance(case, Prefill):
         return "all scores at once do not fit"
+    if isinstance(case, FeedForward):
+        return call_of(case, "reference")
     if isinstance(case, Index):
         return call_of(case, "blocked")
     if isinstance(case, SparseCase):

@@ -1,4 +1,4 @@
-"""Directories of checkpoints, from a path, ``"demo"`` or a Hub name. Imports no JAX."""
+"""Directories of checkpoints, from a path, a demo's name or a Hub name. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from dsv3_jax.checkpoint.sidecar import FOLDER
 from dsv3_jax.config import ModelConfig
 
 DEMO = Path(__file__).parents[1] / "demo"
+
+DEMOS = {"demo": DEMO, "demo-sparse": DEMO.with_name("demo_sparse")}
+"""The checkpoints in this package: a miniature DeepSeek-V3, and a V3.2 trained from it."""
 
 _HUB_FILES = ["*.json", "*.jinja"]  # config, index and tokenizer, without weights
 
@@ -35,7 +38,7 @@ def find(path_or_name: str | os.PathLike[str]) -> Path:
     """Returns the local directory of a checkpoint, and downloads it if necessary.
 
     Args:
-      path_or_name: directory, ``"demo"``, or Hub name.
+      path_or_name: directory, a name in :data:`DEMOS`, or Hub name.
 
     Raises:
       ValueError: there is no such directory or name, the directory is of another kind, such as a
@@ -59,8 +62,8 @@ def find_config_directory(path_or_name: str | os.PathLike[str]) -> Path:
 
 def _local(path_or_name: str | os.PathLike[str]) -> Path | None:
     """Returns the local directory of that name, or None if it may be a Hub name."""
-    if path_or_name == "demo":
-        return DEMO
+    if isinstance(path_or_name, str) and path_or_name in DEMOS:
+        return DEMOS[path_or_name]
     expected = "model: expected 'demo', a directory, or a Hub name"
     if not isinstance(path_or_name, (str, os.PathLike)):
         raise ValueError(f"{expected}; got {path_or_name!r}")
@@ -92,7 +95,7 @@ def _suggestion(name: str) -> str:
     if name in _PUBLISHED:
         return ""
     folder, last = os.path.split(name)
-    names = {"demo": "demo"} if not folder else {}
+    names = {} if folder else {name: name for name in DEMOS}
     names |= {each.lower(): each for each in _PUBLISHED}
     names |= {each.rpartition("/")[2].lower(): each for each in _PUBLISHED}
     if os.path.isdir(folder or "."):

@@ -53,9 +53,10 @@ def load(
     """Loads a checkpoint exactly as published on Hugging Face, or a store converted from one.
 
     Args:
-      path_or_name: ``"demo"`` (a small trained model in this package), a directory with config.json
-        and safetensors files, a converted store, or a Hub name such as
-        ``"deepseek-ai/DeepSeek-V3"``, which is downloaded unless the Hub's local cache has it.
+      path_or_name: ``"demo"`` or ``"demo-sparse"`` (small trained models in this package, without
+        and with sparse attention), a directory with config.json and safetensors files, a converted
+        store, or a Hub name such as ``"deepseek-ai/DeepSeek-V3"``, which is downloaded unless the
+        Hub's local cache has it.
       dtype: dtype of weights and activations. The default is bfloat16, but float32 on CPUs, which
         only emulate bfloat16.
       quantization: keeps weights in this stored form, and dequantizes them when they are used: the

@@ -19,6 +19,7 @@ _PACKAGES = ("dsv3-jax", "jax", "jaxlib", "flax", "optax", "numpy", "safetensors
 _TITLES = {
     "probes": "probes: a small bfloat16 input for each operation",
     "back-ends": "back-ends on these probes; one that refuses a small input may take a larger one",
+    "chosen": "the back-end that each operation uses here on its probe",
 }
 
 
@@ -35,18 +36,20 @@ def run(arguments: argparse.Namespace) -> None:
     for title, section in report.items():
         print(_TITLES.get(title, title))
         for name, value in section.items():
-            print(f"  {name:27} {value}")
+            print(f"  {name:29} {value}")
 
 
 def examine() -> dict[str, dict[str, Any]]:
     """Returns versions, devices, back-ends and caches, in one section each."""
     cache = compile_cache.enable()
+    outcomes = probes.examine(timed=jax.default_backend() != "cpu")
     return {
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
         "probes": {probe.op: probe.input for probe in probes.probes()},
-        "back-ends": probes.examine(),
+        "back-ends": outcomes,
+        "chosen": probes.chosen(outcomes),
         "files": {
             "compile cache": "none" if cache is None else _describe_directory(cache),
             "demo checkpoint": _describe_directory(DEMO),

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dsv3_jax.checkpoint.export import export, plan_export, resume_hint
-from dsv3_jax.checkpoint.find import DEMO
+from dsv3_jax.checkpoint.find import DEMOS
 from dsv3_jax.checkpoint.kinds import describe, is_store
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.store import StoreReader
@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
     elif (source / record.RECORD).is_file():
         result = _export_run(arguments)
     else:
-        description = describe(DEMO if source == Path("demo") and not source.exists() else source)
+        demo = None if source.exists() else DEMOS.get(str(source))
+        description = describe(demo or source)
         raise ValueError(
             f"{source}: expected a store or a training run, found no {record.RECORD}: {description}"
         )

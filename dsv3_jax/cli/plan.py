@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from dsv3_jax import presets
-from dsv3_jax.checkpoint.find import find_config_directory
+from dsv3_jax.checkpoint.find import DEMOS, find_config_directory
 from dsv3_jax.cli import plan_report, simulation
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.status_line import StatusLine
@@ -123,7 +123,7 @@ def _compile(deployment: Deployment) -> dict[Phase, CompiledProgram]:
 def _config(name: str) -> ModelConfig:
     if name.lower() in presets.PRESETS:
         return presets.get(name)
-    if name == "demo" or Path(name).is_dir():
+    if name in DEMOS or Path(name).is_dir():
         return ModelConfig.from_hf(find_config_directory(name))
     near = difflib.get_close_matches(name.lower(), presets.PRESETS, n=1)
     raise ValueError(

@@ -1,9 +1,14 @@
-"""Runs every back-end of every operation on a small input, and compares it with the reference."""
+"""Runs every back-end of every operation on a small input, and compares it with the reference.
+
+On an accelerator each call is also timed. Such a small call mostly consists of its launch: the
+times tell a back-end that works from one that is out of order, not how fast a model runs.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +18,8 @@ from ml_dtypes import bfloat16
 
 # Results are at most 4 and may round differently in bfloat16. A wrong result is off by about 1.
 _TOLERANCE = 5e-2
+
+_TIMED_CALLS = 20
 
 
 class Probe(NamedTuple):
@@ -28,8 +35,11 @@ class Probe(NamedTuple):
     """Keyword arguments."""
 
 
-def examine() -> dict[str, str]:
+def examine(*, timed: bool = False) -> dict[str, str]:
     """Runs all probes.
+
+    Args:
+      timed: whether the outcome of a back-end that works has its time.
 
     Returns:
       The outcome of each back-end, by ``"operation: back-end"``: "works" if the result agrees with
@@ -40,15 +50,28 @@ def examine() -> dict[str, str]:
     for probe in probes():
         backends = importlib.import_module(f"pallas_kernels.{probe.op}.api").BACKENDS
         try:
-            expected = _run(backends["reference"], probe)
+            expected = _run(_jitted(backends["reference"], probe), probe)
         except Exception as error:
             outcomes[f"{probe.op}: reference"] = _failure(error)
             continue
         for name, backend in backends.items():
-            outcomes[f"{probe.op}: {name}"] = (
-                "works" if name == "reference" else _outcome(backend, probe, expected)
-            )
+            outcomes[f"{probe.op}: {name}"] = _outcome(backend, probe, expected, timed)
     return outcomes
+
+
+def chosen(outcomes: dict[str, str]) -> dict[str, str]:
+    """Returns the back-end that each operation uses on its probe: the first one that takes it.
+
+    Args:
+      outcomes: result of :func:`examine`, whose back-ends are in the order of dispatch.
+    """
+    used: dict[str, str] = {}
+    for key, outcome in outcomes.items():
+        op, _, backend = key.partition(": ")
+        if op not in used and not outcome.startswith("refused"):
+            used[op] = backend
+    fastest = "reference, in plain JAX: no faster back-end takes the probe here"
+    return {op: fastest if name == "reference" else name for op, name in used.items()}
 
 
 def probes() -> list[Probe]:
@@ -63,6 +86,11 @@ def probes() -> list[Probe]:
     start, count = np.zeros(1, np.int32), np.full(1, 8, np.int32)
     tokens, group_sizes = normal(128, 128), np.full(4, 32, np.int32)
     gate, up = (normal(4, 128, 128) * bfloat16(0.1) for _ in range(2))
+    index_weights = generator.standard_normal((1, 1, 8), np.float32) / 64
+    scores = generator.standard_normal((2, 600), np.float32)
+    # 64 of 70 tokens for the first query, and a single one for the second.
+    selected = np.stack([np.arange(6, 70), np.full(64, -1)]).astype(np.int32)[None]
+    selected[0, 1, 0] = 69
     return [
         Probe(
             "mla_decode",
@@ -80,26 +108,69 @@ def probes() -> list[Probe]:
         Probe(
             "grouped_swiglu", "4 groups of 32 rows, 128 x 128", (tokens, gate, up, group_sizes), {}
         ),
+        Probe(
+            "sparse_index",
+            "1 query of 8 heads, 70 cached keys of 128",
+            (normal(1, 1, 8, 128), index_weights, normal(2, 64, 128), tables, lengths),
+            {},
+        ),
+        Probe("top_k", "64 of 600 scores, twice", (scores,), {"k": 64}),
+        Probe(
+            "sparse_mla_decode",
+            "2 queries of 16 heads, 64 and 1 of 70 cached tokens",
+            (normal(1, 2, 16, 512), normal(1, 2, 16, 64), normal(2, 64, 576), tables, selected),
+            {"scale": 0.05},
+        ),
+        Probe(
+            "sparse_mla_prefill",
+            "2 queries of 16 heads, 64 and 1 of 70 tokens",
+            (normal(1, 2, 16, 512), normal(1, 2, 16, 64), normal(1, 70, 576), selected),
+            {"scale": 0.05},
+        ),
         Probe("block_quant", "4 x 256", (normal(4, 256),), {}),
     ]
 
 
-def _outcome(backend: Callable[..., Any], probe: Probe, expected: list[np.ndarray]) -> str:
+def _outcome(
+    backend: Callable[..., Any], probe: Probe, expected: list[np.ndarray], timed: bool
+) -> str:
+    call = _jitted(backend, probe)
     try:
-        got = _run(backend, probe)
+        got = _run(call, probe)
     except NotImplementedError as refusal:
         return f"refused: {refusal}"
     except Exception as error:  # for example a broken driver or compiler, which doctor reports
         return _failure(error)
-    worst = max(float(np.abs(a - b).max()) for a, b in zip(got, expected, strict=True))
-    return "works" if worst < _TOLERANCE else f"wrong: differs from the reference by {worst:.2g}"
+    worst = max(_difference(a, b) for a, b in zip(got, expected, strict=True))
+    if not worst < _TOLERANCE:
+        return f"wrong: differs from the reference by {worst:.2g}"
+    return f"works, {1e6 * _seconds(call, probe):.0f} us a call" if timed else "works"
+
+
+def _difference(got: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference. Equal infinities do not differ, and NaN differs from all."""
+    with np.errstate(invalid="ignore"):
+        return float(np.where(got == expected, 0, np.abs(got - expected)).max())
 
 
 def _failure(error: Exception) -> str:
     return f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _run(backend: Callable[..., Any], probe: Probe) -> list[np.ndarray]:
+def _jitted(backend: Callable[..., Any], probe: Probe) -> Callable[..., Any]:
     # Jitted as one program. Otherwise JAX would compile dozens, one for each operation.
-    result = jax.jit(functools.partial(backend, **probe.settings))(*probe.arrays)
-    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(result)]
+    return jax.jit(functools.partial(backend, **probe.settings))
+
+
+def _run(call: Callable[..., Any], probe: Probe) -> list[np.ndarray]:
+    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(call(*probe.arrays))]
+
+
+def _seconds(call: Callable[..., Any], probe: Probe) -> float:
+    """Returns the mean time of a call. Calls are queued, so that the device is never idle."""
+    arrays = jax.device_put(probe.arrays)
+    jax.block_until_ready(call(*arrays))
+    began = time.perf_counter()
+    results = [call(*arrays) for _ in range(_TIMED_CALLS)]
+    jax.block_until_ready(results)
+    return (time.perf_counter() - began) / _TIMED_CALLS

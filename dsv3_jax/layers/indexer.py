@@ -35,9 +35,9 @@ from sharding import Layout
 
 _KEY_NORM_EPS = 1e-6
 
-# Bytes of scores at a time, for some queries of all sequences and every cached token: 512 queries
-# at 128k tokens.
-_SCORE_BYTES = 256 << 20
+SCORE_BYTES = 256 << 20
+"""Bytes of scores at a time, for some queries of all sequences and every cached token: 512 queries
+at 128k tokens."""
 
 
 class IndexQueries(NamedTuple):
@@ -160,7 +160,7 @@ class Indexer(nnx.Module):
         queries, pages = jax.lax.stop_gradient((queries, pages))
         B, T = queries.weights.shape[:2]
         tokens = block_tables.shape[1] * shard.page_size * shard.num_shards
-        step = min(T, max(1, _SCORE_BYTES // (4 * B * tokens)))
+        step = min(T, max(1, SCORE_BYTES // (4 * B * tokens)))
 
         def select_some(inputs: tuple[IndexQueries, Int[Array, ""]]) -> Int32[Array, "B t K"]:
             some, first = inputs

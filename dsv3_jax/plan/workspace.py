@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.indexer import SCORE_BYTES
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
@@ -27,6 +28,9 @@ _SAMPLING_BYTES = 41
 """Bytes per logit: the float32 itself, and what sorting a vocabulary for top-k and top-p takes."""
 
 _SUBLANES = 8  # rows of a TPU's float32 tile
+
+_SORTED_SCORES = 3
+"""Arrays as large as the scores of an indexer that XLA takes to sort them, themselves included."""
 
 _EXPANDED_TOKENS = 4096  # cached tokens whose keys and values a prefill chunk expands at a time
 
@@ -79,7 +83,23 @@ def _attention_bytes(shard: ModelShard, deployment: Deployment, M: int, form: Fo
         attention += _EXPANDED_TOKENS * H * 2 * (width + V)
     if not deployment.target.chip.has_kernels:
         attention += _score_bytes(shard, deployment, M, form)
-    return attention
+    return attention + _selection_bytes(shard, deployment, M)
+
+
+def _selection_bytes(shard: ModelShard, deployment: Deployment, M: int) -> int:
+    """Returns the bytes of the scores of an indexer and of selecting the largest of them.
+
+    The scores of as many queries as fit ``SCORE_BYTES`` are in memory at a time, but at least those
+    of one query per sequence. XLA sorts them together with their positions; our kernel for GPUs
+    reads them where they are.
+    """
+    topk, context = shard.shapes.config.index_topk, deployment.max_len
+    if topk is None or context <= topk:
+        return 0
+    of_a_query = 4 * context * shard.local_batch(deployment.batch)
+    scores = min(4 * context * M, max(SCORE_BYTES, of_a_query))
+    has_kernel = deployment.target.platform == "gpu" and deployment.target.chip.has_kernels
+    return (1 if has_kernel else _SORTED_SCORES) * scores
 
 
 def _score_bytes(shard: ModelShard, deployment: Deployment, M: int, form: Form) -> int:

@@ -1,7 +1,8 @@
-"""Loads of numbers that are not contiguous in global memory."""
+"""Loads of numbers that are not contiguous in global memory, or in a given layout."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -14,6 +15,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.hopper.ir import REF, SCALAR, array, const, inline, wgmma_row, word
 from pallas_kernels.hopper.tiles import ROW, ROWS
+
+# jax 0.10 requires an index here, jax 0.12 does not accept one.
+_ALL_OF_IT: dict[str, Any] = (
+    {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
+)
 
 
 def load_column(
@@ -54,3 +60,8 @@ def load_column(
         return array(registers, (ROWS,), ROW)
 
     return load(numbers, first, column)
+
+
+def load_with_layout(ref: Any, layout: Any) -> jax.Array:
+    """Loads all of a reference to memory in a layout, in any version of JAX."""
+    return plgpu.load(ref, layout=layout, **_ALL_OF_IT)

@@ -193,6 +193,58 @@ BREAKS: dict[str, Break] = {
         "by_page.transpose(1, 2, 0, 3, 4)",
         (_ENGINE + "test_sparse_attention.py",),
     ),
+    "a query sees one token more, for which the indexer has no key yet": Break(
+        "dsv3_jax/layers/indexer.py",
+        "sparse_index(*queries, keys, block_tables, starts + T, scales=scales)",
+        "sparse_index(*queries, keys, block_tables, starts + T + 1, scales=scales)",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "the indexer has no ReLU": Break(
+        "pallas_kernels/sparse_index/reference.py",
+        "jax.nn.relu(products)",
+        "products",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "a query selects one token too few": Break(
+        "dsv3_jax/layers/indexer.py",
+        "return top_k(scores, self.topk)",
+        "return top_k(scores, self.topk - 1)",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "with context parallelism a query sees the token after it": Break(
+        "dsv3_jax/layers/indexer.py",
+        "visible = starts[:, None] + 1 + jnp.arange(T)",
+        "visible = starts[:, None] + 2 + jnp.arange(T)",
+        ("tests/test_sparse_attention.py",),
+    ),
+    "with context parallelism a device attends to its tokens in place of others": Break(
+        "dsv3_jax/layers/sparse_attention.py",
+        "jnp.where(is_local & (indices >= 0), local, -1)",
+        "jnp.where(indices >= 0, local, -1)",
+        (_ENGINE + "test_sparse_attention.py",),
+    ),
+    "data-parallel shards cache the first one's indexer keys": Break(
+        "dsv3_jax/layers/sparse_attention.py",
+        "entries |= self.indexer.entries(x, rotation)",
+        "for name, keys in self.indexer.entries(x, rotation).items():\n"
+        "            if self.layout is not None:\n"
+        '                of_all = self.layout.all_gather(keys, "batch")\n'
+        "                keys = of_all.reshape(-1, *keys.shape)[0]\n"
+        "            entries[name] = keys",
+        (_ENGINE + "test_sparse_attention.py",),
+    ),
+    "a page returns from a tier without its indexer keys": Break(
+        "dsv3_jax/engine/page_packing.py",
+        "rows = jnp.pad(rows, ((0, 0)",
+        'rows = jnp.pad(rows * ("index" not in array.name), ((0, 0)',
+        (_ENGINE + "test_sparse_attention.py",),
+    ),
+    "a swapped request returns without its indexer keys": Break(
+        "dsv3_jax/engine/page_swap.py",
+        "array.at[pages].set(contents[name], mode",
+        'array.at[pages].set(contents[name] * ("index" not in name), mode',
+        (_ENGINE + "test_sparse_attention.py",),
+    ),
     # ---- sharding --------------------------------------------------------------------------------
     "EPLB gives replicas to the lightest expert": Break(
         "sharding/eplb.py",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
+from pallas_kernels.decoder_layer.reference import Matrices
 from pallas_kernels.dispatch import dispatch
 
 
@@ -176,6 +177,10 @@ ARGUMENTS = {
     "swiglu": (
         (jnp.ones((1, 2)), *[jnp.ones((2, 2), jnp.int8)] * 2, *[jnp.ones((2, 1))] * 2),
         {"block_shape": (1, 2)},
+    ),
+    "feed_forward": (
+        (jnp.ones((1, 2)), jnp.ones(2), None, Matrices(*[jnp.ones((2, 2))] * 3), None),
+        {"rule": None, "eps": 1e-6},
     ),
     "rms_norm": ((jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),
     "add_rms_norm": ((jnp.ones((1, 2)), jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),

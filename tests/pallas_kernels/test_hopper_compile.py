@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
+from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
@@ -35,6 +36,7 @@ from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
+from tests.pallas_kernels.decoder_layer_cases import Layer, rule
 
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
@@ -56,7 +58,7 @@ FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
 # These operations rank signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the
 # interpreter.
-SIGNED = ("route", "top_k")
+SIGNED = ("route", "top_k", "decoder_layer")
 UNSIGNED = re.compile(r"\bmax\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
@@ -69,10 +71,13 @@ class Kernel:
     """One compilation: a back-end's module, and the arguments of its function."""
 
     module: str
-    arrays: dict[str, Struct]
+    arrays: dict[str, Any]
+    """Shapes by argument; trees of them are allowed."""
     options: dict[str, Any]
     devices: int = 1
     """Devices along axis ``x``, over which the first dimension of every array is sharded."""
+    function: str | None = None
+    """The function's name, by default the operation's."""
 
     @property
     def op(self) -> str:
@@ -358,7 +363,33 @@ def kernels() -> dict[str, Kernel]:
         table[f"token_exchange {devices} devices"] = Kernel(
             "pallas_kernels.token_exchange.mosaic_gpu", rows, {"axes": ("x",)}, devices
         )
+    for checked in (False, True):
+        words = "with words" if checked else "alone"
+        options = {"programs": 132, "rounds": 1000, "checked": checked}
+        arrays = {"counter": Struct((1,), I32)}
+        table[f"grid_barrier {words}"] = Kernel("benchmarks.grid_barrier", arrays, options)
+    for name, layer in feed_forward_layers().items():
+        table[f"feed_forward {name}"] = Kernel(
+            "pallas_kernels.decoder_layer.mosaic_gpu",
+            layer.shapes(),
+            layer.options | {"config": FeedForward(132)},
+            function="feed_forward",
+        )
     return table
+
+
+def feed_forward_layers() -> dict[str, Layer]:
+    """Returns the layers of Moonlight and DeepSeek-V3 for the fewest and the most tokens."""
+    dense = Layer(1, 7168, 18432, dtype="bfloat16", weights="float8_e4m3fn")
+    moonlight = Layer(1, 2048, 2816, 1408, 64, rule(6), "bfloat16", "bfloat16")
+    v3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), "bfloat16", "float8_e4m3fn")
+    layers = {"v3 dense": dense}
+    for tokens in (1, 8):
+        layers[f"moonlight {tokens} tokens"] = dataclasses.replace(moonlight, tokens=tokens)
+        layers[f"v3 {tokens} tokens"] = dataclasses.replace(v3, tokens=tokens)
+    # Blocks that do not divide evenly among the warps or among the scales.
+    layers["moonlight fp8"] = dataclasses.replace(moonlight, weights="float8_e4m3fn")
+    return layers
 
 
 KERNELS = kernels()
@@ -421,9 +452,9 @@ def stdout_to(path: Path) -> Iterator[None]:
 
 def compile_one(kernel: Kernel, sharding: Any) -> float:
     function = backend(kernel)
-    arrays = {
-        name: Struct(x.shape, x.dtype, sharding=sharding) for name, x in kernel.arrays.items()
-    }
+    arrays = jax.tree.map(
+        lambda x: Struct(x.shape, x.dtype, sharding=sharding), dict(kernel.arrays)
+    )
 
     def run(arrays: dict[str, jax.Array]) -> Any:
         return function(**arrays, **kernel.options)
@@ -448,7 +479,7 @@ def backend(kernel: Kernel) -> Callable[..., Any]:
     for name, other in list(sys.modules.items()):
         if name.startswith("pallas_kernels.") and hasattr(other, "require_hopper"):
             vars(other)["require_hopper"] = lambda interpret=None: None
-    return getattr(module, kernel.op)
+    return getattr(module, kernel.function or kernel.op)
 
 
 def ptxas_version() -> str:

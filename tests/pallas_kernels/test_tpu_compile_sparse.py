@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import sparse_index, sparse_mla_decode, sparse_mla_prefill, top_k
+from dsv3_jax.layers.paged_cache import write
+from pallas_kernels import page_width, sparse_index, sparse_mla_decode, sparse_mla_prefill, top_k
 from tests.pallas_kernels.tpu_topology import compile_for, needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.slow]
@@ -68,6 +69,41 @@ def test_index(dtype):
         return sparse_index(*arrays, scales=scales)
 
     check(compile_for(CHIP, f, arrays, scales), 2**28)
+
+
+def test_float8_keys_take_132_bytes_a_token():
+    """XLA pads neither keys nor their scales, and a step that writes and reads them copies scales
+    only."""
+    B, P = 8, 8 * CONTEXT // PAGE
+    (q, weights, keys, tables, lengths), scales = index(B, 1, jnp.float8_e4m3fn)
+    assert scales.shape[-1] == page_width(1, "tpu")
+
+    def step(keys, scales, q, weights, tables, lengths, key, scale):
+        where = tables, lengths[:, None] - 1, jnp.ones((B, 1), bool)
+        keys, scales = write(keys, *where, key), write(scales, *where, scale)
+        scores = sparse_index(q, weights, keys, tables, lengths, scales=scales)
+        return keys, scales, scores
+
+    new = shape((B, 1, 128), jnp.float8_e4m3fn), shape((B, 1, 1), F32)
+    alone = compile_for(CHIP, lambda keys, scales: (keys[0], scales[0]), keys, scales)
+    arguments = alone.memory_analysis().argument_size_in_bytes
+    assert 132 <= arguments / (P * PAGE) < 133
+    program = compile_for(CHIP, step, keys, scales, q, weights, tables, lengths, *new)
+    memory = program.memory_analysis()
+    scores, copies = 4 * B * CONTEXT, 4 * 4 * P * PAGE
+    # The results do not overwrite the arguments here, but are no temporary arrays either.
+    assert memory.temp_size_in_bytes < 8 * scores + copies
+
+
+def test_a_selection_takes_three_arrays_of_scores():
+    """``dsv3_jax.plan.workspace`` counts on it."""
+
+    def select(*arrays):
+        return top_k(sparse_index(*arrays), 2048)
+
+    arrays, _ = index(1, 512, BF16)
+    memory = compile_for(CHIP, select, *arrays).memory_analysis()
+    assert memory.temp_size_in_bytes == pytest.approx(3 * 4 * 512 * CONTEXT, rel=0.02)
 
 
 def test_top_k():

@@ -195,6 +195,29 @@ def test_many_bfloat16_tokens_with_quantized_experts():
     assert memory.prefill(shard, rounded).dequantized == 0
 
 
+@pytest.mark.parametrize(("target", "arrays"), [("tpu:v5p:2x2x1", 3), ("gpu:h200x4", 1)])
+@pytest.mark.parametrize(
+    ("context", "scores"),
+    [(2047, 0), (32_767, 4 * 512 * 32_768), (163_839, 2**28)],
+)
+def test_scores_of_an_indexer(target, arrays, context, scores):
+    """They are in memory for some queries at a time, and on a TPU XLA sorts them.
+    test_tpu_compile_sparse.py asks the compiler."""
+    config = dataclasses.replace(
+        presets.get("deepseek-v3.2"), num_hidden_layers=1, first_k_dense_replace=1
+    )
+    plan = deployment(
+        config=config, target=Target.parse(target), layout_name="dp_attention_ep", batch=4,
+        context=context, prefill_chunk=512,
+    )  # fmt: skip
+    workspaces = []
+    for each in (config, dataclasses.replace(config, index_topk=2**20)):  # more than all tokens
+        shapes = ModelShapes.of(each, "fp8", mtp=False, redundant_experts=0)
+        use = memory.prefill(shapes.shard(plan.layout), plan)
+        workspaces.append(use.workspace + use.exchange)
+    assert workspaces[0] - workspaces[1] == arrays * scores
+
+
 def test_an_exchange_that_fits_is_proposed():
     """With all_gather every device of a group receives 32 chunks of 4,096 tokens; with all_to_all
     only the tokens of its own experts."""

@@ -1,4 +1,6 @@
-"""scripts/train_sparse_demo.py on a tiny model."""
+"""scripts/train_sparse_demo.py and scripts/bench_sparse_demo.py on a tiny model."""
+
+import argparse
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,21 +11,31 @@ from dsv3_jax import DeepSeekV3, ModelConfig
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.training.corpus import Corpus
+from scripts import bench_sparse_demo
 from scripts import train_sparse_demo as script
 from tests.support.checkpoints import tiny_config
 
 LENGTH = 24
 
 
-@pytest.mark.slow
-def test_indexers_are_trained_and_measured(monkeypatch):
-    """Nothing but the indexers changes, and dense attention ignores them."""
+@pytest.fixture
+def dense(monkeypatch) -> DeepSeekV3:
     monkeypatch.setattr(script, "TOPK", 8)
     config = tiny_config(num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=1)
-    dense = DeepSeekV3(ModelConfig.from_hf(config), rngs=nnx.Rngs(3))
+    return DeepSeekV3(ModelConfig.from_hf(config), rngs=nnx.Rngs(3))
+
+
+def weights(model: DeepSeekV3) -> dict:
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {path: np.asarray(weight[...]) for path, weight in flat}
+
+
+@pytest.mark.slow
+def test_indexers_are_trained_and_measured(dense):
+    """Nothing but the indexers changes, and dense attention ignores them."""
     model = script.with_indexers(dense, seed=0)
     tokens = np.random.default_rng(0).integers(2, 160, (2, LENGTH))
-    before = script.measure(model, Corpus(tokens[0], tokens.reshape(-1)), LENGTH, 2)
+    before = bench_sparse_demo.measure(model, tokens.reshape(-1), LENGTH, 2)
     inputs = script.inputs_of_layers(model, [tokens])
     assert len(inputs) == 2, "expected those of the layer and of the MTP layer"
     rotation = rotation_at(model.config, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape))
@@ -31,11 +43,33 @@ def test_indexers_are_trained_and_measured(monkeypatch):
     assert isinstance(attention, SparseAttention)
     losses = script.train_indexer(attention, inputs[0], rotation, 12, 1e-2)
     assert losses[-1] < 0.9 * losses[0]
-    after = script.measure(model, Corpus(tokens[0], tokens.reshape(-1)), LENGTH, 2)
-    assert after["dense"] == before["dense"]
-    assert after["sparse"] != before["sparse"]
-    assert after["sparse"] != after["dense"]
-    original = dict(nnx.to_flat_state(nnx.state(dense, nnx.Param)))
-    for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    after = bench_sparse_demo.measure(model, tokens.reshape(-1), LENGTH, 2)
+    assert after["dense_loss"] == before["dense_loss"]
+    assert after["sparse_loss"] != before["sparse_loss"]
+    assert after["sparse_loss"] != after["dense_loss"]
+    assert [len(after[name]) for name in ("mass", "recall")] == [1, 1]
+    assert after["mass"] > before["mass"]
+    original = weights(dense)
+    for path, weight in weights(model).items():
         if "indexer" not in path:
-            np.testing.assert_array_equal(weight[...], original[path][...])
+            np.testing.assert_array_equal(weight, original[path])
+
+
+@pytest.mark.slow
+def test_both_stages(dense, tmp_path):
+    """The warm-up trains indexers of all layers, and the sparse stage everything."""
+    model = script.with_indexers(dense, seed=0)
+    train = np.random.default_rng(0).integers(2, 160, 40 * LENGTH)
+    corpus = Corpus(train, train[: 4 * LENGTH])
+    options = argparse.Namespace(
+        batch=2, length=LENGTH, seed=0, batches=2, steps=6, learning_rate=1e-2, sparse_steps=6,
+        sparse_learning_rate=1e-3,
+    )  # fmt: skip
+    losses = script.warm_up(model, corpus, options)
+    assert len(losses) == 2, "expected those of the layer and of the MTP layer"
+    assert all(each[-1] < each[0] for each in losses)
+    before = weights(model)
+    trained = script.sparse_stage(model, corpus, tmp_path / "run", options)
+    assert [entry["step"] for entry in trained.metrics] == [0, 1, 6]
+    after = weights(trained.model)
+    assert not [path for path in after if np.array_equal(after[path], before[path])]

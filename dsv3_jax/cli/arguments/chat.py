@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
-        help="demo, a Hugging Face directory, a store, or a name on the Hub (default: demo); with"
-        " --url: the id of a model (default: the server's first)",
+        help="demo, demo-sparse, a Hugging Face directory, a store, or a Hub name (default: demo);"
+        " with --url: the id of a model (default: the server's first)",
     )
     add(
         "--url",

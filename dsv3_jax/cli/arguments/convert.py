@@ -14,7 +14,11 @@ SUMMARY = "Convert a published checkpoint to a store of bf16, fp8, int8 or int4 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments to the subcommand's parser."""
     add = parser.add_argument
-    add("source", metavar="SRC", help="demo, a Hugging Face directory, or a name on the Hub")
+    add(
+        "source",
+        metavar="SRC",
+        help="demo, demo-sparse, a Hugging Face directory, or a Hub name",
+    )
     add("destination", type=Path, metavar="DST", help="new directory for the store")
     add(
         "--to",

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default="demo",
-        help="demo, a Hugging Face directory, a store, or a name on the Hub (default: demo)",
+        help="demo, demo-sparse, a Hugging Face directory, a store, or a Hub name (default: demo)",
     )
     add(
         "--prompt",

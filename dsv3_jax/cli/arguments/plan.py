@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         required=True,
-        help=f"demo, a Hugging Face directory, a store, or one of {', '.join(presets.PRESETS)}",
+        help="demo, demo-sparse, a Hugging Face directory, a store, or one of "
+        f"{', '.join(presets.PRESETS)}",
     )
     add(
         "--target",

@@ -13,7 +13,11 @@ SUMMARY = "Check every value of a checkpoint, or compare two checkpoints."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments to the subcommand's parser."""
     add = parser.add_argument
-    add("a", metavar="A", help="demo, a Hugging Face directory, a store, or a name on the Hub")
+    add(
+        "a",
+        metavar="A",
+        help="demo, demo-sparse, a Hugging Face directory, a store, or a Hub name",
+    )
     add("b", metavar="B", nargs="?", help="another checkpoint of the same model, in any format")
     add("--equal", action="store_true", help="with B: report any difference as an error")
     add(

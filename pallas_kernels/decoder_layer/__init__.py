@@ -1,0 +1,1 @@
+"""Parts of a decoder layer as one operation, for the few tokens of a decode step."""

@@ -1,0 +1,93 @@
+"""The public feed_forward: the second half of a decoder layer as one operation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.decoder_layer import mosaic_gpu, reference
+from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Router
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.route.reference import Rule
+
+# The reference is first: no GPU has run the kernel, so only a caller who names it gets it.
+BACKENDS = {
+    "reference": reference.feed_forward,
+    "mosaic_gpu": mosaic_gpu.feed_forward,
+}
+
+
+def feed_forward(
+    h: Float[Array, "M D"],
+    norm: Float[Array, " D"],
+    router: Router | None,
+    shared: Matrices | None,
+    routed: Matrices | None,
+    *,
+    rule: Rule | None,
+    eps: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Chosen | None]:
+    """Computes ``h + ffn(x)`` with ``x = norm h / sqrt(mean(h^2) + eps)``.
+
+    In a dense layer ``ffn`` is ``shared``. In an MoE layer it is the sum of ``shared`` and of each
+    token's chosen experts, times their routing weights; the sum is float32 and rounded once.
+
+    Args:
+      h: the residual, attention's output included.
+      norm: weights of the norm.
+      router, routed: the router, and stacks of the experts' matrices; None in a dense layer.
+      shared: the dense MLP, or the shared experts as one MLP of their summed width, or None.
+      rule: how experts are chosen, see :func:`pallas_kernels.route`; None in a dense layer.
+      implementation: back-end name, or names in order of preference; see ``dispatch``. By default
+        the reference.
+
+    Returns:
+      The output in h's dtype, and the routing of an MoE layer or None.
+
+    Raises:
+      ValueError: the arguments are neither those of a dense nor of an MoE layer, or their shapes
+        do not match.
+      NotImplementedError: no selected back-end takes these arguments.
+    """
+    _check(h, norm, router, shared, routed, rule)
+    arrays = h, norm, router, shared, routed
+    return dispatch("feed_forward", BACKENDS, implementation, *arrays, rule=rule, eps=eps)
+
+
+def _check(
+    h: Array, norm: Array, router: Router | None, shared: Matrices | None,
+    routed: Matrices | None, rule: Rule | None,
+) -> None:  # fmt: skip
+    given = [part is not None for part in (router, routed, rule)]
+    if any(given) != all(given) or not (all(given) or shared is not None):
+        parts = {"router": router, "shared": shared, "routed": routed, "rule": rule}
+        names = [name for name, part in parts.items() if part is not None]
+        raise ValueError(
+            "expected shared alone, or router, routed and rule with or without shared; got"
+            f" {', '.join(names) or 'none of them'}"
+        )
+    D = h.shape[1]
+    if norm.shape != (D,):
+        raise ValueError(f"norm: expected shape {(D,)}, got {norm.shape}")
+    if router is not None and routed is not None and rule is not None:
+        E = len(routed.gate)
+        if router.weight.shape != (E, D):
+            raise ValueError(f"router: expected shape {(E, D)}, got {router.weight.shape}")
+        rule.check(jnp.zeros((1, E)), router.bias, None)
+    for name, matrices in (("shared", shared), ("routed", routed)):
+        if matrices is not None:
+            _check_matrices(name, matrices, D)
+
+
+def _check_matrices(name: str, matrices: Matrices, D: int) -> None:
+    *stack, F, _ = matrices.gate.shape
+    expected = (*stack, F, D), (*stack, F, D), (*stack, D, F)
+    got = tuple(matrix.shape for matrix in matrices[:3])
+    if got != expected:
+        raise ValueError(f"{name}: expected gate, up and down of shapes {expected}, got {got}")
+    if matrices.scales:
+        blocks = [(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)) for shape in expected]
+        scales = [scale.shape for scale in matrices.scales]
+        if scales != blocks:
+            raise ValueError(f"{name}: expected scales of shapes {blocks}, got {scales}")

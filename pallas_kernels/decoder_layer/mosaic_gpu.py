@@ -1,0 +1,104 @@
+"""feed_forward on Hopper GPUs: one persistent kernel. No GPU has run it yet.
+
+It is compiled ahead of time for an H200 and tested in Pallas' interpreter. benchmarks/NOTES.md
+predicts its time by phase.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.block_quant.reference import FLOAT8
+from pallas_kernels.decoder_layer import kernel
+from pallas_kernels.decoder_layer.plan import Config, Plan
+from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Router
+from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper.grid_barrier import new_counter
+from pallas_kernels.route.reference import Rule
+
+
+def feed_forward(
+    h: Float[Array, "M D"],
+    norm: Float[Array, " D"],
+    router: Router | None,
+    shared: Matrices | None,
+    routed: Matrices | None,
+    *,
+    rule: Rule | None,
+    eps: float,
+    config: Config | None = None,
+    counter: Any = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "M D"], Chosen | None]:
+    """Implements :func:`pallas_kernels.feed_forward`.
+
+    Args:
+      counter: Ref of the grid barrier's counter, ``jax.new_ref(new_counter())``, which all kernels
+        of a program should share: XLA then neither fills it for each kernel nor runs two of them at
+        the same time. None makes one for this call.
+
+    Raises:
+      NotImplementedError: no Hopper GPU; more than 8 tokens; activations and matrices that are not
+        bfloat16, or float8 matrices with scales; widths that are not multiples of 128; what
+        :func:`pallas_kernels.route` refuses on Hopper; or too little shared memory.
+    """
+    require_hopper(interpret)
+    config = config or Config(multiprocessors() if interpret is None else 2)
+    plan = make_plan(
+        h, router, shared, routed, rule=rule, eps=eps, config=config, interpret=interpret
+    )
+    if counter is None and interpret is None:
+        counter = jax.new_ref(new_counter())
+    made: Any = kernel.feed_forward(
+        h, norm, router, shared, routed, counter, plan=plan, interpret=interpret
+    )
+    out, chosen, _ = made
+    return out, chosen
+
+
+def make_plan(
+    h: Float[Array, "M D"],
+    router: Router | None,
+    shared: Matrices | None,
+    routed: Matrices | None,
+    *,
+    rule: Rule | None,
+    eps: float,
+    config: Config,
+    interpret: Any = None,
+) -> Plan:
+    """Returns the plan for these arguments. It raises as :func:`feed_forward`."""
+    matrices = [each for each in (shared, routed) if each is not None]
+    dtypes = {jnp.dtype(matrix.dtype) for each in matrices for matrix in each[:3]}
+    (weight_dtype,) = dtypes if len(dtypes) == 1 else (None,)
+    router_dtype = h.dtype if router is None else router.weight.dtype
+    is_float8 = weight_dtype == jnp.dtype(FLOAT8)
+    allowed = {jnp.dtype(jnp.bfloat16)} | ({jnp.dtype(jnp.float32)} if interpret else set())
+    if h.dtype not in allowed or router_dtype != h.dtype:
+        raise NotImplementedError(
+            f"takes bfloat16 activations and routers, got {h.dtype} and {router_dtype}"
+        )
+    if weight_dtype != h.dtype and not is_float8:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise NotImplementedError(f"takes matrices of {h.dtype} or float8_e4m3fn, got {names}")
+    if is_float8 and any(len(each.scales) != 3 for each in matrices):
+        raise NotImplementedError("takes float8 matrices with scales, got none")
+    return Plan.of(
+        tokens=h.shape[0],
+        width=h.shape[1],
+        ffn=0 if shared is None else shared.gate.shape[-2],
+        expert_ffn=0 if routed is None else routed.gate.shape[-2],
+        experts=0 if routed is None else math.prod(routed.gate.shape[:-2]),
+        rule=rule,
+        eps=eps,
+        dtype=h.dtype,
+        weight_dtype=weight_dtype,
+        router_dtype=router_dtype,
+        config=config,
+        interpret=interpret,
+    )

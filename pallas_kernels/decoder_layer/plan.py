@@ -1,0 +1,235 @@
+"""The static plan of the feed-forward kernel: its phases, and how shared memory is divided."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from pallas_kernels.decoder_layer.registers import SCALE_BLOCK, SUMS_SHAPE
+from pallas_kernels.decoder_layer.stream import (
+    CONSUMERS,
+    MOST_TOKENS,
+    ROWS,
+    Operand,
+    Stages,
+    count_most,
+)
+from pallas_kernels.route.reference import Rule
+
+PhaseName = Literal["router", "gate_up", "down", "routed_gate_up", "routed_down"]
+
+_SHARED_MEMORY = 227 * 1024  # bytes per thread block
+_RESERVED = 8 * 1024  # barriers, alignment of buffers, norms
+_MOST_STAGES, _FEWEST_STAGES = 12, 3
+_STEP_BYTES = 1024  # of a matrix row per stage, which then has 16 KiB
+_EXPERT_ROWS = 20 * 1024  # least numbers of routed experts' rows that fit at the same time
+_LANES = 32
+_WARPGROUP = 128
+_MOST_EXPERTS, _MOST_CHOICES = 384, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Matrices that all programs multiply with the same kind of activations.
+
+    A phase's units are numbered matrix by matrix. Program p has the units p, p + programs, and so
+    on, after ``shift`` has been added to p.
+    """
+
+    name: PhaseName
+    operand: Operand
+    units: int
+    """Units of a matrix, or of a gate and its up."""
+    matrices: int = 1
+    """Matrices, or pairs of gate and up: 1, or one per pair of a token and an expert."""
+    barriers: int = 0
+    """Grid barriers before this phase's activations."""
+    shift: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings that change the speed, not the result."""
+
+    programs: int
+    """Thread blocks, at most one per multiprocessor."""
+    stages: int | None = None
+    """Stages of the ring. None: as many as fit, up to 12."""
+    ahead: Literal["always", "arrived"] = "always"
+    """The time from which weights of phases after a grid barrier are copied: always, or only when
+    this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
+    timed: bool = False
+    """Whether each program records its clock at :attr:`Plan.events`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes and settings. :meth:`of` makes and checks it."""
+
+    tokens: int
+    width: int
+    """D, the hidden size."""
+    ffn: int
+    """Hidden width of the dense or shared MLP, 0 without one."""
+    expert_ffn: int
+    """Hidden width of a routed expert, 0 in a dense layer."""
+    experts: int
+    rule: Rule | None
+    eps: float
+    dtype: Any
+    """Dtype of the activations."""
+    weight_dtype: Any
+    phases: tuple[Phase, ...]
+    config: Config
+    stages: Stages
+
+    @staticmethod
+    def of(
+        tokens: int, width: int, ffn: int, expert_ffn: int, experts: int, rule: Rule | None,
+        eps: float, dtype: Any, weight_dtype: Any, router_dtype: Any, config: Config,
+        interpret: Any,
+    ) -> Plan:  # fmt: skip
+        """Returns the plan.
+
+        Raises:
+          NotImplementedError: the kernel does not support these sizes.
+        """
+        if not 1 <= tokens <= MOST_TOKENS:
+            raise NotImplementedError(f"takes 1 to {MOST_TOKENS} tokens, got {tokens}")
+        for name, size in (("hidden", width), ("dense or shared", ffn), ("expert", expert_ffn)):
+            if size % _WARPGROUP:
+                raise NotImplementedError(
+                    f"takes {name} widths of a multiple of {_WARPGROUP}, got {size}"
+                )
+        if rule is not None:
+            _check_rule(rule, experts)
+        phases = _phases(tokens, width, ffn, expert_ffn, experts, rule, weight_dtype, router_dtype)
+        operands = [phase.operand for phase in phases]
+        plan = Plan(
+            tokens, width, ffn, expert_ffn, experts, rule, eps, jnp.dtype(dtype),
+            jnp.dtype(weight_dtype), phases, config, Stages.of(operands, 0, interpret),
+        )  # fmt: skip
+        return dataclasses.replace(plan, stages=Stages.of(operands, plan._ring_stages(), interpret))
+
+    def _ring_stages(self) -> int:
+        """Returns the number of stages that fit in addition to everything else."""
+        used = self.activations * 2 + _RESERVED
+        used += 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
+        used += 4 * self.own_outputs * _WARPGROUP
+        fitting = (_SHARED_MEMORY - used) // self.stages.stage_bytes
+        wanted = self.config.stages or min(fitting, _MOST_STAGES)
+        if not _FEWEST_STAGES <= wanted <= fitting:
+            raise NotImplementedError(
+                f"takes {_FEWEST_STAGES} to {max(fitting, 0)} ring stages of"
+                f" {self.stages.stage_bytes} bytes in addition to {used} bytes for"
+                f" {self.tokens} tokens, got {wanted}"
+            )
+        return wanted
+
+    @property
+    def choices(self) -> int:
+        """Pairs of a token and an expert that it chose."""
+        return 0 if self.rule is None else self.tokens * self.rule.num_experts_per_tok
+
+    @property
+    def own_outputs(self) -> int:
+        """The most units of a D-wide output that a program has."""
+        return count_most(self.width // ROWS, self.config.programs)
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """Names of what the first consumer warpgroup has completed, in order."""
+        events, passed = ["start", "norm"], 0
+        for phase in self.phases:
+            if phase.barriers > passed:
+                passed = phase.barriers
+                events += [f"barrier {passed}"] + ["choice and rows"] * (passed == 1)
+            events.append(phase.name)
+        return (*events, "out")
+
+    def stride(self, columns: int) -> int:
+        """Returns the distance of activation rows in shared memory.
+
+        The tokens that a quarter of a warp reads at once are then in different banks: a thread
+        reads 16 bytes per block of bfloat16 weights, and 32 bytes of float8 weights.
+        """
+        padding = 16 if self.weight_dtype.itemsize == 1 else 64
+        return columns + (padding - 2 * columns) % 128 // 2
+
+    @property
+    def ffn_start(self) -> int:
+        """Index of the dense or shared MLP's hidden rows in the activations' memory."""
+        return self.tokens * self.stride(self.width)
+
+    @property
+    def batch(self) -> int:
+        """Hidden rows of routed experts that are in shared memory at the same time."""
+        if not self.choices:
+            return 0
+        available = max(self._early, _EXPERT_ROWS)
+        return min(self.choices, max(1, available // self.stride(self.expert_ffn)))
+
+    @property
+    def activations(self) -> int:
+        """Numbers in the activations' memory. Routed experts' rows replace the earlier ones."""
+        late = self.batch * self.stride(self.expert_ffn) if self.choices else 0
+        return max(self._early, late)
+
+    @property
+    def _early(self) -> int:
+        return self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
+
+
+def _check_rule(rule: Rule, experts: int) -> None:
+    if experts % _LANES or not 0 < experts <= _MOST_EXPERTS:
+        raise NotImplementedError(
+            f"takes a multiple of {_LANES} experts, {_MOST_EXPERTS} at most, got {experts}"
+        )
+    if rule.num_experts_per_tok > _MOST_CHOICES:
+        raise NotImplementedError(
+            f"takes {_MOST_CHOICES} experts per token at most, got {rule.num_experts_per_tok}"
+        )
+
+
+def _phases(
+    tokens: int, width: int, ffn: int, expert_ffn: int, experts: int, rule: Rule | None,
+    weight_dtype: Any, router_dtype: Any,
+) -> tuple[Phase, ...]:  # fmt: skip
+    """Returns the phases in the order in which their weights are read.
+
+    The shared experts' down projection is between both barriers' matrices: its weights arrive while
+    the programs choose the routed experts, whose weights nobody can copy before.
+    """
+
+    def operand(dtype: Any, columns: int, *, is_split: bool) -> Operand:
+        return Operand.of(dtype, columns, is_split, _STEP_BYTES)
+
+    phases: list[Phase] = []
+    router_units = 0
+    if rule is not None:
+        router_units = experts // ROWS
+        router = operand(router_dtype, width, is_split=True)
+        phases.append(Phase("router", router, router_units))
+    if ffn:
+        gate_up = operand(weight_dtype, width, is_split=False)
+        down = operand(weight_dtype, ffn, is_split=True)
+        # Programs without a unit of the router get the first ones here.
+        phases.append(Phase("gate_up", gate_up, ffn // ROWS, shift=-router_units))
+        phases.append(Phase("down", down, width // ROWS, barriers=1))
+    if rule is not None:
+        gate_up = operand(weight_dtype, width, is_split=False)
+        down = operand(weight_dtype, expert_ffn, is_split=True)
+        pairs = tokens * rule.num_experts_per_tok
+        phases.append(Phase("routed_gate_up", gate_up, expert_ffn // ROWS, pairs, barriers=1))
+        phases.append(Phase("routed_down", down, width // ROWS, pairs, barriers=2))
+    return tuple(phases)
+
+
+def check_scales(shape: tuple[int, int], block_shape: tuple[int, int]) -> None:
+    """Raises NotImplementedError unless float8 matrices have scales of 128x128 blocks."""
+    if block_shape != (SCALE_BLOCK, SCALE_BLOCK):
+        raise NotImplementedError(
+            f"takes one scale per {SCALE_BLOCK}x{SCALE_BLOCK} block of {shape}, got {block_shape}"
+        )

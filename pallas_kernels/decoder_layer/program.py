@@ -1,0 +1,342 @@
+"""The roles of the feed-forward kernel: what the producer and the consumers do in each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.decoder_layer.choice import choose
+from pallas_kernels.decoder_layer.plan import Phase, Plan
+from pallas_kernels.decoder_layer.stream import CONSUMERS, ROWS, Rows, Stream, Totals
+from pallas_kernels.decoder_layer.units import Refs, Units
+from pallas_kernels.decoder_layer.vectors import (
+    copy_row,
+    load_block,
+    norm_row,
+    store_block,
+    token_and_number,
+)
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.grid_barrier import GridBarrier
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, i64, inline, word
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.loads import load_with_layout
+from pallas_kernels.hopper.ring import PipelineState, Ring
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp
+from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
+
+_CHOSEN, _ARRIVED = 0, 1  # barriers: the experts are chosen; arrived at grid barrier 0, 1
+
+
+class Program:
+    """One program of the grid. Its methods emit the roles' code."""
+
+    def __init__(self, plan: Plan, refs: Refs, memory: Any, counter: Any, interpret: Any):
+        self.plan, self.refs, self.interpret = plan, refs, interpret
+        self.programs, self.on_gpu = plan.config.programs, interpret is None
+        ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
+        self.stream = Stream(ring, plan.stages.bind(memory["stages"]))
+        self.totals = Totals.of(memory["totals"], interpret)
+        self.signals = Barriers(memory["signals"][0], interpret)
+        (self.activations,), (self.sums,), (self.norms,) = (
+            memory[name] for name in ("activations", "sums", "norms")
+        )
+        self.grid = GridBarrier(
+            counter if self.on_gpu else memory["grid"][0],
+            self.programs,
+            CONSUMERS,
+            interpret=interpret,
+        )
+        self.program = lax.axis_index("program")
+        self.wg = lax.axis_index("wg")
+        self.units = Units(plan, refs, self.program)
+
+    def run(self) -> None:
+        self.stream.ring.initialise()
+        self.signals.initialise([CONSUMERS * WARPS] * 3, cluster=False)
+        overlap_preceding_kernel(interpret=self.interpret)
+
+        @pl.when(self.wg == CONSUMERS)
+        def _() -> None:
+            pl.when(first_warp(self.on_gpu))(self.produce)
+
+        @pl.when(self.wg < CONSUMERS)
+        def _() -> None:
+            self.stream.ring.release_all()
+            self.consume()
+
+    # ---- the producer ----
+
+    def produce(self) -> None:
+        state, passed = self.stream.ring.start(), 0
+        for phase in self.plan.phases:
+            if phase.barriers > passed and self.plan.config.ahead == "arrived":
+                self.signals.wait(_ARRIVED + passed, 0)
+            passed = phase.barriers
+            if phase.name == "routed_gate_up":
+                self.signals.wait(_CHOSEN, 0)
+
+            def unit(i: jax.Array, state: PipelineState, phase: Phase = phase) -> PipelineState:
+                return self.stream.produce(phase.operand, self.units.halves(phase, i), state)
+
+            state = lax.fori_loop(0, self.units.count(phase), unit, state)
+        self.stream.ring.drain(state)
+
+    # ---- the consumers ----
+
+    def consume(self) -> None:
+        plan = self.plan
+        state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
+        self.record("start")
+        self.norm_tokens()
+        self.record("norm")
+        for phase in plan.phases:
+            if phase.barriers > passed:
+                self.sync_grid(passed)
+                passed = phase.barriers
+                self.record(f"barrier {passed}")
+                if passed == 1:
+                    self.enter_second_part()
+                    self.record("choice and rows")
+            if phase.name == "routed_down":
+                state, number = self.consume_batches(phase, state, number)
+            else:
+                rows, store = self.rows_of(phase), self.epilogue(phase)
+                state, number = self.consume_units(
+                    phase, 0, self.units.count(phase), rows, store, state, number
+                )
+            self.record(phase.name)
+        self.store_out()
+        self.record("out")
+
+    def record(self, event: str) -> None:
+        """Stores the multiprocessor's clock, if this is timed."""
+        if not self.plan.config.timed:
+            return
+        events = self.plan.events
+        at = self.program * len(events) + events.index(event)
+
+        @inline(REF, SCALAR)
+        def store(clocks: Any, at: Any) -> None:
+            address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(clocks))
+            four = arith.constant(i64(), ir.IntegerAttr.get(i64(), 4))
+            address = arith.addi(address, arith.muli(arith.extui(i64(), word(at)), four))
+            text = """{
+                .reg .pred first; .reg .b32 now;
+                setp.eq.u32 first, $1, 0;
+                mov.u32 now, %clock;
+                @first st.global.b32 [$0], now;
+            }"""
+            asm(text, "l,r,~{memory}", address, mgpu.utils.thread_idx(), effects=True)
+
+        store(self.refs.clocks, at)
+
+    def norm_tokens(self) -> None:
+        """Norms the tokens, alternately by both warpgroups."""
+        plan, refs = self.plan, self.refs
+        for t in range(plan.tokens):
+
+            @pl.when(self.wg == t % CONSUMERS)
+            def _(t: int = t) -> None:
+                norm_row(
+                    refs.h.at[t],
+                    refs.norm,
+                    self.activations.at[pl.ds(t * plan.stride(plan.width), plan.width)],
+                    self.norms.at[self.wg],
+                    eps=plan.eps,
+                    dtype=plan.dtype,
+                    interpret=self.interpret,
+                )
+
+        self.totals.meet()
+
+    def sync_grid(self, barrier: int) -> None:
+        token = self.grid.arrive()
+        if self.plan.config.ahead == "arrived":
+            self.signals.arrive(_ARRIVED + barrier)
+        self.grid.wait(token)
+
+    def enter_second_part(self) -> None:
+        """Chooses the experts, and copies the shared experts' hidden rows to shared memory."""
+        plan, refs = self.plan, self.refs
+        if plan.rule is not None:
+            choose(
+                refs.logits,
+                refs.bias,
+                refs.scores,
+                refs.experts,
+                refs.weights,
+                token=thread_index(0) + self.wg * WARPS,
+                first=self.units.first_pair(),
+                is_reporter=self.program == 0,
+                tokens=plan.tokens,
+                experts=plan.experts,
+                rule=plan.rule,
+                interpret=self.interpret,
+            )
+            self.totals.meet()
+            self.signals.arrive(_CHOSEN)
+        if plan.ffn:
+            starts = [plan.ffn_start + t * plan.stride(plan.ffn) for t in range(plan.tokens)]
+            self.copy_rows(refs.hidden, plan.ffn, starts)
+        else:
+            for i in range(plan.own_outputs):
+                zeros = plgpu.layout_cast(jnp.zeros(SHAPE, jnp.float32), LAYOUT)
+                pl.when(self.wg == i % CONSUMERS)(
+                    lambda i=i, zeros=zeros: _store(self.sums.at[i], zeros)
+                )
+
+    def copy_rows(self, source: Any, width: int, starts: Sequence[int], first: int = 0) -> None:
+        """Copies rows to ``starts`` in the activations' memory, alternately by both warpgroups.
+
+        Args:
+          first: number of the first row in ``source``.
+        """
+        for n, start in enumerate(starts):
+
+            @pl.when(self.wg == n % CONSUMERS)
+            def _(n: int = n, start: int = start) -> None:
+                window = pl.ds((first + n) * width, width)
+                copy_row(source.at[window], self.activations.at[pl.ds(start, width)])
+
+        self.totals.meet()
+
+    def rows_of(self, phase: Phase) -> Any:
+        """Returns a function from a unit's pair to the activation rows that it meets."""
+        plan = self.plan
+        normed = plan.stride(plan.width)
+        if phase.name == "down":
+            return lambda _: Rows(
+                self.activations, plan.ffn_start, plan.stride(plan.ffn), plan.tokens
+            )
+        if phase.name == "routed_gate_up":
+            assert plan.rule is not None
+            K = jnp.int32(plan.rule.num_experts_per_tok)
+            return lambda pair: Rows(self.activations, lax.div(pair, K) * normed, normed, 1)
+        return lambda _: Rows(self.activations, 0, normed, plan.tokens)
+
+    def consume_units(
+        self, phase: Phase, first: Any, last: Any, rows_of: Any, epilogue: Any,
+        state: PipelineState, number: jax.Array,
+    ) -> tuple[PipelineState, jax.Array]:  # fmt: skip
+        """Multiplies this program's units of a phase, from ``first`` up to ``last``.
+
+        The scales of each unit are loaded one unit ahead.
+
+        Args:
+          rows_of: function from a unit's pair to its activation rows.
+          epilogue: called by one warpgroup per unit, with the unit's index, its pair, its first
+            output feature, and the totals of its halves.
+          number: number of exchanges before.
+        """
+        stream, operand = self.stream, phase.operand
+        is_scaled = operand.dtype.itemsize == 1
+
+        def scales_of(i: jax.Array) -> list[Any]:
+            i = jnp.where(i < last, i, 0)  # past the end, those of a unit that exists
+            return stream.scales(operand, self.units.halves(phase, i))
+
+        def unit(i: jax.Array, carry: Any) -> Any:
+            state, number, scales = carry
+            pair, row = self.units.locate(phase, i)
+            following = scales_of(i + 1) if is_scaled else []
+            rows = rows_of(pair)
+            state, sums = stream.consume(operand, rows, scales, state)
+            self.totals.exchange(number, sums)
+
+            @pl.when(self.wg == lax.rem(i, jnp.int32(CONSUMERS)))
+            def _() -> None:
+                epilogue(i, pair, row, *self.totals.load(number, rows.count))
+
+            return state, number + 1, following
+
+        begin = jnp.asarray(first, jnp.int32)
+        carry = state, number, scales_of(begin) if is_scaled else []
+        state, number, _ = lax.fori_loop(begin, last, unit, carry)
+        return state, number
+
+    def epilogue(self, phase: Phase) -> Any:
+        """Returns what becomes of a unit's totals."""
+        plan, refs, interpret = self.plan, self.refs, self.interpret
+
+        def store_logits(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
+            store_block(refs.logits, row, plan.experts, left + right, plan.tokens, interpret)
+
+        def store_hidden(i: Any, pair: Any, row: Any, gate: Any, up: Any) -> None:
+            hidden = gate / (1 + jnp.exp(-gate)) * up
+            store_block(refs.hidden, row, plan.ffn, hidden, plan.tokens, interpret)
+
+        def store_routed_hidden(i: Any, pair: Any, row: Any, gate: Any, up: Any) -> None:
+            hidden = gate / (1 + jnp.exp(-gate)) * up
+            start = pair * plan.expert_ffn + row
+            store_block(refs.routed_hidden, start, 0, hidden, 1, interpret)
+
+        def keep(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
+            _store(self.sums.at[i], left + right)
+
+        by_name = {
+            "router": store_logits,
+            "gate_up": store_hidden,
+            "down": keep,
+            "routed_gate_up": store_routed_hidden,
+        }
+        return by_name[phase.name]
+
+    def consume_batches(
+        self, phase: Phase, state: PipelineState, number: jax.Array
+    ) -> tuple[PipelineState, jax.Array]:
+        """Multiplies the routed experts' downs, for as many pairs at a time as have room."""
+        plan, refs = self.plan, self.refs
+        assert plan.rule is not None
+        own, stride = self.units.own_outputs(), plan.stride(plan.expert_ffn)
+        K = jnp.int32(plan.rule.num_experts_per_tok)
+        token, _ = token_and_number()
+
+        def add(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
+            weight = refs.weights[self.units.first_pair() + pair]
+            total = self.sums.at[lax.rem(i, own)]
+            values = jnp.where(token == lax.div(pair, K), (left + right) * weight, 0.0)
+            _store(total, load_with_layout(total, LAYOUT) + values)
+
+        for low in range(0, plan.choices, plan.batch):
+            high = min(low + plan.batch, plan.choices)
+            if low:
+                self.totals.meet()  # both warpgroups have read the last batch
+            starts = [(pair - low) * stride for pair in range(low, high)]
+            self.copy_rows(refs.routed_hidden, plan.expert_ffn, starts, low)
+
+            def rows_of(pair: jax.Array, low: int = low) -> Rows:
+                return Rows(self.activations, (pair - low) * stride, stride, 1)
+
+            state, number = self.consume_units(
+                phase, low * own, high * own, rows_of, add, state, number
+            )
+        return state, number
+
+    def store_out(self) -> None:
+        """Adds the sums to the residual."""
+        plan, refs = self.plan, self.refs
+        self.totals.meet()  # any warpgroup may have added to them
+        for i in range(plan.own_outputs):
+            row = (self.program + i * self.programs) * ROWS
+            is_own = (self.wg == i % CONSUMERS) & (row < plan.width)
+
+            @pl.when(is_own)
+            def _(i: int = i, row: jax.Array = row) -> None:
+                sums = load_with_layout(self.sums.at[i], LAYOUT)
+                sums = sums.astype(plan.dtype).astype(jnp.float32)
+                h = load_block(refs.flat_h, row, plan.width, plan.tokens, self.interpret)
+                store_block(refs.out, row, plan.width, h + sums, plan.tokens, self.interpret)
+
+
+def _store(ref: Any, values: jax.Array) -> None:
+    ref[...] = values

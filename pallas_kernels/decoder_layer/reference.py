@@ -1,0 +1,112 @@
+"""Reference implementation of feed_forward: the model's own operations, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.block_quant.reference import block_dequant
+from pallas_kernels.grouped_swiglu.reference import silu_multiply
+from pallas_kernels.rms_norm import reference as rms_norm
+from pallas_kernels.route import reference as route
+from pallas_kernels.route.reference import Rule
+
+
+class Matrices(NamedTuple):
+    """Gate, up and down projections: single matrices, or stacks of them."""
+
+    gate: Float[Array, "*E F D"]
+    up: Float[Array, "*E F D"]
+    down: Float[Array, "*E D F"]
+    scales: tuple[Float32[Array, "*E rows columns"], ...] = ()
+    """Scales of each if they are float8, one per block of 128x128."""
+
+
+class Router(NamedTuple):
+    """The router of an MoE layer."""
+
+    weight: Float[Array, "E D"]
+    bias: Float32[Array, " E"] | None
+
+
+class Chosen(NamedTuple):
+    """Routing of each token, as in :class:`pallas_kernels.Routes`."""
+
+    scores: Float32[Array, "M E"]
+    experts: Int[Array, "M K"]
+    weights: Float32[Array, "M K"]
+
+
+def feed_forward(
+    h: Float[Array, "M D"],
+    norm: Float[Array, " D"],
+    router: Router | None,
+    shared: Matrices | None,
+    routed: Matrices | None,
+    *,
+    rule: Rule | None,
+    eps: float,
+) -> tuple[Float[Array, "M D"], Chosen | None]:
+    """Implements :func:`pallas_kernels.feed_forward`."""
+    x = rms_norm.rms_norm(h, norm, eps=eps)
+    chosen = None if router is None or rule is None else choose(x, router, rule)
+    total = mix(x, chosen, shared, routed).astype(h.dtype)
+    return (_f32(h) + _f32(total)).astype(h.dtype), chosen
+
+
+def choose(x: Float[Array, "M D"], router: Router, rule: Rule) -> Chosen:
+    """Chooses the experts of normed tokens. The logits are float32."""
+    operands = (
+        (x, router.weight) if x.dtype == router.weight.dtype else (_f32(x), _f32(router.weight))
+    )
+    highest = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum(
+        "md,ed->me", *operands, precision=highest, preferred_element_type=jnp.float32
+    )
+    routes = route.route(logits, router.bias, None, rule=rule)
+    return Chosen(routes.scores, routes.experts, routes.weights)
+
+
+def mix(
+    x: Float[Array, "M D"], chosen: Chosen | None, shared: Matrices | None, routed: Matrices | None
+) -> Float32[Array, "M D"]:
+    """Returns the sum of the shared MLP and of the chosen experts, times their weights."""
+    total = jnp.zeros(x.shape, jnp.float32)
+    if chosen is not None and routed is not None:
+        outs = [
+            jnp.stack([mlp(x[t : t + 1], routed, expert)[0] for expert in chosen.experts[t]])
+            for t in range(len(x))
+        ]
+        out = jnp.stack(outs).astype(x.dtype).astype(jnp.float32)
+        highest = jax.lax.Precision.HIGHEST
+        total = jnp.einsum("mkd,mk->md", out, chosen.weights, precision=highest)
+    if shared is not None:
+        total += mlp(x, shared)
+    return total
+
+
+def mlp(
+    x: Float[Array, "M D"], matrices: Matrices, expert: Int[Array, ""] | None = None
+) -> Float32[Array, "M D"]:
+    """Returns ``down (silu(gate x) * up x)``. The results of gate and up have x's dtype.
+
+    Args:
+      expert: index in the stacks, or None for single matrices.
+    """
+
+    def matmul(x: Float[Array, "M K"], n: int) -> Float32[Array, "M N"]:
+        weight: Any = matrices[n] if expert is None else matrices[n][expert]
+        if matrices.scales:
+            scale = matrices.scales[n] if expert is None else matrices.scales[n][expert]
+            weight = block_dequant(weight, scale, (128, 128), x.dtype)
+        return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)
+
+    gate, up = (matmul(x, n).astype(x.dtype) for n in (0, 1))
+    return matmul(silu_multiply(gate, up).astype(x.dtype), 2)
+
+
+def _f32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)

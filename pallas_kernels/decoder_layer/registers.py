@@ -1,0 +1,326 @@
+"""Code for single threads: weights in shared memory times activation rows, and a unit's sums.
+
+The tensor cores compute ``x w^T`` with mma.sync: 8 of an instruction's 16 rows are tokens, and its
+8 columns are matrix rows. Which column of K an operand's register has does not matter, as long as
+both operands agree. So a thread reads 16 contiguous bytes of a matrix row, and the same columns of
+a token's row: nothing has to be permuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, float_pair, i32, inline, item
+from pallas_kernels.hopper.ir import word as register
+from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, thread_index
+
+BLOCK_BYTES = 64
+"""Bytes of a matrix row that a warp multiplies at a time, 16 per thread."""
+SCALE_BLOCK = 128
+"""Rows, and columns, that share a scale of a float8 matrix."""
+
+WARPS = 8  # of both consumer warpgroups
+_TOKENS = 8  # rows of the sums
+SUMS_SHAPE = 4 * _TOKENS, 8
+# The sums of a warpgroup's four warps, [warp and token, matrix row]: two numbers per thread.
+SUMS: Any = plgpu.Layout.TILED(
+    plgpu.Tiling((SUMS_SHAPE, (8, 8), (2,))),  # pyright: ignore[reportArgumentType]
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+
+_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
+# Two of a word's four float8_e4m3fn to bfloat16. Each goes to the upper byte of a half; then its
+# exponent and mantissa, shifted to their positions, are 2^-120 times the number.
+_UNPACK = """{
+    .reg .b32 w, a, s;
+    prmt.b32 w, $1, 0, SELECTOR;
+    shr.u32 a, w, 4;
+    and.b32 a, a, 0x07F007F0;
+    lop3.b32 a, w, 0x80008000, a, 0xEA;
+    mov.b32 s, 0x7B807B80;
+    mul.rn.bf16x2 $0, a, s;
+}"""
+_SELECTORS = "0x1404", "0x3424"  # bytes 0 and 1, 2 and 3
+
+
+def no_sums() -> jax.Array:
+    """Returns float32 zeros for a warpgroup's sums of half a unit."""
+    return plgpu.layout_cast(jnp.zeros(SUMS_SHAPE, jnp.float32), SUMS)
+
+
+def multiply(
+    operand: Any, halves: Sequence[Any], rows: Any, step: jax.Array, scales: Sequence[Any],
+    sums: tuple[jax.Array, jax.Array], interpret: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Adds the products of a stage's columns to the warpgroup's sums.
+
+    Args:
+      operand: what is static, a :class:`stream.Operand`.
+      halves: references to both halves of the stage.
+      rows: the activation rows, a :class:`stream.Rows`.
+      step: index of the stage in its unit.
+      scales: of each half, from :func:`load_scales`; empty if the matrices are not float8.
+    """
+    if interpret is not None:
+        return _multiply_in_interpreter(operand, halves, rows, step, scales, sums)
+    half_scales = scales
+    blocks = operand.step_bytes // BLOCK_BYTES
+    columns = BLOCK_BYTES // operand.dtype.itemsize  # per block
+    second = operand.columns if operand.is_split else 0  # first column of the second half
+    is_float8 = operand.dtype.itemsize == 1
+    row_bytes, x_bytes = halves_row_bytes(halves), 2 * rows.stride
+    flat_scales = [chunk for half in scales for chunk in half]
+    types = REF, REF, REF, SCALAR, SCALAR, [LAYOUT] * len(flat_scales), SUMS, SUMS
+
+    @inline(*types, returns=(plgpu.ShapeDtypeStruct(SUMS_SHAPE, jnp.float32, layout=SUMS),) * 2)
+    def add(first_w: Any, second_w: Any, x: Any, x_start: Any, step: Any, scales: Any, *sums: Any):
+        f32 = ir.F32Type.get()
+        thread = mgpu.utils.thread_idx()
+        row, quarter = (
+            arith.andi(arith.shrui(thread, const(2)), const(7)),
+            arith.andi(thread, const(3)),
+        )
+        warp = mgpu.utils.warp_idx()
+        first_block = arith.divui(arith.muli(warp, const(blocks)), const(WARPS))
+        offset = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(quarter, const(16)))
+        offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
+        weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
+        # Rows past the last token repeat it: their sums are not used.
+        token = arith.minui(row, const(rows.count - 1))
+        column = arith.addi(
+            arith.muli(register(step), const(operand.step)),
+            arith.muli(first_block, const(columns)),
+        )
+        x_column = arith.addi(column, arith.muli(quarter, const(columns // 4)))
+        x_offset = arith.addi(arith.muli(token, const(x_bytes)), arith.muli(x_column, const(2)))
+        x_offset = arith.addi(x_offset, arith.muli(register(x_start), const(2)))
+        x_pointer = _advance(mgpu.utils.memref_ptr(x), x_offset)
+
+        def of_block(block: int, before: list[Any]) -> list[Any]:
+            """Returns the four sums after a block: two of each half."""
+            after, x_words = [], []
+            for half in range(2):
+                if half == 0 or second:
+                    start = block * columns + half * second
+                    words = [
+                        _load_words(x_pointer, 2 * start + 16 * i) for i in range(columns // 32)
+                    ]
+                    x_words = [x for four in words for x in four]
+                packed = _load_words(weights[half], BLOCK_BYTES * block)
+                pairs = [pair for w in packed for pair in _unpacked(w)] if is_float8 else packed
+                two = before[2 * half : 2 * half + 2]
+                if not is_float8:
+                    after += _products(x_words, pairs, two)
+                    continue
+                products = _products(x_words, pairs, [_zero(), _zero()])
+                first = operand.columns if operand.is_split and half else 0
+                k_block = arith.addi(column, const(first + block * columns))
+                k_block = arith.shrui(k_block, const(SCALE_BLOCK.bit_length() - 1))
+                k_block = arith.subi(k_block, const(first // SCALE_BLOCK))
+                middle = len(half_scales[0])
+                scale = _of_lane(scales[middle:] if half else scales[:middle], k_block)
+                after += [llvm.intr_fma(p, scale, s) for p, s in zip(products, two, strict=True)]
+            return after
+
+        numbers = [item(s.registers.flat[0], i) for s in sums for i in range(2)]
+        end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(WARPS))
+        for block in range(-(-blocks // WARPS)):
+            if blocks % WARPS == 0 or block < blocks // WARPS:
+                numbers = of_block(block, numbers)
+                continue
+            index = arith.addi(first_block, const(block))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, index, end)
+            branch: Any = scf.IfOp(exists, [f32] * 4, has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                scf.yield_(of_block(block, numbers))
+            with ir.InsertionPoint(branch.else_block):
+                scf.yield_(numbers)
+            numbers = list(branch.results)
+        return tuple(
+            array([float_pair(*numbers[2 * half : 2 * half + 2])], SUMS_SHAPE, SUMS)
+            for half in range(2)
+        )
+
+    start = jnp.asarray(rows.start, jnp.int32)
+    return add(*halves, rows.memory, start, jnp.asarray(step, jnp.int32), flat_scales, *sums)
+
+
+def halves_row_bytes(halves: Sequence[Any]) -> int:
+    """Returns the bytes between a stage's rows, from the reference to its bytes."""
+    return halves[0].shape[-1]
+
+
+def _multiply_in_interpreter(
+    operand: Any, halves: Sequence[Any], rows: Any, step: Any, scales: Sequence[Any], sums: Any
+) -> Any:
+    """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
+    wg = jax.lax.axis_index("wg")
+    columns = BLOCK_BYTES // operand.dtype.itemsize
+    blocks = operand.step_bytes // BLOCK_BYTES
+    middle = 4 * blocks // WARPS * columns
+    column = jnp.arange(operand.step)
+    is_own = jnp.where(wg == 0, column < middle, column >= middle)
+    results = []
+    for half, (ref, before) in enumerate(zip(halves, sums, strict=True)):
+        first = operand.columns if operand.is_split and half else 0
+        at = first + step * operand.step
+        x = jnp.stack(
+            [
+                rows.memory[pl.ds(rows.start + t * rows.stride + at, operand.step)]
+                for t in range(rows.count)
+            ]
+        ).astype(jnp.float32)
+        w = ref[...].astype(jnp.float32)
+        if scales:
+            k_block = (at + column) // SCALE_BLOCK - first // SCALE_BLOCK
+            w = w * jnp.concatenate([chunk[0] for chunk in scales[half]])[k_block]
+        product = jnp.einsum("tk,nk->tn", x, jnp.where(is_own, w, 0.0))
+        results.append(before.at[: rows.count].add(product))
+    return tuple(results)
+
+
+def load_totals(sums: Any, tokens: int, interpret: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns a unit's totals of both halves, one number per thread of a warpgroup.
+
+    Thread i, of 128, has the total of token ``i // 8 % 8`` and row ``i % 8``. Of one token, all
+    tokens' threads have its totals.
+
+    Args:
+      sums: reference to the sums in shared memory, [warpgroups, halves, warps and tokens, rows].
+    """
+    if interpret is not None:
+        totals = jnp.sum(sums[...].reshape(-1, 2, 4, _TOKENS, 8), axis=(0, 2))
+        if tokens == 1:
+            totals = jnp.broadcast_to(totals[:, :1], totals.shape)
+        first, second = (jnp.concatenate([t.reshape(2, LANES)] * 2) for t in totals)
+        return first, second
+
+    result = plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT)
+
+    @inline(REF, returns=(result, result))
+    def load(sums: Any) -> Any:
+        f32 = ir.F32Type.get()
+        thread = arith.andi(mgpu.utils.thread_idx(), const(7 if tokens == 1 else 63))
+        start = mgpu.utils.memref_ptr(sums)
+        start = mgpu.utils.getelementptr(start, [thread], f32)
+        totals = []
+        for half in range(2):
+            numbers = []
+            for warpgroup in range(WARPS // 4):
+                for warp in range(4):
+                    index = (2 * warpgroup + half) * SUMS_SHAPE[0] * 8 + warp * _TOKENS * 8
+                    pointer = mgpu.utils.getelementptr(start, [const(index)], f32)
+                    numbers.append(llvm.load(f32, pointer))
+            total = numbers[0]
+            for number in numbers[1:]:
+                total = arith.addf(total, number)
+            totals.append(
+                array([vector.broadcast(ir.VectorType.get((1,), f32), total)], SHAPE, LAYOUT)
+            )
+        return tuple(totals)
+
+    return load(sums)
+
+
+def load_scales(
+    scales: Any, start: jax.Array, first: int, columns: int, interpret: Any
+) -> list[jax.Array]:
+    """Loads the scales of a row of blocks, one per lane and for as many arrays as they need.
+
+    Args:
+      scales: flat float32 array in global memory.
+      start: index of the scales of the row's first column.
+      first, columns: first column and number of columns that are needed.
+    """
+    low, high = first // SCALE_BLOCK, (first + columns - 1) // SCALE_BLOCK
+    count = high - low + 1
+    chunks = []
+    for chunk in range(0, count, LANES):
+        n = min(LANES, count - chunk)
+        if interpret is not None:
+            values = scales[pl.ds(start + low + chunk, n)]
+            chunks.append(jnp.broadcast_to(jnp.pad(values, (0, LANES - n)), SHAPE))
+            continue
+        index = jnp.minimum(thread_index(1), n - 1) + (start + (low + chunk))
+        chunks.append(_load(scales, index))
+    return chunks
+
+
+def _load(ref: Any, index: jax.Array) -> jax.Array:
+    """Returns ``ref[index]`` of float32 weights in global memory, which the kernel never writes."""
+
+    @inline(REF, LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT))
+    def load(ref: Any, index: Any) -> Any:
+        f32 = ir.F32Type.get()
+        position = llvm.extractelement(index.registers.item(), const(0))
+        pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [position], f32)
+        value = vector.broadcast(ir.VectorType.get((1,), f32), llvm.load(f32, pointer))
+        return array([value], SHAPE, LAYOUT)
+
+    return load(ref, index)
+
+
+def _advance(pointer: Any, count: Any) -> Any:
+    """Returns ``pointer`` advanced by ``count`` bytes."""
+    return mgpu.utils.getelementptr(pointer, [count], ir.IntegerType.get_signless(8))
+
+
+def _load_words(pointer: Any, offset: int) -> list[Any]:
+    """Returns the four words at a number of bytes from ``pointer``, a multiple of 16."""
+    four = ir.VectorType.get((4,), i32())
+    loaded = llvm.load(four, _advance(pointer, const(offset)), alignment=16)
+    return [llvm.extractelement(loaded, const(i)) for i in range(4)]
+
+
+def _unpacked(word: Any) -> list[Any]:
+    """Returns the four float8 of a word as two words of two bfloat16, in their order."""
+    return [
+        asm(_UNPACK.replace("SELECTOR", selector), "=r,r", word, result=i32())
+        for selector in _SELECTORS
+    ]
+
+
+def _products(x: Sequence[Any], weights: Sequence[Any], sums: list[Any]) -> list[Any]:
+    """Adds the products of pairs of bfloat16. An instruction takes two pairs of each operand."""
+    f32 = ir.F32Type.get()
+    four = llvm.StructType.get_literal([f32] * 4)
+    for i in range(0, len(weights), 2):
+        numbers = *sums, _zero(), _zero()
+        operands = x[i], const(0), x[i + 1], const(0), *weights[i : i + 2]
+        result = asm(_MMA, "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r", *numbers, *operands, result=four)
+        sums = [llvm.extractvalue(f32, result, [j]) for j in range(2)]
+    return sums
+
+
+def _zero() -> Any:
+    f32 = ir.F32Type.get()
+    return arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+
+
+def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
+    """Returns number ``index`` of arrays with one number per lane."""
+    f32 = ir.F32Type.get()
+    lane = arith.andi(index, const(LANES - 1))
+    result = None
+    for n, chunk in enumerate(chunks):
+        own = llvm.extractelement(chunk.registers.item(), const(0))
+        text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        value = asm(text, "=f,f,r", own, lane, result=f32, effects=True)
+        if result is None:
+            result = value
+        else:
+            is_later = arith.cmpi(arith.CmpIPredicate.uge, index, const(n * LANES))
+            result = arith.select(is_later, value, result)
+    return result

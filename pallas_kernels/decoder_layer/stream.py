@@ -1,0 +1,346 @@
+"""stream_matvec: weights that a producer streams through a ring, times a few activation rows.
+
+A unit of work is eight output features. It reads two halves of eight matrix rows each: the rows of
+gate and of up with the same numbers, or the left and the right columns of the rows of one matrix.
+The producer copies a unit in steps of ``Operand.step`` columns, one ring stage each, every row by a
+bulk copy of its own. It knows nothing of barriers between phases, so that the next phase's weights
+arrive while the consumers wait for the activations that they will meet.
+
+Two consumer warpgroups multiply. Their eight warps share the columns of a stage, in blocks of 64
+bytes, and keep the sums of a unit in registers. At the unit's end the sums go to shared memory,
+from where one of the warpgroups takes the totals. The activations are in shared memory, one row per
+token, and stay there for the phase.
+
+Budget on an H200: a multiprocessor's share of 4.3 TB/s is 16.5 bytes of weights per cycle. They
+enter and leave shared memory, and the tokens leave it once per eight rows: another 16.5 bytes per
+cycle for bfloat16 weights, 33 for float8, of the 128 that shared memory moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.decoder_layer.registers import (
+    BLOCK_BYTES,
+    SUMS_SHAPE,
+    load_scales,
+    load_totals,
+    multiply,
+    no_sums,
+)
+from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.ir import asm, i32, i64, inline, instruction, shared_address, word
+from pallas_kernels.hopper.ring import PipelineState, Ring
+
+CONSUMERS = 2
+"""Consumer warpgroups."""
+ROWS = 8
+"""Matrix rows of a half, and output features of a unit."""
+MOST_TOKENS = 8
+
+_PADDING = BLOCK_BYTES  # modulo 128: the rows that a warp reads at once are then in different banks
+_CONSUMER_BARRIER = 13  # hardware barrier of the consumers; see warpgroup for those in use
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Static description of the matrices of a phase."""
+
+    dtype: Any
+    """bfloat16, float8_e4m3fn with scales of 128x128 blocks, or in the interpreter float32."""
+
+    columns: int
+    """Columns of a half."""
+
+    step: int
+    """Columns of a half per ring stage, a divisor of ``columns`` and a multiple of a block's."""
+
+    is_split: bool
+    """Whether the halves are the left and the right columns of one matrix. Otherwise they are equal
+    columns of two matrices."""
+
+    @staticmethod
+    def of(dtype: Any, columns: int, is_split: bool, most_bytes: int) -> Operand:
+        """Returns the operand for rows of ``columns`` columns, with steps of ``most_bytes`` or
+        fewer.
+
+        Raises:
+          NotImplementedError: a half is not a multiple of 64 bytes.
+        """
+        itemsize = jnp.dtype(dtype).itemsize
+        row = columns * itemsize // (2 if is_split else 1)
+        if row % BLOCK_BYTES:
+            raise NotImplementedError(
+                f"takes rows of a multiple of {BLOCK_BYTES * (2 if is_split else 1)} bytes, got"
+                f" {columns} columns of {jnp.dtype(dtype)}"
+            )
+        blocks = row // BLOCK_BYTES
+        fitting = range(most_bytes // BLOCK_BYTES, 0, -1)
+        step = next(n for n in fitting if blocks % n == 0) * BLOCK_BYTES
+        return Operand(jnp.dtype(dtype), row // itemsize, step // itemsize, is_split)
+
+    @property
+    def steps(self) -> int:
+        return self.columns // self.step
+
+    @property
+    def step_bytes(self) -> int:
+        return self.step * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Activation rows in shared memory: bfloat16, or in the interpreter also float32."""
+
+    memory: Any
+    """Reference to a flat array."""
+
+    start: jax.Array | int
+    """Index of the first row's first number."""
+
+    stride: int
+    """Distance of the rows."""
+
+    count: int
+    """1 to MOST_TOKENS."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """Half a unit: eight rows of a matrix in global memory."""
+
+    matrix: Any
+    """Reference to a matrix, or to a stack of them."""
+
+    row: jax.Array
+    """The first row."""
+
+    column: int = 0
+    """The first column."""
+
+    index: tuple[jax.Array, ...] = ()
+    """Index of the matrix in a stack."""
+
+    scales: Any = None
+    """Reference to all float32 scales of a float8 matrix or stack, flat; one per 128x128 block."""
+
+    scales_start: jax.Array | int = 0
+    """Index of the scale of this row's first column."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCopies(TmaCopy):
+    """Copies of consecutive rows' columns to shared memory, each row contiguous."""
+
+    row_bytes: int = 0
+    """Distance of the rows in shared memory."""
+
+    def interpret(self, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
+
+    def issue(
+        self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
+        leader: Any,
+    ) -> None:  # fmt: skip
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        itemsize = jnp.dtype(self.source.dtype).itemsize
+        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
+        for start, stride in zip(starts, strides, strict=True):
+            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
+            address = arith.addi(address, arith.muli(arith.extui(i64(), word(start)), step))
+        rows = self.sizes[-2]
+        row_stride = strides[-2] * itemsize
+        text = "\n".join(
+            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            f" [$0 + {i * self.row_bytes}], [$1 + {i * row_stride}], {self.bytes // rows}, [$2];"
+            for i in range(rows)
+        )
+        mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
+        operands = shared_address(target), address, mbarrier, leader
+        asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The memory of the ring's stages, which hold weights of several dtypes and widths."""
+
+    dtypes: tuple[Any, ...]
+    row_bytes: int
+    """Distance of a stage's rows, the same for all dtypes and widths."""
+    count: int
+    refs: tuple[Any, ...] = ()
+    interpret: Any = None
+
+    @classmethod
+    def of(cls, operands: Sequence[Operand], count: int, interpret: Any) -> Stages:
+        widest = max(operand.step_bytes for operand in operands)
+        row_bytes = widest + (_PADDING - widest) % 128
+        dtypes = tuple(dict.fromkeys(operand.dtype for operand in operands))
+        return cls(dtypes, row_bytes, count, (), interpret)
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * ROWS * self.row_bytes
+
+    def scratch(self) -> list[Any]:
+        """Returns the scratch types: bytes, or in the interpreter an array for each dtype."""
+        if self.interpret is None:
+            return [plgpu.SMEM((self.count, 2, ROWS, self.row_bytes), jnp.uint8)]
+        return [
+            plgpu.SMEM((self.count, 2, ROWS, self.row_bytes // dtype.itemsize), dtype)
+            for dtype in self.dtypes
+        ]
+
+    def bind(self, refs: Sequence[Any]) -> Stages:
+        """Returns the stages in the references that :meth:`scratch` allocated."""
+        return dataclasses.replace(self, refs=tuple(refs))
+
+    def half(self, operand: Operand, stage: jax.Array, half: int) -> Any:
+        """Returns the reference to half a stage, of ``operand.step`` columns."""
+        if self.interpret is None:
+            return self.refs[0].at[stage, half]
+        ref = self.refs[self.dtypes.index(operand.dtype)]
+        return ref.at[stage, half, :, pl.ds(0, operand.step)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The ring, and what producer and consumers do with it."""
+
+    ring: Ring
+    stages: Stages
+
+    def produce(
+        self, operand: Operand, halves: tuple[Half, Half], state: PipelineState,
+        allow: Callable[[PipelineState], None] = lambda state: None,
+    ) -> PipelineState:  # fmt: skip
+        """Copies the weights of a unit. One warp of the producer calls it.
+
+        Args:
+          allow: called before each step's copies, to delay them.
+        """
+
+        def fill(i: jax.Array, state: PipelineState, carry: None) -> None:
+            copies = []
+            for n, half in enumerate(halves):
+                columns = pl.ds(half.column + i * operand.step, operand.step)
+                window = (*half.index, pl.ds(half.row, ROWS), columns)
+                target = self.stages.half(operand, state.stage, n)
+                copies.append(
+                    RowCopies(
+                        half.matrix, window, target, False, None, True, None, self.stages.row_bytes
+                    )
+                )
+            allow(state)
+            self.ring.fill(state, copies)
+
+        return self.ring.loop(operand.steps, fill, state, None)[0]
+
+    def scales(self, operand: Operand, halves: tuple[Half, Half]) -> list[Any]:
+        """Loads the scales of a unit, for :meth:`consume`. They are in memory, so load them early.
+
+        Returns:
+          Numbers in the lanes' registers for each half. Nothing, unless the matrices are float8.
+        """
+        if operand.dtype.itemsize != 1:
+            return []
+        return [
+            load_scales(
+                half.scales,
+                jnp.asarray(half.scales_start, jnp.int32),
+                half.column,
+                operand.columns,
+                self.stages.interpret,
+            )
+            for half in halves
+        ]
+
+    def consume(
+        self, operand: Operand, rows: Rows, scales: Sequence[Any], state: PipelineState
+    ) -> tuple[PipelineState, tuple[jax.Array, jax.Array]]:
+        """Multiplies a unit's weights with the activation rows. Every consumer warpgroup calls it.
+
+        Args:
+          scales: from :meth:`scales`.
+
+        Returns:
+          The next state, and this warpgroup's sums of both halves, for :class:`Totals`.
+        """
+
+        def add(i: jax.Array, state: PipelineState, sums: Any) -> Any:
+            self.ring.wait_full(state)
+            halves = [self.stages.half(operand, state.stage, n) for n in range(2)]
+            sums = multiply(operand, halves, rows, i, scales, sums, self.stages.interpret)
+            self.ring.release(state)
+            return sums
+
+        first = (no_sums(), no_sums())
+        return self.ring.loop(operand.steps, add, state, first)
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Shared memory in which the consumer warpgroups' sums become the totals of a unit."""
+
+    memory: Any
+    """Reference that :meth:`scratch` allocates."""
+
+    barrier: Any
+    """The interpreter's barrier of the consumers, or None."""
+
+    interpret: Any
+
+    @staticmethod
+    def scratch(interpret: Any) -> list[Any]:
+        """Returns the scratch types: two buffers, and in the interpreter the consumers' barrier."""
+        sums = plgpu.SMEM((2, CONSUMERS, 2, *SUMS_SHAPE), jnp.float32)
+        return [sums, *([plgpu.Barrier(num_arrivals=CONSUMERS)] if interpret is not None else [])]
+
+    @classmethod
+    def of(cls, refs: Sequence[Any], interpret: Any) -> Totals:
+        """Returns the totals in the references that :meth:`scratch` allocated."""
+        return cls(refs[0], None if interpret is None else refs[1], interpret)
+
+    def meet(self) -> None:
+        """Synchronises the consumers' threads. They see each other's writes to all memory."""
+        if self.interpret is not None:
+            plgpu.barrier_arrive(self.barrier)
+            plgpu.barrier_wait(self.barrier)
+            return
+        inline()(lambda: instruction(f"bar.sync {_CONSUMER_BARRIER}, {128 * CONSUMERS};"))()
+
+    def exchange(self, number: jax.Array, sums: tuple[jax.Array, jax.Array]) -> None:
+        """Stores this warpgroup's sums, and waits for those of the others.
+
+        Args:
+          number: number of exchanges before this one. Consecutive ones use different buffers, so
+            that one meeting per exchange suffices.
+        """
+        for half, values in enumerate(sums):
+            self.memory[lax.rem(number, 2), lax.axis_index("wg"), half] = values
+        self.meet()
+
+    def load(self, number: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the totals of both halves after exchange ``number``, see :func:`load_totals`."""
+        return load_totals(self.memory.at[lax.rem(number, 2)], tokens, self.interpret)
+
+
+def count_units(program: jax.Array, units: int, programs: int) -> jax.Array:
+    """Returns how many of ``units`` units a program has. Unit u is of program u % programs."""
+    return lax.div(units - program + (programs - 1), jnp.int32(programs))
+
+
+def count_most(units: int, programs: int) -> int:
+    """Returns the most units that a program has."""
+    return -(-units // programs)

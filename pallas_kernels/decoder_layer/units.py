@@ -1,0 +1,112 @@
+"""The units of work of one program: how many a phase has, and which weights each of them reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.decoder_layer.plan import Phase, Plan
+from pallas_kernels.decoder_layer.reference import Matrices
+from pallas_kernels.decoder_layer.registers import SCALE_BLOCK
+from pallas_kernels.decoder_layer.stream import ROWS, Half, count_units
+
+
+class Refs(NamedTuple):
+    """References to the kernel's arrays in global memory."""
+
+    h: Any
+    flat_h: Any
+    norm: Any
+    router: Any
+    bias: Any
+    shared: Any
+    """gate, up and down, and their scales, flat."""
+    routed: Any
+    out: Any
+    scores: Any
+    experts: Any
+    weights: Any
+    logits: Any
+    hidden: Any
+    routed_hidden: Any
+    clocks: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """The units of one program."""
+
+    plan: Plan
+    refs: Refs
+    program: jax.Array
+
+    @property
+    def programs(self) -> int:
+        return self.plan.config.programs
+
+    def count(self, phase: Phase) -> jax.Array:
+        """Returns the number of this program's units."""
+        if phase.name == "routed_down":
+            return self.own_outputs() * phase.matrices
+        return count_units(self.shifted(phase), phase.units * phase.matrices, self.programs)
+
+    def own_outputs(self) -> jax.Array:
+        return count_units(self.program, self.plan.width // ROWS, self.programs)
+
+    def shifted(self, phase: Phase) -> jax.Array:
+        """Returns the program's number in a phase."""
+        if phase.shift % self.programs == 0:
+            return self.program
+        return lax.rem(self.program + phase.shift % self.programs, jnp.int32(self.programs))
+
+    def locate(self, phase: Phase, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the matrix and the first output feature of the program's i-th unit.
+
+        For a program without units, they are those of any unit.
+        """
+        if phase.name == "routed_down":
+            own = self.own_outputs() if phase.units > self.programs else jnp.int32(1)
+            unit = self.program + lax.rem(i, own) * self.programs
+            return lax.div(i, own), jnp.minimum(unit, phase.units - 1) * ROWS
+        unit = self.shifted(phase) + i * self.programs
+        unit = jnp.minimum(unit, phase.units * phase.matrices - 1)
+        if phase.matrices == 1:
+            return jnp.int32(0), unit * ROWS
+        units = jnp.int32(phase.units)
+        return lax.div(unit, units), lax.rem(unit, units) * ROWS
+
+    def halves(self, phase: Phase, i: jax.Array) -> tuple[Half, Half]:
+        """Returns the weights of the program's i-th unit."""
+        pair, row = self.locate(phase, i)
+        if phase.name == "router":
+            left = Half(self.refs.router, row)
+            return left, dataclasses.replace(left, column=phase.operand.columns)
+        index: tuple[jax.Array, ...] = ()
+        matrices = self.refs.shared
+        if phase.name.startswith("routed"):
+            matrices = self.refs.routed
+            index = (self.refs.experts[self.first_pair() + pair],)
+        names = ("down", "down") if phase.operand.is_split else ("gate", "up")
+        halves: Any = []
+        for n, name in enumerate(names):
+            matrix = getattr(matrices, name)
+            column = n * phase.operand.columns if phase.operand.is_split else 0
+            if not matrices.scales:
+                halves.append(Half(matrix, row, column, index))
+                continue
+            scales = matrices.scales[Matrices._fields.index(name)]
+            rows, columns = (-(-size // SCALE_BLOCK) for size in matrix.shape[-2:])
+            scale_row = lax.div(row, jnp.int32(SCALE_BLOCK))
+            if index:
+                scale_row = index[0] * rows + scale_row
+            halves.append(Half(matrix, row, column, index, scales, scale_row * columns))
+        first, second = halves
+        return first, second
+
+    def first_pair(self) -> jax.Array:
+        """Returns where this program's choice of experts begins."""
+        return self.program * self.plan.choices

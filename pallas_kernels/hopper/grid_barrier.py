@@ -1,0 +1,224 @@
+"""A barrier across all programs of a grid, for kernels whose phases depend on each other.
+
+The programs wait for each other, so all must run at once. A grid of at most one program per
+multiprocessor does, whatever ran before it: earlier kernels end, and free their multiprocessors.
+Two kernels that wait like this must not run at the same time, because each might have some of the
+multiprocessors that the other needs. Kernels that share a counter cannot: XLA orders them by it.
+
+The counter is one word of global memory. In each use of the barrier, the programs add 2**31 in
+all, which flips its top bit; a program waits until that bit differs from what it saw when it
+arrived. Sums wrap around, so that the counter is never reset: not between uses, not between
+launches, and not after 2**32 arrivals. A wait is bounded. At its end the kernel prints a message
+and traps, so that a missing program is an error rather than a hang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxtyping import Array, Int32
+
+from pallas_kernels.hopper.device import multiprocessors
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    asm,
+    const,
+    i32,
+    i64,
+    inline,
+    instruction,
+    scalar,
+    word,
+)
+
+FLIP = 1 << 31
+"""Sum of all arrivals of one use of the barrier."""
+
+MOST_POLLS = 1 << 22
+"""Polls of the counter until a wait ends with a trap. A poll takes about 0.4 microseconds, so that
+this is more than a second, and no phase of a kernel takes a thousandth of that."""
+
+_BARRIER = 12  # hardware barrier of the programs' warpgroups; see warpgroup for those in use
+
+# The leader ($3) adds $2 to the counter. Who sees that also sees what its program wrote before.
+_ARRIVE = """{
+    .reg .pred there;
+    mov.u32 $0, 0;
+    setp.ne.u32 there, $3, 0;
+    @there atom.add.release.gpu.global.u32 $0, [$1], $2;
+}"""
+
+# The leader ($3) polls until the top bit differs from that of $2, with relaxed loads. An acquiring
+# load invalidates the L1 cache, so there is only one, at the end. $0 is 1 if $4 polls were too few.
+_WAIT = """{
+    .reg .pred there, seen;
+    .reg .b32 now, left;
+    mov.u32 $0, 0;
+    setp.ne.u32 there, $3, 0;
+    @!there bra DONE;
+    mov.u32 left, $4;
+  POLL:
+    ld.relaxed.gpu.global.u32 now, [$1];
+    xor.b32 now, now, $2;
+    setp.lt.s32 seen, now, 0;
+    @seen bra SEEN;
+    sub.u32 left, left, 1;
+    setp.ne.u32 there, left, 0;
+    @there bra POLL;
+    mov.u32 $0, 1;
+  SEEN:
+    ld.acquire.gpu.global.u32 now, [$1];
+  DONE:
+}"""
+
+
+def arrival(program: int, programs: int) -> int:
+    """Returns what a program adds to the counter, as an int32. Program 0 adds the rest to FLIP."""
+    return int(np.uint32(FLIP - (programs - 1) if program == 0 else 1).astype(np.int32))
+
+
+def new_counter() -> Int32[Array, 1]:
+    """Returns the initial counter. Later kernels may use it as earlier ones left it."""
+    return jnp.zeros((1,), jnp.int32)
+
+
+def check_programs(programs: int, interpret: Any = None) -> None:
+    """Raises unless all programs of a grid are sure to run at the same time.
+
+    Args:
+      interpret: parameters of the interpreter, which runs any number of them, or None.
+
+    Raises:
+      NotImplementedError: there are more programs than multiprocessors.
+    """
+    if interpret is None and programs > (available := multiprocessors()):
+        raise NotImplementedError(
+            f"a grid barrier takes at most {available} programs, one per multiprocessor, got"
+            f" {programs}: some would start only after others have ended"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GridBarrier:
+    """A barrier across the programs of a grid of one dimension, whose name is ``axis``."""
+
+    memory: Any
+    """Reference to a counter in global memory, or in the interpreter to a cluster barrier."""
+
+    programs: int
+
+    warpgroups: int
+    """Consecutive warpgroups of each program that take part."""
+
+    axis: str = "program"
+
+    first: int = 0
+    """The first of these warpgroups."""
+
+    most_polls: int = MOST_POLLS
+
+    interpret: Any = None
+
+    @staticmethod
+    def launch(programs: int, interpret: Any, axis: str = "program") -> dict[str, Any]:
+        """Returns the arguments of ``plgpu.kernel`` for the grid.
+
+        The interpreter runs only the programs of one cluster at the same time, so there the grid is
+        a cluster.
+
+        Raises:
+          NotImplementedError: see :func:`check_programs`.
+        """
+        check_programs(programs, interpret)
+        if interpret is None:
+            return {"grid": (programs,), "grid_names": (axis,)}
+        cluster = {"cluster": (programs,), "cluster_names": (axis,)}
+        return {"grid": (1,), "grid_names": ("one",), "interpret": interpret, **cluster}
+
+    @staticmethod
+    def scratch(warpgroups: int, interpret: Any, axis: str = "program") -> list[Any]:
+        """Returns the scratch types: ``memory`` in the interpreter, nothing on a GPU."""
+        if interpret is None:
+            return []
+        return [plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=warpgroups)]
+
+    def sync(self) -> None:
+        """Waits until all threads that take part have come here, in all programs.
+
+        They then see what any of them wrote to global memory before. Data read before the barrier
+        must be read again by ordinary loads, not by ``ld.global.nc``.
+        """
+        self.wait(self.arrive())
+
+    def arrive(self) -> Any:
+        """Announces this program to the others, when all threads that take part have come here.
+
+        Returns:
+          A token for :meth:`wait`.
+        """
+        if self.interpret is not None:
+            plgpu.barrier_arrive(self.memory)
+            return jnp.int32(0)
+        amount = jnp.where(
+            lax.axis_index(self.axis) == 0,
+            jnp.int32(arrival(0, self.programs)),
+            jnp.int32(arrival(1, self.programs)),
+        )
+
+        @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        def arrive(counter: Any, amount: Any) -> Any:
+            self._meet()
+            operands = self._address(counter), word(amount), self._is_leader()
+            constraints = "=&r,l,r,r,~{memory}"
+            return scalar(asm(_ARRIVE, constraints, *operands, result=i32(), effects=True))
+
+        return arrive(self.memory, amount)
+
+    def wait(self, token: Any) -> None:
+        """Waits for the programs' arrivals. Threads then see what was written before these."""
+        if self.interpret is not None:
+            plgpu.barrier_wait(self.memory)
+            return
+
+        @inline(REF, SCALAR)
+        def wait(counter: Any, token: Any) -> None:
+            operands = self._address(counter), word(token), self._is_leader()
+            operands = *operands, const(self.most_polls)
+            constraints = "=&r,l,r,r,r,~{memory}"
+            self._trap_if(asm(_WAIT, constraints, *operands, result=i32(), effects=True))
+            self._meet()
+
+        wait(self.memory, token)
+
+    def _meet(self) -> None:
+        instruction(f"bar.sync {_BARRIER}, {128 * self.warpgroups};")
+
+    def _address(self, counter: Any) -> Any:
+        return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(counter))
+
+    def _is_leader(self) -> Any:
+        thread = mgpu.utils.thread_idx()
+        return arith.extui(
+            i32(), arith.cmpi(arith.CmpIPredicate.eq, thread, const(128 * self.first))
+        )
+
+    def _trap_if(self, late: Any) -> None:
+        """Ends the kernel with a message in threads where ``late`` is not zero."""
+        is_late = arith.cmpi(arith.CmpIPredicate.ne, late, const(0))
+        with ir.InsertionPoint(scf.IfOp(is_late).then_block):
+            message = (
+                f"grid barrier: after {self.most_polls} polls, program %d still waits for some of"
+                f" {self.programs} programs\n"
+            )
+            gpu.printf(message, arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x)))
+            instruction("trap;")
+            scf.yield_([])

@@ -1,0 +1,218 @@
+"""Checks and times the second half of a decoder layer in one kernel, on one Hopper GPU.
+
+    python -m scripts.bench_feed_forward [--models moonlight-16b v3-slice] [--tokens 1 2 4 8]
+        [--weights bf16 fp8] [--launches 1000000] [--time-limit 540]
+        [--out benchmarks/results/feed_forward_h200.json]
+
+Layers with experts, of published widths with random weights, run one after the other without
+attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each of its settings, and
+by the model's own operations. ``us`` is the time per layer, from programs of many layers with
+several in flight. ``roof_us`` is the time in which the weights of the router, the shared and the
+chosen experts are read at READ_GBS. ``phases`` are microseconds between the kernel's own clock
+stamps, means over its programs, which take ``cycles`` in all. ``clock_mhz``, by which they are
+divided, is what nvidia-smi reports just after the timed programs.
+
+Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
+calls must give equal bits. Wrong results are reported, and not timed. After the first case,
+``--launches`` launches of one token show that none hangs. After ``--time-limit`` seconds no further
+case starts; ``not_run`` lists those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import feed_forward
+from benchmarks.ceiling import READ_GBS
+from benchmarks.decode import models
+from benchmarks.decode.machine import description
+from benchmarks.kernels.checks import TOLERANCE, rows_error
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.files import atomic_write
+from dsv3_jax.layers.block import DecoderLayer
+from pallas_kernels.decoder_layer.plan import Config
+from pallas_kernels.hopper import multiprocessors, require_hopper
+
+LAYERS = 4  # different layers of a program, so that the L2 cache holds the weights of none
+CALLS = 16  # layers of a timed program: XLA may compile the kernel again for each
+WINDOWS, WINDOW_S = 5, 0.1
+AHEAD = "always", "arrived"
+
+
+def random_layers(config: ModelConfig, weights: str) -> tuple[Any, list[Any]]:
+    """Returns the graph and the states of layers with random weights."""
+    kwargs: Any = {"dtype": jnp.bfloat16, "quantization": models.WEIGHTS[weights]}
+    shapes = nnx.eval_shape(lambda: DecoderLayer(config, dense=False, rngs=nnx.Rngs(0), **kwargs))
+    layer = models.random_model(shapes)
+    graph, state = nnx.split(layer)
+    # A layer's experts in another order are other experts.
+    shift = jax.jit(lambda x, n: jnp.roll(x, n, axis=0), static_argnums=1)
+    states = [state]
+    for n in range(1, LAYERS):
+        states.append(jax.tree.map(lambda x, n=n: shift(x, 8 * n), state))
+    return graph, states
+
+
+def seconds(program: Callable[..., Any], *arguments: Any) -> list[float]:
+    """Returns the seconds per call of a compiled program in each window, with many in flight."""
+    jax.block_until_ready(program(*arguments))
+    began = time.perf_counter()
+    jax.block_until_ready(program(*arguments))
+    count = max(2, int(WINDOW_S / (time.perf_counter() - began)))
+    windows = []
+    for _ in range(WINDOWS):
+        began = time.perf_counter()
+        jax.block_until_ready([program(*arguments) for _ in range(count)])
+        windows.append((time.perf_counter() - began) / count)
+    return windows
+
+
+def timed(half: feed_forward.Half, h: jax.Array, states: list[Any]) -> dict[str, float]:
+    """Returns the microseconds per layer, and their spread."""
+    laps = CALLS // LAYERS
+    windows = seconds(jax.jit(feed_forward.chain(half, laps)), h, states)
+    us = statistics.median(windows) / (laps * LAYERS) * 1e6
+    spread = (max(windows) - min(windows)) / statistics.median(windows)
+    return {"us": round(us, 2), "spread": round(spread, 3)}
+
+
+def wrong(half: feed_forward.Half, graph: Any, h: Any, states: list[Any], repeats: int) -> Any:
+    """Returns what is wrong with a layer's result, or None."""
+    run = jax.jit(feed_forward.chain(half, 1))
+    exact = jax.jit(feed_forward.chain(feed_forward.exact(graph), 1))
+    for state in states:
+        first, want = run(h, [state]), exact(h, [state])
+        # Residuals agree anyway: compare what the layer has added.
+        error = float(rows_error(first.astype(jnp.float32) - h, want - h))
+        if error > 2 * TOLERANCE:
+            return f"wrong: relative error {error:.3g}, above {2 * TOLERANCE:.3g}"
+        if any(not np.array_equal(first, run(h, [state])) for _ in range(repeats)):
+            return f"wrong: {repeats} equal calls gave different bits"
+    return None
+
+
+def phases(graph: Any, h: Any, state: Any, config: Config, mhz: float) -> dict[str, Any]:
+    """Returns the mean microseconds of the programs up to each event since the one before, and the
+    cycles in all."""
+    config = dataclasses.replace(config, timed=True)
+    events = feed_forward.plan_of(h, state, graph, config).events
+    # The first launches find the instructions in no cache.
+    stamps = [np.asarray(feed_forward.clocks(h, state, graph, config)) for _ in range(3)][-1]
+    steps = np.diff(stamps.astype(np.uint32), axis=1).mean(axis=0)
+    named = zip(events[1:], steps, strict=True)
+    us = {name: round(float(n) / mhz, 2) for name, n in named}
+    return {"clock_mhz": mhz, "cycles": round(float(steps.sum())), "phases": us}
+
+
+def clock_mhz() -> float:
+    """Returns the clock of the multiprocessors as nvidia-smi reports it."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    return float(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    )
+
+
+def weight_bytes(config: ModelConfig, weights: str, tokens: int) -> int:
+    """Returns the bytes that the kernel reads: every pair of a token and an expert counts."""
+    D, F = config.hidden_size, config.moe_intermediate_size
+    experts = config.n_shared_experts + tokens * config.num_experts_per_tok
+    itemsize = 1 if weights == "fp8" else 2
+    return 3 * D * F * experts * itemsize + 2 * D * config.n_routed_experts
+
+
+def measure(
+    name: str, weights: str, tokens: int, layers: tuple[Any, list[Any]], repeats: int
+) -> dict[str, Any]:
+    """Checks and times one case."""
+    config, (graph, states) = models.config(name), layers
+    h = jax.random.normal(jax.random.key(tokens), (tokens, config.hidden_size), jnp.bfloat16)
+    row: dict[str, Any] = {"model": name, "weights": weights, "tokens": tokens}
+    row["roof_us"] = round(weight_bytes(config, weights, tokens) / READ_GBS / 1e3, 2)
+    row["plain"] = timed(feed_forward.plain(graph), h, states)
+    for ahead in AHEAD:
+        setting = Config(multiprocessors(), ahead=ahead)
+        half = feed_forward.one_kernel(graph, setting)
+        if fault := wrong(half, graph, h, states, repeats):
+            row[ahead] = {"error": fault}
+            continue
+        row[ahead] = timed(half, h, states)
+        row[ahead] |= phases(graph, h, states[0], setting, clock_mhz())
+    return row
+
+
+def endure(layers: tuple[Any, list[Any]], width: int, launches: int) -> dict[str, Any]:
+    """Runs the kernel many times. It would trap if a program were missing at a barrier."""
+    graph, states = layers
+    half = feed_forward.one_kernel(graph, Config(multiprocessors()))
+    run = jax.jit(feed_forward.chain(half, CALLS // LAYERS))
+    h = jax.random.normal(jax.random.key(0), (1, width), jnp.bfloat16)
+    began, programs = time.perf_counter(), -(-launches // CALLS)
+    first = last = run(h, states)
+    for _ in range(programs):
+        last = run(h, states)
+    same = bool(jnp.array_equal(first, last))
+    took = round(time.perf_counter() - began, 1)
+    return {"launches": programs * CALLS, "seconds": took, "same_result": same}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the second half of a layer in one kernel.")
+    parser.add_argument("--models", nargs="*", default=["moonlight-16b", "v3-slice"])
+    parser.add_argument("--weights", nargs="*", default=["bf16", "fp8"], choices=["bf16", "fp8"])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--launches", type=int, default=1_000_000, help="launches without a hang")
+    parser.add_argument("--time-limit", type=float, default=540, help="seconds, see above")
+    parser.add_argument("--repeats", type=int, default=20, help="equal calls per check")
+    parser.add_argument("--out", type=Path, help="JSON file; by default it is only printed")
+    arguments = parser.parse_args()
+    require_hopper()
+    result: dict[str, Any] = description() | {"read_gbs": READ_GBS, "rows": [], "not_run": []}
+
+    def save() -> None:
+        if arguments.out is not None:
+            atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+
+    began = time.monotonic()
+    # Four layers of V3 do not fit in bfloat16.
+    kinds = [
+        (name, weights)
+        for name in arguments.models
+        for weights in arguments.weights
+        if (name, weights) != ("v3-slice", "bf16")
+    ]
+    for name, weights in kinds:
+        layers = None
+        for tokens in arguments.tokens:
+            if time.monotonic() - began > arguments.time_limit:
+                result["not_run"].append([name, weights, tokens])
+                continue
+            layers = layers or random_layers(models.config(name), weights)
+            result["rows"].append(measure(name, weights, tokens, layers, arguments.repeats))
+            print(json.dumps(result["rows"][-1]), flush=True)
+            save()
+            if "endurance" not in result and arguments.launches:
+                width = models.config(name).hidden_size
+                result["endurance"] = endure(layers, width, arguments.launches)
+                print(result["endurance"], flush=True)
+                save()
+    save()
+    if faults := [row for row in result["rows"] if any("error" in row[ahead] for ahead in AHEAD)]:
+        sys.exit(f"{len(faults)} of {len(result['rows'])} cases are wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Random inputs of feed_forward, and its results in float64."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.block_quant.reference import block_quant
+from pallas_kernels.decoder_layer.reference import Matrices, Router
+from pallas_kernels.route.reference import Rule
+from tests.pallas_kernels.numerics import rounded
+
+FLOAT32, BFLOAT16, FLOAT8 = "float32", "bfloat16", "float8_e4m3fn"
+EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer's sizes and settings. Widths are those that the kernel takes."""
+
+    tokens: int = 1
+    width: int = 128
+    ffn: int = 128
+    """Hidden width of the dense or shared MLP, or 0."""
+    expert_ffn: int = 0
+    experts: int = 0
+    rule: Rule | None = None
+    dtype: str = FLOAT32
+    weights: str = FLOAT32
+
+    def arguments(self, seed: int = 0) -> dict[str, Any]:
+        rng = np.random.default_rng(seed)
+        D, E = self.width, self.experts
+
+        def normal(*shape: int, scale: float = 1.0) -> Any:
+            return jnp.asarray(rng.standard_normal(shape) * scale, jnp.float32)
+
+        def matrices(F: int, *stack: int) -> Matrices:
+            made = [
+                normal(*stack, F, D, scale=D**-0.5),
+                normal(*stack, F, D, scale=D**-0.5),
+                normal(*stack, D, F, scale=F**-0.5),
+            ]
+            if self.weights != FLOAT8:
+                gate, up, down = (matrix.astype(self.weights) for matrix in made)
+                return Matrices(gate, up, down)
+            (gate, up, down), scales = zip(*(block_quant(m, (128, 128)) for m in made), strict=True)
+            return Matrices(gate, up, down, tuple(scales))
+
+        router = None
+        if E:
+            router = Router(normal(E, D, scale=0.1).astype(self.dtype), normal(E, scale=0.1))
+        return {
+            "h": normal(self.tokens, D).astype(self.dtype),
+            "norm": (1 + normal(D, scale=0.1)).astype(self.dtype),
+            "router": router,
+            "shared": matrices(self.ffn) if self.ffn else None,
+            "routed": matrices(self.expert_ffn, E) if E else None,
+        }
+
+    def shapes(self) -> dict[str, Any]:
+        """Returns the shapes of :meth:`arguments`, also for layers too large to make."""
+        D, E = self.width, self.experts
+        struct = jax.ShapeDtypeStruct
+
+        def matrices(F: int, *stack: int) -> Matrices:
+            shapes = (*stack, F, D), (*stack, F, D), (*stack, D, F)
+            made = [struct(shape, self.weights) for shape in shapes]
+            scales = [(*shape[:-2], *(-(-n // 128) for n in shape[-2:])) for shape in shapes]
+            of_float8 = tuple(struct(shape, jnp.float32) for shape in scales)
+            return Matrices(*made[:3], of_float8 if self.weights == FLOAT8 else ())  # pyright: ignore
+
+        router = Router(struct((E, D), self.dtype), struct((E,), jnp.float32)) if E else None  # pyright: ignore
+        return {
+            "h": struct((self.tokens, D), self.dtype),
+            "norm": struct((D,), self.dtype),
+            "router": router,
+            "shared": matrices(self.ffn) if self.ffn else None,
+            "routed": matrices(self.expert_ffn, E) if E else None,
+        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"rule": self.rule, "eps": EPS}
+
+
+def rule(K: int, groups: int = 1, topk_groups: int = 1, method: str = "noaux_tc") -> Rule:
+    """Returns a rule of DeepSeek-V3, or of V2 with another method."""
+    scoring = "sigmoid" if method == "noaux_tc" else "softmax"
+    return Rule(K, groups, topk_groups, method, scoring, method == "noaux_tc", 2.5)
+
+
+def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarray:
+    """Returns the output in float64, for the experts that an implementation chose."""
+
+    def f64(x: Any) -> np.ndarray:
+        return rounded(x, x.dtype)
+
+    def dense(matrices: Matrices, n: int, index: Any) -> np.ndarray:
+        matrix = f64(matrices[n] if index is None else matrices[n][index])
+        if not matrices.scales:
+            return matrix
+        scale = f64(matrices.scales[n] if index is None else matrices.scales[n][index])
+        rows, columns = (np.arange(size) // 128 for size in matrix.shape)
+        return matrix * scale[rows[:, None], columns]
+
+    def mlp(x: np.ndarray, matrices: Matrices, index: Any = None) -> np.ndarray:
+        gate, up = (dense(matrices, n, index) @ x for n in (0, 1))
+        return dense(matrices, 2, index) @ (gate / (1 + np.exp(-gate)) * up)
+
+    h = f64(arguments["h"])
+    x = h / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + EPS) * f64(arguments["norm"])
+    out = h.copy()
+    for t, row in enumerate(x):
+        if arguments["shared"] is not None:
+            out[t] += mlp(row, arguments["shared"])
+        if experts is not None:
+            for expert, weight in zip(np.asarray(experts)[t], f64(weights)[t], strict=True):
+                out[t] += weight * mlp(row, arguments["routed"], int(expert))
+    return out

@@ -1,0 +1,193 @@
+"""Runs :mod:`pallas_kernels.decoder_layer.registers` on NumPy, for 256 threads at once.
+
+The interpreter has no threads, so it cannot run code that is inlined below Pallas. Here the
+functions that emit instructions compute instead: a register is an array with one number per thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+THREADS, LANES = 256, 32
+
+
+class Buffer:
+    """Memory, and the shape of the reference to it."""
+
+    def __init__(self, array: np.ndarray):
+        self.bytes = np.frombuffer(array.tobytes(), np.uint8)
+        self.shape = array.shape
+
+
+class Values:
+    """An array in registers: one register with a few numbers per thread."""
+
+    def __init__(self, *numbers: Any):
+        self.numbers = [np.broadcast_to(n, (THREADS,)) for n in numbers]
+        self.registers = np.empty(1, object)
+        self.registers[0] = self
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.numbers[int(i)]
+
+
+class Pointer:
+    def __init__(self, memory: np.ndarray, offset: Any):
+        self.memory, self.offset = memory, np.broadcast_to(offset, (THREADS,)).astype(np.int64)
+
+    def words(self, count: int) -> list[np.ndarray]:
+        assert not np.any(self.offset % (4 * count)), "a misaligned load"
+        at = self.offset[:, None] + np.arange(4 * count)
+        # Threads that a branch excludes may be past the end.
+        loaded = self.memory[np.minimum(at, len(self.memory) - 1)]
+        return list(np.ascontiguousarray(loaded).view(np.uint32).T)
+
+
+class Branch:
+    def __init__(self, condition: np.ndarray, _: Any, has_else: bool):
+        assert has_else
+        self.condition, self.then_block, self.else_block = condition, [], []
+
+    @property
+    def results(self) -> list[np.ndarray]:
+        pairs = zip(self.then_block, self.else_block, strict=True)
+        return [np.where(self.condition, a, b) for a, b in pairs]
+
+
+def bfloat16_pair(words: np.ndarray) -> np.ndarray:
+    """Returns the two bfloat16 of each word as float32, [..., 2]."""
+    pairs = np.ascontiguousarray(words.astype(np.uint32)).view(ml_dtypes.bfloat16)
+    return pairs.reshape(*words.shape, 2).astype(np.float32)
+
+
+def mma(operands: tuple[Any, ...]) -> list[np.ndarray]:
+    """mma.sync m16n8k16 of bfloat16: thread g * 4 + q has row g of A and D and column g of B."""
+    sums, a, b = operands[:4], operands[4:8], operands[8:]
+    results = [np.array(np.broadcast_to(s, (THREADS,)), np.float32) for s in sums]
+    a, b = ([np.broadcast_to(x, (THREADS,)) for x in each] for each in (a, b))
+    lane = np.arange(LANES)
+    g, q = lane // 4, lane % 4
+    for warp in range(THREADS // LANES):
+        own = slice(warp * LANES, (warp + 1) * LANES)
+        A, B = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
+        for n, (row, column) in enumerate([(0, 0), (8, 0), (0, 8), (8, 8)]):
+            for e, values in enumerate(bfloat16_pair(a[n][own]).T):
+                A[g + row, 2 * q + e + column] = values
+        for n in range(2):
+            for e, values in enumerate(bfloat16_pair(b[n][own]).T):
+                B[2 * q + e + 8 * n, g] = values
+        D = A @ B
+        for n in range(4):
+            results[n][own] += D[g + 8 * (n // 2), 2 * q + n % 2]
+    return results
+
+
+def unpack(text: str, word: np.ndarray) -> np.ndarray:
+    """The instructions of ``_UNPACK``, one by one."""
+    selector = int(re.findall(r"0, (0x[0-9A-Fa-f]+);", text)[0], 16)
+    sources = np.stack([word >> (8 * i) & 255 for i in range(4)] + [np.zeros_like(word)] * 4)
+    chosen = [sources[selector >> (4 * i) & 7] << (8 * i) for i in range(4)]
+    w = chosen[0] | chosen[1] | chosen[2] | chosen[3]
+    a = (w & 0x80008000) | (w >> 4 & 0x07F007F0)
+    product = bfloat16_pair(a) * np.float32(2.0**120)
+    pair = product.astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    return pair[..., 0] | pair[..., 1] << 16
+
+
+def asm(text: str, _: str, *operands: Any, result: Any = None, effects: bool = False) -> Any:
+    del result, effects
+    if text.startswith("mma.sync.aligned.m16n8k16"):
+        return mma(operands)
+    if "prmt.b32" in text:
+        return unpack(text, operands[0])
+    if text.startswith("shfl.sync.idx.b32"):
+        value, lane = (np.broadcast_to(x, (THREADS,)) for x in operands)
+        return value.reshape(-1, LANES)[np.arange(THREADS) // LANES, lane]
+    raise AssertionError(f"an unknown instruction: {text}")
+
+
+def inline(*_: Any, returns: Any = None) -> Any:
+    del returns
+
+    def decorate(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            is_register = Buffer | Values | list
+            wrapped = [x if isinstance(x, is_register) else Values(int(x)) for x in arguments]
+            return function(*wrapped)
+
+        return call
+
+    return decorate
+
+
+def load(type_: Any, pointer: Pointer, alignment: int | None = None) -> Any:
+    del alignment
+    if type_ == "f32":
+        return pointer.words(1)[0].view(np.float32)
+    return pointer.words(4)
+
+
+def emulate(monkeypatch: Any, registers: Any) -> None:
+    """Replaces what the module emits instructions with."""
+    size = {"f32": 4, "i8": 1}
+    block: list[list[Any]] = []
+
+    @contextlib.contextmanager
+    def insertion_point(target: list[Any]) -> Iterator[None]:
+        block.append(target)
+        yield
+        block.pop()
+
+    compare = {"ult": np.less, "uge": np.greater_equal}
+    thread = np.arange(THREADS)
+    fakes: dict[str, Any] = {
+        "arith": SimpleNamespace(
+            addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
+            andi=np.bitwise_and, shrui=np.right_shift, minui=np.minimum, addf=np.add,
+            select=np.where, constant=lambda _, value: np.float32(value),
+            CmpIPredicate=SimpleNamespace(ult="ult", uge="uge"),
+            cmpi=lambda predicate, a, b: compare[predicate](a, b),
+        ),
+        "llvm": SimpleNamespace(
+            load=load, extractelement=lambda vector, i: vector[int(i)],
+            extractvalue=lambda _, struct, i: struct[i[0]],
+            intr_fma=lambda a, b, c: np.float32(a) * np.float32(b) + c,
+            StructType=SimpleNamespace(get_literal=lambda _: None),
+        ),
+        "mgpu": SimpleNamespace(
+            utils=SimpleNamespace(
+                thread_idx=lambda: thread,
+                warp_idx=lambda: thread // LANES,
+                memref_ptr=lambda buffer: Pointer(buffer.bytes, 0),
+                getelementptr=lambda pointer, index, type_: Pointer(
+                    pointer.memory, pointer.offset + index[0] * size[type_]
+                ),
+            )
+        ),
+        "ir": SimpleNamespace(
+            F32Type=SimpleNamespace(get=lambda: "f32"),
+            IntegerType=SimpleNamespace(get_signless=lambda bits: f"i{bits}"),
+            VectorType=SimpleNamespace(get=lambda shape, _: shape),
+            FloatAttr=SimpleNamespace(get=lambda _, value: value),
+            InsertionPoint=insertion_point,
+        ),
+        "scf": SimpleNamespace(IfOp=Branch, yield_=lambda values: block[-1].extend(values)),
+        "vector": SimpleNamespace(broadcast=lambda _, value: Values(value)),
+        "array": lambda registers, shape, layout: registers[0],
+        "float_pair": Values,
+        "item": lambda register, i: register[i],
+        "register": lambda scalar: scalar[0],
+        "const": np.int64,
+        "i32": lambda: "i32",
+        "asm": asm,
+        "inline": inline,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(registers, name, fake)

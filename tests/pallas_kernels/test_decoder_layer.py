@@ -1,0 +1,285 @@
+"""feed_forward: the reference against the model's layers, the kernel in Pallas' interpreter."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks.feed_forward import arguments_of, chain, exact, plain
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import feed_forward
+from pallas_kernels.decoder_layer import mosaic_gpu, reference
+from pallas_kernels.decoder_layer.api import BACKENDS
+from pallas_kernels.decoder_layer.plan import Config, Plan
+from pallas_kernels.decoder_layer.stream import MOST_TOKENS
+from pallas_kernels.decoder_layer.units import Refs, Units
+from tests.pallas_kernels.decoder_layer_cases import (
+    BFLOAT16,
+    FLOAT8,
+    FLOAT32,
+    Layer,
+    expected,
+    rule,
+)
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.numerics import check, relative_error, tolerance
+from tests.support.checkpoints import tiny_config
+
+MOE = Layer(expert_ffn=128, experts=32, rule=rule(2))
+MOONLIGHT = Layer(1, 2048, 2816, 1408, 64, rule(6), BFLOAT16, BFLOAT16)
+V3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), BFLOAT16, FLOAT8)
+
+
+def kernel_config(programs=2, **settings):
+    """Returns few programs for the interpreter, or the GPU's default."""
+    return None if ON_GPU else Config(programs, stages=3, **settings)
+
+
+def plan_of(layer, programs=132):
+    return Plan.of(
+        layer.tokens, layer.width, layer.ffn, layer.expert_ffn, layer.experts, layer.rule, 1e-6,
+        layer.dtype, layer.weights, layer.dtype, Config(programs), None,
+    )  # fmt: skip
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "moe"])
+def test_reference_is_the_models_layer(dense):
+    config = ModelConfig.from_hf(tiny_config())
+    layer = DecoderLayer(
+        config, dense=dense, rngs=nnx.Rngs(0), dtype=jnp.float32, quantization=None
+    )
+    layer.post_attention_layernorm.weight.set_value(
+        1 + jax.random.normal(jax.random.key(1), (config.hidden_size,)) * 0.1
+    )
+    h = jax.random.normal(jax.random.key(0), (1, 5, config.hidden_size))
+    want, stats = layer._feed_forward(h, jnp.zeros_like(h), None)
+    arrays, options = arguments_of(layer)
+    got, chosen = feed_forward(h[0], **arrays, **options)
+    check(got, want[0], tolerance(FLOAT32))
+    assert (chosen is None) == dense
+    if chosen is not None and stats is not None:
+        np.testing.assert_array_equal(chosen.experts, stats.experts)
+        np.testing.assert_allclose(chosen.scores, stats.scores, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_equal_layers():
+    """Its plain path is the model's, its float32 reference close to that in bfloat16."""
+    config = ModelConfig.from_hf(tiny_config())
+    layer = DecoderLayer(
+        config, dense=False, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, quantization=None
+    )
+    graph, state = nnx.split(layer)
+    h = jax.random.normal(jax.random.key(0), (3, config.hidden_size), jnp.bfloat16)
+    want, _ = layer._feed_forward(h[None], jnp.zeros_like(h[None]), None)
+    states = [state, state]
+    np.testing.assert_array_equal(chain(plain(graph), 1)(h, states[:1]), want[0])
+    got, wanted = (chain(half(graph), 2)(h, states) for half in (plain, exact))
+    check(got, wanted, 4 * tolerance(BFLOAT16))
+
+
+@pytest.mark.slow
+def test_reference_in_float64():
+    layer = dataclasses.replace(MOE, tokens=3, ffn=256, weights=FLOAT8)
+    arguments = layer.arguments()
+    got, chosen = reference.feed_forward(**arguments, **layer.options)
+    assert chosen is not None
+    check(got, expected(arguments, chosen.experts, chosen.weights), tolerance(FLOAT32))
+
+
+@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8)])
+def test_shapes_are_those_of_the_arguments(layer):
+    """The tests of compilation and refusals use the shapes alone."""
+    shapes, arguments = layer.shapes(), jax.eval_shape(layer.arguments)
+    assert jax.tree.structure(shapes) == jax.tree.structure(arguments)
+    assert jax.tree.leaves(shapes) == jax.tree.leaves(arguments)
+
+
+def test_a_kernel_that_no_gpu_has_run_is_not_the_default():
+    assert next(iter(BACKENDS)) == "reference"
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("programs", [132, 7])
+@pytest.mark.parametrize("layer", [MOONLIGHT, V3], ids=["moonlight", "v3"])
+def test_programs_share_every_unit_once(layer, programs):
+    """Every matrix' groups of eight output features, in every phase."""
+    plan = plan_of(layer, programs)
+    for phase in plan.phases:
+
+        def locate(program, i, phase=phase):
+            units = Units(plan, Refs(*[None] * len(Refs._fields)), program)
+            return units.count(phase), *units.locate(phase, i)
+
+        most = phase.matrices * -(-phase.units // programs) + 1
+        over_units = jax.vmap(locate, (None, 0))
+        every = jax.jit(jax.vmap(over_units, (0, None)))(jnp.arange(programs), jnp.arange(most))
+        counts, matrices, rows = (np.asarray(each) for each in every)
+        exists = np.arange(most) < counts
+        assert counts.max() < most
+        located = collections.Counter(zip(matrices[exists], rows[exists], strict=True))
+        wanted = itertools.product(range(phase.matrices), range(0, 8 * phase.units, 8))
+        assert located == collections.Counter(wanted)
+
+
+@pytest.mark.parametrize(
+    ("layer", "megabytes"),
+    [
+        # 3 x 7 x 2048 x 1408 x 2 bytes: six experts, and shared ones as wide as two. The router.
+        (MOONLIGHT, 8 * 3 * 2048 * 1408 * 2 / 1e6 + 2048 * 64 * 2 / 1e6),
+        (V3, 9 * 3 * 7168 * 2048 / 1e6 + 7168 * 256 * 2 / 1e6),
+    ],
+    ids=["moonlight", "v3"],
+)
+def test_phases_read_every_weight_once(layer, megabytes):
+    total = 0
+    for phase in plan_of(layer).phases:
+        operand = phase.operand
+        assert operand.steps * operand.step == operand.columns
+        total += phase.units * phase.matrices * 16 * operand.columns * operand.dtype.itemsize
+    assert total / 1e6 == pytest.approx(megabytes)
+
+
+def test_shared_memory_of_the_plans():
+    """More than 128 KiB of weights are in flight for one token, and 8 tokens of V3 still fit."""
+    assert {plan_of(layer).stages.stage_bytes for layer in (MOONLIGHT, V3)} == {16 * 1088}
+    assert [plan_of(layer).stages.count for layer in (MOONLIGHT, V3)] == [11, 10]
+    assert plan_of(dataclasses.replace(V3, tokens=MOST_TOKENS)).stages.count == 3
+
+
+REFUSED = [
+    ({"tokens": 9}, {}, "1 to 8 tokens, got 9"),
+    ({"width": 192}, {}, "hidden widths of a multiple of 128, got 192"),
+    ({"experts": 48}, {}, "multiple of 32 experts, 384 at most, got 48"),
+    ({"experts": 32, "rule": rule(17)}, {}, "16 experts per token at most, got 17"),
+    ({"tokens": 8, "ffn": 18432}, {}, "takes 3 to 0 ring stages"),
+    ({"dtype": FLOAT32}, {}, "takes bfloat16 activations and routers, got float32"),
+    ({"weights": "float16"}, {}, "matrices of bfloat16 or float8_e4m3fn, got float16"),
+    ({}, {"programs": 133}, "at most 132 programs"),
+]
+
+
+@off_gpu
+@pytest.mark.parametrize(("changes", "config", "message"), REFUSED, ids=[m for *_, m in REFUSED])
+def test_refusals(changes, config, message, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    layer = dataclasses.replace(MOE, **{"dtype": BFLOAT16, "weights": BFLOAT16} | changes)
+    arguments = layer.shapes()
+    run = functools.partial(
+        mosaic_gpu.feed_forward, **layer.options, config=Config(**{"programs": 132} | config)
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(lambda arguments: run(**arguments), arguments)
+
+
+@off_gpu
+def test_it_needs_a_hopper_gpu():
+    with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
+        feed_forward(**Layer().arguments(), **Layer().options, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"routed": None}, "expected shared alone, or router, routed and rule"),
+        ({"norm": jnp.ones(64)}, r"norm: expected shape \(128,\), got \(64,\)"),
+        ({"shared": Layer(width=64).arguments()["shared"]}, "shared: expected gate, up and down"),
+    ],
+)
+def test_wrong_arguments(changes, message, untyped):
+    with pytest.raises(ValueError, match=message):
+        feed_forward(**MOE.arguments() | changes, **MOE.options)
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+INTERPRETED = {
+    "dense": (Layer(tokens=3), {}),
+    # Groups, and more programs than output units of 16 / 2 programs each.
+    "groups": (
+        dataclasses.replace(
+            MOE, tokens=2, ffn=256, rule=rule(2, 4, 2), dtype=BFLOAT16, weights=BFLOAT16
+        ),
+        {"ahead": "arrived"},
+    ),
+    "softmax, no shared experts": (
+        dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
+        {"programs": 3},
+    ),
+    "float8": (
+        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=FLOAT8, rule=rule(1)),
+        {},
+    ),
+}
+
+
+@kernel_runs
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "settings"), INTERPRETED.values(), ids=list(INTERPRETED))
+def test_kernel(layer, settings):
+    if ON_GPU and layer.dtype == FLOAT32:
+        layer = dataclasses.replace(layer, dtype=BFLOAT16, weights=BFLOAT16)
+    arguments = layer.arguments()
+    got, chosen = mosaic_gpu.feed_forward(
+        **arguments, **layer.options, config=kernel_config(**settings), interpret=INTERPRET
+    )
+    plain, routes = reference.feed_forward(**arguments, **layer.options)
+    experts = weights = None
+    if chosen is not None and routes is not None:
+        np.testing.assert_array_equal(chosen.experts, routes.experts)
+        np.testing.assert_allclose(chosen.weights, routes.weights, rtol=1e-5)
+        np.testing.assert_allclose(chosen.scores, routes.scores, rtol=1e-5)
+        experts, weights = routes.experts, routes.weights
+    assert (experts is None) == (layer.rule is None)
+    want = expected(arguments, experts, weights)
+    check(got, want, tolerance(layer.dtype))
+    if layer.dtype == BFLOAT16:
+        # The kernel rounds less often than the plain path, so its error is no larger, except
+        # where the last rounding decides.
+        assert relative_error(got, want) <= 1.1 * relative_error(plain, want)
+
+
+@kernel_runs
+@pytest.mark.slow
+def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
+    """A dense and an MoE layer of a tiny float32 model, with the kernel for their second halves."""
+    raw = tiny_config(
+        hidden_size=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=32,
+        num_experts_per_tok=1, num_hidden_layers=2, num_nextn_predict_layers=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    tokens = jnp.asarray([[3, 17]], jnp.int32)
+    plain = model(tokens)
+    calls = []
+
+    def by_kernel(layer, x, attended, valid):
+        h = x + attended
+        arrays, options = arguments_of(layer)
+        y, _ = mosaic_gpu.feed_forward(
+            h[0], **arrays, **options, config=kernel_config(), interpret=INTERPRET
+        )
+        calls.append(options["rule"])
+        _, stats = unpatched(layer, x, attended, valid)
+        return y[None], stats
+
+    unpatched = DecoderLayer._feed_forward
+    monkeypatch.setattr(DecoderLayer, "_feed_forward", by_kernel)
+    got = model(tokens)
+    assert [used is None for used in calls] == [True, False]
+    np.testing.assert_array_equal(jnp.argmax(got, -1), jnp.argmax(plain, -1))
+    check(got[0], plain[0], 8 * tolerance(FLOAT32))

@@ -1,0 +1,83 @@
+"""The code of single threads of feed_forward, run on NumPy for all threads of the consumers."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.decoder_layer import registers
+from pallas_kernels.decoder_layer.stream import Operand, Rows
+from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate
+
+BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+# Columns of a row, whether its halves are one row's, and the most bytes of a step.
+CASES = {
+    "every warp has a block": (FLOAT8, 1024, False, 512),
+    "every warp has two blocks": (BFLOAT16, 1024, True, 1024),
+    "eleven blocks": (BFLOAT16, 1408, True, 1024),
+    "eleven blocks, halves share a scale": (FLOAT8, 1408, True, 1024),
+    "one block": (BFLOAT16, 128, True, 1024),
+    "more scales than lanes": (FLOAT8, 7168, False, 1024),
+}
+
+
+def scale_registers(scales, first, columns):
+    """Returns registers as load_scales does: block i's scale in lane i % 32 of array i // 32."""
+    low, high = first // 128, (first + columns - 1) // 128
+    own = scales[low : high + 1]
+    lane = np.arange(THREADS) % LANES
+    return [Values(own[np.minimum(lane + c, len(own) - 1)]) for c in range(0, len(own), LANES)]
+
+
+def in_memory(sums):
+    """Returns the sums as both warpgroups store them: [warpgroup, half, warp and token, row]."""
+    memory = np.zeros((2, 2, 32, 8), np.float32)
+    thread = np.arange(THREADS)
+    warpgroup, warp, lane = thread // 128, thread // 32 % 4, thread % 32
+    for half, values in enumerate(sums):
+        for e in range(2):
+            memory[warpgroup, half, warp * 8 + lane // 4, lane % 4 * 2 + e] = values[e]
+    return memory
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes"), CASES.values(), ids=list(CASES))
+def test_a_unit(dtype, K, is_split, most_bytes, tokens, monkeypatch, untyped):
+    emulate(monkeypatch, registers)
+    rng = np.random.default_rng(0)
+    operand = Operand.of(dtype, K, is_split, most_bytes)
+    columns, step = operand.columns, operand.step
+    weights = rng.standard_normal((2, 8, columns)).astype(dtype)
+    x = rng.standard_normal((tokens, K)).astype(BFLOAT16)
+    scales = rng.uniform(0.5, 2, (2, -(-K // 128))).astype(np.float32)
+    if is_split:
+        scales[1] = scales[0]  # halves of one row
+    firsts = (0, columns if is_split else 0)
+
+    start, stride = 24, K + 40
+    memory = np.full(start + tokens * stride, np.nan, BFLOAT16)
+    for t in range(tokens):
+        memory[start + t * stride :][:K] = x[t]
+    rows = Rows(Buffer(memory), start, stride, tokens)
+    chunks = []
+    if dtype == FLOAT8:
+        chunks = [scale_registers(scales[n], first, columns) for n, first in enumerate(firsts)]
+    sums = (Values(0.0, 0.0), Values(0.0, 0.0))
+    for i in range(operand.steps):
+        stage = np.zeros((2, 8, operand.step_bytes + 64), np.uint8)  # rows with padding
+        for n in range(2):
+            part = np.ascontiguousarray(weights[n, :, i * step : (i + 1) * step])
+            stage[n, :, : operand.step_bytes] = part.view(np.uint8)
+        halves = [Buffer(half) for half in stage]
+        sums = registers.multiply(operand, halves, rows, i, chunks, sums, None)
+    totals = registers.load_totals(Buffer(in_memory(sums)), tokens, None)
+
+    for n, total in enumerate(totals):
+        w = weights[n].astype(np.float64)
+        if dtype == FLOAT8:
+            w = w * np.float64(scales[n])[(firsts[n] + np.arange(columns)) // 128]
+        want = x[:, firsts[n] : firsts[n] + columns].astype(np.float64) @ w.T
+        got = total[0][:64].reshape(8, 8)
+        np.testing.assert_allclose(got[:tokens], want, rtol=1e-4, atol=1e-3)
+        np.testing.assert_array_equal(total[0][:128], np.tile(total[0][:64], 2))
+        if tokens == 1:  # every token's threads have the only one's totals
+            np.testing.assert_array_equal(got, np.broadcast_to(got[0], (8, 8)))
