@@ -19,7 +19,7 @@ def call_of(case: Case, implementation: str) -> Call:
     Args:
       implementation: a back-end's name, or that of one of :data:`variants.VARIANTS`.
     """
-    if isinstance(case, FeedForward):
+    if isinstance(case, FeedForward) and implementation not in VARIANTS:
         return layer_inputs.call(case, implementation)
     keywords = inputs.options(case)
     if implementation in VARIANTS:
