@@ -400,7 +400,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--time-budget", type=float, default=3600, help="seconds for the whole run")
     parser.add_argument("--repeats", type=int, default=20, help="runs per check that must be equal")
-    parser.add_argument("--implementation", default="mosaic_gpu")
+    parser.add_argument(
+        "--implementation",
+        default="mosaic_gpu",
+        help="back-end, or a variant of benchmarks/kernels/variants.py: scored, unrolled",
+    )
     parser.add_argument("--calls", type=int, default=CALLS, help="maximum calls per timed program")
     parser.add_argument("--resume", type=Path, help="earlier result whose complete rows are kept")
     parser.add_argument("--out", type=Path)

@@ -1,9 +1,11 @@
 """The pure functions of scripts/bench_kernels.py, and a whole run with tiny shapes on a CPU."""
 
+import dataclasses
 import functools
 import json
 import os
 import struct
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,20 @@ import numpy as np
 import pytest
 
 from benchmarks.ceiling import READ_GBS
-from benchmarks.kernels import checks, clock, hlo, inputs, ours, pack_peers, report
+from benchmarks.kernels import (
+    checks,
+    clock,
+    compiler,
+    hlo,
+    inputs,
+    pack_peers,
+    report,
+    xla_lowering,
+)
+from benchmarks.kernels.calls import call_of
+from benchmarks.kernels.jax_timing import counted, program
 from benchmarks.kernels.layer_shapes import FeedForward
-from benchmarks.kernels.ours import Session, call_of, counted, program, results_differ
+from benchmarks.kernels.ours import Session, results_differ
 from benchmarks.kernels.shapes import (
     CALLS,
     OPS,
@@ -35,6 +48,7 @@ from benchmarks.kernels.shapes import (
     uniform_lengths,
     zipf_sizes,
 )
+from benchmarks.kernels.variants import VARIANTS
 from benchmarks.kernels.workers import Worker
 from scripts import bench_kernels
 
@@ -51,6 +65,22 @@ TINY = [
     ragged("2-150", (2, 150, 65), 2, 4),
 ]
 BEST = {"bf16_tflops": 650.0, "fp8_tflops": 1250.0}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_settings_of_a_backend(name, monkeypatch):
+    """A variant is called with its config, and refuses the cases that it does not change."""
+    for case in cases():
+        if case.op not in VARIANTS[name] or case.dtype != "fp8":
+            with pytest.raises(NotImplementedError, match=f"{name} takes fp8 cases of"):
+                call_of(case, name)
+            continue
+        variant = VARIANTS[name][case.op]
+        called = dataclasses.replace(variant, op=lambda **arguments: (arguments, None))
+        monkeypatch.setitem(VARIANTS[name], case.op, called)
+        got: Any = call_of(case, name)({"x": jnp.zeros(())})[0]
+        assert got.pop("config") == variant.config
+        assert set(got) == {"x", *inputs.options(case)}
 
 
 def test_every_case_is_named_once():
@@ -301,15 +331,15 @@ def test_xla_decodes_from_a_dense_cache(case):
 
 
 def test_xla_does_not_fill_a_cache_that_is_almost_empty():
-    why = ours.xla_call(ragged("", [10] * 63 + [5000], 1, 16))
+    why = xla_lowering.xla_call(ragged("", [10] * 63 + [5000], 1, 16))
     assert why == "a dense cache padded to the longest sequence would be almost empty"
 
 
 def test_what_ours_reads_besides_is_not_xlas(monkeypatch):
     case = TINY[1]
     besides = jax.ShapeDtypeStruct((), jnp.int32)
-    monkeypatch.setattr(ours, "plan", lambda case, arrays: {"besides": besides})
-    ours.lower_ours(case, lambda arrays: (arrays["lhs"], arrays["besides"]), 1, 1)
+    monkeypatch.setattr(compiler, "plan", lambda case, arrays: {"besides": besides})
+    compiler.lower_ours(case, lambda arrays: (arrays["lhs"], arrays["besides"]), 1, 1)
     assert "besides" not in inputs.structs(case)
 
 

@@ -10,7 +10,7 @@ from benchmarks.kernels.shapes import PAGE, Decode
 torch = pytest.importorskip("torch", reason="torch comes with the parity extra")
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-from benchmarks.kernels import marlin, peers, torch_cache  # noqa: E402 (they import torch)
+from benchmarks.kernels import marlin, peer_libraries, torch_cache  # noqa: E402 (they import torch)
 
 
 def test_marlins_matrices():
@@ -45,6 +45,6 @@ def test_float8_cache_has_the_same_format_in_torch_and_jax():
 
 
 def test_deep_gemm_compiler():
-    assert peers.jit_compiler({}) == "nvcc"
-    assert peers.jit_compiler({"DG_JIT_USE_NVRTC": "1"}) == "nvrtc"
-    assert peers.jit_compiler({"DG_JIT_NVCC_COMPILER": "/x/nvcc"}) == "/x/nvcc"
+    assert peer_libraries.jit_compiler({}) == "nvcc"
+    assert peer_libraries.jit_compiler({"DG_JIT_USE_NVRTC": "1"}) == "nvrtc"
+    assert peer_libraries.jit_compiler({"DG_JIT_NVCC_COMPILER": "/x/nvcc"}) == "/x/nvcc"

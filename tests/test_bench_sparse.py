@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels import checks, inputs, report
-from benchmarks.kernels.ours import Session, call_of
+from benchmarks.kernels.calls import call_of
+from benchmarks.kernels.ours import Session
 from benchmarks.kernels.shapes import cases, decoded, encoded, float8_arithmetic, key
 from benchmarks.kernels.sparse_shapes import Index, SparseAttention, SparseCase, TopK
 

@@ -299,6 +299,8 @@ def decode_cases() -> list[Decode]:
         Decode(b, 4096, t, h, dtype="fp8", core=b > 1)
         for b, t, h in [(128, 1, 128), (128, 2, 128), (256, 1, 16), (1, 1, 128)]
     ]
+    cases += [Decode(256, 4096, t, 16, dtype="fp8", core=False) for t in (2, 3, 5)]
+    cases += [Decode(b, s, 1, 16, dtype="fp8", core=False) for b, s in [(64, 1024), (32, 32768)]]
     cases += [Decode(b, 1024, 1, 128, core=False) for b in (1, 64, 128, 256)]
     cases += [Decode(b, 1024, 1, 16, core=False) for b in (1, 128)]
     return cases

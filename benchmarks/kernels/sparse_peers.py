@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kernels import peer_libraries as libraries
+from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor
 from benchmarks.kernels.sparse_shapes import (
     FLOAT8_TOKEN,
     INDEX_COLUMNS,
@@ -27,34 +30,25 @@ from benchmarks.kernels.sparse_shapes import (
 )
 from benchmarks.kernels.torch_cache import float8_tokens, latent_of
 
-Tensor = torch.Tensor
-Inputs = dict[str, Any]
-Parts = tuple[Callable[[Inputs], Any], Callable[[Any], Tensor], Callable[[Any, Tensor], Tensor]]
-"""Functions that prepare a peer's arguments, call it, and convert its result."""
-
 SCALE = 192**-0.5
+SPARSE_HEADS = 64  # FlashMLA's sparse kernels take 64 or 128 heads; engines pad
 
 
 def make(case: SparseCase, seed: int) -> Inputs:
-    random = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        x = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=random)
-        return x.to(dtype)
-
+    random = Random(seed)
     B = case.rows
     if isinstance(case, TopK):
-        scores = torch.empty(B, case.columns, device="cuda").normal_(generator=random)
+        scores = torch.empty(B, case.columns, device="cuda").normal_(generator=random.generator)
         return {"scores": scores}
     T, per_row = case.queries, -(-case.cached // PAGE)
-    order = torch.randperm(B * per_row, device="cuda", generator=random).int()
+    order = torch.randperm(B * per_row, device="cuda", generator=random.generator).int()
     tables = order.view(B, per_row)
     if isinstance(case, Index):
-        keys = normal(B * per_row, PAGE, INDEX_COLUMNS, dtype=torch.float8_e4m3fn)
-        scales = torch.empty(B * per_row, PAGE, device="cuda").uniform_(0.5, 2, generator=random)
+        keys = random.normal(B * per_row, PAGE, INDEX_COLUMNS, dtype=torch.float8_e4m3fn)
+        scales = random.uniform(B * per_row, PAGE, low=0.5, high=2)
         return {
-            "q": normal(B, T, INDEX_HEADS, INDEX_COLUMNS, dtype=torch.float8_e4m3fn),
-            "weights": normal(B, T, INDEX_HEADS).float(),
+            "q": random.normal(B, T, INDEX_HEADS, INDEX_COLUMNS, dtype=torch.float8_e4m3fn),
+            "weights": random.normal(B, T, INDEX_HEADS).float(),
             "pages": keys,
             "scales": scales,
             "tables": tables,
@@ -62,41 +56,35 @@ def make(case: SparseCase, seed: int) -> Inputs:
         }
     visible = (case.cached - T + 1 + torch.arange(T, device="cuda"))[:, None]
     width = (visible // case.topk).clamp(min=1)
-    within = torch.rand(B, T, case.topk, device="cuda", generator=random) * width
+    within = torch.rand(B, T, case.topk, device="cuda", generator=random.generator) * width
     index = torch.arange(case.topk, device="cuda") * width + within.long().minimum(width - 1)
     page = tables.long().gather(1, (index // PAGE).clamp(max=per_row - 1).view(B, -1))
     slots = page.view(index.shape) * PAGE + index % PAGE
-    tokens = normal(B * per_row * PAGE, LATENT + ROPE)
+    tokens = random.normal(B * per_row * PAGE, LATENT + ROPE)
     return {
-        "q": normal(B, T, case.heads, LATENT + ROPE),
+        "q": random.normal(B, T, case.heads, LATENT + ROPE),
         "tokens": float8_tokens(tokens) if case.dtype == "fp8" else tokens,
         "slots": slots.masked_fill(index >= visible, -1).int(),
     }
 
 
-def peers_of(
-    case: SparseCase, load: Callable[[str], Any]
-) -> Iterator[tuple[str, Callable[[], Parts]]]:
-    """Yields the names of a case's peers, with functions that build them or raise the reason.
-
-    Args:
-      load: returns the library "flash_mla" or "deep_gemm".
-    """
+def peers_of(case: SparseCase, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
+    """Yields the names of a case's peers, with functions that build them or raise the reason."""
     if isinstance(case, SparseAttention) and case.dtype == "fp8":
-        yield "FlashMLA sparse", functools.partial(_flash_mla_float8, case, load)
+        yield "FlashMLA sparse", functools.partial(_flash_mla_float8, case, directory)
     elif isinstance(case, SparseAttention):
-        yield "FlashMLA sparse", functools.partial(_flash_mla, case, load)
+        yield "FlashMLA sparse", functools.partial(_flash_mla, case, directory)
     elif isinstance(case, TopK):
         yield "torch.topk", functools.partial(_torch_topk, case)
     elif case.queries <= 2:
-        yield "DeepGEMM paged", functools.partial(_deep_gemm_paged, case, load)
+        yield "DeepGEMM paged", functools.partial(_deep_gemm_paged, case, directory)
     else:
-        yield "DeepGEMM", functools.partial(_deep_gemm, case, load)
+        yield "DeepGEMM", functools.partial(_deep_gemm, case, directory)
 
 
-def _flash_mla(case: SparseAttention, load: Callable[[str], Any]) -> Parts:
-    ops = load("flash_mla")
-    heads = max(case.heads, 64)  # the kernel takes 64 or 128; engines pad
+def _flash_mla(case: SparseAttention, directory: Path) -> Peer:
+    ops = libraries.flash_mla(directory)
+    heads = max(case.heads, SPARSE_HEADS)
 
     def prepare(x: Inputs) -> Any:
         q = torch.nn.functional.pad(x["q"].flatten(0, 1), (0, 0, 0, heads - case.heads))
@@ -108,13 +96,29 @@ def _flash_mla(case: SparseAttention, load: Callable[[str], Any]) -> Parts:
     def convert(_: Any, out: Tensor) -> Tensor:
         return out.view(case.rows, case.queries, heads, LATENT)[:, :, : case.heads]
 
-    return prepare, call, convert
+    return Peer("FlashMLA sparse", prepare, call, convert)
 
 
-def _flash_mla_float8(case: SparseAttention, load: Callable[[str], Any]) -> Parts:
-    """FlashMLA's decode kernel for a float8 cache, without the plan that it makes once per step."""
-    ops = load("flash_mla")
-    heads = max(case.heads, 64)
+def _flash_mla_float8(case: SparseAttention, directory: Path) -> Peer:
+    def prepare(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        return x["q"], x["tokens"].view(-1, PAGE, FLOAT8_TOKEN), x["slots"]
+
+    return flash_mla_over_float8("FlashMLA sparse", case.heads, prepare, directory)
+
+
+def flash_mla_over_float8(
+    name: str,
+    heads: int,
+    prepare: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]],
+    directory: Path,
+) -> Peer:
+    """FlashMLA's decode kernel for a float8 cache, without the plan that it makes once per step.
+
+    Args:
+      prepare: returns queries [B, T, H, 576], pages of bytes [P, 64, 656] and slots [B, T, K].
+    """
+    ops = libraries.flash_mla(directory)
+    padded_heads = max(heads, SPARSE_HEADS)
 
     def run(prepared: Any, plan: tuple[Tensor | None, Tensor | None]) -> Any:
         q, pages, slots = prepared
@@ -122,18 +126,20 @@ def _flash_mla_float8(case: SparseAttention, load: Callable[[str], Any]) -> Part
             q, pages, slots, None, None, *plan, None, None, None, LATENT, SCALE, None
         )
 
-    def prepare(x: Inputs) -> Any:
-        q = torch.nn.functional.pad(x["q"], (0, 0, 0, heads - case.heads))
-        pages = x["tokens"].view(torch.float8_e4m3fn).view(-1, PAGE, 1, FLOAT8_TOKEN)
-        prepared = q, pages, x["slots"]
+    def with_plan(x: Inputs) -> Any:
+        q, pages, slots = prepare(x)
+        q = torch.nn.functional.pad(q, (0, 0, 0, padded_heads - heads))
+        prepared = q, pages.view(torch.float8_e4m3fn).unsqueeze(2), slots
         *_, metadata, splits = run(prepared, (None, None))
         return prepared, (metadata, splits)
 
-    return prepare, lambda prepared: run(*prepared)[0], lambda _, out: out[:, :, : case.heads]
+    return Peer(
+        name, with_plan, lambda prepared: run(*prepared)[0], lambda _, out: out[:, :, :heads]
+    )
 
 
-def _deep_gemm_paged(case: Index, load: Callable[[str], Any]) -> Parts:
-    library = load("deep_gemm")
+def _deep_gemm_paged(case: Index, directory: Path) -> Peer:
+    library = libraries.deep_gemm(directory)
 
     def prepare(x: Inputs) -> Any:
         # A page has all its keys, then all their scales.
@@ -146,14 +152,17 @@ def _deep_gemm_paged(case: Index, load: Callable[[str], Any]) -> Parts:
     def call(prepared: Any) -> Tensor:
         return library.fp8_paged_mqa_logits(*prepared, case.cached, clean_logits=False)
 
-    return prepare, call, lambda _, out: out[:, : case.cached].unflatten(0, (case.rows, -1))
+    return Peer(
+        "DeepGEMM paged", prepare, call,
+        lambda _, out: out[:, : case.cached].unflatten(0, (case.rows, -1)),
+    )  # fmt: skip
 
 
-def _deep_gemm(case: Index, load: Callable[[str], Any]) -> Parts:
+def _deep_gemm(case: Index, directory: Path) -> Peer:
     """DeepGEMM's kernel for keys that are contiguous, as engines gather them for prefill."""
     if case.rows != 1:
         raise NotImplementedError("takes one sequence")
-    library = load("deep_gemm")
+    library = libraries.deep_gemm(directory)
     T = case.queries
     ends = case.cached - T + 1 + torch.arange(T, device="cuda", dtype=torch.int32)
 
@@ -166,11 +175,12 @@ def _deep_gemm(case: Index, load: Callable[[str], Any]) -> Parts:
     def call(prepared: Any) -> Tensor:
         return library.fp8_mqa_logits(*prepared, ends, clean_logits=False)
 
-    return prepare, call, lambda _, out: out[None, :, : case.cached]
+    return Peer("DeepGEMM", prepare, call, lambda _, out: out[None, :, : case.cached])
 
 
-def _torch_topk(case: TopK) -> Parts:
-    return (
+def _torch_topk(case: TopK) -> Peer:
+    return Peer(
+        "torch.topk",
         lambda x: x["scores"],
         lambda scores: torch.topk(scores, case.k, sorted=False).indices,
         lambda _, out: out.sort(-1).values,

@@ -7,7 +7,7 @@ next group with the wrong matrix.
 
 Quantization needs the largest value of each row and 128 columns. It takes two exchanges among the
 four threads of a row. If the other half of the 128 columns is in the other warpgroup's registers,
-the two exchange their maxima through shared memory (:class:`plan.RowMaxExchange`).
+the two exchange their maxima through shared memory (:class:`buffers.RowMaxExchange`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.block_quant.reference import FLOAT8, FLOAT8_MAX, SMALLEST_AMAX
-from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Buffers, Plan
+from pallas_kernels.grouped_matmul.buffers import Buffers
+from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Plan
 from pallas_kernels.grouped_matmul.tile_scheduler import Tile
 from pallas_kernels.hopper.ir import (
     REF,

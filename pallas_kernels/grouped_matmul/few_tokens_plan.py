@@ -136,3 +136,72 @@ def stages_that_fit(weights: Weights, config: Config) -> int:
     stage = config.k_warpgroups * (weight_bytes + config.max_tokens * columns * 2)
     partial_sums = config.partial_warpgroups * 64 * config.max_tokens * 4
     return min((_SHARED_BYTES - partial_sums) // stage, _MAX_STAGES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static parameters of one call."""
+
+    weights: Weights
+    config: Config
+    M: int
+    """Tokens of all groups."""
+
+    matrices: int
+    """Matrices per group, all of one shape."""
+
+    scales: int
+    """Scales per row of a matrix."""
+
+    thread_blocks: int
+    """Thread blocks in the grid."""
+
+    on_gpu: bool
+    """False in the interpreter."""
+
+    def __post_init__(self) -> None:
+        if self.config.features > self.weights.N:
+            raise NotImplementedError(
+                f"takes N of at least {self.config.features}, got {self.weights.N}"
+            )
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring buffer."""
+        return self.config.stages or stages_that_fit(self.weights, self.config)
+
+    @property
+    def slots(self) -> int:
+        """K steps in the ring buffer: one per stage and warpgroup that shares a tile."""
+        return self.stages * self.config.k_warpgroups
+
+    @property
+    def feature_tiles(self) -> int:
+        """Tiles along the features of a matrix."""
+        return -(-self.weights.N // self.config.features)
+
+    @property
+    def fills(self) -> int:
+        """Times that a stage is filled for one tile."""
+        return -(-self.weights.k_steps // (self.config.k_warpgroups * self.config.split_k))
+
+    @property
+    def k_divides_evenly(self) -> bool:
+        """Whether no warpgroup takes a K step past the end."""
+        steps = self.fills * self.config.k_warpgroups * self.config.split_k
+        return steps == self.weights.k_steps
+
+    @property
+    def step_columns(self) -> int:
+        """Columns of K per K step."""
+        return self.weights.column_blocks * self.weights.block_columns
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a weight row per K step."""
+        return 64 * self.weights.column_blocks
+
+    @property
+    def x_blocks(self) -> int:
+        """Blocks of 64 columns of the tokens per K step."""
+        return self.step_columns // 64

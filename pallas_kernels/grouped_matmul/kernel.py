@@ -13,7 +13,7 @@ Two consumers each compute a half of the tile with wgmma and store it.
 
 Four things are not obvious.
 
-1.  Groups start at any row, tiled TMA copies at multiples of eight: see ``plan.scratch``.
+1.  Groups start at any row, tiled TMA copies at multiples of eight: see ``buffers.scratch``.
 2.  The rows of a tile past its group's end belong to the next group, or are zeros past the end of
     lhs. They are multiplied too but not stored, because the rows of a matmul do not mix.
 3.  With two matrices, a stage has the rows of gate and up side by side for each warpgroup. One
@@ -25,8 +25,9 @@ Four things are not obvious.
 The tensor cores accumulate bfloat16 over all of K, but float8 over one K step of 128 columns. Its
 product is then multiplied by its scales and added to float32 sums in registers.
 
-``plan`` derives sizes from shapes and names the memory, ``tile_scheduler`` assigns tiles to blocks,
-``epilogue`` stores results. benchmarks/NOTES.md records what was tried and measured.
+``plan`` derives sizes from shapes, ``buffers`` names the memory, ``tile_scheduler`` assigns tiles
+to blocks, ``producer`` copies operands, and ``epilogue`` stores results. benchmarks/NOTES.md
+records what was tried and measured.
 """
 
 from __future__ import annotations
@@ -43,21 +44,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.grouped_matmul.buffers import Buffers, scratch
 from pallas_kernels.grouped_matmul.epilogue import store_tile
 from pallas_kernels.grouped_matmul.plan import (
     ATOM,
     CONSUMERS,
     SCALE_BLOCK,
-    Buffers,
     Config,
     Plan,
     check_shapes,
     quantizes,
-    scratch,
 )
+from pallas_kernels.grouped_matmul.producer import produce, tile_state
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, Tile, TileScheduler
 from pallas_kernels.hopper import multiprocessors, wgmma
-from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_column
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -155,70 +155,6 @@ def matmul(
     return kernel(lhs, *matrices, group_sizes, *((lhs_scale, *matrix_scales) if float8 else ()))
 
 
-# ---- the producer --------------------------------------------------------------------------------
-
-
-def produce(
-    plan: Plan, buffers: Buffers, tiles: TileScheduler, ring: Ring, scale_ring: Ring | None
-) -> None:
-    """Copies the operands of every K step of this block's tiles to the ring. One warp calls it."""
-    config, tile_k = plan.config, plan.tile_k
-
-    def copy_stage(tile: Tile, step: Any, state: PipelineState, rows: int) -> None:
-        k = pl.ds(step * jnp.int32(tile_k), tile_k)
-        copies = []
-        for matrix, column, width, stage_row in plan.rhs_copies:
-            b = buffers.rhs_stages_untiled.at[state.stage]
-            if width < config.tile_n:
-                b = buffers.rhs_stages_untiled.at[state.stage, pl.ds(stage_row, width)]
-            window = (tile.group, pl.ds(tile.column + column, width), k)
-            copies.append(TmaCopy(buffers.matrices[matrix], window, b, tiled=False, swizzle=ATOM))
-        a = buffers.lhs_stages_untiled.at[state.stage]
-        if rows < config.tile_m:
-            a = buffers.lhs_stages_untiled.at[state.stage, pl.ds(0, rows)]
-        window = (pl.ds(tile.row, rows), k)
-        copies.append(TmaCopy(buffers.lhs, window, a, tiled=False, swizzle=ATOM))
-        if plan.tma_scales:
-            window = (step, pl.ds(tile.row - (tile.row & 3), plan.scale_copy_rows))
-            target = buffers.scale_stages.at[state.stage]
-            copies.append(TmaCopy(buffers.lhs_scale, window, target, tiled=False, swizzle=None))
-        ring.fill(state, copies)
-
-    def copy_tile(i: jax.Array, state: PipelineState) -> PipelineState:
-        tile = tiles.locate(i)
-        if scale_ring is not None:
-            blocks = pl.ds(plan.first_scale_block(tile.column), 2)
-            window = tile.group, blocks, pl.ds(0, plan.k_steps)
-            targets = [buffers.matrix_scale_tiles.at[i & 1, n] for n in range(plan.matrices)]
-            options: Any = {"tiled": False, "swizzle": None, "contiguous": True}
-            arrays = zip(buffers.matrix_scales, targets, strict=True)
-            copies = [TmaCopy(scales, window, target, **options) for scales, target in arrays]
-            scale_ring.fill(_tile_state(i), copies)
-
-        def fill(step: jax.Array, state: PipelineState, carry: tuple[()]) -> tuple[()]:
-            fewer = 0
-            for rows in plan.copy_heights:
-                last = rows == plan.copy_heights[-1]
-                if last and not fewer:
-                    copy_stage(tile, step, state, rows)
-                else:
-                    fits = (tile.rows > fewer) & ((tile.rows <= rows) | last)
-                    pl.when(fits)(functools.partial(copy_stage, tile, step, state, rows))
-                fewer = rows
-            return carry
-
-        return ring.loop(plan.k_steps, fill, state, ())[0]
-
-    ring.drain(lax.fori_loop(0, tiles.count(), copy_tile, ring.start()))
-    if scale_ring is not None:
-        scale_ring.drain(_tile_state(tiles.count()))
-
-
-def _tile_state(i: jax.Array) -> PipelineState:
-    """Returns the state of the ring of matrix scales for a block's i-th tile."""
-    return PipelineState(i & 1, lax.shift_right_logical(i, jnp.int32(1)) & 1)
-
-
 # ---- the consumers -------------------------------------------------------------------------------
 
 
@@ -252,9 +188,9 @@ class Consumer:
         def compute_tile(i: jax.Array, carry: Any) -> Any:
             tile, scales, state = carry
             if self.scale_ring is not None:
-                self.scale_ring.wait_full(_tile_state(i))
+                self.scale_ring.wait_full(tile_state(i))
                 sums, next_tile, state = self.unrolled_loop(i, tile, state)
-                self.scale_ring.release(_tile_state(i))
+                self.scale_ring.release(tile_state(i))
             elif self.plan.float8:
                 sums, next_tile, state = self.float8_loop(i, tile, scales, state)
             else:

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.warpgroup import warp_is
 from pallas_kernels.mla_decode.few_queries_ring import Rings
-from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
 from pallas_kernels.mla_decode.schedule import BLOCK
+from pallas_kernels.mla_decode.work import Work
 
 
 def copy_blocks(pages: Any, rings: Rings, queries: QueryBuffer, work: Work, *, gpu: bool) -> None:

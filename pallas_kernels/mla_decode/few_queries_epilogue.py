@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from pallas_kernels.hopper.tiles import spread_columns
 from pallas_kernels.hopper.warpgroup import meet, publish
 from pallas_kernels.mla_decode import few_queries_registers as registers
 from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
-from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT
+from pallas_kernels.mla_decode.work import Work
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """O^T [512, N], running maximum [N] in base 2, and sums of exponentials [N], of one consumer."""
@@ -89,6 +90,12 @@ class Results:
     partial_out: Any
     partial_lse: Any
 
+    rows: Callable[[], Any] | None = None
+    """Returns the program's query rows, a ``pl.ds``. None if it has all."""
+
+    swapped: bool = False
+    """Whether O^T is in the order of :func:`registers.store` with ``swapped``."""
+
     def store(self, work: Work, b: Any, state: State, *, gpu: bool) -> None:
         """Stores a sequence's normalised output, or its partial output if it is split."""
         acc, maximum, total = state
@@ -101,10 +108,17 @@ class Results:
         @pl.when(jnp.logical_not(is_split))
         def _():
             rounded = out.astype(jnp.bfloat16)
-            registers.store(self.out.at[b], self.lse.at[b], rounded, lse, gpu=gpu)
+            target = self._rows_of(self.out.at[b]), self._rows_of(self.lse.at[b])
+            registers.store(*target, rounded, lse, gpu=gpu, swapped=self.swapped)
 
         @pl.when(is_split)
         def _():
             partial = work.partial(b)
-            target = self.partial_out.at[partial], self.partial_lse.at[partial]
-            registers.store(*target, out, lse, gpu=gpu)
+            target = (
+                self._rows_of(self.partial_out.at[partial]),
+                self._rows_of(self.partial_lse.at[partial]),
+            )
+            registers.store(*target, out, lse, gpu=gpu, swapped=self.swapped)
+
+    def _rows_of(self, result: Any) -> Any:
+        return result if self.rows is None else result.at[self.rows()]

@@ -48,11 +48,11 @@ from pallas_kernels.mla_decode.few_queries_plan import FewQueries, plan
 from pallas_kernels.mla_decode.few_queries_registers import column_vector
 from pallas_kernels.mla_decode.few_queries_ring import Rings
 from pallas_kernels.mla_decode.few_queries_unpack import unpack_blocks
-from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.kernel_parts import SLACK, results
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
+from pallas_kernels.mla_decode.work import Work
 
 _Partials = tuple[Float32[Array, "partials M C"], Float32[Array, "partials M"]]
 

@@ -211,8 +211,14 @@ def add_handover(
     return add(list(stages), acc, own_factor, other_factor)
 
 
-def store(out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: bool) -> None:
-    """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N]."""
+def store(
+    out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: bool, swapped: bool = False
+) -> None:
+    """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N].
+
+    Args:
+      swapped: whether each two 16 rows of ``acc`` are exchanged in every second 64.
+    """
     if not gpu:
         out[...] = acc.T
         lse[...] = lse_values
@@ -231,9 +237,14 @@ def store(out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: boo
             arith.shli(low, const(1)), high)  # fmt: skip
         column = arith.addi(column, arith.shli(warp, const(4)))
         offset = arith.addi(arith.muli(row, const(stride)), column)
-        at = arith.addi(base, arith.extui(i64(), arith.muli(offset, const(bytes_))))
+        first_at = odd_at = arith.addi(base, arith.extui(i64(), arith.muli(offset, const(bytes_))))
+        if swapped:
+            odd = arith.subi(const(16), arith.shli(arith.andi(warp, const(1)), const(5)))
+            odd = arith.muli(arith.addi(offset, odd), const(bytes_))
+            odd_at = arith.addi(base, arith.extui(i64(), odd))
         for number, pair in enumerate(acc.registers.flat):
             m, (j, h) = number // (N // 4), divmod(number % (N // 4), 2)
+            at = odd_at if swapped and m % 2 else first_at
             first = (8 * j * stride + 64 * m + 8 * h) * bytes_
             if bytes_ == 2:
                 text = f"""{{

@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.warpgroup import first_warp, publish, warp_is
 from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
-from pallas_kernels.mla_decode.few_queries_work import Work
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, ROPE_AT, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
     HALF,
@@ -29,6 +28,7 @@ from pallas_kernels.mla_decode.float8_registers import (
 )
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
 from pallas_kernels.mla_decode.schedule import BLOCK
+from pallas_kernels.mla_decode.work import Work
 
 _HALF_SLICES = 4  # of 64 columns
 _NONE = -1  # sequence of a block that the partition does not have

@@ -87,7 +87,7 @@ def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
         text = f"ld.global.L1::no_allocate.b32 $0, [$1 + {offset}];"
         scale = asm(text, "=r,l", address, result=i32(), effects=True)
         scale_register = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
-        return _pairs(words), array([scale_register], (128,), _SCALE_WORD, is_signed=True)
+        return pack_words(words), array([scale_register], (128,), _SCALE_WORD, is_signed=True)
 
     return fetch(page)
 
@@ -231,7 +231,7 @@ def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, toke
     row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
     chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
     address = arith.addi(address, arith.addi(row, chunk))
-    words = _singles(words)
+    words = words_of(words)
     for first in range(0, _PAIRS, _TOGETHER):
         stores = []
         for i in range(first, first + _TOGETHER):
@@ -240,10 +240,10 @@ def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, toke
             factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
             for j in range(2):
                 two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
-                four = [_times(each, factor, pair) for each in two for pair in range(2)]
+                four = [unpack_pair(each, factor, pair) for each in two for pair in range(2)]
                 offset = (i // 4) * eight_tokens + (i % 4) * 256
                 stores.append((32 * (i % 4) + 16 * j, offset, four))
-        _store_all(address, stores)
+        store_all(address, stores)
 
 
 def _low(x: Any, bits: int) -> Any:
@@ -265,7 +265,7 @@ def _load(pointer: Any, offset: int) -> list[Any]:
     return [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
 
 
-def _store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
+def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
     """Stores four words at each ``(pointer ^ flipped) + offset``.
 
     All stores are one block of assembly. With separate ones the compiler assigns the same registers
@@ -279,7 +279,7 @@ def _store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
     asm(" ".join([*text, "}"]), ",".join("r" * (len(words) + 1)), pointer, *words, effects=True)
 
 
-def _times(word: Any, factor: Any, pair: int) -> Any:
+def unpack_pair(word: Any, factor: Any, pair: int) -> Any:
     """Converts two of a word's four float8_e4m3fn to bfloat16 and multiplies them by ``factor``.
 
     They are bytes 2 * pair and 2 * pair + 1. A sign-extended byte, shifted left by 4, has all its
@@ -295,13 +295,15 @@ def _times(word: Any, factor: Any, pair: int) -> Any:
     return asm(text, "=r,r,r", word, factor, result=i32())
 
 
-def _pairs(words: list[Any]) -> Any:
+def pack_words(words: list[Any]) -> Any:
+    """Makes an array of a thread's words."""
     two = ir.VectorType.get((2,), i32())
     pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
     return array(pairs, (64, 2 * len(words)), _WORDS, is_signed=True)
 
 
-def _singles(words: Any) -> list[Any]:
+def words_of(words: Any) -> list[Any]:
+    """Returns the words of an array that :func:`pack_words` made."""
     return [item(register, i) for register in words.registers.flat for i in range(2)]
 
 

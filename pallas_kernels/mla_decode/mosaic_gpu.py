@@ -1,7 +1,9 @@
 """mla_decode on Hopper GPUs: bfloat16 queries, pages of 64 tokens, latent width 512, rope width 64.
 
 There are three kernels. One takes up to 32 query rows (T * H) and reads a bfloat16 cache or the
-float8 cache of :mod:`float8_cache`. Two take more query rows, one for each cache format.
+float8 cache of :mod:`float8_cache`. Two take more query rows, one for each cache format. A fourth
+one, :mod:`scored_kernel`, is used only where ``config`` is a ScoredQueries: it reads the float8
+cache with any number of query rows, and no GPU has run it.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.mla_decode import few_queries_kernel, float8_kernel
+from pallas_kernels.mla_decode import few_queries_kernel, float8_kernel, scored_kernel
 from pallas_kernels.mla_decode.few_queries_plan import MAX_QUERY_ROWS, FewQueries
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
-from pallas_kernels.mla_decode.kernel import Config, attend
+from pallas_kernels.mla_decode.kernel import attend
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_partials
+from pallas_kernels.mla_decode.plan import Config
 from pallas_kernels.mla_decode.schedule import BLOCK, FEW_QUERIES_COSTS, Costs, Schedule, schedule
+from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 
 
 def mla_decode(
@@ -31,7 +35,7 @@ def mla_decode(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | FewQueries | None = None,
+    config: Config | FewQueries | ScoredQueries | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """Implements :func:`pallas_kernels.mla_decode`.
@@ -58,10 +62,12 @@ def mla_decode(
     width, unit = (TOKEN_BYTES, "bytes") if float8 else (LATENT + ROPE, "columns")
     if pages.shape[2] != width:
         raise NotImplementedError(f"takes tokens of {width} {unit}, got {pages.shape[2]}")
+    if not float8 and isinstance(config, ScoredQueries):
+        raise NotImplementedError(f"takes a float8 cache with {config}, got a bfloat16 one")
     if float8 and isinstance(config, Config):
         raise NotImplementedError(f"the kernel of float8 caches has no config, got {config}")
     M = T * H
-    if M % 8 and M < TILE:
+    if M % 8 and (M < TILE or isinstance(config, ScoredQueries)):
         raise NotImplementedError(f"takes T * H of {TILE} or more, or a multiple of 8, got {M}")
     if config is None and M <= MAX_QUERY_ROWS:
         config = FewQueries()
@@ -74,9 +80,12 @@ def mla_decode(
     if schedule is None:
         schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
     # Pad to whole tiles of query rows, unless there is only one tile.
-    padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
+    whole_tiles = M > TILE and not isinstance(config, ScoredQueries)
+    padding = ((0, 0), (0, -M % TILE if whole_tiles else 0), (0, 0))
     if isinstance(config, FewQueries):
         kernel = functools.partial(few_queries_kernel.attend, config=config)
+    elif isinstance(config, ScoredQueries):
+        kernel = functools.partial(scored_kernel.attend, config=config)
     elif float8:
         kernel = float8_kernel.attend
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jax.experimental import pallas as pl
@@ -28,6 +29,9 @@ class QueryBuffer:
     free: Barriers
     """One barrier. Its use i is complete when all consumers have read the i-th sequence."""
 
+    first_row: Callable[[], Any] = lambda: 0
+    """Returns the first of the query rows in the buffer."""
+
     def initialise(self, consumers: int) -> None:
         self.full.initialise([2])
         self.free.initialise([consumers * WARPS])
@@ -43,7 +47,7 @@ class QueryBuffer:
             self.free.wait(0, i - 1)
 
         for source, target, columns in zip(self.sources, self.targets, (LATENT, ROPE), strict=True):
-            window = b, pl.ds(0, target.shape[1]), pl.ds(0, columns)
+            window = b, pl.ds(self.first_row(), target.shape[1]), pl.ds(0, columns)
             self.full.copy(0, source, window, target.at[0], None)
 
     def wait_for_arrivals(self, sequences: Any) -> None:

@@ -18,7 +18,6 @@ come first, so that all multiprocessors finish at about the same time.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -28,62 +27,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
+from pallas_kernels.mla_prefill.epilogue import Results
 from pallas_kernels.mla_prefill.live_registers import keep_live
-from pallas_kernels.mla_prefill.mask import concatenate_columns, mask_columns
-from pallas_kernels.mla_prefill.queue import claim_tile, uniform
-
-WARPGROUPS = 2
-"""Number of consumer warpgroups. One more is the producer."""
-TILE = WARPGROUPS * ROWS
-"""Queries per tile. A consumer warpgroup has ROWS of them."""
-COLUMNS = 64
-"""Number of bfloat16 in a 128-byte swizzled row."""
+from pallas_kernels.mla_prefill.plan import COLUMNS, PARTIAL_SUMS, TILE, WARPGROUPS, Config, Plan
+from pallas_kernels.mla_prefill.producer import produce
+from pallas_kernels.mla_prefill.queue import uniform
+from pallas_kernels.mla_prefill.softmax import finish_softmax, start_softmax
 
 _COMPUTE_REGISTERS, _COPY_REGISTERS = 240, 24
 """Registers per thread. Three warpgroups have 504 together, and 2 x 240 + 24 = 504."""
 
-_PARTIAL_SUMS = 8
-"""Partial sums per row: two for each of the four threads that hold the row."""
-
 # Names that jax types for its own use.
 _as_layout: Any = plgpu.layout_cast
 _run_state: Any = pl.run_state
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Tile sizes and scheduling.
-
-    Attributes:
-      block: keys per block, a multiple of 64.
-      stages: pipeline stages of the key ring and of the value ring; at least 2.
-      l2_bytes: share of the L2 cache for keys and values. As many heads as fit run concurrently.
-      programs: number of persistent programs. None: one per multiprocessor.
-    """
-
-    block: int = 128
-    stages: int = 2
-    l2_bytes: int = 24 << 20
-    programs: int | None = None
-
-    def __post_init__(self):
-        # The values of a block must arrive before those of the previous block are released.
-        if self.block <= 0 or self.block % 64 or self.stages < 2:
-            raise ValueError(f"expected a block of 64, 128, ... and 2 stages or more, got {self}")
-        if self.programs is not None and self.programs <= 0:
-            raise ValueError(f"programs: expected 1 or more, got {self.programs}")
-
-
-def heads_together(heads: int, bytes_a_head: int, budget: int) -> int:
-    """Returns how many heads run concurrently.
-
-    This is the largest divisor of ``heads`` whose keys and values fit in ``budget`` bytes, or 1.
-    """
-    fit = max(1, budget // bytes_a_head)
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fit)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
@@ -102,17 +60,10 @@ def attend(
 
     Inputs are bfloat16, and T and S are multiples of 8.
     """
-    B, T, H, K = q.shape
-    S, V = k.shape[1], v.shape[-1]
-    block, stages = config.block, config.stages
-    half = block // 2
-    to_log2 = scale * LOG2E
-    interpreted = interpret is not None
-    q_tiles = pl.cdiv(T, TILE)
-    tiles = B * H * q_tiles
-    programs = min(config.programs or multiprocessors(), tiles)
-    tile_barriers = 2 * stages  # index of next_s's barriers, after those of keys and values
-    concurrent_heads = heads_together(B * H, S * (K + V) * 2, config.l2_bytes)
+    (B, T, H, K), S, V = q.shape, k.shape[1], v.shape[-1]
+    plan = Plan(B, T, S, H, K, V, scale, config, interpret is not None)
+    block, stages, half = config.block, config.stages, plan.half
+    interpreted, tile_barriers = plan.interpreted, plan.tile_barriers
 
     def mla_prefill(
         q_g, k_g, v_g, starts_g, lengths_g, out_g, lse_g,
@@ -122,114 +73,10 @@ def attend(
     ):  # fmt: skip
         wg = lax.axis_index("wg")
         first_tile = lax.axis_index("program")
-
-        def position_of(index):
-            """Returns the sequence b, head h and first query t0 of a tile."""
-            section, index = (
-                lax.div(index, concurrent_heads * q_tiles),
-                lax.rem(index, concurrent_heads * q_tiles),
-            )
-            sequence_head = section * concurrent_heads + lax.rem(index, concurrent_heads)
-            b, h = lax.div(sequence_head, H), lax.rem(sequence_head, H)
-            return b, h, (q_tiles - 1 - lax.div(index, concurrent_heads)) * TILE
+        results = Results(out_g, lse_g, out_s, lse_s)
 
         def make_uniform(x):
             return x if interpreted else uniform(x)
-
-        def in_ring(i):
-            """Returns ``i % stages`` for i >= 0, without instructions for the sign."""
-            return i & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(i, stages)
-
-        def blocks_of(start, length):
-            """Returns how many key blocks the tile's last query sees, at least 1."""
-            visible = jnp.clip(jnp.minimum(length, start + TILE), 0, S)
-            return jnp.maximum(lax.div(visible + block - 1, block), 1)
-
-        def produce():
-            tile_counter = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR)
-
-            def fetch(source, ring, first, b, h, blocks, i):
-                slot = in_ring(i)
-                plgpu.barrier_wait(free.at[first + slot])
-                keys = pl.ds((blocks - 1 - i) * block, block)
-                plgpu.copy_gmem_to_smem(source.at[b, keys, h], ring.at[slot], full.at[first + slot])
-
-            def process_tile(carry):
-                n, tile = carry
-                b, h, t0 = position_of(tile)
-                blocks = blocks_of(starts_g[b] + t0, lengths_g[b])
-                keys = functools.partial(fetch, k_g, k_s, 0, b, h, blocks)
-                values = functools.partial(fetch, v_g, v_s, stages, b, h, blocks)
-                keys(jnp.int32(0))
-                for w in range(WARPGROUPS):
-                    plgpu.barrier_wait(q_free.at[w])
-                    rows = pl.ds(t0 + w * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(q_g.at[b, rows, h], q_s.at[w], q_full.at[w])
-                values(jnp.int32(0))
-                next_tile = claim_and_publish(lax.rem(n, 2), tile)
-
-                def step(i, carry):
-                    keys(i)
-                    values(i)
-                    return carry
-
-                lax.fori_loop(1, blocks, step, None)
-                return n + 1, next_tile
-
-            def claim_and_publish(slot, tile):
-                """Claims the next tile, and passes it to the consumers."""
-                # The interpreter has no atomic addition. There each program takes every
-                # ``programs``-th tile, so that only a GPU runs ``claim_tile``.
-                plgpu.barrier_wait(free.at[tile_barriers + slot])
-                if interpreted:
-                    next_s[slot] = tile + programs
-                else:
-                    claim_tile(tile_counter, next_s, slot, programs)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(full.at[tile_barriers + slot])
-                return next_s[slot]
-
-            lax.while_loop(lambda c: c[1] < tiles, process_tile, (jnp.int32(0), first_tile))
-            # Every completed phase of a barrier must be waited for before the program exits.
-            for w in range(WARPGROUPS):
-                plgpu.barrier_wait(q_free.at[w])
-            for i in range(2 * stages + 2):
-                plgpu.barrier_wait(free.at[i])
-
-        def start_softmax(s, maximum, total, bound):
-            """Masks scores and starts the softmax.
-
-            Returns P of the block's first half, the scores of the second half, and per row the
-            maximum, the partial sums and the factor that rescales earlier sums.
-            """
-            if bound is not None:
-                start, length, first = bound
-                row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-                visible = jnp.minimum(row + (start + 1 - first), length - first)
-                if interpreted:
-                    column = lax.broadcasted_iota(jnp.int32, (ROWS, block), 1)
-                    s = jnp.where(column < spread_rows(visible, block), s, -jnp.inf)
-                else:
-                    s = mask_columns(s, visible)
-            new_maximum = jnp.maximum(maximum, s.max(axis=1) * to_log2)
-            alpha = jnp.exp2(maximum - new_maximum)
-            total = total * spread_rows(alpha, _PARTIAL_SUMS)
-            p, total = exponentials(s[:, :half], new_maximum, total)
-            return p, s[:, half:], new_maximum, total, alpha
-
-        def exponentials(s, maximum, total):
-            """Returns P of half a block, and the updated partial sums."""
-            p = jnp.exp2(s * to_log2 - spread_rows(maximum, half))
-            for c in range(0, half, _PARTIAL_SUMS):
-                total = total + p[:, c : c + _PARTIAL_SUMS]
-            return p, total
-
-        def pack(first, second):
-            """Returns P of a block in bfloat16, from its two halves."""
-            first, second = first.astype(jnp.bfloat16), second.astype(jnp.bfloat16)
-            if interpreted:
-                return jnp.concatenate([first, second], axis=1)
-            return concatenate_columns(first, second)
 
         def zeros(columns):
             return _as_layout(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
@@ -280,7 +127,7 @@ def attend(
 
             def softmax_of(s):
                 plgpu.barrier_arrive(free.at[slot])
-                return start_softmax(s, maximum, total, bound)
+                return start_softmax(plan, s, maximum, total, bound)
 
             def overlapped(refs):
                 acc_ref, s_ref, *rest_refs = refs
@@ -311,17 +158,12 @@ def attend(
                 alpha = keep_live(alpha, acc, p)
             plgpu.barrier_arrive(free.at[stages + previous])
             # Only now, because registers that a wgmma in flight reads must not be written.
-            return finish_softmax(acc, alpha, maximum, total, first, s)
-
-        def finish_softmax(acc, alpha, maximum, total, first, s):
-            """Computes the second half of P, and returns the carry for the next block."""
-            second, total = exponentials(s, maximum, total)
-            return acc, alpha, maximum, total, pack(first, second)
+            return finish_softmax(plan, acc, alpha, maximum, total, first, s)
 
         def process_tile(carry):
             n, tile, start, length = carry
-            t0 = position_of(tile)[2]
-            blocks = blocks_of(start + t0, length)
+            t0 = plan.position_of(tile)[2]
+            blocks = plan.blocks_of(start + t0, length)
             start = start + t0 + wg * ROWS
             # All queries of the warpgroup see the blocks below this one.
             unmasked = jnp.clip(lax.div(jnp.minimum(length, start + 1), block), 0, blocks - 1)
@@ -333,9 +175,9 @@ def attend(
             plgpu.barrier_arrive(free.at[0])
             maximum = _as_layout(jnp.full((ROWS,), NO_SCORE, jnp.float32), ROW)
             p, s, maximum, total, alpha = start_softmax(
-                s, maximum, zeros(_PARTIAL_SUMS), (start, length, first)
+                plan, s, maximum, zeros(PARTIAL_SUMS), (start, length, first)
             )
-            carry = finish_softmax(zeros(V), alpha, maximum, total, p, s)
+            carry = finish_softmax(plan, zeros(V), alpha, maximum, total, p, s)
             plgpu.barrier_wait(full.at[stages])
 
             @pl.when(blocks * block > length)
@@ -343,7 +185,7 @@ def attend(
                 clear_values(0, first, length)
 
             def visit(masked, i, carry):
-                slot, previous = in_ring(i), in_ring(i - 1)
+                slot, previous = plan.in_ring(i), plan.in_ring(i - 1)
                 bound = (start, length, (blocks - 1 - i) * block) if masked else None
                 return step(slot, previous, carry, bound)
 
@@ -353,15 +195,17 @@ def attend(
             plgpu.barrier_arrive(q_free.at[wg])
             next_tile = receive_tile(n)
             acc, alpha, maximum, total, p = carry
-            slot = in_ring(blocks - 1)
+            slot = plan.in_ring(blocks - 1)
             acc = add_values(acc * spread_rows(alpha, V), p, slot)
             plgpu.barrier_arrive(free.at[stages + slot])
-            store(*position_of(make_uniform(tile)), acc, maximum, total.sum(axis=1))
+            results.store(
+                wg, *plan.position_of(make_uniform(tile)), acc, maximum, total.sum(axis=1)
+            )
             return n + 1, *next_tile
 
         def with_sequence(tile):
             """Returns the tile and its sequence's start and length."""
-            b = position_of(jnp.minimum(tile, tiles - 1))[0]
+            b = plan.position_of(jnp.minimum(tile, plan.tiles - 1))[0]
             return tuple(make_uniform(x) for x in (tile, starts_g[b], lengths_g[b]))
 
         def receive_tile(n):
@@ -372,27 +216,13 @@ def attend(
             plgpu.barrier_arrive(free.at[tile_barriers + slot])
             return with_sequence(tile)
 
-        def store(b, h, t0, acc, maximum, total):
-            rows = pl.ds(t0 + wg * ROWS, ROWS)
-            visible = total > 0.0
-            lse = maximum * (1.0 / LOG2E) + jnp.log(total)
-            acc = acc * spread_rows(jnp.where(visible, 1.0 / total, 0.0), V)
-            for c in range(V // COLUMNS):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                columns = slice(c * COLUMNS, (c + 1) * COLUMNS)
-                out_s[wg] = acc[:, columns].astype(jnp.bfloat16)
-                if c == 0:
-                    lse_s[wg] = jnp.where(visible, lse, -jnp.inf)
-                plgpu.commit_smem()
-                if c == 0:
-                    plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, h, rows])
-                columns = pl.ds(c * COLUMNS, COLUMNS)
-                plgpu.copy_smem_to_gmem(out_s.at[wg], out_g.at[b, rows, h, columns])
-
         @pl.when(wg == WARPGROUPS)
         def _produce():
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-            produce()
+            produce(
+                plan, (q_g, k_g, v_g), (q_s, k_s, v_s), (starts_g, lengths_g), next_s,
+                (q_full, q_free), (full, free),
+            )  # fmt: skip
 
         @pl.when(wg < WARPGROUPS)
         def _consume():
@@ -402,7 +232,9 @@ def attend(
                 plgpu.barrier_arrive(free.at[i])
 
             lax.while_loop(
-                lambda c: c[1] < tiles, process_tile, (jnp.int32(0), *with_sequence(first_tile))
+                lambda c: c[1] < plan.tiles,
+                process_tile,
+                (jnp.int32(0), *with_sequence(first_tile)),
             )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -411,7 +243,7 @@ def attend(
         out_type=[
             jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
             # Padded to whole tiles, because a one-dimensional float32 copy is not clipped at T.
-            jax.ShapeDtypeStruct((B, H, q_tiles * TILE), jnp.float32),
+            jax.ShapeDtypeStruct((B, H, plan.q_tiles * TILE), jnp.float32),
         ],
         scratch_types=[
             tiles_of(WARPGROUPS, ROWS, K),
@@ -428,7 +260,7 @@ def attend(
             plgpu.Barrier(num_arrivals=WARPGROUPS),
             *([tiles_of(WARPGROUPS, ROWS, block)] if interpreted else []),
         ],
-        grid=(programs,),
+        grid=(plan.programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",

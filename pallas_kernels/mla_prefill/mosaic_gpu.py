@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.mla_prefill.gradient import with_gradient_of_reference
-from pallas_kernels.mla_prefill.kernel import COLUMNS, Config, attend
+from pallas_kernels.mla_prefill.kernel import attend
+from pallas_kernels.mla_prefill.plan import COLUMNS, Config
 
 _ROWS_PER_COPY = 8
 """TMA tiles queries and keys in groups of this many."""

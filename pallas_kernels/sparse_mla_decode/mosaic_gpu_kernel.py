@@ -31,12 +31,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
-from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector, tiles_of
-from pallas_kernels.hopper.warpgroup import WARPS, meet, publish
-from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.kernel_parts import SLACK, SLOTS, TILE, results
-from pallas_kernels.mla_decode.rescale import scale_rows
+from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
+from pallas_kernels.hopper.warpgroup import WARPS, publish
+from pallas_kernels.mla_decode.consumer import Consumer, ConsumerSignals
+from pallas_kernels.mla_decode.epilogue import Part, TileResults, load_sums, merge_sums
+from pallas_kernels.mla_decode.float8_cache import ROPE
+from pallas_kernels.mla_decode.kernel_parts import TILE, results
+from pallas_kernels.mla_decode.tile_memory import HALF, TileMemory
 from pallas_kernels.sparse_mla_decode import gather
 from pallas_kernels.sparse_mla_decode.producer import Cache, fill_slots
 from pallas_kernels.sparse_mla_decode.signals import (
@@ -49,7 +52,6 @@ from pallas_kernels.sparse_mla_decode.signals import (
 )
 from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
 
-_HALF = LATENT // 2
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
 _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
@@ -90,25 +92,28 @@ def attend(
     """
     Q, M, _ = q_latent.shape
     rows, tiles = min(TILE, M), -(-M // TILE)
-    float8 = tokens.dtype == jnp.uint8
+    float8, buffers = tokens.dtype == jnp.uint8, TileMemory.scratch()
     registers = _FLOAT8_REGISTERS if float8 else _REGISTERS
     gpu, queries = interpret is None, Q // len(block_tables)
-    early = config.early and gpu and hasattr(plgpu, "griddepcontrol_wait")  # not in jax 0.10
 
-    def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g,
-                   out_g, lse_g, partial_g, partial_lse_g,
-                   ql_s, qr_s, v_s, rope_s, vectors_s, sums_s,
-                   *barriers):  # fmt: skip
-        signals = Signals.of(barriers, interpret)
+    def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g, *refs):
+        results_g, scratch = refs[:4], refs[4:]
+        memory, sums_s = TileMemory(*scratch[: len(buffers)]), scratch[len(buffers)]
+        signals = Signals.of(scratch[len(buffers) + 1 :], interpret)
         # By cp.async every thread signals its own copies.
         signals.initialise(WARPS if float8 else gather.THREADS)
-        if early:
-            plgpu.griddepcontrol_launch_dependents()
-            plgpu.griddepcontrol_wait()
-        max_s, alpha_s, penalties_s, lse_s = (
-            vectors_s.at[0:2], vectors_s.at[2:4], vectors_s.at[4:6], vectors_s.at[6]
-        )  # fmt: skip
+        overlap_preceding_kernel(config.early, interpret=interpret)
+        # Where the other kernels with this memory have the sums of exponentials.
+        penalties_s = memory.sums
         wg, m0 = lax.axis_index("wg"), lax.axis_index("tile") * TILE
+        outputs = TileResults(
+            *results_g,
+            lse_staging=memory.lse,
+            first_row=lambda: m0,
+            rows=rows,
+            rows_per_copy=rows,
+            interpret=interpret,
+        )
         first_piece = lax.axis_index("program") * work.share
         # Only the last program may have fewer pieces. With a minimum instead, ptxas serialized the
         # matmuls of some shapes (C7518).
@@ -126,60 +131,40 @@ def attend(
             def fetch_queries(i):
                 m, q = pl.ds(m0, rows), work.query(first_piece + i)
                 for half in range(2):
-                    window = q, m, pl.ds(_HALF * half, _HALF)
-                    signals.q_full.copy(0, ql_g, window, ql_s.at[half, pl.ds(0, rows)], None)
+                    window = q, m, pl.ds(HALF * half, HALF)
+                    target = memory.q_latent.at[half, pl.ds(0, rows)]
+                    signals.q_full.copy(0, ql_g, window, target)
                 window = q, m, pl.ds(0, ROPE)
-                signals.q_full.copy(0, qr_g, window, qr_s.at[0, pl.ds(0, rows)], None)
+                signals.q_full.copy(0, qr_g, window, memory.q_rope.at[0, pl.ds(0, rows)])
 
+            targets = memory.values, memory.rope, penalties_s
             fill_slots(
-                cache, (v_s, rope_s, penalties_s), signals, work, (first_piece, piece_count),
-                fetch_queries, prefetch=config.prefetch,
+                cache, targets, signals, work, (first_piece, piece_count), fetch_queries,
+                prefetch=config.prefetch,
             )  # fmt: skip
+
+        def wait_full(own, half, n):
+            signals.full.wait(2 * own + half, n)
+            publish(interpret)  # cp.async writes like an ordinary store
 
         def consumer_warpgroup(own):
             """Runs a consumer. ``own``: its blocks' index in a pair, slot, and output half."""
             plgpu.set_max_registers(registers[0], action="increase")
             other = 1 - own
-
-            def add_scores(acc, n, halves=(0, 1)):
-                # The compiler cannot tell that it is zero. Otherwise it would compute the
-                # descriptors before the loop and keep them in registers.
-                zero = gather.opaque_zero() if gpu else 0
-                slot = own + zero
-                for half in halves:
-                    signals.full.wait(2 * own + half, n)
-                    publish(interpret)  # cp.async writes like an ordinary store
-                    keys = v_s.at[slot, half].transpose((1, 0))
-                    plgpu.wgmma(acc, ql_s.at[half + zero], keys)
-                if 1 in halves:
-                    plgpu.wgmma(acc, qr_s.at[zero], rope_s.at[slot].transpose((1, 0)))
-
-            def scores(n, halves=(0, 1)):
-                def multiply(acc):
-                    add_scores(acc, n, halves)
-                    return acc[...]
-
-                return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
-
-            def add_values(acc, slot):
-                """Returns ``acc + P V``."""
-
-                def multiply(acc_ref):
-                    if gpu:
-                        acc_ref[...] = acc
-                    plgpu.wgmma(acc_ref, rope_s.at[slot], v_s.at[slot, own])
-                    return acc_ref[...]
-
-                added = pl.run_scoped(multiply, ACC((TILE, _HALF), jnp.float32))
-                return added if gpu else acc + added
-
-            def rescale_to_other(acc, n):
-                """Returns ``acc`` relative to the other consumer's maximum, when P is ready."""
-                signals.ready.wait(max_ready(other), n)
-                alpha = plgpu.layout_cast(alpha_s[other], ROW)
-                acc = scale_rows(acc, alpha, interpret=interpret)
-                signals.ready.wait(p_ready(other), n)
-                return acc
+            consumer = Consumer(
+                own,
+                memory,
+                ConsumerSignals(
+                    wait_full=functools.partial(wait_full, own),
+                    max_ready=lambda: signals.ready.arrive(max_ready(own)),
+                    p_ready=lambda: signals.ready.arrive(p_ready(own)),
+                    wait_other_max=lambda n: signals.ready.wait(max_ready(other), n),
+                    wait_other_p=lambda n: signals.ready.wait(p_ready(other), n),
+                    release=lambda slot: signals.free.arrive(2 * slot + own),
+                ),
+                lambda n: gather.opaque_zero() if gpu else 0,
+                interpret,
+            )
 
             def softmax(s, n, before, own_max, total):
                 """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
@@ -187,15 +172,9 @@ def attend(
                 penalties = plgpu.layout_cast(penalties_s[own], _COLUMN)
                 s = s * (scale * LOG2E) + lax.broadcast_in_dim(penalties, s.shape, [1])
                 maximum = s.max(axis=1)
-                running = jnp.where(maximum > before + SLACK, maximum, before)
-                alpha = jnp.exp2(before - running)
-                max_s[own], alpha_s[own] = running, alpha
-                signals.ready.arrive(max_ready(own))
-                p = jnp.exp2(s - lax.broadcast_in_dim(running, s.shape, [0]))
-                meet(interpret)  # the matmuls of all four warps have read the rope keys
-                rope_s[own] = p.astype(jnp.bfloat16)
-                publish(interpret)
-                signals.ready.arrive(p_ready(own))
+                p, running, alpha = consumer.publish_p(
+                    maximum, before, lambda running: s - lax.broadcast_in_dim(running, s.shape, [0])
+                )
                 # Row sums of eight columns each. A thread's own are reduced at the end.
                 block_sums = functools.reduce(
                     jnp.add, (p[:, c : c + _SUM_COLUMNS] for c in range(0, BLOCK, _SUM_COLUMNS))
@@ -206,44 +185,18 @@ def attend(
 
             def first_block(n, acc, *sums):
                 """Processes consumer 0's first block of a piece; nothing overlaps with it."""
-                _, *sums = softmax(scores(n), n, row_vector(NO_SCORE), *sums)
-                return release(add_values(acc, own), own, own), *sums
+                _, *sums = softmax(consumer.scores(n), n, row_vector(NO_SCORE), *sums)
+                return release(consumer.add_values(acc, own)), *sums
 
             def add_block(n, acc, *sums):
-                """Computes the scores of block n, P V of the other's last block, and P V of n."""
-                n_other = n - other  # consumer 0 adds block 1 of the previous pair
-
                 def softmax_of(s):
-                    return softmax(s, n, plgpu.layout_cast(max_s[other], ROW), *sums)
+                    return softmax(s, n, plgpu.layout_cast(memory.maxima[other], ROW), *sums)
 
-                def overlapped(s_ref, acc_ref):
-                    add_scores(s_ref, n, halves=(0,))
-                    acc_ref[...] = rescale_to_other(acc, n_other)
-                    plgpu.wgmma(acc_ref, rope_s.at[other], v_s.at[other, own])
-                    add_scores(s_ref, n, halves=(1,))
-                    # P V is complete: only the second half's latent and rope scores remain.
-                    plgpu.wgmma_wait(2)
-                    signals.free.arrive(2 * other + own)
-                    softmax_results = softmax_of(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
-                    return acc_ref[...], *softmax_results
+                # Consumer 0 adds block 1 of the previous pair.
+                return consumer.add_block(n, n - other, acc, softmax_of)
 
-                if gpu:
-                    acc, alpha, *sums = pl.run_scoped(
-                        overlapped,
-                        ACC((TILE, BLOCK), jnp.float32),
-                        ACC((TILE, _HALF), jnp.float32),
-                    )
-                else:  # the interpreter has no two accumulators at once
-                    s = scores(n, (0,))
-                    acc = add_values(rescale_to_other(acc, n_other), other)
-                    s = s + scores(n, (1,))
-                    release(acc, other, own)
-                    alpha, *sums = softmax_of(s)
-                acc = add_values(scale_rows(acc, alpha, interpret=interpret), own)
-                return acc, *sums
-
-            def release(acc, slot, half):
-                signals.free.arrive(2 * slot + half)
+            def release(acc):
+                signals.free.arrive(2 * own + own)
                 return acc
 
             def run_piece(i, done):
@@ -252,7 +205,7 @@ def attend(
                 count = work.first_pair(piece + 1) - begin - done
                 zeros = [
                     plgpu.layout_cast(jnp.full((TILE, width), 0.0, jnp.float32), WGMMA)
-                    for width in (_HALF, _SUM_COLUMNS)
+                    for width in (HALF, _SUM_COLUMNS)
                 ]
                 state: Any = zeros[0], row_vector(NO_SCORE), zeros[1]
                 signals.q_full.wait(0, i)
@@ -261,12 +214,12 @@ def attend(
 
                     def step(k, state):
                         acc, *sums = add_block(done + k, *state)
-                        return release(acc, 0, own), *sums
+                        return release(acc), *sums
 
                     state = lax.fori_loop(1, count, step, state)
                 else:
 
-                    def step(k, state):
+                    def step_of_second(k, state):
                         return keep_last(k, add_block(done + k, *state))
 
                     def keep_last(k, state):
@@ -274,11 +227,11 @@ def attend(
                         pl.when(k < count - 1)(lambda: signals.free.arrive(2 * own + own))
                         return state
 
-                    state = lax.fori_loop(0, count, step, state)
+                    state = lax.fori_loop(0, count, step_of_second, state)
                 acc, *sums = state
                 signals.by_both.arrive(Q_FREE)
                 if own == 0:
-                    acc = add_values(rescale_to_other(acc, done + count - 1), other)
+                    acc = consumer.add_values(consumer.rescaled(acc, done + count - 1), other)
                 finish_piece(i, piece, acc, *sums)
                 return done + count
 
@@ -288,38 +241,20 @@ def attend(
                 sums_s[0, buffer + own], sums_s[1, buffer + own] = own_max, own_sums.sum(axis=1)
                 signals.by_both.arrive(SUMS_READY)
                 signals.by_both.wait(SUMS_READY, i)
-                maxima, sums = (
-                    [plgpu.layout_cast(sums_s[kind, buffer + k], ROW) for k in range(2)]
-                    for kind in range(2)
-                )
-                maximum = jnp.maximum(*maxima)
-                total = sums[0] * jnp.exp2(maxima[0] - maximum) + sums[1] * jnp.exp2(
-                    maxima[1] - maximum
-                )
+                of_piece = [sums_s.at[kind].at[pl.ds(buffer, 2)] for kind in range(2)]
+                maximum, total = merge_sums(*load_sums(*of_piece))
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
-                acc = acc * lax.broadcast_in_dim(inverse, (TILE, _HALF), [0])
-                columns = pl.ds(own * _HALF, _HALF)
-
+                acc = acc * lax.broadcast_in_dim(inverse, (TILE, HALF), [0])
                 if own == 0:
-                    lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
-                    lse_s[...] = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
-                    plgpu.commit_smem()
+                    outputs.stage_lse(maximum, total)
+                # Staged in the half of slot 1 that only this warpgroup reads.
+                part = Part(
+                    slice(None), pl.ds(own * HALF, HALF), lambda m: memory.values.at[1, own, m]
+                )
                 if work.pieces == 1:
-                    q = work.query(piece)
-                    # Staged in the half of slot 1 that only this warpgroup reads.
-                    v_s[1, own] = acc.astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        v_s.at[1, own, pl.ds(0, rows)], out_g.at[q, pl.ds(m0, rows), columns]
-                    )
-                    if own == 0:
-                        plgpu.copy_smem_to_gmem(
-                            lse_s.at[pl.ds(0, rows)], lse_g.at[q, pl.ds(m0, rows)]
-                        )
+                    outputs.store(work.query(piece), acc, [part], own == 0)
                 else:
-                    partial_g[piece, pl.ds(m0, TILE), columns] = acc
-                    if own == 0:
-                        plgpu.copy_smem_to_gmem(lse_s, partial_lse_g.at[piece, pl.ds(m0, TILE)])
+                    outputs.store_partial(piece, acc, [part], own == 0)
                 plgpu.wait_smem_to_gmem(0)
                 signals.free.arrive(2 * 1 + own)
 
@@ -333,11 +268,7 @@ def attend(
         sparse_mla,
         out_type=results(Q, M, 1 if work.pieces == 1 else -(-work.total // 2)),
         scratch_types=[
-            tiles_of(2, TILE, _HALF),
-            tiles_of(1, TILE, ROPE),
-            tiles_of(SLOTS, 2, BLOCK, _HALF),
-            tiles_of(SLOTS, BLOCK, ROPE),
-            plgpu.SMEM((7, TILE), jnp.float32),  # one array, because each is padded to 1 KiB
+            *buffers,
             plgpu.SMEM((2, 4, TILE), jnp.float32),
             *Signals.scratch(interpret),
         ],

@@ -14,11 +14,10 @@ from pallas_kernels.hopper.warpgroup import first_warp, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.float8_registers import store_half, wait_rope_copies
 from pallas_kernels.mla_decode.kernel_parts import SLOTS
+from pallas_kernels.mla_decode.tile_memory import HALF
 from pallas_kernels.sparse_mla_decode import gather, unpack
 from pallas_kernels.sparse_mla_decode.signals import Q_FREE, Signals, penalties_ready
 from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
-
-_HALF = LATENT // 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +104,7 @@ def fill_slots(
             gather.arrive_when_copied(signals.full.memory, 2 * slot + half)
             return
         block = (unpack if float8 else gather).interpreted_tokens(tokens, slots)
-        v[...] = block[:, half * _HALF : (half + 1) * _HALF]
+        v[...] = block[:, half * HALF : (half + 1) * HALF]
         if half:
             rope[...] = block[:, LATENT : LATENT + ROPE]
         signals.full.arrive(2 * slot + half)

@@ -9,15 +9,16 @@ import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.kernel import Config
+from pallas_kernels.mla_decode.plan import Config
 from pallas_kernels.mla_decode.schedule import schedule, whole_sequences
+from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
 from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
 from tests.pallas_kernels.numerics import device
 
 
 @functools.cache
-def kernel(partitions: int, config: Config | FewQueries | None = None):
+def kernel(partitions: int, config: Config | FewQueries | ScoredQueries | None = None):
     """The back-end with a schedule of few partitions, which the interpreter runs one by one."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
@@ -37,7 +38,7 @@ def kernel(partitions: int, config: Config | FewQueries | None = None):
 
 
 @functools.cache
-def kernel_of_whole_sequences(config: Config | FewQueries | None = None):
+def kernel_of_whole_sequences(config: Config | FewQueries | ScoredQueries | None = None):
     """The back-end with a partition for each sequence."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
@@ -67,6 +68,7 @@ def segments_of_sequences(x, partitions):
 
 
 class HopperCases(MlaDecodeCases):
+    config: Config | FewQueries | ScoredQueries | None = None
     implementation = staticmethod(kernel(132 if ON_GPU else 3))
     dtype = "bfloat16"
     widths = (512, 64)
@@ -106,7 +108,7 @@ class HopperCases(MlaDecodeCases):
         q_latent[1] *= -2
         pages[moved.block_tables[1, :2]] *= 4
         moved = dataclasses.replace(moved, q_latent=q_latent, pages=pages)
-        got, want = run(moved, kernel(3)), run(x, kernel(3))
+        got, want = run(moved, kernel(3, self.config)), run(x, kernel(3, self.config))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a[0], b[0])
             assert not np.array_equal(a[1], b[1])

@@ -32,8 +32,9 @@ from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.kernel import Config as DecodeConfig
-from pallas_kernels.mla_prefill.kernel import Config as PrefillConfig
+from pallas_kernels.mla_decode.plan import Config as DecodeConfig
+from pallas_kernels.mla_decode.scored_plan import ScoredQueries
+from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule
 
@@ -258,6 +259,16 @@ def kernels() -> dict[str, Kernel]:
         table[f"mla_decode_few_float8 h16 sq1 {setting}"] = decode(
             1, 16, float8=True, config=config
         )
+    # One program and two for a sequence's query rows, and a ring of four stages.
+    table |= {
+        f"mla_decode_scored h{heads} sq{queries}": decode(
+            queries, heads, float8=True, config=ScoredQueries()
+        )
+        for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3), (16, 3), (16, 5)]
+    }
+    table["mla_decode_scored h16 sq1 four stages"] = decode(
+        1, 16, float8=True, config=ScoredQueries(stages=4, prefetch=0)
+    )
     table["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
     table["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
     # One tile, two tiles, a last tile that is not full, and queries that are split.

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import dequantize_latent, mla_decode, quantize_latent
 from pallas_kernels.mla_decode import mosaic_gpu
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.kernel import Config
+from pallas_kernels.mla_decode.plan import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, compiled
 from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import mla_decode
 from pallas_kernels.mla_decode import mosaic_gpu
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries, rings
-from pallas_kernels.mla_decode.kernel import Config
+from pallas_kernels.mla_decode.plan import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import run
 from tests.pallas_kernels.mla_decode_hopper_cases import (

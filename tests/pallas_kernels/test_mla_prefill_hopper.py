@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import mla_prefill
 from pallas_kernels.mla_prefill import mosaic_gpu, reference
-from pallas_kernels.mla_prefill.kernel import Config, heads_together
+from pallas_kernels.mla_prefill.plan import Config, heads_together
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, run
 from tests.pallas_kernels.numerics import device

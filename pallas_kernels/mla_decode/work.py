@@ -1,4 +1,4 @@
-"""The work of one program of the kernel for few query rows: its partition of the schedule."""
+"""The work of one program of the Hopper kernels: its partition of the schedule."""
 
 from __future__ import annotations
 
@@ -47,6 +47,28 @@ class Work:
             jnp.where(b == last_sequence, end_block, self.blocks(b)) - begin,
         )
 
+    def segment_and_end(self, i: Any, work_range: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+        """Returns :meth:`segment`, and whether it includes the sequence's last block."""
+        first_sequence, last_sequence, first_block, end_block = work_range
+        b = first_sequence + i
+        blocks = self.blocks(b)
+        begin = jnp.where(i == 0, first_block, 0)
+        end = jnp.where(b == last_sequence, end_block, blocks)
+        return b, begin, end - begin, end == blocks
+
+    def segment_and_length(self, i: Any, first: Any, last: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns the partition's i-th sequence, its length, first block and blocks here.
+
+        It reads the other entries of the schedule again each time, which takes fewer registers.
+
+        Args:
+          first, last: the partition's first and last sequence.
+        """
+        b = first + i
+        begin = jnp.where(i == 0, self.schedule[self.partition, 2], 0)
+        end = jnp.where(b == last, self.schedule[self.partition, 3], self.blocks(b))
+        return b, self.length(b), begin, end - begin
+
     def blocks(self, b: Any) -> Any:
         """Returns the key blocks of a sequence in all partitions."""
         return self.schedule[self.partitions + b, 0]
@@ -55,9 +77,13 @@ class Work:
         """Returns the cached tokens of a sequence."""
         return self.schedule[self.partitions + b, 3]
 
+    def segments(self, b: Any) -> Any:
+        """Returns the number of partitions into which a sequence falls."""
+        return self.schedule[self.partitions + b, 1]
+
     def is_split(self, b: Any) -> Any:
         """Returns whether a sequence falls into several partitions."""
-        return self.schedule[self.partitions + b, 1] > 1
+        return self.segments(b) > 1
 
     def partial(self, b: Any) -> Any:
         """Returns the index of this partition's partial result of a sequence."""

@@ -1,0 +1,194 @@
+"""The peers of grouped_matmul and of the matmuls in grouped_swiglu: DeepGEMM, Marlin and torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels import peer_libraries as libraries
+from benchmarks.kernels.marlin import BITS, block_sizes, pack_matrix, permute_scale, sorted_rows
+from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor
+from benchmarks.kernels.shapes import BLOCK, Grouped
+
+MASKED_BYTES = 6e9  # limit on the padded rows of the masked layout
+
+
+def make(case: Grouped, seed: int) -> Inputs:
+    random = Random(seed)
+    G, M, N, K = len(case.sizes), case.M, case.N, case.K
+    if case.dtype in BITS:
+        padded_size = 2 ** (BITS[case.dtype] - 1) - 1
+        rhs = torch.empty(G, N, K, device="cuda", dtype=torch.int8)
+        for matrix in rhs:  # one at a time, because random numbers take more memory than the result
+            matrix.random_(-padded_size, padded_size + 1, generator=random.generator)
+        blocks = 1 if case.dtype == "int8" else K // BLOCK
+        # Marlin takes bfloat16 scales; ours gets float32.
+        return {
+            "lhs": random.normal(M, K),
+            "rhs": rhs,
+            "rhs_scale": random.scale(G, N, blocks).bfloat16(),
+        }
+    dtype = torch.float8_e4m3fn if case.dtype == "fp8" else torch.bfloat16
+    arrays = {"lhs": random.normal(M, K, dtype=dtype), "rhs": random.normal(G, N, K, dtype=dtype)}
+    if case.dtype == "fp8":
+        arrays["lhs_scale"] = random.scale(M, K // BLOCK)
+        arrays["rhs_scale"] = random.scale(G, N // BLOCK, K // BLOCK)
+    return arrays
+
+
+def peers_of(case: Grouped, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
+    """Yields the names of a case's peers, with functions that build them or raise the reason."""
+    if case.dtype in ("bf16", "fp8"):
+        if case.layout != "masked":
+            yield "DeepGEMM contiguous", lambda: _deep_gemm_contiguous(case, directory)
+        if case.layout != "contiguous":
+            yield "DeepGEMM masked", lambda: _deep_gemm_masked(case, directory)
+        if case.dtype == "bf16":
+            yield "torch._grouped_mm", lambda: _torch_grouped(case)
+    elif case.dtype in BITS:
+        for rows in block_sizes(case.M, len(case.sizes)):
+            name = f"Marlin, blocks of {rows} rows"
+            yield name, functools.partial(_marlin, case, rows, name, directory)
+
+
+def _deep_gemm_contiguous(case: Grouped, directory: Path) -> Peer:
+    """DeepGEMM with contiguous groups, each padded to a multiple of the tile's rows."""
+    library = libraries.deep_gemm(directory)
+    align = library.get_mk_alignment_for_contiguous_layout()
+    row_indices, groups, row = [], [], 0
+    for g, size in enumerate(case.sizes):
+        padded = -(-size // align) * align
+        row_indices.append(torch.arange(row, row + size))
+        groups += [g] * size + [-1] * (padded - size)
+        row += padded
+    row_index = torch.cat(row_indices).cuda()
+    indices = torch.tensor(groups, dtype=torch.int32, device="cuda")
+
+    def prepare(x: Inputs) -> Any:
+        lhs = _scatter(x["lhs"], row_index, (row, case.K))
+        out = torch.empty(row, case.N, device="cuda", dtype=torch.bfloat16)
+        if case.dtype == "bf16":
+            return lhs, x["rhs"], out
+        scale = _scatter(x["lhs_scale"], row_index, (row, case.K // BLOCK))
+        scale = library.get_mn_major_tma_aligned_tensor(scale)
+        return (lhs, scale), (x["rhs"], x["rhs_scale"]), out
+
+    def call(prepared: Any) -> Tensor:
+        if case.dtype == "bf16":
+            library.m_grouped_bf16_gemm_nt_contiguous(*prepared, indices)
+        else:
+            library.m_grouped_fp8_gemm_nt_contiguous(*prepared, indices, disable_ue8m0_cast=True)
+        return prepared[2]
+
+    return Peer("DeepGEMM contiguous", prepare, call, lambda _, out: out[row_index])
+
+
+def _deep_gemm_masked(case: Grouped, directory: Path) -> Peer:
+    """DeepGEMM with all groups padded to the size of the largest one, and masked."""
+    library = libraries.deep_gemm(directory)
+    G, padded_size = len(case.sizes), -(-max(case.sizes) // BLOCK) * BLOCK
+    if G * padded_size * case.K * 2 > MASKED_BYTES:
+        raise NotImplementedError(f"{G} groups of {padded_size} rows do not fit")
+    row_index = torch.cat(
+        [torch.arange(g * padded_size, g * padded_size + m) for g, m in enumerate(case.sizes)]
+    )
+    row_index = row_index.cuda()
+    masked = torch.tensor(case.sizes, dtype=torch.int32, device="cuda")
+    expected = max(1, -(-case.M // G))
+
+    def prepare(x: Inputs) -> Any:
+        lhs = _scatter(x["lhs"], row_index, (G * padded_size, case.K)).view(G, padded_size, case.K)
+        out = torch.empty(G, padded_size, case.N, device="cuda", dtype=torch.bfloat16)
+        if case.dtype == "bf16":
+            return lhs, x["rhs"], out
+        scale = _scatter(x["lhs_scale"], row_index, (G * padded_size, case.K // BLOCK))
+        scale = library.get_mn_major_tma_aligned_tensor(scale.view(G, padded_size, -1))
+        return (lhs, scale), (x["rhs"], x["rhs_scale"]), out
+
+    def call(prepared: Any) -> Tensor:
+        if case.dtype == "bf16":
+            library.m_grouped_bf16_gemm_nt_masked(*prepared, masked, expected)
+        else:
+            library.m_grouped_fp8_gemm_nt_masked(
+                *prepared, masked, expected, disable_ue8m0_cast=True
+            )
+        return prepared[2]
+
+    return Peer("DeepGEMM masked", prepare, call, lambda _, out: out.flatten(0, 1)[row_index])
+
+
+def _scatter(rows: Tensor, row_index: Tensor, shape: tuple[int, int]) -> Tensor:
+    out = torch.zeros(shape, device="cuda", dtype=rows.dtype)
+    bits = (
+        torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype
+    )  # torch has no scatter for float8
+    out.view(bits)[row_index] = rows.view(bits)
+    return out
+
+
+def _torch_grouped(case: Grouped) -> Peer:
+    ends = torch.tensor(case.sizes, device="cuda").cumsum(0).int()
+    return Peer(
+        "torch._grouped_mm",
+        lambda x: (x["lhs"], x["rhs"].transpose(1, 2)),
+        lambda prepared: torch._grouped_mm(*prepared, offs=ends),  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
+def _marlin(case: Grouped, rows: int, name: str, directory: Path) -> Peer:
+    """Marlin's grouped matmul of bfloat16 rows and packed integers, called as in vLLM."""
+    op = libraries.marlin(directory).moe_wna16_marlin_gemm
+    bits, G = BITS[case.dtype], len(case.sizes)
+    row_ids, groups = (
+        torch.tensor(x, dtype=torch.int32, device="cuda") for x in sorted_rows(case.sizes, rows)
+    )
+    count = torch.tensor([len(row_ids)], dtype=torch.int32, device="cuda")
+    ones = torch.ones(case.M, device="cuda")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def prepare(x: Inputs) -> Any:
+        matrices = torch.stack([pack_matrix(x["rhs"][g], bits) for g in range(G)])
+        scales = permute_scale(x["rhs_scale"].transpose(1, 2))
+        workspace = torch.zeros(4 * processors, dtype=torch.int32, device="cuda")
+        out = torch.empty(case.M, case.N, device="cuda", dtype=torch.bfloat16)
+        return x["lhs"], out, matrices, scales, workspace
+
+    def call(prepared: Any) -> Tensor:
+        lhs, out, matrices, scales, workspace = prepared
+        return op(
+            lhs, out, matrices, None, scales, None, None, None, None, None, workspace, row_ids,
+            groups, count, ones, rows, 1, False, _unsigned_with_bias(bits), case.M, case.N,
+            case.K, True, False, True, False, -1, -1, -1,
+        )  # fmt: skip
+
+    return Peer(name, prepare, call)
+
+
+def _unsigned_with_bias(bits: int) -> int:
+    """Returns vLLM's id of the type x + 2^(bits - 1): no exponent, ``bits`` mantissa bits."""
+    mantissa, bias, ieee = bits << 8, 2 ** (bits - 1) << 17, 1 << 50
+    return mantissa | bias | ieee
+
+
+def sample(case: Grouped, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns some rows of a result, and the expected values in float32."""
+    rows = torch.linspace(0, case.M - 1, 13).long().unique()
+    ends = torch.tensor(case.sizes).cumsum(0)
+    want = []
+    for row, g in zip(
+        rows.tolist(), torch.searchsorted(ends, rows, right=True).tolist(), strict=True
+    ):
+        left, right = x["lhs"][row].float(), x["rhs"][g].float()
+        if case.dtype == "fp8":
+            left = left * x["lhs_scale"][row].repeat_interleave(BLOCK)
+            scale = x["rhs_scale"][g].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            right = right * scale
+        elif case.dtype in BITS:
+            scale = x["rhs_scale"][g].float()
+            right = right * scale.repeat_interleave(case.K // scale.shape[-1], 1)
+        want.append((right * left).sum(-1))
+    return out[rows.cuda()], torch.stack(want)

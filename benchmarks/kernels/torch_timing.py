@@ -1,0 +1,76 @@
+"""Times of torch calls in a CUDA graph, by the GPU's clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.kernels import clock
+from benchmarks.kernels.shapes import WARM_S, WINDOW_S, WINDOWS
+
+
+class Timed:
+    """A CUDA graph of ``laps`` rounds of ``calls``, between two stamps."""
+
+    def __init__(self, calls: list[Callable[[], Any]], laps: int):
+        # Imported here, because Triton is installed only where torch has a GPU.
+        from benchmarks.kernels.torch_clock import TorchStamps
+
+        # Keep the calls, because a graph does not keep the tensors alive that it reads.
+        self._calls, self._count, self._stamps = calls, laps * len(calls), TorchStamps()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._stamps.stamp()
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._stamps.stamp()
+            for _ in range(laps):
+                for call in calls:
+                    call()
+            self._stamps.stamp()
+
+    def windows(self, warm_s: float = WARM_S) -> dict[str, Any]:
+        """Times a call in windows of many replays, without pauses, after a warm-up of ``warm_s``.
+
+        Returns:
+          "us": by the GPU's clock; "event_us": by CUDA events around a window's replays;
+          "busy": the least share of a window in which a graph ran.
+        """
+        self._replay(1)
+        once = self._replay(2) / 2
+        replays = max(2, int(WINDOW_S * 1e3 / once) + 1)
+        for _ in range(max(1, int(warm_s * 1e3 / once))):
+            self._graph.replay()
+        self._stamps.clear()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(WINDOWS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            for _ in range(replays):
+                self._graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        stamps = self._stamps.read()
+        windows = [stamps[i : i + replays] for i in range(0, len(stamps), replays)]
+        between = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+        return {
+            "us": [clock.mean_us(each) / self._count for each in windows],
+            "event_us": [1e3 * ms / replays / self._count for ms in between],
+            "busy": min(map(clock.busy, windows)),
+        }
+
+    def _replay(self, replays: int) -> float:
+        """Returns the milliseconds that ``replays`` replays take."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(replays):
+            self._graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)

@@ -1,0 +1,232 @@
+"""The warpgroups of the scored kernel that unpack a float8 cache and compute the scores.
+
+A scorer loads a block's float8 latents from shared memory into registers and multiplies them by
+their scales. There they are the operand of S^T = K Q^T, and from there they are stored as the
+bfloat16 values of the other matmul. So keys pass through shared memory only once after they are
+unpacked, and no tensor core instruction of the scores reads them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.keep import keep
+from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns
+from pallas_kernels.hopper.warpgroup import meet, publish
+from pallas_kernels.mla_decode import few_queries_registers as registers
+from pallas_kernels.mla_decode import scorer_registers
+from pallas_kernels.mla_decode.few_queries_registers import column_vector
+from pallas_kernels.mla_decode.float8_cache import LATENT, dequantize_latent
+from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
+from pallas_kernels.mla_decode.kernel_parts import SLACK
+from pallas_kernels.mla_decode.query_buffer import QueryBuffer
+from pallas_kernels.mla_decode.schedule import BLOCK
+from pallas_kernels.mla_decode.scored_memory import WARP_PIECES, Memory, Signals
+from pallas_kernels.mla_decode.scored_plan import Plan
+from pallas_kernels.mla_decode.work import Work
+
+
+def score_blocks(
+    plan: Plan,
+    own: Any,
+    memory: Memory,
+    signals: Signals,
+    queries: QueryBuffer,
+    work: Work,
+    first_query_row: Callable[[], Any],
+) -> None:
+    """Scores every other key block of a partition.
+
+    Args:
+      own: parity of this warpgroup's key blocks, and their slot.
+      first_query_row: returns the program's first query row.
+    """
+    gpu, N, other, i32 = plan.gpu, plan.rows, 1 - own, jnp.int32
+    q_latent, q_rope = queries.targets
+
+    def half_of(n):
+        """Returns ``n // 2``, the use of a slot by block n."""
+        return lax.shift_right_logical(n, i32(1))
+
+    def run_segment(i, done):
+        b, begin, count = work.segment(i, work.range())
+        length = work.length(b)
+        first = (own + done) & 1
+        own_count = half_of(jnp.maximum(count - first + 1, 0))
+        queries.full.wait(0, i)
+
+        @pl.when(own_count == 0)
+        def _():
+            queries.free.arrive(0)
+
+        def process_block(k, carry):
+            total, own_maximum = carry
+            j = first + 2 * k
+            n = done + j
+            tokens = length - (begin + j) * BLOCK
+
+            @pl.when(n >= 2)
+            def _():
+                signals.blocks.wait(signals.free(own), half_of(n) - 1)
+
+            s = scores(n, k, tokens)
+
+            @pl.when(k == own_count - 1)
+            def _():
+                queries.free.arrive(0)
+
+            s = masked(s * (plan.scale * LOG2E), length, begin + j)
+
+            @pl.when(n >= 1)
+            def _():
+                signals.blocks.wait(signals.max_ready(other), half_of(n - 1))
+
+            def load_maximum():
+                return plgpu.layout_cast(memory.maxima[other], registers.COLUMN)
+
+            before = lax.cond(j == 0, lambda: column_vector(N, NO_SCORE), load_maximum)
+            p = put(s, before)
+
+            def keep_maximum(sums, before):
+                return sums, before
+
+            def raise_maximum(sums, before):
+                del sums
+                maximum = registers.reduce_rows(s, "max", gpu=gpu)
+                maximum = registers.reduce_threads(maximum, "max", memory.scratch.at[own], gpu=gpu)
+                raised = jnp.where(maximum > before + SLACK, maximum, before)
+                p = put(s, raised)
+                meet(plan.interpret)
+                return registers.reduce_rows(p, "add", gpu=gpu), raised
+
+            above = registers.any_above(p, 2.0**SLACK, gpu=gpu)
+            sums = registers.reduce_rows(p, "add", gpu=gpu)
+            sums, maximum = lax.cond(above, raise_maximum, keep_maximum, sums, before)
+            memory.maxima[own] = maximum
+            memory.raised[own] = above.astype(i32)
+            signals.blocks.arrive(signals.max_ready(own))
+            signals.blocks.arrive(signals.p_ready(own))
+            return total * jnp.exp2(own_maximum - maximum) + sums, maximum
+
+        carry = column_vector(N, 0.0), column_vector(N, NO_SCORE)
+        total, maximum = lax.fori_loop(0, own_count, process_block, carry)
+
+        # A warpgroup without a block has had no barrier since it last read the scratch.
+        def reduce_total(total):
+            return registers.reduce_threads(total, "add", memory.scratch.at[own], gpu=gpu)
+
+        total = lax.cond(own_count > 0, reduce_total, lambda total: total, total)
+
+        @pl.when(i > 0)
+        def _():
+            signals.blocks.wait(signals.sums_free, i - 1)
+
+        memory.sums[own], memory.sum_maxima[own] = total, maximum
+        signals.sums_ready.arrive(0)
+        return done + count
+
+    def scores(n, k, tokens):
+        """Returns S^T of block n, and stores its values in the own slot."""
+        # Always zero, but the compiler cannot tell. Otherwise it would keep all descriptors in
+        # registers.
+        zero = lax.shift_right_logical(k, i32(24))
+        if not gpu:
+            return interpreted_scores(n, tokens)
+        piece = WARP_PIECES * n + scorer_registers.warp_index()
+        use = lax.div(piece, i32(plan.stages))
+        stage = piece - use * plan.stages
+        signals.blocks.wait(signals.piece_full(stage), use)
+
+        def multiply(acc):
+            ring, slot, units = memory.ring, memory.values.at[own], LATENT // BLOCK
+            factors = scorer_registers.load_factors(ring, stage, tokens)
+            rope = scorer_registers.load_rope(ring, stage)
+            words = scorer_registers.load_words(ring, stage, 0)
+            plgpu.wgmma(acc, rope, q_rope.at[zero].T)
+            # The matmul of an operand runs while the next one is unpacked. Its registers are stored
+            # afterwards, so that they are not used for anything else meanwhile.
+            previous: Any = None
+            for unit in range(units):
+                operand = scorer_registers.unpack(words, factors, unit)
+                if unit + 1 < units:
+                    words = scorer_registers.load_words(ring, stage, unit + 1)
+                q = q_latent.at[zero, :, pl.ds(scorer_registers.COLUMNS * unit, BLOCK)]
+                plgpu.wgmma(acc, operand, q.T)
+                plgpu.wgmma_wait(1)
+                if previous is None:
+                    keep(rope)
+                else:
+                    scorer_registers.store_values(slot, previous, unit - 1)
+                previous = operand
+            signals.blocks.arrive(signals.piece_free(stage))
+            s = acc[...]
+            scorer_registers.store_values(slot, previous, units - 1)
+            return s
+
+        return pl.run_scoped(multiply, ACC((BLOCK, N), jnp.float32))
+
+    def interpreted_scores(n, tokens):
+        pieces = []
+        for warp in range(WARP_PIECES):
+            piece = WARP_PIECES * n + warp
+            stage, use = lax.rem(piece, i32(plan.stages)), lax.div(piece, i32(plan.stages))
+            signals.blocks.wait(signals.piece_full(stage), use)
+            pieces.append(memory.ring[stage])
+            plgpu.commit_smem()
+            signals.blocks.arrive(signals.piece_free(stage))
+        page = with_rounded_scales(jnp.concatenate(pieces))
+        latent, rope = dequantize_latent(page, jnp.bfloat16)
+        valid = jnp.arange(BLOCK)[:, None] < tokens
+        latent = jnp.where(valid, latent, jnp.zeros_like(latent))
+        for unit in range(LATENT // BLOCK):
+            memory.values[own, unit] = latent[:, BLOCK * unit : BLOCK * (unit + 1)]
+        operands = (latent, q_latent[0]), (rope, q_rope[0])
+        # A fence between reading the queries and the copy that overwrites them. On a GPU only
+        # wgmma reads them.
+        plgpu.commit_smem()
+        return sum(
+            jnp.dot(keys.astype(jnp.float32), q.astype(jnp.float32).T, precision="highest")
+            for keys, q in operands
+        )
+
+    def masked(s, length, block):
+        """Returns ``s`` with -inf where a query row may not attend to a token."""
+        token = plgpu.broadcasted_iota(i32, (BLOCK, N), 0, layout=WGMMA)
+        visible = length - (plan.queries - 1) - block * BLOCK
+        if plan.queries > 1:
+            row = plgpu.broadcasted_iota(i32, (BLOCK, N), 1, layout=WGMMA) + first_query_row()
+            visible = visible + lax.div(row, i32(plan.heads))
+        # Padded query rows come after the last query, and must not see past the end either.
+        end = jnp.minimum(length, plan.max_pages * BLOCK) - block * BLOCK
+        return jnp.where(token < jnp.minimum(visible, end), s, -jnp.inf)
+
+    def put(s: jax.Array, maximum: jax.Array) -> jax.Array:
+        """Returns P and writes it to the own slot; wgmma may read it after a barrier."""
+        p = jnp.exp2(s - spread_columns(maximum, BLOCK))
+        registers.put_transposed(memory.p.at[own], p.astype(jnp.bfloat16), gpu=gpu)
+        publish(plan.interpret)
+        return p
+
+    sequence_count = work.sequence_count()
+    done = lax.fori_loop(0, sequence_count, run_segment, i32(0))
+
+    # A program may exit only after every arrival at its barriers has happened.
+    @pl.when((done >= 1) & ((done & 1) == own))
+    def _():
+        signals.blocks.wait(signals.max_ready(other), half_of(done - 1))
+
+    @pl.when(done > own)
+    def _():
+        signals.blocks.wait(signals.free(own), half_of(done - own - 1))
+
+    @pl.when(sequence_count > 0)
+    def _():
+        signals.blocks.wait(signals.sums_free, sequence_count - 1)
