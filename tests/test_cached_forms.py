@@ -16,6 +16,7 @@ import dsv3_jax
 from dsv3_jax.kv_cache import LatentKVCache, PagePool, SequenceTables
 from dsv3_jax.layers import attention
 from dsv3_jax.layers.moe import MoE
+from dsv3_jax.layers.paged_cache import LayerCache, PageShard
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import mla_prefill
 from pallas_kernels.mla_decode import cpu as mla_decode_cpu
@@ -242,8 +243,12 @@ def test_a_block_is_no_longer_than_the_page_table(model, empty, monkeypatch):
 
     monkeypatch.setattr(attention, "mla_prefill", watched)
     monkeypatch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * PAGES * BATCH)
-    tokens, counts = jnp.zeros((BATCH, 7), jnp.int32), jnp.full(BATCH, 7, jnp.int32)
-    jax.jit(lambda cache: model.extend(tokens, counts, cache, "expanded")[0]).trace(empty)
+    layer = model.layers[0].self_attn
+    c, starts = model.config, jnp.full(BATCH, PAGE, jnp.int32)
+    cache = LayerCache(empty.pool.layers[0], empty.block_tables, starts, jnp.ones((BATCH, 7), bool))
+    q = jnp.ones((BATCH, 7, c.num_attention_heads, c.qk_head_dim))
+    new = jnp.ones((BATCH, 7, c.latent_dim))
+    layer.attend_by_heads(q, new, cache.pages["latent"], cache, PageShard(PAGE), layer.expand)
     assert set(lengths) == {7, PAGE * PAGES}
 
 
