@@ -26,7 +26,7 @@ _OF_ONE_HOST = {
 _OF_DECODE = ("prefill_seconds", "prefill_min_tokens")
 """Flags that prefill replicas do not get."""
 _OF_A_PAGE = ("dtype", "quantization", "cache_dtype")
-"""Flags that decide on what is in a page, and are therefore the same in both pools."""
+"""Flags that determine the contents of a page, and must therefore be the same in both pools."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Config:
     programs: int
     """Thread blocks, at most one per multiprocessor."""
     stages: int | None = None
-    """Stages of the ring. None: as many as fit, up to 12."""
+    """Number of stages of the ring. None takes as many as fit, up to 12."""
     ahead: Literal["always", "arrived"] = "always"
     """The time from which weights of phases after a grid barrier are copied: always, or only when
     this program has arrived at the barrier. Arriving takes longer while copies are in flight."""

@@ -144,8 +144,8 @@ def score_blocks(
 
             @pl.when(done + j >= 1)
             def _():
-                # Of the previous block, whose use is one less if it is in slot 1. Only the
-                # parity of a use counts.
+                # This waits for the maximum of the previous block. Its use is one less if the
+                # block is in slot 1, and only the parity of a use counts.
                 signals.blocks.wait(max_ready(other), use + own + 1)
 
             before = lax.cond(

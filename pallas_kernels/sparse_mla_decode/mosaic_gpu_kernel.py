@@ -103,7 +103,7 @@ def attend(
         # By cp.async every thread signals its own copies.
         signals.initialise(WARPS if float8 else gather.THREADS)
         overlap_preceding_kernel(config.early, interpret=interpret)
-        # Where the other kernels with this memory have the sums of exponentials.
+        # The other kernels store sums of exponentials in this memory.
         penalties_s = memory.sums
         wg, m0 = lax.axis_index("wg"), lax.axis_index("tile") * TILE
         outputs = TileResults(

@@ -86,7 +86,9 @@ def test_systemd_accepts_the_unit(tmp_path):
 @pytest.mark.slow
 def test_kubernetes_accepts_the_manifests():
     """Their fields are those of the published schemas, and no others."""
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs extra clients")
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs kubernetes-validate, of the extra clients"
+    )
     documents = list(yaml.safe_load_all((FILES / "kubernetes.yaml").read_text("utf-8")))
     for document in documents:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
