@@ -83,7 +83,9 @@ def test_a_conversation(server, terminal):
     server.wait_until_idle()  # the server has ended the request
     terminal.type("/new\n")
     assert "a new conversation" in terminal.read_until("\n> ")
-    terminal.type("thrown away\x03")  # Ctrl-C at the prompt clears the line
+    terminal.type("thrown away")
+    terminal.read_until("thrown away")  # it reads the line, and not only shows its prompt
+    terminal.type("\x03")  # Ctrl-C at the prompt clears the line
     terminal.read_until("\n> ")
     terminal.type("\x1b[A\x1b[A\n")  # the message before /new, from the history
     terminal.read_until(r"def f\(x\):\r\n.{12}")
