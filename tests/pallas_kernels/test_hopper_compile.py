@@ -527,6 +527,7 @@ def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
 # One test with two parts, so that the kernels are compiled once.
 @pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
 @pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.parametrize("op", OPS)
 def test_kernels(op, tmp_path, subtests):
     compiled = compile_in_child(op, tmp_path)
