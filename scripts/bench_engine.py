@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
@@ -211,6 +212,8 @@ def save(result: dict[str, Any], out: Path | None) -> None:
 
 def main(words: Sequence[str]) -> int:
     arguments = parse(words)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dsv3_jax.engine.programs").setLevel(logging.INFO)
     began = time.perf_counter()
     model = load(arguments.model, arguments.weights)
     jax.block_until_ready(jax.tree.leaves(model))
