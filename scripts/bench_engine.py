@@ -81,9 +81,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
     parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
     parser.add_argument("--generator", type=int, metavar="N", help="then N at a time, offline")
-    parser.add_argument(
-        "--reproducible", action="store_true", help="run the Generator's own programs"
-    )
+    parser.add_argument("--reproducible", action="store_true", help="run its own programs")
     parser.add_argument("--against-sequential", action="store_true")
     parser.add_argument("--concurrency", type=int, default=16, help="clients at the same time")
     parser.add_argument("--rounds", type=int, default=7, help="number of comparisons")
