@@ -9,7 +9,7 @@ one by the number of tokens.
 
 Tokens are random, and one in ten is padding, as in a step of the serving engine. Choices and
 positions must equal the reference's, and scores and weights must be close, or a back-end is not
-timed. A time is the median over windows of programs of 16 sequential calls, by the GPU's clock
+timed. A time is the median over windows of programs of 8 sequential calls, by the GPU's clock
 (:mod:`benchmarks.kernels.clock`). ``kernels`` counts what a call launches.
 """
 
@@ -28,13 +28,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.decode.machine import description
-from benchmarks.kernels.jax_timing import Timed, compile_program, counted, lowered_program
+from benchmarks.kernels.jax_timing import (
+    Timed,
+    compile_program,
+    counted,
+    lowered_program,
+    start_arguments,
+)
 from dsv3_jax.files import atomic_write
 from pallas_kernels import route
 from pallas_kernels.route import mosaic_gpu
-from pallas_kernels.route.reference import Rule
+from pallas_kernels.route.reference import Routes, Rule
 
-TOKENS = [8, 64, 128, 256, 384, 512, 768, 1024, 2304, 8192]
+TOKENS = [64, 128, 256, 384, 512, 1024, 2304]
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "moonlight": (64, {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}),
     "v3": (256, {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}),
@@ -43,7 +49,9 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 
 COMMON = {"method": "noaux_tc", "scoring": "sigmoid", "normalize": True, "scaling_factor": 2.5}
 PLANS = {"one_kernel": True, "two_kernels": False}
-SETS, LAPS = 4, 4  # input sets of a program, and calls with each
+SETS, LAPS = 4, 2  # input sets of a program, and calls with each
+WARM_S = 0.15  # of each program before it is timed
+COMPILATIONS = 14  # at once
 CLOSE = 1e-5  # relative error of scores and weights
 
 Case = tuple[str, int, str]
@@ -66,11 +74,8 @@ def function(model: str, implementation: str) -> Any:
     return functools.partial(route, **settings, implementation=implementation)
 
 
-def fault(model: str, tokens: int, implementation: str) -> str | None:
+def fault(got: Routes, want: Routes) -> str | None:
     """Returns what is wrong with a back-end's results, or None."""
-    arrays = arrays_of(model, tokens, seed=0)
-    got = jax.jit(function(model, implementation))(*arrays)
-    want = jax.jit(function(model, "reference"))(*arrays)
     for name, g, w in zip(got._fields, jax.device_get(got), jax.device_get(want), strict=True):
         if name in ("scores", "weights"):
             error = float(np.max(np.abs(g - w) / np.maximum(np.abs(w), 1e-6)))
@@ -81,32 +86,35 @@ def fault(model: str, tokens: int, implementation: str) -> str | None:
     return None
 
 
-def prepare(case: Case) -> tuple[Timed | None, dict[str, Any]]:
-    """Checks a back-end and compiles the program to time. Returns it, and the row of results."""
-    model, tokens, implementation = case
-    row: dict[str, Any] = dict(zip(("model", "tokens", "implementation"), case, strict=True))
-    if wrong := fault(*case):
-        return None, row | {"error": wrong}
-    f = function(model, implementation)
-    sets: list[Any] = [arrays_of(model, tokens, seed) for seed in range(SETS)]
-    lowered = lowered_program(lambda arrays: (f(*arrays), None), LAPS, sets)
-    executable = compile_program(lowered)
-    calls = SETS * LAPS
-    count = counted(lowered, executable, calls, kernels=implementation != "counting")
+def lowered(case: Case, sets: list[Any]) -> Any:
+    """Lowers the program of a back-end, or the reference for one set."""
+    f = function(case[0], case[2])
+    if case[2] == "reference":
+        return jax.jit(f).lower(*sets[0])
+
+    def call(arrays: Any) -> tuple[Routes, None]:
+        return f(*arrays), None
+
+    return lowered_program(call, LAPS, sets)
+
+
+def measure(lowering: Any, executable: Any, sets: list[Any], want: Routes) -> dict[str, Any]:
+    """Checks a program's results and times it."""
+    results, _ = executable(sets, *start_arguments())
+    if wrong := fault(results[0], want):
+        return {"error": wrong}
+    is_kernel = "mosaic_gpu" in lowering.as_text()
+    count = counted(lowering, executable, SETS * LAPS, kernels=is_kernel)
     if "error" in count:
-        return None, row | count
-    out_bytes = sum(4 * x.size for x in jax.tree.leaves(jax.eval_shape(f, *sets[0]))) * calls
-    return Timed(executable, sets, calls, out_bytes), row | {"kernels": count["kernels_a_call"]}
-
-
-def timed(program: Timed) -> dict[str, Any]:
-    windows = program.windows()
+        return count
+    out_bytes = sum(x.nbytes for x in jax.tree.leaves(results))
+    windows = Timed(executable, sets, SETS * LAPS, out_bytes).windows(WARM_S)
     us = windows["us"]
-    spread = (max(us) - min(us)) / statistics.median(us)
     return {
         "us": round(statistics.median(us), 2),
-        "spread": round(spread, 3),
+        "spread": round((max(us) - min(us)) / statistics.median(us), 3),
         "busy": round(windows.get("busy", 1.0), 2),
+        "kernels": count["kernels_a_call"],
     }
 
 
@@ -114,22 +122,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time the back-ends of route.")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--implementations", nargs="+", default=[*PLANS, "counting"])
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        default=[*PLANS, "counting"],
+        choices=["mosaic_gpu", *PLANS, "counting"],
+    )
     parser.add_argument("--out", type=Path, help="JSON file; by default it is only printed")
     arguments = parser.parse_args()
-    cases = [
-        (model, tokens, implementation)
-        for model in arguments.models
-        for tokens in arguments.tokens
-        for implementation in arguments.implementations
-    ]
-    result: dict[str, Any] = description() | {"rows": []}
+    shapes = [(model, tokens) for model in arguments.models for tokens in arguments.tokens]
+    sets = {shape: [arrays_of(*shape, seed) for seed in range(SETS)] for shape in shapes}
+    names = ["reference", *arguments.implementations]
+    cases = [(*shape, name) for shape in shapes for name in names]
+    result: dict[str, Any] = description() | {"calls": SETS * LAPS, "rows": []}
     # All are compiled before the first is timed, because compilation would disturb times.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        prepared = list(pool.map(prepare, cases))
-    for program, row in prepared:
-        if program is not None:
-            row |= timed(program)
+    lowerings = {case: lowered(case, sets[case[:2]]) for case in cases}
+    with concurrent.futures.ThreadPoolExecutor(COMPILATIONS) as pool:
+        programs = dict(zip(cases, pool.map(compile_program, lowerings.values()), strict=True))
+    wants = {shape: programs[*shape, "reference"](*sets[shape][0]) for shape in shapes}
+    for case in cases:
+        if case[2] == "reference":
+            continue
+        shape = case[:2]
+        row: dict[str, Any] = dict(zip(("model", "tokens", "implementation"), case, strict=True))
+        row |= measure(lowerings[case], programs[case], sets[shape], wants[shape])
         result["rows"].append(row)
         print(*row.values(), flush=True)
         if arguments.out is not None:
