@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import route
 from pallas_kernels.route import counting, mosaic_gpu, reference
+from pallas_kernels.route import kernel as kernel_module
 from pallas_kernels.route import plan as plan_module
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu, on_gpu
@@ -144,7 +145,7 @@ THREE = Rule(3, 1, 1, "greedy", "softmax", False, 1.0)
         pytest.param(41, TWO, 0.9, (2, 4, 2), id="two per warp", marks=pytest.mark.slow),
         pytest.param(65, FIVE, 0.5, (2, 4, 3), id="three per warp", marks=pytest.mark.slow),
         pytest.param(100, THREE, None, (2, 4, 4), id="four per warp"),
-        pytest.param(257, TWO, 0.7, (2, 4, 9), id="nine per warp", marks=pytest.mark.slow),
+        pytest.param(257, ONE, 0.7, (2, 4, 9), id="nine per warp", marks=pytest.mark.slow),
     ],
 )
 def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, plan, monkeypatch):
@@ -159,22 +160,22 @@ def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, plan, monkeypat
 
 @kernel_runs
 @pytest.mark.parametrize(
-    ("tokens", "experts", "rule", "valid", "multiprocessors", "plan"),
+    ("tokens", "rule", "valid", "multiprocessors", "plan"),
     [
-        # 17 programs: more counts than a thread loads at once.
-        pytest.param(259, 32, TWO, 0.7, 17, (17, 1), id="one per warp", marks=pytest.mark.slow),
-        pytest.param(37, 32, TWO, 0.7, 3, (3, 1), id="three programs"),
+        # More counts than a thread loads at once.
+        pytest.param(37, TWO, 0.7, 3, (3, 1), id="three programs"),
         # Two words per warpgroup.
-        pytest.param(513, 64, MOONLIGHT, 0.9, 3, (3, 11), id="eleven", marks=pytest.mark.slow),
-        pytest.param(100, 32, THREE, None, 2, (2, 4), id="all valid", marks=pytest.mark.slow),
+        pytest.param(131, TWO, 0.9, 1, (1, 9), id="nine per warp", marks=pytest.mark.slow),
+        pytest.param(51, ONE, None, 2, (2, 2), id="all valid", marks=pytest.mark.slow),
     ],
 )
-def test_two_kernels(tokens, experts, rule, valid, multiprocessors, plan, monkeypatch):
+def test_two_kernels(tokens, rule, valid, multiprocessors, plan, monkeypatch):
     """Many tokens are spread over all multiprocessors."""
     monkeypatch.setattr(plan_module, "_MULTIPROCESSORS", multiprocessors)
-    got = plan_module.plan_of(tokens, experts, one_kernel=False)
+    monkeypatch.setattr(kernel_module, "_TOGETHER", 2)
+    got = plan_module.plan_of(tokens, 33, one_kernel=False)
     assert (got.programs, got.steps) == plan
-    arrays = inputs(tokens, experts, rule, valid)
+    arrays = inputs(tokens, 32, rule, valid)
     check(kernel(*arrays, rule=rule, one_kernel=False), exact(*arrays, rule=rule))
 
 
