@@ -4,8 +4,8 @@
         [--implementations one_kernel two_kernels counting]
         [--out benchmarks/results/route_h200.json]
 
-``one_kernel`` and ``two_kernels`` are the Hopper kernel's plans, of which ``mosaic_gpu`` chooses
-one by the number of tokens.
+``one_kernel`` and ``two_kernels`` are the Hopper kernel's plans. ``mosaic_gpu`` chooses one of them
+by the numbers of tokens and experts.
 
 Tokens are random, and one in ten is padding, as in a step of the serving engine. Choices and
 positions must equal the reference's, and scores and weights must be close, or a back-end is not
@@ -74,9 +74,9 @@ def function(model: str, implementation: str) -> Any:
     return functools.partial(route, **settings, implementation=implementation)
 
 
-def fault(got: Routes, want: Routes) -> str | None:
+def fault(got: Routes, expected: Routes) -> str | None:
     """Returns what is wrong with a back-end's results, or None."""
-    for name, g, w in zip(got._fields, jax.device_get(got), jax.device_get(want), strict=True):
+    for name, g, w in zip(got._fields, jax.device_get(got), jax.device_get(expected), strict=True):
         if name in ("scores", "weights"):
             error = float(np.max(np.abs(g - w) / np.maximum(np.abs(w), 1e-6)))
             if not error <= CLOSE:
@@ -98,10 +98,10 @@ def lowered(case: Case, sets: list[Any]) -> Any:
     return lowered_program(call, LAPS, sets)
 
 
-def measure(lowering: Any, executable: Any, sets: list[Any], want: Routes) -> dict[str, Any]:
+def measure(lowering: Any, executable: Any, sets: list[Any], expected: Routes) -> dict[str, Any]:
     """Checks a program's results and times it."""
     results, _ = executable(sets, *start_arguments())
-    if wrong := fault(results[0], want):
+    if wrong := fault(results[0], expected):
         return {"error": wrong}
     is_kernel = "mosaic_gpu" in lowering.as_text()
     count = counted(lowering, executable, SETS * LAPS, kernels=is_kernel)
@@ -139,13 +139,13 @@ def main() -> None:
     lowerings = {case: lowered(case, sets[case[:2]]) for case in cases}
     with concurrent.futures.ThreadPoolExecutor(COMPILATIONS) as pool:
         programs = dict(zip(cases, pool.map(compile_program, lowerings.values()), strict=True))
-    wants = {shape: programs[*shape, "reference"](*sets[shape][0]) for shape in shapes}
+    expected = {shape: programs[*shape, "reference"](*sets[shape][0]) for shape in shapes}
     for case in cases:
         if case[2] == "reference":
             continue
         shape = case[:2]
         row: dict[str, Any] = dict(zip(("model", "tokens", "implementation"), case, strict=True))
-        row |= measure(lowerings[case], programs[case], sets[shape], wants[shape])
+        row |= measure(lowerings[case], programs[case], sets[shape], expected[shape])
         result["rows"].append(row)
         print(*row.values(), flush=True)
         if arguments.out is not None:
@@ -153,7 +153,7 @@ def main() -> None:
     if arguments.out is None:
         print(json.dumps(result))
     if faults := [row for row in result["rows"] if "error" in row]:
-        raise SystemExit(f"{len(faults)} rows have errors, of which the first is {faults[0]}")
+        raise SystemExit(f"{len(faults)} rows have errors, first {faults[0]}")
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ class _Program:
             lax.fori_loop(0, self.plan.steps, step, None)
 
     def token_of(self, step: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the warp's token and its number among the warpgroup's; and if it exists."""
+        """Returns the warp's token, its number among the warpgroup's, and whether it exists."""
         number = step * WARPS + self.warp
         warpgroup = self.program * self.plan.warpgroups + self.wg
         token = warpgroup * (self.plan.steps * WARPS) + number
@@ -285,9 +285,9 @@ class _Program:
     def _bit(self, number: jax.Array) -> jax.Array:
         return lax.shift_left(filled(1), number & (2**_WORD_BITS - 1))
 
-    def _column_of(self, turn: int) -> tuple[jax.Array, jax.Array]:
+    def _column_of(self, number: int) -> tuple[jax.Array, jax.Array]:
         """Returns a column of this thread, and the number of its chunk of 32 columns."""
-        chunk = (turn * self.plan.warpgroups + self.wg) * WARPS + self.warp
+        chunk = (number * self.plan.warpgroups + self.wg) * WARPS + self.warp
         return chunk * LANES + self.lane, chunk
 
     def _needed(self, chunk: jax.Array) -> jax.Array:
@@ -310,8 +310,8 @@ class _Program:
     def count(self) -> None:
         """Stores the number of the program's tokens in each column."""
         sync_program(self.barriers, self.interpret)
-        for turn in range(self.plan.rounds):
-            chunk = self._column_of(turn)[1]
+        for number in range(self.plan.rounds):
+            chunk = self._column_of(number)[1]
             words = self._words_of(chunk, "members")
             ones = [ones_of(word, self.interpret) for word in words]
             first = self.program * self.plan.columns + chunk * LANES
@@ -326,8 +326,8 @@ class _Program:
     def find_bases(self, members: str) -> None:
         """Computes the number of pairs before those of each word of the program."""
         firsts, befores = [], []
-        for turn in range(self.plan.rounds):
-            column, chunk = self._column_of(turn)
+        for number in range(self.plan.rounds):
+            column, chunk = self._column_of(number)
             size, before = self._count_over_programs(chunk)
             total = over_warp(jnp.sum, size)
             self._store_rows(self.refs["chunks"], chunk, total, 1, self.always)
@@ -337,8 +337,8 @@ class _Program:
             store(self.refs["sizes"], column, size, is_reporter, self.interpret)
         sync_program(self.barriers, self.interpret)
         chunks = self._load_rows(self.refs["chunks"], filled(0), LANES)
-        for turn, (first, before) in enumerate(zip(firsts, befores, strict=True)):
-            column, chunk = self._column_of(turn)
+        for number, (first, before) in enumerate(zip(firsts, befores, strict=True)):
+            column, chunk = self._column_of(number)
             first += over_warp(jnp.sum, select(chunks, self.lane < chunk, 0))
             # An invalid token has one bit, but K pairs.
             K = select(filled(self.rule.num_experts_per_tok), column == self.experts, 1)

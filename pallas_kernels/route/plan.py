@@ -1,4 +1,4 @@
-"""How the Hopper kernel of route divides tokens and experts among programs and warps."""
+"""Plans of the Hopper kernel of route: tokens and experts of its programs and warps."""
 
 from __future__ import annotations
 
