@@ -163,7 +163,7 @@ def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, plan, monkeypat
     ("tokens", "rule", "valid", "multiprocessors", "plan"),
     [
         # More counts than a thread loads at once.
-        pytest.param(37, TWO, 0.7, 3, (3, 1), id="three programs"),
+        pytest.param(37, TWO, 0.7, 3, (3, 1), id="three programs", marks=pytest.mark.slow),
         # Two words per warpgroup.
         pytest.param(131, TWO, 0.9, 1, (1, 9), id="nine per warp", marks=pytest.mark.slow),
         pytest.param(51, ONE, None, 2, (2, 2), id="all valid", marks=pytest.mark.slow),
