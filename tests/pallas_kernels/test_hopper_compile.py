@@ -354,7 +354,9 @@ def kernels() -> dict[str, Kernel]:
         "route 64 tokens": routed(64, 256, 8, 8, 4),
         "route one token": routed(1, 64, 6, 1, 1),
         "route 128 tokens": routed(128, 384, 8, 8, 4),
-        "route most tokens": routed(512, 384, 8, 8, 4),
+        "route 512 tokens": routed(512, 384, 8, 8, 4),
+        "route 2304 tokens": routed(2304, 64, 6, 1, 1),
+        "route most tokens": routed(16384, 384, 16, 8, 4),
         "route most choices": routed(64, 384, 16, 8, 4),
         "route groups of 20": routed(4, 160, 6, 8, 3),
     }
