@@ -41,8 +41,8 @@ from tests.pallas_kernels.decoder_layer_cases import Layer, rule
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
 # tiles, mla_decode's score warpgroups keep the mask's operands. Over a float8 cache, two warpgroups
-# have 128 accumulators and the scores of a block. With 384 experts and 16 choices, four warpgroups of
-# route have a register too few.
+# have 128 accumulators and the scores of a block. With 384 experts and 16 choices, route has one
+# register too few.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
     "mla_decode h32 sq1": 4,
