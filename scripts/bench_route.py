@@ -92,7 +92,7 @@ def lowered(case: Case, sets: list[Any]) -> Any:
     if case[2] == "reference":
         return jax.jit(f).lower(*sets[0])
 
-    def call(arrays: Any) -> tuple[Routes, None]:
+    def call(arrays: Any) -> Any:
         return f(*arrays), None
 
     return lowered_program(call, LAPS, sets)
