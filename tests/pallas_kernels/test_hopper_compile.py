@@ -42,13 +42,15 @@ from tests.pallas_kernels.decoder_layer_cases import Layer, rule
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
 # tiles, mla_decode's score warpgroups keep the mask's operands. Over a float8 cache, two warpgroups
-# have 128 accumulators and the scores of a block.
+# have 128 accumulators and the scores of a block. With 384 experts and 16 choices, route has one
+# register too few.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
     "mla_decode h32 sq1": 4,
     "mla_decode h16 sq2": 64,
     "mla_decode h8 sq3": 64,
     "mla_decode h64 sq3": 64,
+    "route most tokens and choices": 4,
 }
 # Instructions per tensor core instruction of a main loop, relative to the record. ptxas schedules
 # the same work differently from version to version.
@@ -357,7 +359,8 @@ def kernels() -> dict[str, Kernel]:
         "route 128 tokens": routed(128, 384, 8, 8, 4),
         "route 512 tokens": routed(512, 384, 8, 8, 4),
         "route 2304 tokens": routed(2304, 64, 6, 1, 1),
-        "route most tokens": routed(16384, 384, 16, 8, 4),
+        "route most tokens": routed(16384, 384, 8, 8, 4),
+        "route most tokens and choices": routed(16384, 384, 16, 8, 4),
         "route most choices": routed(64, 384, 16, 8, 4),
         "route groups of 20": routed(4, 160, 6, 8, 3),
     }
