@@ -4,6 +4,9 @@
         [--time-budget 560] [--repeats 1000] [--out benchmarks/results/kernels_h200.json]
         [--resume EARLIER.json]
 
+``--variants`` names settings of :mod:`benchmarks.kernels.variants`, which are checked and timed in
+turn with the default where they exist.
+
 Each op is checked before it is timed, through the public functions of pallas_kernels. It is
 compared with float32 references on ragged inputs whose unused slots contain NaN, where
 ``--repeats`` runs must be bitwise equal, and on samples of every timed shape. Wrong results are not
@@ -65,6 +68,7 @@ from benchmarks.kernels.shapes import (
     key,
     select,
 )
+from benchmarks.kernels.variants import VARIANTS, has_variant
 from benchmarks.kernels.workers import Worker
 from dsv3_jax.files import atomic_write
 
@@ -81,7 +85,7 @@ CLOSE = 1.3  # peers slower than the best by more than this factor get one turn
 FIRST_WARM_S = 1.0  # warm-up of a process that has not timed anything yet
 COMPILE_S = 180
 ROW_S = 60  # seconds for a case, after which its process is killed
-CHECK_S = 180
+CHECK_S = 30, 0.15  # seconds for a check, and for each of its repeats
 WARM_WORKERS = 8
 RIGHT = "right"
 
@@ -156,7 +160,7 @@ class Bench:
             self.save()
             return
         began = time.monotonic()
-        parts = [["check", *_parts(case)] for case in batch]
+        parts = [["check", *self._parts(case)] for case in batch]
         self._ours.send(_compilation(batch, parts))
         if cases_to_warm:
             self._warm(cases_to_warm)
@@ -175,7 +179,7 @@ class Bench:
             ours["seconds"] = round(time.monotonic() - began, 1)
             self._raw.append((case, ours, peers))
             line = report.row(case, ours, peers, report.ceilings(self._measured))
-            print(report.table([line]).splitlines()[1], f"{self.left():.0f} s", flush=True)
+            print(*report.table([line]).splitlines()[1:], f"{self.left():.0f} s", flush=True)
             self.save()
         self._ours.ask({"do": "drop", "cases": [encoded(case) for case in batch]}, ROW_S)
         self.save()
@@ -232,13 +236,22 @@ class Bench:
         """Measures a case. Returns the results of ours (with XLA's) and of the peers."""
         if self._peers:
             self._peers.send({"do": "prepare", "case": encoded(case)})
-        fault = self._check(case)
-        request = {"do": "prepare", "case": encoded(case), "parts": _parts(case)}
+        in_jax = self._parts(case)
+        faults = {part: self._check(case, part) for part in in_jax if part != "xla"}
+        # What is wrong or hangs is not prepared, so that the others can be timed.
+        right = [part for part in in_jax if not faults.get(part)]
+        request = {"do": "prepare", "case": encoded(case), "parts": right}
         prepared = self._ours.ask(request, self._patience(ROW_S))
         lost = {"error": prepared.get("error", "not prepared")}
-        ours: dict[str, Any] = prepared.get("ours", lost) | ({"error": fault} if fault else {})
-        if "xla" in _parts(case):
-            ours["xla"] = prepared.get("xla", lost)
+        parts: dict[str, dict[str, Any]] = {
+            part: prepared.get(part, lost) | ({"error": fault} if (fault := faults.get(part)) else {})
+            for part in in_jax
+        }
+        ours = parts.pop("ours")
+        if "xla" in parts:
+            ours["xla"] = parts.pop("xla")
+        if parts:
+            ours["variants"] = parts
         peers: dict[str, Any] = {}
         if self._peers:
             reply = self._peers.receive(self._patience(ROW_S))
@@ -248,12 +261,23 @@ class Bench:
             worker.ask({"do": "release"}, ROW_S)
         return ours, peers
 
-    def _check(self, case: Case) -> str | None:
+    def _parts(self, case: Case) -> list[str]:
+        """Returns what is timed in JAX, alternately with the peers: ours, variants, and XLA.
+
+        XLA's grouped matmuls multiply every row by every group's matrix. They are timed at the end.
+        """
+        variants = [name for name in self._arguments.variants if has_variant(case, name)]
+        return ["ours", *variants, *([] if isinstance(case, Grouped) else ["xla"])]
+
+    def _check(self, case: Case, part: str) -> str | None:
         """Returns what is wrong on ragged inputs, or None. Cases with equal check keys share it."""
         checks, name = self.result["checks"], check_key(case)
+        name += "" if part == "ours" else f", {part}"
         if name not in checks:
-            request = {"do": "check", "case": encoded(case), "repeats": self._arguments.repeats}
-            reply = self._ours.ask(request, self._patience(CHECK_S))
+            repeats = self._arguments.repeats
+            request = {"do": "check", "case": encoded(case), "repeats": repeats, "part": part}
+            patience = CHECK_S[0] + CHECK_S[1] * repeats
+            reply = self._ours.ask(request, self._patience(patience))
             checks[name] = reply.get("wrong") or reply.get("error") or RIGHT
         return None if checks[name] == RIGHT else checks[name]
 
@@ -268,7 +292,8 @@ class Bench:
 
     def _try(self, ours: dict[str, Any], peers: dict[str, Any], attempt: int) -> None:
         """Runs all turns once, and replaces the results of an earlier attempt."""
-        in_jax = {"ours": ours} | ({"xla": ours["xla"]} if "xla" in ours else {})
+        in_jax = {"ours": ours} | ours.get("variants", {})
+        in_jax |= {"xla": ours["xla"]} if "xla" in ours else {}
         for side in TURNS:
             parts, worker = (in_jax, self._ours) if side == "ours" else (peers, self._peers)
             is_first = side not in self._warmed
@@ -321,14 +346,6 @@ class Bench:
 
 def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[str, Any]:
     return {"do": "compile", "cases": [encoded(case) for case in batch], "parts": parts}
-
-
-def _parts(case: Case) -> list[str]:
-    """Returns the implementations of a case that are timed alternately with the peers.
-
-    XLA's grouped matmuls multiply every row by every group's matrix. They are timed at the end.
-    """
-    return ["ours"] if isinstance(case, Grouped) else ["ours", "xla"]
 
 
 def _names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:
@@ -403,7 +420,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--implementation",
         default="mosaic_gpu",
-        help="back-end, or a variant of benchmarks/kernels/variants.py: scored, unrolled",
+        help="back-end that is timed as ours",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        default=[],
+        choices=VARIANTS,
+        help="settings of benchmarks/kernels/variants.py that are timed beside it",
     )
     parser.add_argument("--calls", type=int, default=CALLS, help="maximum calls per timed program")
     parser.add_argument("--resume", type=Path, help="earlier result whose complete rows are kept")
