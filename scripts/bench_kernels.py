@@ -179,7 +179,12 @@ class Bench:
             ours["seconds"] = round(time.monotonic() - began, 1)
             self._raw.append((case, ours, peers))
             line = report.row(case, ours, peers, report.ceilings(self._measured))
-            print(*report.table([line]).splitlines()[1:], f"{self.left():.0f} s", flush=True)
+            print(
+                *report.table([line]).splitlines()[1:],
+                f"{self.left():.0f} s left",
+                sep="\n",
+                flush=True,
+            )
             self.save()
         self._ours.ask({"do": "drop", "cases": [encoded(case) for case in batch]}, ROW_S)
         self.save()
@@ -224,7 +229,7 @@ class Bench:
         workers = [Worker(*self._peer_command, self._log) for _ in shares if self._peers]
         for worker, share in zip(workers, shares, strict=False):
             worker.send({"do": "warm", "cases": share})
-        until = time.monotonic() + min(240, self._arguments.time_budget / 3)
+        until = time.monotonic() + min(240, max(30, self._arguments.time_budget / 3))
         for worker in workers:
             worker.receive(until - time.monotonic())
             worker.stop()
@@ -244,7 +249,8 @@ class Bench:
         prepared = self._ours.ask(request, self._patience(ROW_S))
         lost = {"error": prepared.get("error", "not prepared")}
         parts: dict[str, dict[str, Any]] = {
-            part: prepared.get(part, lost) | ({"error": fault} if (fault := faults.get(part)) else {})
+            part: prepared.get(part, lost)
+            | ({"error": fault} if (fault := faults.get(part)) else {})
             for part in in_jax
         }
         ours = parts.pop("ours")
