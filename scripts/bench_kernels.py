@@ -144,6 +144,10 @@ class Bench:
         self.save()
         for first in range(0, len(chosen), BATCH):
             self._batch(chosen[first : first + BATCH], chosen if first == 0 else ())
+        for worker in self._workers():  # last: they take longer than many shapes
+            if self.left() > 0:
+                self._measured |= worker.ask({"do": "ceilings"}, 120)
+                self.save()
         self._time_xla([raw for raw in self._raw if isinstance(raw[0], Grouped)])
 
     def remaining(self, chosen: Sequence[Case]) -> list[Case]:
@@ -166,10 +170,6 @@ class Bench:
             self._warm(cases_to_warm)
         self._ours.receive(COMPILE_S)
         print(f"compiled {len(batch)} shapes in {time.monotonic() - began:.0f} s", flush=True)
-        if cases_to_warm:
-            for worker in self._workers():
-                self._measured |= worker.ask({"do": "ceilings"}, 120)
-        self.save()
         for case in batch:
             if self.left() < 0:
                 self.result["not_run"].append(key(case))
