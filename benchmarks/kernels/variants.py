@@ -59,6 +59,16 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": _UNROLLED_MATMUL}),
         "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": _UNROLLED_SWIGLU}),
     },
+    "unrolled, panel of 8": {
+        "grouped_matmul": Variant(
+            grouped_matmul.grouped_matmul,
+            {"config": dataclasses.replace(_UNROLLED_MATMUL, panel=8)},
+        ),
+        "grouped_swiglu": Variant(
+            grouped_swiglu.grouped_swiglu,
+            {"config": dataclasses.replace(_UNROLLED_SWIGLU, panel=8)},
+        ),
+    },
     "approximate SiLU": {
         "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": _APPROXIMATE_SWIGLU}),
     },
