@@ -40,12 +40,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import os
 import platform
-import re
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -68,6 +64,8 @@ from benchmarks.kernels.shapes import (
     key,
     select,
 )
+from benchmarks.kernels.tools import short_name, tools
+from benchmarks.kernels.turns import append_windows, names_to_time, summary
 from benchmarks.kernels.variants import VARIANTS, has_variant
 from benchmarks.kernels.workers import Worker
 from dsv3_jax.files import atomic_write
@@ -75,13 +73,8 @@ from dsv3_jax.files import atomic_write
 BATCH = 32  # cases that are compiled together, before the first of them is timed
 TRIES = 3
 AGAIN_WARM_S = 1.0  # warm-up of each turn in the second and third try
-TURNS = (
-    "peers",
-    "ours",
-    "ours",
-    "peers",
-)  # symmetric, so that thermal throttling affects both equally
-CLOSE = 1.3  # peers slower than the best by more than this factor get one turn
+# Symmetric, so that thermal throttling affects both equally.
+TURNS = "peers", "ours", "ours", "peers"
 FIRST_WARM_S = 1.0  # warm-up of a process that has not timed anything yet
 COMPILE_S = 180
 ROW_S = 60  # seconds for a case, after which its process is killed
@@ -119,7 +112,7 @@ class Bench:
         self.result: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-            "versions": {"python": platform.python_version()} | _tools(),
+            "versions": {"python": platform.python_version()} | tools(),
             "repeats": arguments.repeats,
             "checks": {},
             "ceilings": {},
@@ -179,12 +172,8 @@ class Bench:
             ours["seconds"] = round(time.monotonic() - began, 1)
             self._raw.append((case, ours, peers))
             line = report.row(case, ours, peers, report.ceilings(self._measured))
-            print(
-                *report.table([line]).splitlines()[1:],
-                f"{self.left():.0f} s left",
-                sep="\n",
-                flush=True,
-            )
+            lines = report.table([line]).splitlines()[1:]
+            print(*lines, f"{self.left():.0f} s left", sep="\n", flush=True)
             self.save()
         self._ours.ask({"do": "drop", "cases": [encoded(case) for case in batch]}, ROW_S)
         self.save()
@@ -304,7 +293,7 @@ class Bench:
             parts, worker = (in_jax, self._ours) if side == "ours" else (peers, self._peers)
             is_first = side not in self._warmed
             self._warmed.add(side)
-            if names := _names_to_time(
+            if names := names_to_time(
                 {n: entry for n, entry in parts.items() if "error" not in entry}
             ):
                 warm_s = FIRST_WARM_S if is_first else AGAIN_WARM_S if attempt > 1 else WARM_S
@@ -312,11 +301,11 @@ class Bench:
                 assert worker is not None
                 reply = worker.ask(request, self._patience(ROW_S))
                 for name in names:
-                    _append_windows(
+                    append_windows(
                         parts[name], reply.get(name, {"error": reply.get("error", "no time")})
                     )
         for entry in (*in_jax.values(), *peers.values()):
-            entry |= _summary(entry.pop("windows", {}))
+            entry |= summary(entry.pop("windows", {}))
 
     def _xla(self, case: Case) -> dict[str, Any]:
         request = {"do": "prepare", "case": encoded(case), "parts": ["xla"]}
@@ -325,8 +314,8 @@ class Bench:
         if "error" not in result:
             request = {"do": "time", "names": ["xla"], "warm_s": WARM_S}
             reply = self._ours.ask(request, self._patience(ROW_S))
-            _append_windows(result, reply.get("xla", reply))
-            result |= _summary(result.pop("windows", {}))
+            append_windows(result, reply.get("xla", reply))
+            result |= summary(result.pop("windows", {}))
         return result
 
     def save(self) -> None:
@@ -340,7 +329,7 @@ class Bench:
         order = {key(case): i for i, case in enumerate(cases())}
         self.result["rows"] = sorted(rows, key=lambda row: order.get(report.key_of(row), 0))
         out = self._arguments.out or Path(
-            f"benchmarks/results/kernels_{_short_name(self.result.get('gpu', 'none'))}.json"
+            f"benchmarks/results/kernels_{short_name(self.result.get('gpu', 'none'))}.json"
         )
         out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(out, json.dumps(self.result, indent=1) + "\n")
@@ -352,63 +341,6 @@ class Bench:
 
 def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[str, Any]:
     return {"do": "compile", "cases": [encoded(case) for case in batch], "parts": parts}
-
-
-def _names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the names to time: ours, those not timed yet, and those close to the fastest."""
-    medians = {
-        name: statistics.median(entry["windows"]["us"]) if "windows" in entry else 0.0
-        for name, entry in parts.items()
-    }
-    fastest = min(medians.values(), default=0.0)
-    return [name for name, us in medians.items() if name == "ours" or us <= CLOSE * fastest]
-
-
-def _append_windows(entry: dict[str, Any], reply: dict[str, Any]) -> None:
-    """Appends the windows of a turn to those of earlier turns."""
-    if "error" in reply:
-        entry["error"] = reply["error"]
-        entry.pop("windows", None)
-        return
-    windows = entry.setdefault("windows", {})
-    for name, values in reply.items():
-        windows[name] = windows.get(name, []) + (values if isinstance(values, list) else [values])
-
-
-def _summary(windows: dict[str, list[float]]) -> dict[str, float]:
-    if not windows:
-        return {}
-    medians = {n: statistics.median(v) for n, v in windows.items() if n.endswith("us")}
-    us = windows["us"]
-    result = medians | {"spread": round((max(us) - min(us)) / medians["us"], 4)}
-    if "busy" in windows:
-        result["busy"] = round(min(windows["busy"]), 3)
-    if "resolution_ns" in windows:
-        result["resolution_ns"] = math.gcd(*map(int, windows["resolution_ns"]))
-    return result
-
-
-def _short_name(gpu: str) -> str:
-    """Returns the model of a GPU name, such as h200 for "NVIDIA H200"."""
-    result = re.search(r"[A-Za-z]+\d+", gpu)
-    return result[0].lower() if result else "none"
-
-
-def _tools() -> dict[str, str]:
-    """Returns the versions of the driver and of CUDA's compilers, if they are installed."""
-    versions = {}
-    for name, command, pattern in (
-        ("driver", ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"\S+"),
-        ("ptxas", ["ptxas", "--version"], r"release \S+, V(\S+)"),
-        ("nvcc", ["nvcc", "--version"], r"release \S+, V(\S+)"),
-    ):
-        try:
-            output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if result := re.search(pattern, output):
-            versions[name] = result[result.re.groups]
-    return versions
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

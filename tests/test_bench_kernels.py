@@ -22,6 +22,7 @@ from benchmarks.kernels import (
     inputs,
     pack_peers,
     report,
+    turns,
     xla_lowering,
 )
 from benchmarks.kernels.calls import call_of
@@ -468,11 +469,9 @@ def test_operations_outside_the_stamps_are_found():
 
 def test_slow_peers_are_timed_once():
     def close(**windows):
-        return bench_kernels._names_to_time(
-            {n: {"windows": {"us": us}} for n, us in windows.items()}
-        )
+        return turns.names_to_time({n: {"windows": {"us": us}} for n, us in windows.items()})
 
-    assert bench_kernels._names_to_time({"a": {}, "b": {"windows": {"us": [3.0]}}}) == ["a"]
+    assert turns.names_to_time({"a": {}, "b": {"windows": {"us": [3.0]}}}) == ["a"]
     assert close() == []
     assert close(a=[9.0, 10.0, 30.0], b=[12.9], c=[13.1]) == ["a", "b"]
     assert close(xla=[9.0], ours=[99.0]) == ["xla", "ours"]
