@@ -15,6 +15,8 @@ from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
+from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
+from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
 from pallas_kernels.top_k import mosaic_gpu as top_k
@@ -37,40 +39,28 @@ class Variant:
         return self.op(**arguments, **self.keywords)
 
 
-_UNROLLED_MATMUL = dataclasses.replace(grouped_matmul.MANY_TOKENS_FLOAT8[0], unrolled=True)
-_UNROLLED_SWIGLU = dataclasses.replace(
-    grouped_swiglu.MANY_TOKENS_FLOAT8[0], unrolled=True, approximate_silu=True
-)
-
-_APPROXIMATE_SWIGLU = dataclasses.replace(
-    grouped_swiglu.MANY_TOKENS_FLOAT8[0], approximate_silu=True
-)
-
-
 def _decode(config: Any) -> Variant:
     return Variant(mla_decode.mla_decode, {"config": config})
+
+
+def _index(*config: int) -> dict[str, Variant]:
+    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
+
+
+def _top_k(warpgroups: int) -> dict[str, Variant]:
+    return {"top_k": Variant(top_k.top_k, {"warpgroups": warpgroups}, ("fp32",))}
 
 
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
     "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
-    "scored, without prefetch": {"mla_decode": _decode(ScoredQueries(prefetch=0))},
-    "unrolled": {
-        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": _UNROLLED_MATMUL}),
-        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": _UNROLLED_SWIGLU}),
-    },
-    "unrolled, panel of 8": {
+    "rolled": {
         "grouped_matmul": Variant(
-            grouped_matmul.grouped_matmul,
-            {"config": dataclasses.replace(_UNROLLED_MATMUL, panel=8)},
+            grouped_matmul.grouped_matmul, {"config": grouped_matmul.MANY_TOKENS_FLOAT8[0]}
         ),
         "grouped_swiglu": Variant(
-            grouped_swiglu.grouped_swiglu,
-            {"config": dataclasses.replace(_UNROLLED_SWIGLU, panel=8)},
+            grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
         ),
-    },
-    "approximate SiLU": {
-        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": _APPROXIMATE_SWIGLU}),
     },
     "without prefetch": {
         "sparse_mla_decode": Variant(
@@ -79,7 +69,14 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             ("bf16", "fp8"),
         ),
     },
-    "four warpgroups": {"top_k": Variant(top_k.top_k, {"warpgroups": 4}, ("fp32",))},
+    # Queries of a group, pages of a warpgroup, warpgroups and stages.
+    "1 query, 16 pages": _index(1, 16, 2, 4),
+    "1 query, 32 pages": _index(1, 32, 2, 4),
+    "1 query, 3 warpgroups": _index(1, 11, 3, 4),
+    "2 queries": _index(2, 24, 2, 4),
+    "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
+    "2 warpgroups": _top_k(2),
+    "8 warpgroups": _top_k(8),
 }
 """Variants by name and operation."""
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.top_k.mosaic_gpu_kernel import CHUNK, MAX_K, select
 
-_WARPGROUPS = 8
+_WARPGROUPS = 4
 
 
 def top_k(
