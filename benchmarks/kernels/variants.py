@@ -47,8 +47,8 @@ def _index(*config: int) -> dict[str, Variant]:
     return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
 
 
-def _top_k(warpgroups: int) -> dict[str, Variant]:
-    return {"top_k": Variant(top_k.top_k, {"warpgroups": warpgroups}, ("fp32",))}
+def _top_k(**keywords: int) -> dict[str, Variant]:
+    return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
 
 VARIANTS: dict[str, dict[str, Variant]] = {
@@ -75,8 +75,9 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "1 query, 3 warpgroups": _index(1, 11, 3, 4),
     "2 queries": _index(2, 24, 2, 4),
     "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
-    "2 warpgroups": _top_k(2),
-    "8 warpgroups": _top_k(8),
+    "2 warpgroups": _top_k(warpgroups=2),
+    "8 warpgroups": _top_k(warpgroups=8),
+    "1 part": _top_k(parts=1),
 }
 """Variants by name and operation."""
 
