@@ -11,7 +11,8 @@ through barriers:
   It writes P = exp(S - maximum) next to it. The running maximum passes from one to the other.
 * One warpgroup accumulates O^T += V^T P^T of all blocks in registers.
 
-No GPU has run it. benchmarks/NOTES.md has the prediction that it was designed for.
+On an H200 it is a little faster than the kernel for few query rows with many long sequences, and
+slower with short ones, so no call uses it by default. benchmarks/NOTES.md has the figures.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_rows_in_parts(parts):
 def test_few_long_rows_are_selected_from_in_parts():
     assert mosaic_gpu.parts_of(1, 32768, 2048) == mosaic_gpu.parts_of(64, 32768, 2048) == 1
     assert mosaic_gpu.parts_of(1, 131072, 2048) in (4, 8)
-    assert mosaic_gpu.parts_of(33, 163840, 2048) == 2
+    assert mosaic_gpu.parts_of(34, 163840, 2048) == 2
     assert mosaic_gpu.parts_of(67, 163840, 2048) == 1
 
 
