@@ -43,6 +43,7 @@ _TWO_GPUS = (
     "decode_v3_two_gpus_micro_batches_h200",
     "decode_v3_two_gpus_prefill_h200",
 )
+_NEWER_KERNELS = ("kernels_first_run_h200",)
 _PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200")
 
 
@@ -121,6 +122,17 @@ def _kind(row: dict[str, Any]) -> tuple[str, str]:
 
 def kernels() -> str:
     return markdown(_KERNEL, map(_kernel, _kernel_rows()))
+
+
+def newer_kernels() -> str:
+    """Returns the rows of the latest run of each shape, without the settings timed beside."""
+    rows = {
+        (*_kind(row), row["shape"]): row
+        for name in _NEWER_KERNELS
+        for row in read(name)["rows"]
+        if row["us"]
+    }
+    return markdown(_KERNEL, (_kernel(rows[name]) for name in sorted(rows)))
 
 
 def kernels_by_kind() -> str:
@@ -322,7 +334,7 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, decode, prefill, two_gpus, all_layers, speculation, quantization,
+        kernels, kernels_by_kind, newer_kernels, decode, prefill, two_gpus, all_layers, speculation, quantization,
         cache_dtype, conversion, cpu, cold_start, summary,
     )
 }  # fmt: skip
