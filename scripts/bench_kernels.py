@@ -365,7 +365,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         nargs="*",
         default=[],
         choices=VARIANTS,
-        help="settings of benchmarks/kernels/variants.py that are timed beside it",
+        help="settings of benchmarks/kernels/variants.py that are timed in turn with it",
     )
     parser.add_argument("--calls", type=int, default=CALLS, help="maximum calls per timed program")
     parser.add_argument("--resume", type=Path, help="earlier result whose complete rows are kept")

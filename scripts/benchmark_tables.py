@@ -125,7 +125,7 @@ def kernels() -> str:
 
 
 def newer_kernels() -> str:
-    """Returns the rows of the latest run of each shape, without the settings timed beside."""
+    """Returns the rows of the latest run of each shape, without those of other settings."""
     rows = {
         (*_kind(row), row["shape"]): row
         for name in _NEWER_KERNELS
@@ -334,8 +334,8 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, newer_kernels, decode, prefill, two_gpus, all_layers, speculation, quantization,
-        cache_dtype, conversion, cpu, cold_start, summary,
+        kernels, kernels_by_kind, newer_kernels, decode, prefill, two_gpus, all_layers, speculation,
+        quantization, cache_dtype, conversion, cpu, cold_start, summary,
     )
 }  # fmt: skip
 

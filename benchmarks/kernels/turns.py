@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 CLOSE = 1.3
-"""What is slower than the best by more than this factor gets one turn."""
+"""A peer or variant that is slower than the best by more than this factor gets one turn."""
 
 
 def names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:

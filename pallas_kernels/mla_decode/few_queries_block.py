@@ -100,7 +100,7 @@ class Values:
     """bfloat16 [64, columns], or None if there are no latents."""
 
     release: Callable[[], None] | None = None
-    """What to do when they have been read."""
+    """Releases the columns. It is called when they have been read."""
 
 
 def add_values(acc: jax.Array, p: Any, values: Sequence[Values], *, gpu: bool) -> jax.Array:
