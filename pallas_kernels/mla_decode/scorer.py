@@ -194,10 +194,11 @@ def score_blocks(
         # A fence between reading the queries and the copy that overwrites them. On a GPU only
         # wgmma reads them.
         plgpu.commit_smem()
-        return sum(
+        products = [
             jnp.dot(keys.astype(jnp.float32), q.astype(jnp.float32).T, precision="highest")
             for keys, q in operands
-        )
+        ]
+        return products[0] + products[1]
 
     sequence_count = work.sequence_count()
     done = lax.fori_loop(0, sequence_count, run_segment, i32(0))

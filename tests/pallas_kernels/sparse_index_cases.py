@@ -131,9 +131,12 @@ class SparseIndexCases:
     heads: ClassVar[int] = 3
     width: ClassVar[int] = 12
     float8_bound: ClassVar[float] = TOLERANCES["float32"]
-    float8_products: ClassVar[Callable[[Array, Array], Array]] = staticmethod(np.matmul)
     unused: ClassVar[int] = 32
     """Columns of wider pages that are no keys."""
+
+    def float8_products(self, q: Array, key: Array) -> Array:
+        """Returns the products [J] of float8 queries [J, D] and a key [D]."""
+        return q @ key
 
     def random(self, lengths: tuple[int, ...], **kwargs) -> Inputs:
         """Random inputs. Lengths are given as for pages of eight tokens."""
