@@ -175,7 +175,8 @@ class SparseIndexCases:
 
     def test_wider_pages(self):
         x = self.random((21, 2), T=2)
-        pages = np.pad(x.pages, ((0, 0), (0, 0), (0, self.unused)), constant_values=np.nan)
+        unused = np.full((*x.pages.shape[:2], self.unused), np.nan)
+        pages = np.concatenate([x.pages, unused], axis=-1)
         self.check(dataclasses.replace(x, pages=pages))
 
     def test_heads_below_zero_count_nothing(self):
