@@ -43,7 +43,9 @@ _TWO_GPUS = (
     "decode_v3_two_gpus_micro_batches_h200",
     "decode_v3_two_gpus_prefill_h200",
 )
-_NEWER_KERNELS = ("kernels_first_run_h200",)
+_NOW_DEFAULT = {"unrolled", "four warpgroups"}
+"""Variants of `kernels_first_run_h200` that have become the default since."""
+
 _PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200")
 
 
@@ -125,14 +127,20 @@ def kernels() -> str:
 
 
 def newer_kernels() -> str:
-    """Returns the rows of the latest run of each shape, without those of other settings."""
-    rows = {
-        (*_kind(row), row["shape"]): row
-        for name in _NEWER_KERNELS
-        for row in read(name)["rows"]
-        if row["us"]
-    }
-    return markdown(_KERNEL, (_kernel(rows[name]) for name in sorted(rows)))
+    """Returns the newer kernels with the settings that are the default now."""
+    rows = sorted(
+        read("kernels_first_run_h200")["rows"], key=lambda row: (*_kind(row), row["shape"])
+    )
+    return markdown(_KERNEL, (_kernel(_with_new_default(row)) for row in rows))
+
+
+def _with_new_default(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with the time of a variant that has become the default since."""
+    for name in _NOW_DEFAULT & set(row.get("variants", {})):
+        us = row["variants"][name]["us"]
+        share = row["roof_fraction"] * row["us"] / us
+        return row | {"us": us, "roof_fraction": share, "ratio": row["peer_us"] / us}
+    return row
 
 
 def kernels_by_kind() -> str:

@@ -77,7 +77,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
     "2 warpgroups": _top_k(warpgroups=2),
     "8 warpgroups": _top_k(warpgroups=8),
-    "1 part": _top_k(parts=1),
+    "4 parts": _top_k(parts=4),
 }
 """Variants by name and operation."""
 

@@ -9,14 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import require_hopper
 from pallas_kernels.top_k.mosaic_gpu_kernel import CHUNK, MAX_K, select
 
 _WARPGROUPS = 4
-# Microseconds of a program: fixed, and per score. Measured on an H200 with rows of 32,768 and
-# 131,072 scores.
-_FIXED_US, _SCORE_US = 21.0, 0.55e-3
-_GATHER_US = 5.0  # guessed: XLA's gather of the scores of the parts' results
 
 
 def top_k(
@@ -24,7 +20,7 @@ def top_k(
     k: int,
     *,
     warpgroups: int = _WARPGROUPS,
-    parts: int | None = None,
+    parts: int = 1,
     interpret: Any = None,
 ) -> Int32[Array, "*batch k"]:
     """Implements :func:`pallas_kernels.top_k`.
@@ -32,7 +28,8 @@ def top_k(
     Args:
       warpgroups: number of warpgroups per program: 1, 2, 4 or 8. They do not affect the result.
       parts: number of parts of a row that are selected from separately, each by a program. Another
-        one then selects from their results. By default :func:`parts_of`.
+        one then selects from their results. It is for a few long rows, which leave most
+        multiprocessors without a program. No GPU has run more than one part.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
@@ -43,7 +40,6 @@ def top_k(
     *batch, S = scores.shape
     rows = jax.lax.stop_gradient(scores).reshape(-1, S)
     chosen_of = functools.partial(_chosen, k=k, warpgroups=warpgroups, interpret=interpret)
-    parts = parts or parts_of(len(rows), S, k)
     if parts == 1:
         return chosen_of(rows).reshape(*batch, k)
     width = -(-S // (parts * CHUNK)) * CHUNK
@@ -56,20 +52,6 @@ def top_k(
     of_all = chosen_of(jnp.where(index < 0, -jnp.inf, best))
     chosen = jnp.take_along_axis(index, jnp.maximum(of_all, 0), axis=1)
     return jnp.where(of_all < 0, -1, chosen).reshape(*batch, k)
-
-
-def parts_of(rows: int, S: int, k: int) -> int:
-    """Returns the number of parts of a row that takes the least time.
-
-    A few long rows leave most multiprocessors without a program.
-    """
-
-    def us(parts: int) -> float:
-        if parts == 1:
-            return _FIXED_US + _SCORE_US * S
-        return 2 * _FIXED_US + _GATHER_US + _SCORE_US * (S / parts + parts * k)
-
-    return min((n for n in (1, 2, 4, 8) if n == 1 or rows * n <= multiprocessors()), key=us)
 
 
 def _chosen(
