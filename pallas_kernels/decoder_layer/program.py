@@ -26,6 +26,7 @@ from pallas_kernels.decoder_layer.vectors import (
     token_and_number,
 )
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, i64, inline, word
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
@@ -65,11 +66,11 @@ class Program:
         self.signals.initialise([CONSUMERS * WARPS] * 3, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
 
-        @pl.when(self.wg == CONSUMERS)
+        @when(self.wg == CONSUMERS)
         def _() -> None:
-            pl.when(first_warp(self.on_gpu))(self.produce)
+            when(first_warp(self.on_gpu))(self.produce)
 
-        @pl.when(self.wg < CONSUMERS)
+        @when(self.wg < CONSUMERS)
         def _() -> None:
             self.stream.ring.release_all()
             self.consume()
@@ -145,7 +146,7 @@ class Program:
         plan, refs = self.plan, self.refs
         for t in range(plan.tokens):
 
-            @pl.when(self.wg == t % CONSUMERS)
+            @when(self.wg == t % CONSUMERS)
             def _(t: int = t) -> None:
                 norm_row(
                     refs.h.at[t],
@@ -191,7 +192,7 @@ class Program:
         else:
             for i in range(plan.own_outputs):
                 zeros = plgpu.layout_cast(jnp.zeros(SHAPE, jnp.float32), LAYOUT)
-                pl.when(self.wg == i % CONSUMERS)(
+                when(self.wg == i % CONSUMERS)(
                     lambda i=i, zeros=zeros: _store(self.sums.at[i], zeros)
                 )
 
@@ -203,7 +204,7 @@ class Program:
         """
         for n, start in enumerate(starts):
 
-            @pl.when(self.wg == n % CONSUMERS)
+            @when(self.wg == n % CONSUMERS)
             def _(n: int = n, start: int = start) -> None:
                 window = pl.ds((first + n) * width, width)
                 copy_row(source.at[window], self.activations.at[pl.ds(start, width)])
@@ -253,7 +254,7 @@ class Program:
             state, sums = stream.consume(operand, rows, scales, state)
             self.totals.exchange(number, sums)
 
-            @pl.when(self.wg == lax.rem(i, jnp.int32(CONSUMERS)))
+            @when(self.wg == lax.rem(i, jnp.int32(CONSUMERS)))
             def _() -> None:
                 epilogue(i, pair, row, *self.totals.load(number, rows.count))
 
@@ -330,7 +331,7 @@ class Program:
             row = (self.program + i * self.programs) * ROWS
             is_own = (self.wg == i % CONSUMERS) & (row < plan.width)
 
-            @pl.when(is_own)
+            @when(is_own)
             def _(i: int = i, row: jax.Array = row) -> None:
                 sums = load_with_layout(self.sums.at[i], LAYOUT)
                 sums = sums.astype(plan.dtype).astype(jnp.float32)

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.ir import REF, SCALAR, i32, inline, instruction, word
 
@@ -107,7 +107,7 @@ class Barriers:
         for stage in range(stages):
             uses = lax.div(fills + (stages - 1 - stage), jnp.int32(stages))
 
-            @pl.when(uses > 0)
+            @when(uses > 0)
             def _(stage=stage, uses=uses):
                 self.wait(first + stage, uses - 1)
 

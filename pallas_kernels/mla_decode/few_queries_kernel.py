@@ -36,6 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns, tiles_of
@@ -136,7 +137,7 @@ def attend(
             def clear_values(tokens, block_stages):
                 """Zeroes values past the end. P is 0 there, and 0 * NaN would be NaN."""
 
-                @pl.when(tokens < BLOCK)
+                @when(tokens < BLOCK)
                 def _():
                     for columns, (stage, _) in zip(slices, block_stages, strict=True):
                         if columns.latents:
@@ -152,7 +153,7 @@ def attend(
                 """Returns the values of a block. ``release``: whether to release its stages."""
 
                 def release_stage(stage):
-                    @pl.when(release)
+                    @when(release)
                     def _():
                         stage_barriers.arrive(rings.free(wg, stage))
 
@@ -176,7 +177,7 @@ def attend(
                 has_last_block = rings.owner(done + count - 1) == wg
                 q_full.wait(0, i)
 
-                @pl.when(own_count == 0)
+                @when(own_count == 0)
                 def _():
                     q_free.arrive(0)
 
@@ -190,7 +191,7 @@ def attend(
                     p_own = p_s.at[wg, r & 1]
                     s = scores(r, block_stages)
 
-                    @pl.when(last)
+                    @when(last)
                     def _():
                         q_free.arrive(0)
 
@@ -210,7 +211,7 @@ def attend(
 
                     above = softmax.above(p)
                     new_total = total + softmax.sums(p)
-                    acc, total, maximum = lax.cond(
+                    acc, total, maximum = cond(
                         above, raise_maximum, keep_maximum, acc, total, new_total, maximum
                     )
                     tokens = length - (begin + j) * BLOCK
@@ -229,14 +230,14 @@ def attend(
                 reduce_total = functools.partial(
                     registers.reduce_threads, kind="add", scratch=scratch, gpu=gpu
                 )
-                total = lax.cond(own_count > 0, reduce_total, lambda total: total, total)
+                total = cond(own_count > 0, reduce_total, lambda total: total, total)
 
                 if W == 2:
 
                     def last_block_of(w):
                         return rings.stages_of(rings.index(done + count - 1 - w))
 
-                    @pl.when(~has_last_block & (own_count > 0))
+                    @when(~has_last_block & (own_count > 0))
                     def _hand():
                         handover.give(wg, last_block_of(wg), (acc, maximum, total))
 
@@ -244,12 +245,12 @@ def attend(
                         return handover.merge(1 - wg, last_block_of(1 - wg), handovers, state)
 
                     must_merge = has_last_block & (count > 1)
-                    acc, maximum, total = lax.cond(
+                    acc, maximum, total = cond(
                         must_merge, merge_other, lambda *own: own, acc, maximum, total
                     )
                     handovers = handovers + must_merge.astype(i32)
 
-                @pl.when(has_last_block)
+                @when(has_last_block)
                 def _finish():
                     outputs.store(work, b, (acc, maximum, total), gpu=gpu)
 
@@ -258,8 +259,8 @@ def attend(
             lax.fori_loop(0, sequence_count, run_segment, (i32(0), i32(0)))
 
         for producer in range(layout.producers):
-            pl.when(wg == W + producer)(functools.partial(producer_warpgroup, producer))
-        pl.when(wg < W)(consumer_warpgroup)
+            when(wg == W + producer)(functools.partial(producer_warpgroup, producer))
+        when(wg < W)(consumer_warpgroup)
 
     # The interpreter cannot reinterpret bfloat16 memory as float32.
     handover_s = () if gpu else (plgpu.SMEM((LATENT + 2, N), jnp.float32),)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.few_queries_plan import Plan
 
@@ -96,7 +96,7 @@ class Rings:
     def wait_until_free(self, w: Any, stage: Any, use: Any) -> None:
         """Waits until the consumer has released a stage's use before ``use``."""
 
-        @pl.when(use > 0)
+        @when(use > 0)
         def _():
             self.barriers.wait(self.free(w, stage), use - 1)
 

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.math import NO_SCORE
@@ -96,17 +97,17 @@ def attend(
         work = Work(schedule_g, tables_g, partitions, partition, kv_g.shape[0])
         outputs = Results(*results_g, rows=lambda: pl.ds(first_query_row(), N), swapped=plan.gpu)
 
-        @pl.when(wg < SCORERS)
+        @when(wg < SCORERS)
         def _score():
             plgpu.set_max_registers(plan.registers[0], action="increase")
             score_blocks(plan, wg, memory, signals, query_buffer, work, first_query_row)
 
-        @pl.when(wg == SCORERS)
+        @when(wg == SCORERS)
         def _add():
             plgpu.set_max_registers(plan.registers[1], action="increase")
             accumulate(plan, memory, signals, work, outputs)
 
-        @pl.when(wg == SCORERS + 1)
+        @when(wg == SCORERS + 1)
         def _produce():
             plgpu.set_max_registers(plan.registers[2], action="decrease")
             copy_pages(plan, kv_g, memory, signals, query_buffer, work)
@@ -162,7 +163,7 @@ def copy_pages(
             if plan.gpu and plan.config.prefetch:
                 later = work.page(b, begin + j + plan.config.prefetch)
 
-                @pl.when(j + plan.config.prefetch < count)
+                @when(j + plan.config.prefetch < count)
                 def _():
                     prefetch_page(pages.at[later])
 
@@ -171,7 +172,7 @@ def copy_pages(
                 use = lax.div(piece, i32(stages))
                 stage = piece - use * stages
 
-                @pl.when(use > 0)
+                @when(use > 0)
                 def _(stage=stage, use=use):
                     signals.blocks.wait(signals.piece_free(stage), use - 1)
 
@@ -199,11 +200,11 @@ def copy_pages(
         queries.wait_for_arrivals(sequence_count)
         return
 
-    @pl.when(warp_is(0))
+    @when(warp_is(0))
     def _():
         wait_for_arrivals(lax.fori_loop(0, sequence_count, fetch_pages, i32(0)))
 
-    @pl.when(warp_is(1))
+    @when(warp_is(1))
     def _():
         lax.fori_loop(0, sequence_count, lambda i, _: fetch_queries(i), None)
         queries.wait_for_arrivals(sequence_count)
@@ -238,9 +239,7 @@ def accumulate(plan: Plan, memory: Memory, signals: Signals, work: Work, outputs
                 raised = plgpu.layout_cast(memory.maxima[slot], COLUMN)
                 return acc * spread_columns(jnp.exp2(maximum - raised), LATENT), raised
 
-            acc, maximum = lax.cond(
-                memory.raised[slot] != 0, rescale, lambda *same: same, acc, maximum
-            )
+            acc, maximum = cond(memory.raised[slot] != 0, rescale, lambda *same: same, acc, maximum)
             return add_values(acc, memory.p.at[slot], values_of(slot), gpu=gpu), maximum
 
         acc = plgpu.layout_cast(jnp.full((LATENT, N), 0.0, jnp.float32), WGMMA)

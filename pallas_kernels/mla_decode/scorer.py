@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import ACC
@@ -63,7 +64,7 @@ def score_blocks(
         own_count = half_of(jnp.maximum(count - first + 1, 0))
         queries.full.wait(0, i)
 
-        @pl.when(own_count == 0)
+        @when(own_count == 0)
         def _():
             queries.free.arrive(0)
 
@@ -73,26 +74,26 @@ def score_blocks(
             n = done + j
             tokens = length - (begin + j) * BLOCK
 
-            @pl.when(n >= 2)
+            @when(n >= 2)
             def _():
                 signals.blocks.wait(signals.free(own), half_of(n) - 1)
 
             s = scores(n, k, tokens)
 
-            @pl.when(k == own_count - 1)
+            @when(k == own_count - 1)
             def _():
                 queries.free.arrive(0)
 
             s = softmax.masked(s, length, begin + j)
 
-            @pl.when(n >= 1)
+            @when(n >= 1)
             def _():
                 signals.blocks.wait(signals.max_ready(other), half_of(n - 1))
 
             def load_maximum():
                 return plgpu.layout_cast(memory.maxima[other], registers.COLUMN)
 
-            before = lax.cond(j == 0, lambda: column_vector(N, NO_SCORE), load_maximum)
+            before = cond(j == 0, lambda: column_vector(N, NO_SCORE), load_maximum)
             p_own = memory.p.at[own]
             p = softmax.put(p_own, s, before)
 
@@ -104,7 +105,7 @@ def score_blocks(
                 return softmax.raised(p_own, s, before, memory.scratch.at[own])[::-1]
 
             above, sums = softmax.above(p), softmax.sums(p)
-            sums, maximum = lax.cond(above, raise_maximum, keep_maximum, sums, before)
+            sums, maximum = cond(above, raise_maximum, keep_maximum, sums, before)
             memory.maxima[own] = maximum
             memory.raised[own] = above.astype(i32)
             signals.blocks.arrive(signals.max_ready(own))
@@ -118,9 +119,9 @@ def score_blocks(
         def reduce_total(total):
             return registers.reduce_threads(total, "add", memory.scratch.at[own], gpu=gpu)
 
-        total = lax.cond(own_count > 0, reduce_total, lambda total: total, total)
+        total = cond(own_count > 0, reduce_total, lambda total: total, total)
 
-        @pl.when(i > 0)
+        @when(i > 0)
         def _():
             signals.blocks.wait(signals.sums_free, i - 1)
 
@@ -141,7 +142,7 @@ def score_blocks(
 
         # The stage's previous use may be another warp's, which this one has not waited for. A
         # barrier tells only the parity of its use: it must not be behind the use before this one.
-        @pl.when(use > 0)
+        @when(use > 0)
         def _():
             signals.blocks.wait(signals.piece_free(stage), use - 1)
 
@@ -204,14 +205,14 @@ def score_blocks(
     done = lax.fori_loop(0, sequence_count, run_segment, i32(0))
 
     # A program may exit only after every arrival at its barriers has happened.
-    @pl.when((done >= 1) & ((done & 1) == own))
+    @when((done >= 1) & ((done & 1) == own))
     def _():
         signals.blocks.wait(signals.max_ready(other), half_of(done - 1))
 
-    @pl.when(done > own)
+    @when(done > own)
     def _():
         signals.blocks.wait(signals.free(own), half_of(done - own - 1))
 
-    @pl.when(sequence_count > 0)
+    @when(sequence_count > 0)
     def _():
         signals.blocks.wait(signals.sums_free, sequence_count - 1)
