@@ -103,16 +103,8 @@ class Rings:
     def wait_for_arrivals(self, w: Any, blocks: Any) -> None:
         """Waits for every outstanding arrival at a ring's "free" barriers.
 
-        A program may exit only then.
-
         Args:
           blocks: number of blocks that were filled in the ring.
         """
-        ring = self.plan.ring
-        used = blocks * len(self.plan.slices)
-        for stage in range(ring):
-            uses = lax.div(used + (ring - 1 - stage), jnp.int32(ring))
-
-            @when(uses > 0)
-            def _(stage=stage, uses=uses):
-                self.barriers.wait(self.free(w, stage), uses - 1)
+        fills = blocks * len(self.plan.slices)
+        self.barriers.wait_for_arrivals(self.free(w, 0), self.plan.ring, fills)

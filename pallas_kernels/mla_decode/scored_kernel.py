@@ -11,7 +11,8 @@ through barriers:
   It writes P = exp(S - maximum) next to it. The running maximum passes from one to the other.
 * One warpgroup accumulates O^T += V^T P^T of all blocks in registers.
 
-No GPU has run it. benchmarks/NOTES.md has the prediction that it was designed for.
+On an H200 it is a little faster than the kernel for few query rows with many long sequences, and
+slower with short ones, so no call uses it by default. benchmarks/NOTES.md has the figures.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.math import NO_SCORE
-from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns, tiles_of
+from pallas_kernels.hopper.tiles import WGMMA, spread_columns, tiles_of
 from pallas_kernels.hopper.warpgroup import warp_is
+from pallas_kernels.mla_decode.few_queries_block import Values, add_values
 from pallas_kernels.mla_decode.few_queries_epilogue import Results
 from pallas_kernels.mla_decode.few_queries_registers import COLUMN, column_vector
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
@@ -103,7 +105,7 @@ def attend(
         @when(wg == SCORERS)
         def _add():
             plgpu.set_max_registers(plan.registers[1], action="increase")
-            add_values(plan, memory, signals, work, outputs)
+            accumulate(plan, memory, signals, work, outputs)
 
         @when(wg == SCORERS + 1)
         def _produce():
@@ -186,13 +188,7 @@ def copy_pages(
         return done + count
 
     def wait_for_arrivals(done):
-        """Waits for every outstanding release; a program may exit only then."""
-        for stage in range(stages):
-            uses = lax.div(WARP_PIECES * done + (stages - 1 - stage), i32(stages))
-
-            @when(uses > 0)
-            def _(stage=stage, uses=uses):
-                signals.blocks.wait(signals.piece_free(i32(stage)), uses - 1)
+        signals.blocks.wait_for_arrivals(signals.piece_free(0), stages, WARP_PIECES * done)
 
     if not plan.gpu:  # in the interpreter a warpgroup is one thread
 
@@ -214,29 +210,21 @@ def copy_pages(
         queries.wait_for_arrivals(sequence_count)
 
 
-def add_values(plan: Plan, memory: Memory, signals: Signals, work: Work, outputs: Results) -> None:
+def accumulate(plan: Plan, memory: Memory, signals: Signals, work: Work, outputs: Results) -> None:
     """Accumulates O^T of all key blocks of a partition, and stores its sequences' results."""
     gpu, N, i32 = plan.gpu, plan.rows, jnp.int32
     tiles = LATENT // BLOCK
 
-    def add_block(acc, slot):
-        def multiply(acc_ref):
-            for tile in range(tiles):
-                rows = pl.ds(BLOCK * tile, BLOCK)
-                plgpu.wgmma(acc_ref.at[rows], memory.values.at[slot, tile].T, memory.p.at[slot].T)
-            if not gpu:
-                return acc_ref[...]
-            plgpu.wgmma_wait(0)
+    def values_of(slot):
+        def release():
             signals.blocks.arrive(signals.free(slot))
-            return None
 
-        if gpu:
-            return pl.run_state(multiply)(ACC.init(acc))
-        # The interpreter cannot carry an accumulator through run_state.
-        acc = acc + pl.run_scoped(multiply, ACC((LATENT, N), jnp.float32))
-        plgpu.commit_smem()
-        signals.blocks.arrive(signals.free(slot))
-        return acc
+        return [
+            Values(
+                BLOCK * tile, memory.values.at[slot, tile], release if tile == tiles - 1 else None
+            )
+            for tile in range(tiles)
+        ]
 
     def run_segment(i, done):
         b, _, count = work.segment(i, work.range())
@@ -252,7 +240,7 @@ def add_values(plan: Plan, memory: Memory, signals: Signals, work: Work, outputs
                 return acc * spread_columns(jnp.exp2(maximum - raised), LATENT), raised
 
             acc, maximum = cond(memory.raised[slot] != 0, rescale, lambda *same: same, acc, maximum)
-            return add_block(acc, slot), maximum
+            return add_values(acc, memory.p.at[slot], values_of(slot), gpu=gpu), maximum
 
         acc = plgpu.layout_cast(jnp.full((LATENT, N), 0.0, jnp.float32), WGMMA)
         acc, maximum = lax.fori_loop(0, count, step, (acc, column_vector(N, NO_SCORE)))
