@@ -43,16 +43,19 @@ RUNS = {
     "H200": "engine_moonlight_h200.json",
     "H100": "engine_moonlight_h100.json",
     "H100, steps planned late": "engine_moonlight_h100_late_planning.json",
+    "H200, steps planned late": "engine_moonlight_512_h200.json",
 }
-"""Result files. The last one does not say that its engine planned steps late."""
+"""Result files. The third one does not say that its engine planned steps late."""
 
 SUBMISSIONS = {
     "H200": "4794243",
     "H100": "03dc8c4",
     "H100, steps planned late": "dde8d4d",
+    "H200, steps planned late": "dde8d4d",
 }
 """The commit of each run's engine in ``submission_time.json``: how long the client, in the process
-of the engine, was busy with its submissions. The first one checked the ids of prompts one by one.
+of the engine, was busy with its submissions. The first one checked the ids of prompts one by one. The
+last two are of different engines, which submit in the same way.
 Those times are of another machine's CPU."""
 
 KERNELS = ("decode_moonlight_h200_2.json", "prefill_moonlight_h200.json")
