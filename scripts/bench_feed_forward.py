@@ -6,16 +6,17 @@
 
 Layers with experts, of published widths with random weights, run one after the other without
 attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each of its settings, and
-by the model's own operations. ``us`` is the time per layer, from programs of many layers with
-several in flight. ``roof_us`` is the time in which the weights of the router, the shared and the
-chosen experts are read at READ_GBS. ``phases`` are microseconds between the kernel's own clock
-stamps, means over its programs, which take ``cycles`` in all. ``clock_mhz``, by which they are
-divided, is what nvidia-smi reports just after the timed programs.
+by the model's own operations (``plain``). ``us`` is the time per layer, from programs of many layers
+with several in flight. ``read_gbs`` is this GPU's bandwidth, and ``roof_us`` the time in which it
+reads the weights of the router, the shared and the chosen experts. ``phases`` are microseconds
+between the kernel's own clock stamps, means over its programs, which take ``cycles`` in all.
+``clock_mhz``, by which they are divided, is what nvidia-smi reports just after the timed programs.
 
 Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
-calls must give equal bits. Wrong results are reported, and not timed. After the first case,
-``--launches`` launches of one token show that none hangs. After ``--time-limit`` seconds no further
-case starts; ``not_run`` lists those.
+calls must give equal bits. ``error`` is the largest relative error of a token. Wrong results are
+reported (``wrong``), and not timed. After the first case, ``--launches`` launches of one token show
+that none hangs. After ``--time-limit`` seconds no further case starts; ``not_run`` lists those, and
+those after a kernel that trapped. Run one kind of weights per process to lose no others by a trap.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import feed_forward
-from benchmarks.ceiling import READ_GBS
-from benchmarks.decode import models
+from benchmarks.decode import floor, models
 from benchmarks.decode.machine import description
 from benchmarks.kernels.checks import TOLERANCE, rows_error
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine.programs import GPU_OPTIONS
 from dsv3_jax.files import atomic_write
 from dsv3_jax.layers.block import DecoderLayer
 from pallas_kernels.decoder_layer.plan import Config
@@ -84,25 +85,29 @@ def seconds(program: Callable[..., Any], *arguments: Any) -> list[float]:
 def timed(half: feed_forward.Half, h: jax.Array, states: list[Any]) -> dict[str, float]:
     """Returns the microseconds per layer, and their spread."""
     laps = CALLS // LAYERS
-    windows = seconds(jax.jit(feed_forward.chain(half, laps)), h, states)
+    program = jax.jit(feed_forward.chain(half, laps), compiler_options=GPU_OPTIONS)
+    windows = seconds(program, h, states)
     us = statistics.median(windows) / (laps * LAYERS) * 1e6
     spread = (max(windows) - min(windows)) / statistics.median(windows)
     return {"us": round(us, 2), "spread": round(spread, 3)}
 
 
-def wrong(half: feed_forward.Half, graph: Any, h: Any, states: list[Any], repeats: int) -> Any:
-    """Returns what is wrong with a layer's result, or None."""
+def check(
+    half: feed_forward.Half, h: Any, states: list[Any], wanted: list[Any], repeats: int
+) -> dict[str, Any]:
+    """Returns the largest error of the layers' results, and what is wrong with them."""
     run = jax.jit(feed_forward.chain(half, 1))
-    exact = jax.jit(feed_forward.chain(feed_forward.exact(graph), 1))
-    for state in states:
-        first, want = run(h, [state]), exact(h, [state])
+    result: dict[str, Any] = {"error": 0.0}
+    for state, want in zip(states, wanted, strict=True):
+        first = run(h, [state])
         # Residuals agree anyway: compare what the layer has added.
         error = float(rows_error(first.astype(jnp.float32) - h, want - h))
+        result["error"] = max(result["error"], round(error, 5))
         if error > 2 * TOLERANCE:
-            return f"wrong: relative error {error:.3g}, above {2 * TOLERANCE:.3g}"
-        if any(not np.array_equal(first, run(h, [state])) for _ in range(repeats)):
-            return f"wrong: {repeats} equal calls gave different bits"
-    return None
+            result["wrong"] = f"relative error {error:.3g}, above {2 * TOLERANCE:.3g}"
+        elif any(not np.array_equal(first, run(h, [state])) for _ in range(repeats)):
+            result["wrong"] = f"{repeats} equal calls gave different bits"
+    return result
 
 
 def phases(graph: Any, h: Any, state: Any, config: Config, mhz: float) -> dict[str, Any]:
@@ -135,22 +140,24 @@ def weight_bytes(config: ModelConfig, weights: str, tokens: int) -> int:
 
 
 def measure(
-    name: str, weights: str, tokens: int, layers: tuple[Any, list[Any]], repeats: int
+    name: str, weights: str, tokens: int, layers: tuple[Any, list[Any]], repeats: int, gbs: float
 ) -> dict[str, Any]:
     """Checks and times one case."""
     config, (graph, states) = models.config(name), layers
     h = jax.random.normal(jax.random.key(tokens), (tokens, config.hidden_size), jnp.bfloat16)
     row: dict[str, Any] = {"model": name, "weights": weights, "tokens": tokens}
-    row["roof_us"] = round(weight_bytes(config, weights, tokens) / READ_GBS / 1e3, 2)
-    row["plain"] = timed(feed_forward.plain(graph), h, states)
+    row["roof_us"] = round(weight_bytes(config, weights, tokens) / gbs / 1e3, 2)
+    exact = jax.jit(feed_forward.chain(feed_forward.exact(graph), 1))
+    wanted = [exact(h, [state]) for state in states]
     for ahead in AHEAD:
         setting = Config(multiprocessors(), ahead=ahead)
         half = feed_forward.one_kernel(graph, setting)
-        if fault := wrong(half, graph, h, states, repeats):
-            row[ahead] = {"error": fault}
-            continue
-        row[ahead] = timed(half, h, states)
-        row[ahead] |= phases(graph, h, states[0], setting, clock_mhz())
+        row[ahead] = check(half, h, states, wanted, repeats)
+        if "wrong" not in row[ahead]:
+            row[ahead] |= timed(half, h, states)
+            row[ahead] |= phases(graph, h, states[0], setting, clock_mhz())
+    half = feed_forward.plain(graph)
+    row["plain"] = check(half, h, states, wanted, repeats) | timed(half, h, states)
     return row
 
 
@@ -180,7 +187,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; by default it is only printed")
     arguments = parser.parse_args()
     require_hopper()
-    result: dict[str, Any] = description() | {"read_gbs": READ_GBS, "rows": [], "not_run": []}
+    gbs = round(floor.bandwidth() / 1e9, 1)
+    result: dict[str, Any] = description() | {"read_gbs": gbs, "rows": [], "not_run": []}
 
     def save() -> None:
         if arguments.out is not None:
@@ -197,20 +205,27 @@ def main() -> None:
     for name, weights in kinds:
         layers = None
         for tokens in arguments.tokens:
-            if time.monotonic() - began > arguments.time_limit:
+            late = time.monotonic() - began > arguments.time_limit
+            if late or "trapped" in result:
                 result["not_run"].append([name, weights, tokens])
                 continue
-            layers = layers or random_layers(models.config(name), weights)
-            result["rows"].append(measure(name, weights, tokens, layers, arguments.repeats))
-            print(json.dumps(result["rows"][-1]), flush=True)
-            save()
-            if "endurance" not in result and arguments.launches:
-                width = models.config(name).hidden_size
-                result["endurance"] = endure(layers, width, arguments.launches)
-                print(result["endurance"], flush=True)
+            try:
+                layers = layers or random_layers(models.config(name), weights)
+                row = measure(name, weights, tokens, layers, arguments.repeats, gbs)
+                result["rows"].append(row)
+                print(json.dumps(row), flush=True)
                 save()
-    save()
-    if faults := [row for row in result["rows"] if any("error" in row[ahead] for ahead in AHEAD)]:
+                if "endurance" not in result and arguments.launches:
+                    width = models.config(name).hidden_size
+                    result["endurance"] = endure(layers, width, arguments.launches)
+                    print(result["endurance"], flush=True)
+            except jax.errors.JaxRuntimeError as error:  # the process cannot use the GPU any more
+                result["trapped"] = [name, weights, tokens, str(error)]
+            save()
+    if "trapped" in result:
+        sys.exit(f"a kernel trapped: {result['trapped']}")
+    faults = [row for row in result["rows"] if any("wrong" in row[ahead] for ahead in AHEAD)]
+    if faults:
         sys.exit(f"{len(faults)} of {len(result['rows'])} cases are wrong")
 
 

@@ -76,11 +76,10 @@ def mix(
     """Returns the sum of the shared MLP and of the chosen experts, times their weights."""
     total = jnp.zeros(x.shape, jnp.float32)
     if chosen is not None and routed is not None:
-        outs = [
-            jnp.stack([mlp(x[t : t + 1], routed, expert)[0] for expert in chosen.experts[t]])
-            for t in range(len(x))
-        ]
-        out = jnp.stack(outs).astype(x.dtype).astype(jnp.float32)
+        tokens, K = chosen.experts.shape
+        pairs = jnp.repeat(jnp.arange(tokens), K), chosen.experts.reshape(-1)
+        out = jax.lax.map(lambda pair: mlp(x[pair[0]][None], routed, pair[1])[0], pairs)
+        out = out.reshape(tokens, K, -1).astype(x.dtype).astype(jnp.float32)
         highest = jax.lax.Precision.HIGHEST
         total = jnp.einsum("mkd,mk->md", out, chosen.weights, precision=highest)
     if shared is not None:

@@ -253,6 +253,7 @@ def test_kernel(layer, settings):
         assert relative_error(got, want) <= 1.1 * relative_error(plain, want)
 
 
+@off_gpu  # where the kernel takes no float32
 @kernel_runs
 @pytest.mark.slow
 def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
