@@ -6,11 +6,12 @@
 
 Layers with experts, of published widths with random weights, run one after the other without
 attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each of its settings, and
-by the model's own operations (``plain``). ``us`` is the time per layer, from programs of many layers
-with several in flight. ``read_gbs`` is this GPU's bandwidth, and ``roof_us`` the time in which it
-reads the weights of the router, the shared and the chosen experts. ``phases`` are microseconds
-between the kernel's own clock stamps, means over its programs, which take ``cycles`` in all.
-``clock_mhz``, by which they are divided, is what nvidia-smi reports just after the timed programs.
+by the model's own operations (``plain``). ``us`` is the time per layer, from programs of many
+layers with several in flight. ``read_gbs`` is this GPU's bandwidth, and ``roof_us`` the time in
+which it reads the weights of the router, the shared and the chosen experts. ``phases`` are
+microseconds between the kernel's own clock stamps, means over its programs, which take ``cycles``
+in all. ``clock_mhz``, by which they are divided, is what nvidia-smi reports just after the timed
+programs.
 
 Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
 calls must give equal bits. ``error`` is the largest relative error of a token. Wrong results are
