@@ -12,38 +12,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from benchmarks.kernels.layer_inputs import in_float32
-from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.mlp import MLP
-from dsv3_jax.layers.router import routing_rule
+from dsv3_jax.layers.second_half import arguments
 from pallas_kernels.decoder_layer import kernel, mosaic_gpu
 from pallas_kernels.decoder_layer.plan import Config
-from pallas_kernels.decoder_layer.reference import Matrices, Router
 from pallas_kernels.hopper.grid_barrier import new_counter
 
 Half = Callable[[Float[Array, "M D"], Any, Any], Float[Array, "M D"]]
 """The second half of a layer: function of the residual, the layer's state, and a Ref."""
-
-
-def arguments_of(layer: DecoderLayer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns feed_forward's arguments, except h, and options for a layer of a model."""
-
-    def matrices(mlp: Any) -> Matrices:
-        weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        scales = () if weights[0].quantization is None else tuple(w.scale for w in weights)
-        gate, up, down = (w.weight[...] for w in weights)
-        return Matrices(gate, up, down, scales)
-
-    norm = layer.post_attention_layernorm
-    arrays: dict[str, Any] = {"norm": norm.weight[...], "router": None, "routed": None}
-    mlp = layer.mlp
-    if isinstance(mlp, MLP):
-        return arrays | {"shared": matrices(mlp)}, {"rule": None, "eps": norm.eps}
-    gate, config = mlp.gate, mlp.config
-    bias = gate.e_score_correction_bias[...] if config.topk_method == "noaux_tc" else None
-    arrays["router"] = Router(gate.weight[...], bias)
-    arrays["routed"] = matrices(mlp.experts)
-    arrays["shared"] = matrices(mlp.shared_experts) if config.n_shared_experts else None
-    return arrays, {"rule": routing_rule(config), "eps": norm.eps}
 
 
 def plain(graph: Any) -> Half:
@@ -62,7 +37,7 @@ def one_kernel(graph: Any, config: Config) -> Half:
     """Returns the persistent kernel."""
 
     def half(h: Float[Array, "M D"], state: Any, counter: Any) -> Float[Array, "M D"]:
-        arrays, options = arguments_of(nnx.merge(graph, state))
+        arrays, options = arguments(nnx.merge(graph, state))
         run = mosaic_gpu.feed_forward
         return run(h, **arrays, **options, config=config, counter=counter)[0]
 
@@ -74,7 +49,7 @@ def exact(graph: Any) -> Half:
 
     def half(h: Float[Array, "M D"], state: Any, counter: Any) -> Float[Array, "M D"]:
         del counter
-        arrays, options = arguments_of(nnx.merge(graph, state))
+        arrays, options = arguments(nnx.merge(graph, state))
         with jax.default_matmul_precision("highest"):
             return in_float32(h, **arrays, **options)
 
@@ -96,15 +71,15 @@ def chain(half: Half, laps: int) -> Callable[[Float[Array, "M D"], Sequence[Any]
 @functools.partial(jax.jit, static_argnames=("graph", "config"))
 def clocks(h: Float[Array, "M D"], state: Any, graph: Any, config: Config) -> jax.Array:
     """Returns each program's clock cycles at the plan's events, [programs, events]."""
-    arrays, _ = arguments_of(nnx.merge(graph, state))
+    arrays, _ = arguments(nnx.merge(graph, state))
     plan = plan_of(h, state, graph, config)
     parts = arrays["norm"], arrays["router"], arrays["shared"], arrays["routed"]
     counter = jax.new_ref(new_counter())
-    return kernel.feed_forward(h, *parts, counter, plan=plan, interpret=None)[2]
+    return kernel.feed_forward(h, None, *parts, counter, plan=plan, interpret=None)[2]
 
 
 def plan_of(h: Any, state: Any, graph: Any, config: Config) -> Any:
     """Returns the kernel's plan for a layer."""
-    arrays, options = arguments_of(nnx.merge(graph, state))
+    arrays, options = arguments(nnx.merge(graph, state))
     parts = arrays["router"], arrays["shared"], arrays["routed"]
     return mosaic_gpu.make_plan(h, *parts, **options, config=config)

@@ -34,6 +34,7 @@ from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.layers.runner import LayerRunner, run_in_order
 from dsv3_jax.outputs import Aux, Hidden
 from dsv3_jax.quantization import BlockQuantization, CacheDtype, Quantization
+from pallas_kernels.dispatch import Implementation
 from sharding import Layout, Placement
 
 
@@ -195,6 +196,17 @@ class DeepSeekV3(nnx.Module):
         self.attn_impl = attn_impl
         for layer in (*self.layers, *self.mtp):
             set_variant(layer.self_attn, attn_impl)
+
+    def use_feed_forward(self, implementation: Implementation) -> None:
+        """Selects how the second half of a layer runs: ``"mosaic_gpu"`` is one kernel for few
+        tokens, ``"separate"`` an operation for each step.
+
+        Args:
+          implementation: a name, names in order of preference, or None for the default order, see
+            :mod:`pallas_kernels.dispatch`. Steps of more than eight tokens need ``"separate"``.
+        """
+        for layer in (*self.layers, *self.mtp):
+            layer.feed_forward = implementation
 
     def lay_out(self, layout: Layout) -> None:
         """Makes layers run on the devices of ``layout``.

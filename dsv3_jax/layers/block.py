@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers import second_half
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.attention_interface import Attention, Form
 from dsv3_jax.layers.linear import Linear
@@ -31,6 +32,7 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.quantization import Quantization
+from pallas_kernels.dispatch import Implementation, dispatch
 from sharding import Layout
 
 _BatchInput = tuple[Float[Array, "_ _ D"], Rotation, LayerCache]
@@ -51,6 +53,7 @@ class DecoderLayer(nnx.Module):
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
+        self.feed_forward: Implementation = None  # see DeepSeekV3.use_feed_forward
         norms = norm_dtype(config, dtype)
         self.input_layernorm = RMSNorm(D, eps=eps, dtype=norms)
         attention = SparseAttention if config.has_indexer else MultiHeadLatentAttention
@@ -169,6 +172,20 @@ class DecoderLayer(nnx.Module):
         valid: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum."""
+        backends = {
+            "separate": self._feed_forward_separately,
+            "mosaic_gpu": functools.partial(second_half.in_one_kernel, self),
+        }
+        name = "a layer's second half"
+        return dispatch(name, backends, self.feed_forward, x, attended, valid)
+
+    def _feed_forward_separately(
+        self,
+        x: Float[Array, "B T D"],
+        attended: Float[Array, "B T D"],
+        valid: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
+        """Does :meth:`_feed_forward` by an operation for each of its steps."""
         h, normed = self.post_attention_layernorm.add_and_norm(x, attended)
         if isinstance(self.mlp, MLP):
             return _add(h, self.mlp(normed)), None

@@ -26,6 +26,7 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
+    attended: Float[Array, "M D"] | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Computes ``h + ffn(x)`` with ``x = norm h / sqrt(mean(h^2) + eps)``.
@@ -34,11 +35,13 @@ def feed_forward(
     token's chosen experts, times their routing weights; the sum is float32 and rounded once.
 
     Args:
-      h: the residual, attention's output included.
+      h: the residual.
       norm: weights of the norm.
       router, routed: the router, and stacks of the experts' matrices; None in a dense layer.
       shared: the dense MLP, or the shared experts as one MLP of their summed width, or None.
       rule: how experts are chosen, see :func:`pallas_kernels.route`; None in a dense layer.
+      attended: attention's output, which is added to h first. The sum is rounded to h's dtype.
+        None if h contains it.
       implementation: back-end name, or names in order of preference; see ``dispatch``. By default
         the reference.
 
@@ -51,8 +54,13 @@ def feed_forward(
       NotImplementedError: no selected back-end takes these arguments.
     """
     _check(h, norm, router, shared, routed, rule)
-    arrays = h, norm, router, shared, routed
-    return dispatch("feed_forward", BACKENDS, implementation, *arrays, rule=rule, eps=eps)
+    if attended is not None and (attended.shape, attended.dtype) != (h.shape, h.dtype):
+        raise ValueError(
+            f"attended: expected {h.dtype} of shape {h.shape}, got {attended.dtype} of"
+            f" {attended.shape}"
+        )
+    arrays, options = (h, norm, router, shared, routed), {"rule": rule, "eps": eps}
+    return dispatch("feed_forward", BACKENDS, implementation, *arrays, **options, attended=attended)
 
 
 def _check(

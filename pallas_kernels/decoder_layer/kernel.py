@@ -48,6 +48,7 @@ from pallas_kernels.route.lanes import SHAPE
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def feed_forward(
     h: Float[Array, "M D"],
+    attended: Float[Array, "M D"] | None,
     norm: Float[Array, " D"],
     router: Router | None,
     shared: Matrices | None,
@@ -61,7 +62,7 @@ def feed_forward(
     Chosen | None,
     Int32[Array, "programs events"] | None,
 ]:
-    """Returns ``h + ffn(norm(h))`` and the routing.
+    """Returns ``h + ffn(norm(h))`` and the routing, after adding ``attended`` to h.
 
     If ``plan.config.timed``, it also returns each program's clock cycles, modulo 2**32, at
     ``plan.events``.
@@ -77,6 +78,8 @@ def feed_forward(
     arrays = {
         "h": h,
         "flat_h": h.reshape(-1),
+        "attended": attended,
+        "flat_attended": None if attended is None else attended.reshape(-1),
         "norm": norm,
         "router": None if router is None else router.weight,
         "bias": None if router is None else router.bias,

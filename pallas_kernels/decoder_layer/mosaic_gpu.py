@@ -31,6 +31,7 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
+    attended: Float[Array, "M D"] | None = None,
     config: Config | None = None,
     counter: Any = None,
     interpret: Any = None,
@@ -55,7 +56,7 @@ def feed_forward(
     if counter is None and interpret is None:
         counter = jax.new_ref(new_counter())
     made: Any = kernel.feed_forward(
-        h, norm, router, shared, routed, counter, plan=plan, interpret=interpret
+        h, attended, norm, router, shared, routed, counter, plan=plan, interpret=interpret
     )
     out, chosen, _ = made
     return out, chosen

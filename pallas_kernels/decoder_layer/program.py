@@ -149,6 +149,7 @@ class Program:
             def _(t: int = t) -> None:
                 norm_row(
                     refs.h.at[t],
+                    None if refs.attended is None else refs.attended.at[t],
                     refs.norm,
                     self.activations.at[pl.ds(t * plan.stride(plan.width), plan.width)],
                     self.norms.at[self.wg],
@@ -334,8 +335,17 @@ class Program:
             def _(i: int = i, row: jax.Array = row) -> None:
                 sums = load_with_layout(self.sums.at[i], LAYOUT)
                 sums = sums.astype(plan.dtype).astype(jnp.float32)
-                h = load_block(refs.flat_h, row, plan.width, plan.tokens, self.interpret)
+                h = self.load_residual(row)
                 store_block(refs.out, row, plan.width, h + sums, plan.tokens, self.interpret)
+
+    def load_residual(self, start: jax.Array) -> jax.Array:
+        """Returns a block of h, with attention's output."""
+        plan, refs, arguments = self.plan, self.refs, (self.plan.width, self.plan.tokens)
+        h = load_block(refs.flat_h, start, *arguments, self.interpret)
+        if refs.attended is None:
+            return h
+        h += load_block(refs.flat_attended, start, *arguments, self.interpret)
+        return h.astype(plan.dtype).astype(jnp.float32)
 
 
 def _store(ref: Any, values: jax.Array) -> None:

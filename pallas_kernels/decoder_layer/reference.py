@@ -49,8 +49,11 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
+    attended: Float[Array, "M D"] | None = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
+    if attended is not None:
+        h = (_f32(h) + _f32(attended)).astype(h.dtype)
     x = rms_norm.rms_norm(h, norm, eps=eps)
     chosen = None if router is None or rule is None else choose(x, router, rule)
     total = mix(x, chosen, shared, routed).astype(h.dtype)

@@ -20,6 +20,9 @@ class Refs(NamedTuple):
 
     h: Any
     flat_h: Any
+    attended: Any
+    """Attention's output, which is added to h, or None."""
+    flat_attended: Any
     norm: Any
     router: Any
     bias: Any

@@ -29,6 +29,8 @@ class Layer:
     rule: Rule | None = None
     dtype: str = FLOAT32
     weights: str = FLOAT32
+    attended: bool = False
+    """Whether attention's output is an argument of its own."""
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
@@ -58,6 +60,7 @@ class Layer:
             "router": router,
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,
+            "attended": normal(self.tokens, D).astype(self.dtype) if self.attended else None,
         }
 
     def shapes(self) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class Layer:
             "router": router,
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,
+            "attended": struct((self.tokens, D), self.dtype) if self.attended else None,
         }
 
     @property
@@ -111,6 +115,8 @@ def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarra
         return dense(matrices, 2, index) @ (gate / (1 + np.exp(-gate)) * up)
 
     h = f64(arguments["h"])
+    if arguments["attended"] is not None:
+        h = f64(jnp.asarray(h + f64(arguments["attended"]), arguments["h"].dtype))
     x = h / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + EPS) * f64(arguments["norm"])
     out = h.copy()
     for t, row in enumerate(x):

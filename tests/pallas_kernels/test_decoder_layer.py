@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.feed_forward import arguments_of, chain, exact, plain
+from benchmarks.feed_forward import chain, exact, plain
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.layers.second_half import arguments as arguments_of
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import feed_forward
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.api import BACKENDS
@@ -192,9 +194,26 @@ def test_it_needs_a_hopper_gpu():
         feed_forward(**Layer().arguments(), **Layer().options, implementation="mosaic_gpu")
 
 
+@pytest.mark.slow
+def test_layers_that_the_kernel_does_not_take():
+    """A layer that names only the kernel fails. One that names others too runs on the next."""
+    config = ModelConfig.from_hf(tiny_config())
+    layer = DecoderLayer(
+        config, dense=False, rngs=nnx.Rngs(0), dtype=jnp.float32, quantization=QUANTIZATIONS["int8"]
+    )
+    x = jax.random.normal(jax.random.key(0), (1, 2, config.hidden_size))
+    plain, _ = layer._feed_forward(x, x, None)
+    layer.feed_forward = "mosaic_gpu"
+    with pytest.raises(NotImplementedError, match="float8 with blocks of 128x128, got Integer"):
+        layer._feed_forward(x, x, None)
+    layer.feed_forward = ("mosaic_gpu", "separate")
+    np.testing.assert_array_equal(layer._feed_forward(x, x, None)[0], plain)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"attended": jnp.ones((1, 64))}, r"attended: expected float32 of shape \(1, 128\)"),
         ({"routed": None}, "expected shared alone, or router, routed and rule"),
         ({"norm": jnp.ones(64)}, r"norm: expected shape \(128,\), got \(64,\)"),
         ({"shared": Layer(width=64).arguments()["shared"]}, "shared: expected gate, up and down"),
@@ -208,11 +227,17 @@ def test_wrong_arguments(changes, message, untyped):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 INTERPRETED = {
-    "dense": (Layer(tokens=3), {}),
+    "dense": (Layer(tokens=3, attended=True), {}),
     # Groups, and more programs than output units of 16 / 2 programs each.
     "groups": (
         dataclasses.replace(
-            MOE, tokens=2, ffn=256, rule=rule(2, 4, 2), dtype=BFLOAT16, weights=BFLOAT16
+            MOE,
+            tokens=2,
+            ffn=256,
+            rule=rule(2, 4, 2),
+            dtype=BFLOAT16,
+            weights=BFLOAT16,
+            attended=True,
         ),
         {"ahead": "arrived"},
     ),
@@ -253,34 +278,31 @@ def test_kernel(layer, settings):
         assert relative_error(got, want) <= 1.1 * relative_error(plain, want)
 
 
-@off_gpu  # where the kernel takes no float32
 @kernel_runs
 @pytest.mark.slow
 def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
-    """A dense and an MoE layer of a tiny float32 model, with the kernel for their second halves."""
+    """A dense and an MoE layer of a tiny model, with the kernel for their second halves."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=32,
         num_experts_per_tok=1, num_hidden_layers=2, num_nextn_predict_layers=0,
         initializer_range=0.2,
     )  # fmt: skip
-    model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    dtype = jnp.bfloat16 if ON_GPU else jnp.float32
+    model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
     tokens = jnp.asarray([[3, 17]], jnp.int32)
-    plain = model(tokens)
-    calls = []
+    plain, plain_aux = model(tokens, return_aux=True)
+    rules = []
 
-    def by_kernel(layer, x, attended, valid):
-        h = x + attended
-        arrays, options = arguments_of(layer)
-        y, _ = mosaic_gpu.feed_forward(
-            h[0], **arrays, **options, config=kernel_config(), interpret=INTERPRET
-        )
-        calls.append(options["rule"])
-        _, stats = unpatched(layer, x, attended, valid)
-        return y[None], stats
+    def by_kernel(*arrays, rule, **options):
+        rules.append(rule)
+        run = functools.partial(mosaic_gpu.feed_forward, interpret=INTERPRET)
+        return run(*arrays, rule=rule, **options, config=kernel_config())
 
-    unpatched = DecoderLayer._feed_forward
-    monkeypatch.setattr(DecoderLayer, "_feed_forward", by_kernel)
-    got = model(tokens)
-    assert [used is None for used in calls] == [True, False]
-    np.testing.assert_array_equal(jnp.argmax(got, -1), jnp.argmax(plain, -1))
-    check(got[0], plain[0], 8 * tolerance(FLOAT32))
+    monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
+    model.use_feed_forward("mosaic_gpu")
+    got, aux = model(tokens, return_aux=True)
+    assert [used is None for used in rules] == [True, False]
+    np.testing.assert_array_equal(aux.routing_counts, plain_aux.routing_counts)
+    check(got[0], plain[0], 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16))
+    if dtype == jnp.float32:
+        np.testing.assert_array_equal(jnp.argmax(got, -1), jnp.argmax(plain, -1))
