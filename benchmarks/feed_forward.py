@@ -75,7 +75,7 @@ def clocks(h: Float[Array, "M D"], state: Any, graph: Any, config: Config) -> ja
     plan = plan_of(h, state, graph, config)
     parts = arrays["norm"], arrays["router"], arrays["shared"], arrays["routed"]
     counter = jax.new_ref(new_counter())
-    return kernel.feed_forward(h, None, *parts, counter, plan=plan, interpret=None)[2]
+    return kernel.feed_forward(h, None, None, *parts, counter, plan=plan, interpret=None)[2]
 
 
 def plan_of(h: Any, state: Any, graph: Any, config: Config) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,14 @@ class Matrices(NamedTuple):
     down: Float[Array, "*E D F"]
     scales: tuple[Float32[Array, "*E rows columns"], ...] = ()
     """Scales of each if they are float8, one per block of 128x128."""
+
+
+class Projection(NamedTuple):
+    """Attention's output projection, from all heads' values."""
+
+    weight: Float[Array, "D HV"]
+    scales: tuple[Float32[Array, "rows columns"], ...] = ()
+    """Of a float8 matrix: one scale per block of 128x128."""
 
 
 class Router(NamedTuple):
@@ -49,9 +58,12 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
-    attended: Float[Array, "M D"] | None = None,
+    attended: Float[Array, "M _"] | None = None,
+    o_proj: Projection | None = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
+    if attended is not None and o_proj is not None:
+        attended = _matmul(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
     if attended is not None:
         h = (_f32(h) + _f32(attended)).astype(h.dtype)
     x = rms_norm.rms_norm(h, norm, eps=eps)
@@ -100,14 +112,20 @@ def mlp(
     """
 
     def matmul(x: Float[Array, "M K"], n: int) -> Float32[Array, "M N"]:
-        weight: Any = matrices[n] if expert is None else matrices[n][expert]
-        if matrices.scales:
-            scale = matrices.scales[n] if expert is None else matrices.scales[n][expert]
-            weight = block_dequant(weight, scale, (128, 128), x.dtype)
-        return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)
+        arrays: Any = matrices[n], *(scales[n] for scales in [matrices.scales] if scales)
+        weight, *scale = arrays if expert is None else [array[expert] for array in arrays]
+        return _matmul(x, weight, scale)
 
     gate, up = (matmul(x, n).astype(x.dtype) for n in (0, 1))
     return matmul(silu_multiply(gate, up).astype(x.dtype), 2)
+
+
+def _matmul(
+    x: Float[Array, "M K"], weight: Float[Array, "N K"], scales: Sequence[Array]
+) -> Float32[Array, "M N"]:
+    if scales:
+        weight = block_dequant(weight, scales[0], (128, 128), x.dtype)
+    return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)
 
 
 def _f32(x: jax.Array) -> jax.Array:

@@ -47,8 +47,8 @@ def kernel_config(programs=2, **settings):
 
 def plan_of(layer, programs=132):
     return Plan.of(
-        layer.tokens, layer.width, layer.ffn, layer.expert_ffn, layer.experts, layer.rule, 1e-6,
-        layer.dtype, layer.weights, layer.dtype, Config(programs), None,
+        layer.tokens, layer.width, layer.attention, layer.ffn, layer.expert_ffn, layer.experts,
+        layer.rule, 1e-6, layer.dtype, layer.weights, layer.dtype, Config(programs), None,
     )  # fmt: skip
 
 
@@ -94,14 +94,14 @@ def test_the_benchmark_compares_equal_layers():
 
 @pytest.mark.slow
 def test_reference_in_float64():
-    layer = dataclasses.replace(MOE, tokens=3, ffn=256, weights=FLOAT8)
+    layer = dataclasses.replace(MOE, tokens=3, ffn=256, weights=FLOAT8, attention=256)
     arguments = layer.arguments()
     got, chosen = reference.feed_forward(**arguments, **layer.options)
     assert chosen is not None
     check(got, expected(arguments, chosen.experts, chosen.weights), tolerance(FLOAT32))
 
 
-@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8)])
+@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8, attention=128)])
 def test_shapes_are_those_of_the_arguments(layer):
     """The tests of compilation and refusals use the shapes alone."""
     shapes, arguments = layer.shapes(), jax.eval_shape(layer.arguments)
@@ -241,12 +241,22 @@ INTERPRETED = {
         ),
         {"ahead": "arrived"},
     ),
+    # The router waits for the projection of attention's output.
+    "attention's projection": (
+        dataclasses.replace(MOE, tokens=2, attention=384, rule=rule(1)),
+        {"ahead": "arrived"},
+    ),
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
         {"programs": 3},
     ),
     "float8": (
-        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=FLOAT8, rule=rule(1)),
+        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
+        {},
+    ),
+    # Without a router: the reference rounds dequantized weights, which might change a choice.
+    "float8, attention's projection": (
+        Layer(2, 256, 128, dtype=BFLOAT16, weights=FLOAT8, attention=256),
         {},
     ),
 }
