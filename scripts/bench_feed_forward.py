@@ -1,7 +1,7 @@
 """Checks and times the second half of a decoder layer in one kernel, on one Hopper GPU.
 
     python -m scripts.bench_feed_forward [--models moonlight-16b v3-slice] [--tokens 1 2 4 8]
-        [--weights bf16 fp8] [--launches 1000000] [--time-limit 540]
+        [--weights bf16 fp8] [--attention] [--launches 1000000] [--time-limit 540]
         [--out benchmarks/results/feed_forward_h200.json]
 
 Layers with experts, of published widths with random weights, run one after the other without
@@ -9,27 +9,31 @@ attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each o
 by the model's own operations (``plain``). ``us`` is the time per layer, from programs of many
 layers with several in flight. ``read_gbs`` is this GPU's bandwidth, and ``roof_us`` the time in
 which it reads the weights of the router, the shared and the chosen experts. ``phases`` are
-microseconds between the kernel's own clock stamps, means over its programs, which take ``cycles``
-in all. ``clock_mhz``, by which they are divided, is what nvidia-smi reports just after the timed
-programs.
+microseconds between the kernel's own clock stamps, means over programs and layers. ``kernel_us`` is
+from the first program's start to the last one's end, ``gap_us`` from there to the next kernel's
+start, ``clock_mhz`` the clock in the kernel.
+
+With ``--attention``, the projection of attention's output belongs to the half.
 
 Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
 calls must give equal bits. ``error`` is the largest relative error of a token. Wrong results are
 reported (``wrong``), and not timed. After the first case, ``--launches`` launches of one token show
-that none hangs. After ``--time-limit`` seconds no further case starts; ``not_run`` lists those, and
-those after a kernel that trapped. Run one kind of weights per process to lose no others by a trap.
+that none hangs. After ``--time-limit`` seconds no further case starts; ``not_run`` lists those,
+what the kernel refuses, and what comes after a kernel that trapped. Run one kind of weights per
+process to lose no others by a trap.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,7 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 LAYERS = 4  # different layers of a program, so that the L2 cache holds the weights of none
 CALLS = 16  # layers of a timed program: XLA may compile the kernel again for each
 WINDOWS, WINDOW_S = 5, 0.1
+LAUNCHES = 50  # programs in flight before clocks are read
 AHEAD = "always", "arrived"
 
 
@@ -83,82 +88,111 @@ def seconds(program: Callable[..., Any], *arguments: Any) -> list[float]:
     return windows
 
 
-def timed(half: feed_forward.Half, h: jax.Array, states: list[Any]) -> dict[str, float]:
-    """Returns the microseconds per layer, and their spread."""
-    laps = CALLS // LAYERS
-    program = jax.jit(feed_forward.chain(half, laps), compiler_options=GPU_OPTIONS)
-    windows = seconds(program, h, states)
-    us = statistics.median(windows) / (laps * LAYERS) * 1e6
+def compile_all(programs: dict[str, tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
+    """Compiles programs for their arguments at the same time."""
+    lowered = {name: jitted.lower(*arguments) for name, (jitted, arguments) in programs.items()}
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda each: each.compile(), lowered.values())
+        return dict(zip(lowered, compiled, strict=True))
+
+
+def timed(program: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Returns the microseconds per layer of a program of CALLS layers, and their spread."""
+    windows = seconds(program, *arguments)
+    us = statistics.median(windows) / CALLS * 1e6
     spread = (max(windows) - min(windows)) / statistics.median(windows)
     return {"us": round(us, 2), "spread": round(spread, 3)}
 
 
 def check(
-    half: feed_forward.Half, h: Any, states: list[Any], wanted: list[Any], repeats: int
+    run: Callable[..., Any], h: Any, heads: Any, states: list[Any], wanted: list[Any], repeats: int
 ) -> dict[str, Any]:
     """Returns the largest error of the layers' results, and what is wrong with them."""
-    run = jax.jit(feed_forward.chain(half, 1))
     result: dict[str, Any] = {"error": 0.0}
     for state, want in zip(states, wanted, strict=True):
-        first = run(h, [state])
+        first = run(h, heads, [state])
         # Residuals agree anyway: compare what the layer has added.
         error = float(rows_error(first.astype(jnp.float32) - h, want - h))
         result["error"] = max(result["error"], round(error, 5))
         if error > 2 * TOLERANCE:
             result["wrong"] = f"relative error {error:.3g}, above {2 * TOLERANCE:.3g}"
-        elif any(not np.array_equal(first, run(h, [state])) for _ in range(repeats)):
+        elif any(not np.array_equal(first, run(h, heads, [state])) for _ in range(repeats)):
             result["wrong"] = f"{repeats} equal calls gave different bits"
     return result
 
 
-def phases(graph: Any, h: Any, state: Any, config: Config, mhz: float) -> dict[str, Any]:
-    """Returns the mean microseconds of the programs up to each event since the one before, and the
-    cycles in all."""
-    config = dataclasses.replace(config, timed=True)
-    events = feed_forward.plan_of(h, state, graph, config).events
-    # The first launches find the instructions in no cache.
-    stamps = [np.asarray(feed_forward.clocks(h, state, graph, config)) for _ in range(3)][-1]
-    steps = np.diff(stamps.astype(np.uint32), axis=1).mean(axis=0)
-    named = zip(events[1:], steps, strict=True)
-    us = {name: round(float(n) / mhz, 2) for name, n in named}
-    return {"clock_mhz": mhz, "cycles": round(float(steps.sum())), "phases": us}
+def phases(
+    run: Callable[..., Any], events: Sequence[str], h: Any, heads: Any, states: list[Any]
+) -> dict[str, Any]:
+    """Returns the mean microseconds of the programs up to each event since the one before, of a
+    kernel from its first program's start to its last one's end, and from there to the next start.
+    """
+    # Others are in flight, so that clocks and caches are those of the timed programs.
+    launched = [run(h, heads, states) for _ in range(LAUNCHES)]
+    stamps = np.asarray(launched[-1]).astype(np.uint32)
+    cycles = np.diff(stamps[..., : len(events)], axis=-1).mean(axis=(0, 1))
+    ns = (stamps[..., -2:] - stamps[0, 0, -2]).astype(np.int32)  # since some start
+    mhz = cycles.sum() / (ns[..., 1] - ns[..., 0]).mean() * 1e3
+    starts, ends = ns[..., 0].min(axis=1), ns[..., 1].max(axis=1)
+    named = zip(events[1:], cycles, strict=True)
+    return {
+        "kernel_us": round(float((ends - starts).mean()) / 1e3, 2),
+        "gap_us": round(float((starts[1:] - ends[:-1]).mean()) / 1e3, 2),
+        "clock_mhz": round(float(mhz)),
+        "phases": {name: round(float(n / mhz), 2) for name, n in named},
+    }
 
 
-def clock_mhz() -> float:
-    """Returns the clock of the multiprocessors as nvidia-smi reports it."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
-    return float(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    )
-
-
-def weight_bytes(config: ModelConfig, weights: str, tokens: int) -> int:
+def weight_bytes(config: ModelConfig, weights: str, tokens: int, attention: int) -> int:
     """Returns the bytes that the kernel reads: every pair of a token and an expert counts."""
     D, F = config.hidden_size, config.moe_intermediate_size
     experts = config.n_shared_experts + tokens * config.num_experts_per_tok
     itemsize = 1 if weights == "fp8" else 2
-    return 3 * D * F * experts * itemsize + 2 * D * config.n_routed_experts
+    matrices = 3 * D * F * experts + D * attention
+    return matrices * itemsize + 2 * D * config.n_routed_experts
 
 
 def measure(
-    name: str, weights: str, tokens: int, layers: tuple[Any, list[Any]], repeats: int, gbs: float
+    name: str, weights: str, tokens: int, layers: tuple[Any, list[Any]], settings: Any, gbs: float
 ) -> dict[str, Any]:
     """Checks and times one case."""
     config, (graph, states) = models.config(name), layers
     h = jax.random.normal(jax.random.key(tokens), (tokens, config.hidden_size), jnp.bfloat16)
     row: dict[str, Any] = {"model": name, "weights": weights, "tokens": tokens}
-    row["roof_us"] = round(weight_bytes(config, weights, tokens) / gbs / 1e3, 2)
-    exact = jax.jit(feed_forward.chain(feed_forward.exact(graph), 1))
-    wanted = [exact(h, [state]) for state in states]
-    for ahead in AHEAD:
+    heads, attention = None, 0
+    if settings.attention:
+        row["attention"] = attention = config.num_attention_heads * config.v_head_dim
+        heads = jax.random.normal(jax.random.key(0), (tokens, attention), jnp.bfloat16)
+    row["roof_us"] = round(weight_bytes(config, weights, tokens, attention) / gbs / 1e3, 2)
+    programs: dict[str, Any] = {}
+
+    def add(name: str, half: feed_forward.Half) -> None:
+        check, time = feed_forward.chain(half, 1), feed_forward.chain(half, CALLS // LAYERS)
+        programs[f"check {name}"] = jax.jit(check), (h, heads, states[:1])
+        programs[f"time {name}"] = (
+            jax.jit(time, compiler_options=GPU_OPTIONS),
+            (h, heads, states),
+        )
+
+    exact = feed_forward.chain(feed_forward.exact(graph), 1)
+    programs["exact"] = jax.jit(exact), (h, heads, states[:1])
+    add("plain", feed_forward.plain(graph))
+    events = ()
+    for ahead in settings.ahead:
         setting = Config(multiprocessors(), ahead=ahead)
-        half = feed_forward.one_kernel(graph, setting)
-        row[ahead] = check(half, h, states, wanted, repeats)
-        if "wrong" not in row[ahead]:
-            row[ahead] |= timed(half, h, states)
-            row[ahead] |= phases(graph, h, states[0], setting, clock_mhz())
-    half = feed_forward.plain(graph)
-    row["plain"] = check(half, h, states, wanted, repeats) | timed(half, h, states)
+        add(ahead, feed_forward.one_kernel(graph, setting))
+        setting = dataclasses.replace(setting, timed=True)
+        events = feed_forward.plan_of(h, heads, states[0], graph, setting).events
+        stamps = jax.jit(functools.partial(feed_forward.stamps, graph=graph, config=setting))
+        programs[f"stamps {ahead}"] = stamps, (h, heads, states)
+    compiled = compile_all(programs)
+    wanted = [compiled["exact"](h, heads, [state]) for state in states]
+    for name in (*settings.ahead, "plain"):
+        row[name] = check(compiled[f"check {name}"], h, heads, states, wanted, settings.repeats)
+        if "wrong" not in row[name]:
+            row[name] |= timed(compiled[f"time {name}"], h, heads, states)
+        if "wrong" not in row[name] and name != "plain":
+            row[name] |= phases(compiled[f"stamps {name}"], events, h, heads, states)
     return row
 
 
@@ -169,9 +203,9 @@ def endure(layers: tuple[Any, list[Any]], width: int, launches: int) -> dict[str
     run = jax.jit(feed_forward.chain(half, CALLS // LAYERS))
     h = jax.random.normal(jax.random.key(0), (1, width), jnp.bfloat16)
     began, programs = time.perf_counter(), -(-launches // CALLS)
-    first = last = run(h, states)
+    first = last = run(h, None, states)
     for _ in range(programs):
-        last = run(h, states)
+        last = run(h, None, states)
     same = bool(jnp.array_equal(first, last))
     took = round(time.perf_counter() - began, 1)
     return {"launches": programs * CALLS, "seconds": took, "same_result": same}
@@ -182,6 +216,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["moonlight-16b", "v3-slice"])
     parser.add_argument("--weights", nargs="*", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--attention", action="store_true", help="with attention's projection")
+    parser.add_argument("--ahead", nargs="*", default=AHEAD, choices=AHEAD, help="settings")
     parser.add_argument("--launches", type=int, default=1_000_000, help="launches without a hang")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds, see above")
     parser.add_argument("--repeats", type=int, default=20, help="equal calls per check")
@@ -212,7 +248,7 @@ def main() -> None:
                 continue
             try:
                 layers = layers or random_layers(models.config(name), weights)
-                row = measure(name, weights, tokens, layers, arguments.repeats, gbs)
+                row = measure(name, weights, tokens, layers, arguments, gbs)
                 result["rows"].append(row)
                 print(json.dumps(row), flush=True)
                 save()
@@ -220,12 +256,18 @@ def main() -> None:
                     width = models.config(name).hidden_size
                     result["endurance"] = endure(layers, width, arguments.launches)
                     print(result["endurance"], flush=True)
+            except NotImplementedError as refusal:
+                result["not_run"].append([name, weights, tokens, str(refusal)])
             except jax.errors.JaxRuntimeError as error:  # the process cannot use the GPU any more
                 result["trapped"] = [name, weights, tokens, str(error)]
             save()
     if "trapped" in result:
         sys.exit(f"a kernel trapped: {result['trapped']}")
-    faults = [row for row in result["rows"] if any("wrong" in row[ahead] for ahead in AHEAD)]
+    faults = [
+        row
+        for row in result["rows"]
+        if any("wrong" in each for each in row.values() if isinstance(each, dict))
+    ]
     if faults:
         sys.exit(f"{len(faults)} of {len(result['rows'])} cases are wrong")
 

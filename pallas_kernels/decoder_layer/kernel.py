@@ -64,12 +64,12 @@ def feed_forward(
 ) -> tuple[
     Float[Array, "M D"],
     Chosen | None,
-    Int32[Array, "programs events"] | None,
+    Int32[Array, "programs stamps"] | None,
 ]:
     """Returns ``h + ffn(norm(h))`` and the routing, after adding ``o_proj attended`` to h.
 
-    If ``plan.config.timed``, it also returns each program's clock cycles, modulo 2**32, at
-    ``plan.events``.
+    If ``plan.config.timed``, it also returns each program's clock at ``plan.events``, and the
+    GPU's nanoseconds at the first and the last of them, modulo 2**32.
 
     Args:
       router, routed: of an MoE layer, or None.
@@ -100,7 +100,7 @@ def feed_forward(
         "logits": ((M * E,), f32),
         "hidden": ((M * plan.ffn,), h.dtype),
         "routed_hidden": ((pairs * plan.expert_ffn,), h.dtype),
-        "clocks": ((programs * len(plan.events) * plan.config.timed,), i32),
+        "clocks": ((programs * plan.stamps * plan.config.timed,), i32),
     }
     inputs, structure = jax.tree.flatten(arrays)
     existing = {name: it for name, it in results.items() if it[0][0]}

@@ -156,6 +156,11 @@ class Plan:
             events.append(phase.name)
         return (*filter(None, events), "out")
 
+    @property
+    def stamps(self) -> int:
+        """Numbers that a timed program stores: clocks at the events, nanoseconds at both ends."""
+        return len(self.events) + 2
+
     def entry(self, passed: int) -> Entry | None:
         """Returns what the consumers do after so many barriers, before they multiply."""
         entries: list[Entry | None] = ["norm", "choice and rows", None]

@@ -139,23 +139,27 @@ class Program:
         self.record(entry)
 
     def record(self, event: str) -> None:
-        """Stores the multiprocessor's clock, if this is timed."""
-        if not self.plan.config.timed:
+        """Stores the multiprocessor's clock, and at both ends the nanoseconds, if this is timed."""
+        plan = self.plan
+        if not plan.config.timed:
             return
-        events = self.plan.events
-        at = self.program * len(events) + events.index(event)
+        first, index = self.program * plan.stamps, plan.events.index(event)
+        self._stamp("%clock", first + index)
+        if event in ("start", "out"):
+            self._stamp("%globaltimer_lo", first + len(plan.events) + int(event == "out"))
 
+    def _stamp(self, register: str, at: jax.Array) -> None:
         @inline(REF, SCALAR)
         def store(clocks: Any, at: Any) -> None:
             address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(clocks))
             four = arith.constant(i64(), ir.IntegerAttr.get(i64(), 4))
             address = arith.addi(address, arith.muli(arith.extui(i64(), word(at)), four))
-            text = """{
+            text = f"""{{
                 .reg .pred first; .reg .b32 now;
                 setp.eq.u32 first, $1, 0;
-                mov.u32 now, %clock;
+                mov.u32 now, {register};
                 @first st.global.b32 [$0], now;
-            }"""
+            }}"""
             asm(text, "l,r,~{memory}", address, mgpu.utils.thread_idx(), effects=True)
 
         store(self.refs.clocks, at)

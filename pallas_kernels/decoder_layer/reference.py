@@ -62,14 +62,21 @@ def feed_forward(
     o_proj: Projection | None = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
-    if attended is not None and o_proj is not None:
-        attended = _matmul(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
     if attended is not None:
-        h = (_f32(h) + _f32(attended)).astype(h.dtype)
+        h = add_attended(h, attended, o_proj)
     x = rms_norm.rms_norm(h, norm, eps=eps)
     chosen = None if router is None or rule is None else choose(x, router, rule)
     total = mix(x, chosen, shared, routed).astype(h.dtype)
     return (_f32(h) + _f32(total)).astype(h.dtype), chosen
+
+
+def add_attended(
+    h: Float[Array, "M D"], attended: Float[Array, "M _"], o_proj: Projection | None
+) -> Float[Array, "M D"]:
+    """Adds attention's output to the residual."""
+    if o_proj is not None:
+        attended = _matmul(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
+    return (_f32(h) + _f32(attended)).astype(h.dtype)
 
 
 def choose(x: Float[Array, "M D"], router: Router, rule: Rule) -> Chosen:

@@ -87,8 +87,8 @@ def test_the_benchmark_compares_equal_layers():
     h = jax.random.normal(jax.random.key(0), (3, config.hidden_size), jnp.bfloat16)
     want, _ = layer._feed_forward(h[None], jnp.zeros_like(h[None]), None)
     states = [state, state]
-    np.testing.assert_array_equal(chain(plain(graph), 1)(h, states[:1]), want[0])
-    got, wanted = (chain(half(graph), 2)(h, states) for half in (plain, exact))
+    np.testing.assert_array_equal(chain(plain(graph), 1)(h, None, states[:1]), want[0])
+    got, wanted = (chain(half(graph), 2)(h, None, states) for half in (plain, exact))
     check(got, wanted, 4 * tolerance(BFLOAT16))
 
 
