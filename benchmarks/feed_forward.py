@@ -12,22 +12,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from benchmarks.kernels.layer_inputs import in_float32
-from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.second_half import arguments
+from dsv3_jax.layers.second_half import arguments, projection
 from pallas_kernels.decoder_layer import kernel, mosaic_gpu, reference
 from pallas_kernels.decoder_layer.plan import Config
-from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.hopper.grid_barrier import new_counter
 
 Half = Callable[[Float[Array, "M D"], Float[Array, "M HV"] | None, Any, Any], Float[Array, "M D"]]
 """The second half of a layer: function of the residual, attention's output before its projection or
 None, the layer's state, and a Ref."""
-
-
-def projection(layer: DecoderLayer) -> Projection:
-    """Returns a layer's projection of attention's output."""
-    o_proj = layer.self_attn.o_proj
-    return Projection(o_proj.weight[...], (o_proj.scale,) if o_proj.quantization else ())
 
 
 def plain(graph: Any) -> Half:
@@ -54,7 +46,7 @@ def one_kernel(graph: Any, config: Config) -> Half:
         layer = nnx.merge(graph, state)
         arrays, options = arguments(layer)
         if heads is not None:
-            options |= {"attended": heads, "o_proj": projection(layer)}
+            options |= {"attended": heads, "o_proj": projection(layer.self_attn.o_proj)}
         run = mosaic_gpu.feed_forward
         return run(h, **arrays, **options, config=config, counter=counter)[0]
 
@@ -70,7 +62,7 @@ def exact(graph: Any) -> Half:
         arrays, options = arguments(layer)
         with jax.default_matmul_precision("highest"):
             if heads is not None:
-                h = reference.add_attended(h, heads, projection(layer))
+                h = reference.add_attended(h, heads, projection(layer.self_attn.o_proj))
             return in_float32(h, **arrays, **options)
 
     return half
@@ -105,7 +97,7 @@ def stamps(
         arrays, _ = arguments(layer)
         plan = plan_of(h, heads, state, graph, config)
         parts = arrays["norm"], arrays["router"], arrays["shared"], arrays["routed"]
-        o_proj = None if heads is None else projection(layer)
+        o_proj = None if heads is None else projection(layer.self_attn.o_proj)
         arguments_ = h, heads, o_proj, *parts, counter
         h, _, clocks = kernel.feed_forward(*arguments_, plan=plan, interpret=None)
         measured.append(clocks)
@@ -117,5 +109,5 @@ def plan_of(h: Any, heads: Any, state: Any, graph: Any, config: Config) -> Any:
     layer = nnx.merge(graph, state)
     arrays, options = arguments(layer)
     parts = arrays["router"], arrays["shared"], arrays["routed"]
-    o_proj = None if heads is None else projection(layer)
+    o_proj = None if heads is None else projection(layer.self_attn.o_proj)
     return mosaic_gpu.make_plan(h, *parts, **options, o_proj=o_proj, config=config)

@@ -13,7 +13,7 @@ from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.quantization import BlockQuantization
 from pallas_kernels import feed_forward
-from pallas_kernels.decoder_layer.reference import Matrices, Router
+from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 
 if TYPE_CHECKING:
     from dsv3_jax.layers.block import DecoderLayer
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def in_one_kernel(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
-    attended: Float[Array, "B T D"],
+    attended: Float[Array, "B T D"] | None,
     valid: Bool[Array, "B T"] | None,
+    heads: Float[Array, "B T H V"] | None,
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
 
@@ -34,11 +35,14 @@ def in_one_kernel(
         raise NotImplementedError("takes layers on one device, got a mesh")
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
+    if attended is None:
+        assert heads is not None
+        attended, options["o_proj"] = heads, projection(layer.self_attn.o_proj)
     y, chosen = feed_forward(
         rows,
         **arrays,
         **options,
-        attended=attended.reshape(rows.shape),
+        attended=attended.reshape(len(rows), -1),
         implementation="mosaic_gpu",
     )
     y = y.reshape(x.shape)
@@ -73,15 +77,24 @@ def arguments(layer: DecoderLayer) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, {"rule": routing_rule(config), "eps": norm.eps}
 
 
+def projection(o_proj: Weight) -> Projection:
+    """Returns the projection of attention's output for feed_forward. It raises as that."""
+    return Projection(o_proj.weight[...], _scales(o_proj))
+
+
 def _matrices(mlp: Any) -> Matrices:
     weights: tuple[Weight, ...] = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     gate, up, down = (weight.weight[...] for weight in weights)
+    return Matrices(gate, up, down, _scales(*weights))
+
+
+def _scales(*weights: Weight) -> tuple[Array, ...]:
     quantization = weights[0].quantization
     if quantization is None:
-        return Matrices(gate, up, down)
+        return ()
     if not isinstance(quantization, BlockQuantization) or weights[0].block_shape != (128, 128):
         raise NotImplementedError(
             f"takes matrices without quantization or in float8 with blocks of 128x128, got"
             f" {quantization}"
         )
-    return Matrices(gate, up, down, tuple(weight.scale for weight in weights))
+    return tuple(weight.scale for weight in weights)

@@ -13,6 +13,7 @@ from flax import nnx
 
 from benchmarks.feed_forward import chain, exact, plain
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.second_half import arguments as arguments_of
 from dsv3_jax.model import DeepSeekV3
@@ -295,24 +296,31 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=32,
         num_experts_per_tok=1, num_hidden_layers=2, num_nextn_predict_layers=0,
-        initializer_range=0.2,
+        num_attention_heads=2, num_key_value_heads=2, v_head_dim=64, initializer_range=0.2,
     )  # fmt: skip
     dtype = jnp.bfloat16 if ON_GPU else jnp.float32
     model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
     tokens = jnp.asarray([[3, 17]], jnp.int32)
     plain, plain_aux = model(tokens, return_aux=True)
-    rules = []
+    cache = LatentKVCache.init(model.cache_spec(), 1, 64)
+    step = tokens, jnp.full((1,), 2, jnp.int32), cache, "absorbed"
+    plain_hidden, _ = model.extend(*step)
+    calls = []
 
     def by_kernel(*arrays, rule, **options):
-        rules.append(rule)
+        calls.append((rule is not None, options["o_proj"] is not None))
         run = functools.partial(mosaic_gpu.feed_forward, interpret=INTERPRET)
         return run(*arrays, rule=rule, **options, config=kernel_config())
 
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
     model.use_feed_forward("mosaic_gpu")
     got, aux = model(tokens, return_aux=True)
-    assert [used is None for used in rules] == [True, False]
+    hidden, _ = model.extend(*step)
+    # A step with a cache leaves attention's projection to the kernel.
+    assert calls == [(False, False), (True, False), (False, True), (True, True)]
+    bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
+    check(hidden.pre_norm[0], plain_hidden.pre_norm[0], bound)
     np.testing.assert_array_equal(aux.routing_counts, plain_aux.routing_counts)
-    check(got[0], plain[0], 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16))
+    check(got[0], plain[0], bound)
     if dtype == jnp.float32:
         np.testing.assert_array_equal(jnp.argmax(got, -1), jnp.argmax(plain, -1))
