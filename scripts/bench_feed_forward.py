@@ -1,7 +1,7 @@
 """Checks and times the second half of a decoder layer in one kernel, on one Hopper GPU.
 
     python -m scripts.bench_feed_forward [--models moonlight-16b v3-slice] [--tokens 1 2 4 8]
-        [--weights bf16 fp8] [--attention] [--launches 1000000] [--time-limit 540]
+        [--weights bf16 fp8] [--o-proj without with] [--launches 1000000] [--time-limit 540]
         [--out benchmarks/results/feed_forward_h200.json]
 
 Layers with experts, of published widths with random weights, run one after the other without
@@ -13,7 +13,7 @@ microseconds between the kernel's own clock stamps, means over programs and laye
 from the first program's start to the last one's end, ``gap_us`` from there to the next kernel's
 start, ``clock_mhz`` the clock in the kernel.
 
-With ``--attention``, the projection of attention's output belongs to the half.
+``--o-proj with`` includes the projection of attention's output, and its sum with the residual.
 
 Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
 calls must give equal bits. ``error`` is the largest relative error of a token. Wrong results are
@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -153,15 +154,21 @@ def weight_bytes(config: ModelConfig, weights: str, tokens: int, attention: int)
 
 
 def measure(
-    name: str, weights: str, tokens: int, layers: tuple[Any, list[Any]], settings: Any, gbs: float
+    name: str,
+    weights: str,
+    tokens: int,
+    o_proj: str,
+    layers: tuple[Any, list[Any]],
+    settings: Any,
+    gbs: float,
 ) -> dict[str, Any]:
     """Checks and times one case."""
     config, (graph, states) = models.config(name), layers
     h = jax.random.normal(jax.random.key(tokens), (tokens, config.hidden_size), jnp.bfloat16)
-    row: dict[str, Any] = {"model": name, "weights": weights, "tokens": tokens}
+    row: dict[str, Any] = {"model": name, "weights": weights, "tokens": tokens, "o_proj": o_proj}
     heads, attention = None, 0
-    if settings.attention:
-        row["attention"] = attention = config.num_attention_heads * config.v_head_dim
+    if o_proj == "with":
+        attention = config.num_attention_heads * config.v_head_dim
         heads = jax.random.normal(jax.random.key(0), (tokens, attention), jnp.bfloat16)
     row["roof_us"] = round(weight_bytes(config, weights, tokens, attention) / gbs / 1e3, 2)
     programs: dict[str, Any] = {}
@@ -216,7 +223,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["moonlight-16b", "v3-slice"])
     parser.add_argument("--weights", nargs="*", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--attention", action="store_true", help="with attention's projection")
+    choices = "without", "with"
+    parser.add_argument("--o-proj", nargs="*", default=choices[:1], choices=choices)
     parser.add_argument("--ahead", nargs="*", default=AHEAD, choices=AHEAD, help="settings")
     parser.add_argument("--launches", type=int, default=1_000_000, help="launches without a hang")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds, see above")
@@ -241,14 +249,14 @@ def main() -> None:
     ]
     for name, weights in kinds:
         layers = None
-        for tokens in arguments.tokens:
+        for tokens, o_proj in itertools.product(arguments.tokens, arguments.o_proj):
             late = time.monotonic() - began > arguments.time_limit
             if late or "trapped" in result:
-                result["not_run"].append([name, weights, tokens])
+                result["not_run"].append([name, weights, tokens, o_proj])
                 continue
             try:
                 layers = layers or random_layers(models.config(name), weights)
-                row = measure(name, weights, tokens, layers, arguments, gbs)
+                row = measure(name, weights, tokens, o_proj, layers, arguments, gbs)
                 result["rows"].append(row)
                 print(json.dumps(row), flush=True)
                 save()
@@ -257,9 +265,9 @@ def main() -> None:
                     result["endurance"] = endure(layers, width, arguments.launches)
                     print(result["endurance"], flush=True)
             except NotImplementedError as refusal:
-                result["not_run"].append([name, weights, tokens, str(refusal)])
+                result["not_run"].append([name, weights, tokens, o_proj, str(refusal)])
             except jax.errors.JaxRuntimeError as error:  # the process cannot use the GPU any more
-                result["trapped"] = [name, weights, tokens, str(error)]
+                result["trapped"] = [name, weights, tokens, o_proj, str(error)]
             save()
     if "trapped" in result:
         sys.exit(f"a kernel trapped: {result['trapped']}")
