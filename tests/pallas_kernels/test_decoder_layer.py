@@ -228,7 +228,7 @@ def test_wrong_arguments(changes, message, untyped):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 INTERPRETED = {
-    "dense": (Layer(tokens=3, attended=True), {}),
+    "dense": (Layer(tokens=3, attended=True), {"ahead": "always"}),
     # Groups, and more programs than output units of 16 / 2 programs each.
     "groups": (
         dataclasses.replace(
@@ -240,16 +240,16 @@ INTERPRETED = {
             weights=BFLOAT16,
             attended=True,
         ),
-        {"ahead": "arrived"},
+        {},
     ),
     # The router waits for the projection of attention's output.
     "attention's projection": (
         dataclasses.replace(MOE, tokens=2, attention=384, rule=rule(1)),
-        {"ahead": "arrived"},
+        {},
     ),
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
-        {"programs": 3},
+        {"programs": 3, "ahead": "always"},
     ),
     "float8": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
