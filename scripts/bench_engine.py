@@ -5,6 +5,7 @@
     python -m scripts.bench_engine --model demo --scale 0.1 --picture timeline.png
     python -m scripts.bench_engine --model demo --concurrency 16 --against-sequential
     python -m scripts.bench_engine --model moonlight-16b --count 48 --profile /tmp/trace
+    python -m scripts.bench_engine --model moonlight-16b --rates --generator 512
 
 Each trace is replayed offline, all requests at once, and then at every rate in requests per second.
 A model has published widths and random weights; ``demo`` is the trained checkpoint of this package.
@@ -12,7 +13,8 @@ All programs are compiled first, and an engine serves all replays, with an empty
 beginning of each. The results are written after every replay: throughput and latencies, and how
 many steps of each shape ran for how long, with the share of the time in which no dispatch was in
 flight. ``--picture`` draws a timeline of each replay. ``--profile`` also records a trace, which has
-the device time of each kernel.
+the device time of each kernel. With ``--generator``, a Generator then completes each trace in one
+call, with as many requests at a time.
 
 With ``--against-sequential`` there is no replay: the same requests are served ``--concurrency`` at
 a time and one after the other, alternately, and the result is the ratio of both throughputs.
@@ -37,7 +39,9 @@ import jax.numpy as jnp
 import dsv3_jax
 from benchmarks.decode import machine, models
 from benchmarks.serving.closed_loop import compare
+from benchmarks.serving.offline import complete
 from benchmarks.serving.replay import Replay, replay
+from dsv3_jax import Generator
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.programs import Buckets
 from dsv3_jax.files import atomic_write
@@ -75,6 +79,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="one program for all steps")
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
     parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
+    parser.add_argument("--generator", type=int, metavar="N", help="then N at a time, offline")
     parser.add_argument("--against-sequential", action="store_true")
     parser.add_argument("--concurrency", type=int, default=16, help="clients at the same time")
     parser.add_argument("--rounds", type=int, default=7, help="number of comparisons")
@@ -166,6 +171,23 @@ def replay_all(
             save(result, arguments.out)
 
 
+def complete_all(model: DeepSeekV3, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Completes every trace with a Generator, and adds the figures to ``result``."""
+    generator = Generator(model, None, arguments.max_len, batch_sizes=(arguments.generator,))
+    result["generator"] = []
+    for name in arguments.traces:
+        entry = {"trace": name} | complete(
+            generator,
+            TRACES[name](),
+            count=arguments.offline_count,
+            vocab_size=model.config.vocab_size,
+            scale=arguments.scale,
+        )
+        print(json.dumps(entry), file=sys.stderr)
+        result["generator"].append(entry)
+        save(result, arguments.out)
+
+
 def draw(done: Replay, entry: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Draws the timeline of a replay. If there are several, each picture has its own name."""
     arrival = "all at once" if entry["rate"] is None else f"{entry['rate']:g} per second"
@@ -229,6 +251,9 @@ def main(words: Sequence[str]) -> int:
             save(result, arguments.out)
         else:
             replay_all(engine, arguments, model.config.vocab_size, result)
+    if arguments.generator:
+        del engine  # with its cache
+        complete_all(model, arguments, result)
     print(json.dumps(result))
     return 0
 

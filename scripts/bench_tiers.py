@@ -2,7 +2,7 @@
 
     python -m scripts.bench_tiers --rounds 5 --out benchmarks/results/tiers_demo_cpu.json
     python -m scripts.bench_tiers --model moonlight-16b --prefix 8000 --kills 0 --flips 0 \\
-        --exchange-seconds 0 --out benchmarks/results/tiers_moonlight_h200.json
+        --exchange-seconds 0 --pinned --out benchmarks/results/tiers_moonlight_h200.json
 
 First the damage: writers are killed at random moments, bits of files are flipped, and two
 processes share a directory. It ends with an error if any page comes back with other contents than
@@ -14,6 +14,7 @@ operating system has in memory, from files that it has not, or is computed. Ever
 these in turn, and the results are medians. The first round compiles what the others run. With a
 prefix hit, the tokens must be the same wherever the prefix comes from. Whether they are those of
 the computed prompt is reported: in bfloat16, chunks that begin elsewhere round otherwise.
+``--pinned`` then measures a second engine, whose host memory is pinned.
 
 A model has published widths and random weights; ``demo`` is the trained checkpoint of this package.
 """
@@ -52,6 +53,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prefix", type=int, default=2048, help="tokens that were there before")
     parser.add_argument("--suffix", type=int, default=32, help="new tokens of the prompt")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pinned", action="store_true", help="then also with pinned host memory")
     parser.add_argument("--draft", choices=("mtp", "ngram"))
     parser.add_argument(
         "--directory", type=Path, help="directory for files; default a temporary one"
@@ -153,6 +155,34 @@ def measure(
     }
 
 
+def time_tiers(
+    model: DeepSeekV3, directory: Path, arguments: argparse.Namespace, *, pinned: bool
+) -> dict[str, Any]:
+    """Returns the figures of an engine with such host memory, and with files in ``directory``."""
+    began = time.perf_counter()
+    engine = Engine(
+        model,
+        None,
+        arguments.prefix + arguments.suffix + _NEW_TOKENS,
+        max_running=4,
+        cache_tokens=4 * (arguments.prefix + arguments.suffix + 64),
+        draft=arguments.draft,
+        tiers=CacheTiers(
+            host_bytes=4 * 2**30, disk=directory, load_seconds=_SECONDS, pinned=pinned
+        ),
+    )
+    with engine:
+        start_s = round(time.perf_counter() - began, 1)
+        measured = measure(engine, directory, arguments, model.config.vocab_size)
+        stats = engine.stats()
+    return {
+        "start_s": start_s,
+        **measured,
+        "page_bytes": stats.tiers[0].stored_bytes // stats.tiers[0].stored_pages,
+        "tiers": stats.as_json()["tiers"],
+    }
+
+
 def main(words: Sequence[str]) -> int:
     arguments = parse(words)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
@@ -170,23 +200,9 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps(result["damage"]), file=sys.stderr)
         model = load(arguments.model)
         jax.block_until_ready(jax.tree.leaves(model))
-        began = time.perf_counter()
-        engine = Engine(
-            model,
-            None,
-            arguments.prefix + arguments.suffix + _NEW_TOKENS,
-            max_running=4,
-            cache_tokens=4 * (arguments.prefix + arguments.suffix + 64),
-            draft=arguments.draft,
-            tiers=CacheTiers(host_bytes=4 * 2**30, disk=directory / "pages", load_seconds=_SECONDS),
-        )
-        with engine:
-            result["start_s"] = round(time.perf_counter() - began, 1)
-            vocab_size = model.config.vocab_size
-            result |= measure(engine, directory / "pages", arguments, vocab_size)
-            stats = engine.stats()
-        result["page_bytes"] = stats.tiers[0].stored_bytes // stats.tiers[0].stored_pages
-        result["tiers"] = stats.as_json()["tiers"]
+        result |= time_tiers(model, directory / "pages", arguments, pinned=False)
+        if arguments.pinned:
+            result["pinned"] = time_tiers(model, directory / "pinned", arguments, pinned=True)
     if arguments.out:
         atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "rounds"}))

@@ -108,6 +108,16 @@ class TestCommand:
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["run_chat_50.svg", "run_chat_offline.svg"]
 
+    def test_a_generator_completes_the_same_requests(self, tmp_path):
+        out = tmp_path / "both.json"
+        words = ["--scale", "0.02", "--offline-count", "5", "--generator", "2", "--out", str(out)]
+        assert bench_engine.main([*words, *SMALL]) == 0
+        result = json.loads(out.read_text())
+        (engine,), (generator,) = result["replays"], result["generator"]
+        equal = "trace", "requests", "prompt_tokens", "output_tokens"
+        assert [engine[name] for name in equal] == [generator[name] for name in equal]
+        assert generator["batch_sizes"] == [2]
+
 
 def test_the_host_time_of_steps_whose_device_takes_none():
     stats = measure(max_running=2, steps=20, count=5)

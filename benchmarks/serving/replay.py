@@ -74,9 +74,8 @@ def replay(
       scale: factor of prompt and output lengths, for small models.
     """
     chosen = trace.requests[:count]
-    prompts = [trace.prompt(i, vocab_size) for i in range(len(chosen))]
+    prompts, outputs = lengths_scaled(trace, count, vocab_size, scale)
     arrivals = [0.0 if rate is None else request.unit_arrival / rate for request in chosen]
-    prompts = [prompt[: max(1, round(scale * len(prompt)))] for prompt in prompts]
     timeline = Timeline()
     before = engine.stats()
     began = time.monotonic()
@@ -86,10 +85,9 @@ def replay(
         now = time.monotonic() - began
         while len(requests) < len(chosen) and arrivals[len(requests)] <= now:
             i = len(requests)
-            new_tokens = max(1, round(scale * chosen[i].output_tokens))
             requests.append(
                 engine.submit(
-                    prompts[i], max_new_tokens=new_tokens, ignore_eos=True, temperature=0.0
+                    prompts[i], max_new_tokens=outputs[i], ignore_eos=True, temperature=0.0
                 )
             )
         if now >= next_sample:
@@ -101,6 +99,17 @@ def replay(
     end = max(request.times.end for request in requests)
     stats = engine.stats().since(before)
     return Replay(end - began, requests, timeline.columns, stats.as_json())
+
+
+def lengths_scaled(
+    trace: Trace, count: int | None, vocab_size: int, scale: float
+) -> tuple[list[list[int]], list[int]]:
+    """Returns the prompts of the first ``count`` requests, or of all, and their numbers of output
+    tokens, at least one of each, with all lengths multiplied by ``scale``."""
+    chosen = trace.requests[:count]
+    prompts = [trace.prompt(i, vocab_size) for i in range(len(chosen))]
+    prompts = [prompt[: max(1, round(scale * len(prompt)))] for prompt in prompts]
+    return prompts, [max(1, round(scale * request.output_tokens)) for request in chosen]
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
