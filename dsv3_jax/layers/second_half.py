@@ -19,6 +19,29 @@ if TYPE_CHECKING:
     from dsv3_jax.layers.block import DecoderLayer
 
 
+_MOST_TOKENS, _MOST_BYTES = 1, 200e6
+"""Tokens of a step, and bytes of the weights that it reads, up to which the kernel has been
+measured to be faster than separate operations (benchmarks/NOTES.md)."""
+
+
+def is_faster(layer: DecoderLayer, tokens: int) -> bool:
+    """Returns whether one kernel is the better default for so many tokens."""
+    # Whole sequences: results must not depend on the number of the others in the batch.
+    if tokens > _MOST_TOKENS or layer.self_attn.whole_sequences:
+        return False
+    mlp = layer.mlp
+    if isinstance(mlp, MLP):
+        return _bytes(mlp) <= _MOST_BYTES
+    chosen = mlp.config.num_experts_per_tok / mlp.num_slots
+    shared = _bytes(mlp.shared_experts) if mlp.config.n_shared_experts else 0
+    return shared + _bytes(mlp.experts) * chosen * tokens <= _MOST_BYTES
+
+
+def _bytes(mlp: Any) -> int:
+    weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return sum(weight.weight.size * weight.weight.dtype.itemsize for weight in weights)
+
+
 def in_one_kernel(
     layer: DecoderLayer,
     x: Float[Array, "B T D"],
@@ -31,8 +54,8 @@ def in_one_kernel(
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
     """
-    if layer.layout is not None:
-        raise NotImplementedError("takes layers on one device, got a mesh")
+    if layer.layout is not None and layer.layout.mesh.size > 1:
+        raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
     if attended is None:
