@@ -197,6 +197,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Does :meth:`_feed_forward` by an operation for each of its steps."""
         if attended is None:
+            assert heads is not None
             attended = self.self_attn.output(heads)
         h, normed = self.post_attention_layernorm.add_and_norm(x, attended)
         if isinstance(self.mlp, MLP):

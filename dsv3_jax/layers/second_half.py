@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
-from dsv3_jax.layers.moe import RoutingStats
+from dsv3_jax.layers.moe import MoE, RoutingStats
+from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.quantization import BlockQuantization
 from pallas_kernels import feed_forward
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
+from sharding import Layout
 
-if TYPE_CHECKING:
-    from dsv3_jax.layers.block import DecoderLayer
+
+class Layer(Protocol):
+    """The attributes of a decoder layer that this module reads."""
+
+    layout: Layout | None
+    self_attn: Any
+    post_attention_layernorm: RMSNorm
+    mlp: MLP | MoE
 
 
 _MOST_TOKENS, _MOST_BYTES = 1, 200e6
@@ -24,8 +32,8 @@ _MOST_TOKENS, _MOST_BYTES = 1, 200e6
 measured to be faster than separate operations (benchmarks/NOTES.md)."""
 
 
-def is_faster(layer: DecoderLayer, tokens: int) -> bool:
-    """Returns whether one kernel is the better default for so many tokens."""
+def is_faster(layer: Layer, tokens: int) -> bool:
+    """Returns whether one kernel is the better default for this number of tokens."""
     # Whole sequences: results must not depend on the number of the others in the batch.
     if tokens > _MOST_TOKENS or layer.self_attn.whole_sequences:
         return False
@@ -43,7 +51,7 @@ def _bytes(mlp: Any) -> int:
 
 
 def in_one_kernel(
-    layer: DecoderLayer,
+    layer: Layer,
     x: Float[Array, "B T D"],
     attended: Float[Array, "B T D"] | None,
     valid: Bool[Array, "B T"] | None,
@@ -80,7 +88,7 @@ def in_one_kernel(
     return y, RoutingStats(counts, chosen.scores, chosen.experts)
 
 
-def arguments(layer: DecoderLayer) -> tuple[dict[str, Any], dict[str, Any]]:
+def arguments(layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the layer's arrays and options for feed_forward.
 
     Raises:

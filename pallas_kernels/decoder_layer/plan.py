@@ -163,8 +163,8 @@ class Plan:
 
     def entry(self, passed: int) -> Entry | None:
         """Returns what the consumers do after so many barriers, before they multiply."""
-        entries: list[Entry | None] = ["norm", "choice and rows", None]
-        return (["rows"] * bool(self.attention) + entries)[passed]
+        entries: list[Entry | None] = ["rows", "norm", "choice and rows", None]
+        return entries[passed if self.attention else passed + 1]
 
     def stride(self, columns: int) -> int:
         """Returns the distance of activation rows in shared memory.

@@ -31,7 +31,7 @@ class Projection(NamedTuple):
 
     weight: Float[Array, "D HV"]
     scales: tuple[Float32[Array, "rows columns"], ...] = ()
-    """Of a float8 matrix: one scale per block of 128x128."""
+    """The scale of a float8 matrix, one number per block of 128x128."""
 
 
 class Router(NamedTuple):

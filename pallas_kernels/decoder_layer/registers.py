@@ -270,7 +270,7 @@ def load_scales(
     return chunks
 
 
-def prefetch_scales(scales: Any, start: jax.Array, columns: int, interpret: Any) -> None:
+def prefetch_scales(scales: Any, start: jax.Array | int, columns: int, interpret: Any) -> None:
     """Brings the scales of a row of blocks into the L2 cache. A whole warp calls it.
 
     Args: see :func:`load_scales`.
@@ -291,7 +291,7 @@ def prefetch_scales(scales: Any, start: jax.Array, columns: int, interpret: Any)
             address = llvm.ptrtoint(i64(), pointer)
             asm("prefetch.global.L2 [$0];", "l", address, effects=True)
 
-    prefetch(scales, start)
+    prefetch(scales, jnp.asarray(start, jnp.int32))
 
 
 def _load(ref: Any, index: jax.Array) -> jax.Array:

@@ -108,7 +108,8 @@ class Units:
             left = Half(self.refs.router, row)
             return left, dataclasses.replace(left, column=phase.operand.columns)
         if phase.name == "o_proj":
-            left, right = (self._half(phase, *self.refs.o_proj, n, row) for n in range(2))
+            weight, scales = self.refs.o_proj
+            left, right = (self._half(phase, weight, scales, n, row) for n in range(2))
             return left, right
         index: tuple[jax.Array, ...] = ()
         matrices = self.refs.shared
