@@ -198,12 +198,12 @@ class DeepSeekV3(nnx.Module):
             set_variant(layer.self_attn, attn_impl)
 
     def use_feed_forward(self, implementation: Implementation) -> None:
-        """Selects how the second half of a layer runs: ``"mosaic_gpu"`` is one kernel for few
-        tokens, ``"separate"`` an operation for each step.
+        """Selects how the second half of a layer runs.
 
         Args:
-          implementation: a name, names in order of preference, or None for the default order, see
-            :mod:`pallas_kernels.dispatch`. Steps of more than eight tokens need ``"separate"``.
+          implementation: ``"mosaic_gpu"`` is one kernel for up to eight tokens, ``"separate"`` an
+            operation for each step. A sequence of names is tried in its order: ``("mosaic_gpu",
+            "separate")`` uses the kernel where it can. None means separate operations.
         """
         for layer in (*self.layers, *self.mtp):
             layer.feed_forward = implementation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -183,8 +182,6 @@ class DecoderLayer(nnx.Module):
             "separate": self._feed_forward_separately,
             "mosaic_gpu": functools.partial(second_half.in_one_kernel, self),
         }
-        if second_half.is_faster(self, math.prod(x.shape[:2])):
-            backends = dict(reversed(backends.items()))
         name = "a layer's second half"
         return dispatch(name, backends, self.feed_forward, x, attended, valid, heads)
 

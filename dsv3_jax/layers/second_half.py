@@ -27,29 +27,6 @@ class Layer(Protocol):
     mlp: MLP | MoE
 
 
-_MOST_TOKENS, _MOST_BYTES = 1, 200e6
-"""Tokens of a step, and bytes of the weights that it reads, up to which the kernel has been
-measured to be faster than separate operations (benchmarks/NOTES.md)."""
-
-
-def is_faster(layer: Layer, tokens: int) -> bool:
-    """Returns whether one kernel is the better default for this number of tokens."""
-    # Whole sequences: results must not depend on the number of the others in the batch.
-    if tokens > _MOST_TOKENS or layer.self_attn.whole_sequences:
-        return False
-    mlp = layer.mlp
-    if isinstance(mlp, MLP):
-        return _bytes(mlp) <= _MOST_BYTES
-    chosen = mlp.config.num_experts_per_tok / mlp.num_slots
-    shared = _bytes(mlp.shared_experts) if mlp.config.n_shared_experts else 0
-    return shared + _bytes(mlp.experts) * chosen * tokens <= _MOST_BYTES
-
-
-def _bytes(mlp: Any) -> int:
-    weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return sum(weight.weight.size * weight.weight.dtype.itemsize for weight in weights)
-
-
 def in_one_kernel(
     layer: Layer,
     x: Float[Array, "B T D"],

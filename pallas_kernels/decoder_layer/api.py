@@ -10,7 +10,8 @@ from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection,
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.route.reference import Rule
 
-# The reference is first: no GPU has run the kernel, so only a caller who names it gets it.
+# The reference is first, so only a caller who names the kernel gets it: a GPU has checked the
+# results of an earlier version, but not of this one.
 BACKENDS = {
     "reference": reference.feed_forward,
     "mosaic_gpu": mosaic_gpu.feed_forward,
