@@ -7,6 +7,7 @@ platform with a faster implementation has a file of its own.
 
 from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant
 from pallas_kernels.decoder_layer.api import feed_forward
+from pallas_kernels.gather_rows.api import gather_rows
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_swiglu.api import grouped_swiglu
 from pallas_kernels.mla_decode.api import mla_decode, page_width
@@ -38,6 +39,7 @@ __all__ = [
     "dequantize_latent",
     "feed_forward",
     "float8_token_bytes",
+    "gather_rows",
     "grouped_matmul",
     "grouped_swiglu",
     "integer_quant",

@@ -14,7 +14,7 @@ beginning of each. The results are written after every replay: throughput and la
 many steps of each shape ran for how long, with the share of the time in which no dispatch was in
 flight. ``--picture`` draws a timeline of each replay. ``--profile`` also records a trace, which has
 the device time of each kernel. With ``--generator``, a Generator then completes each trace in one
-call, with as many requests at a time.
+call, with as many requests at a time; with ``--reproducible`` its tokens depend on no company.
 
 With ``--against-sequential`` there is no replay: the same requests are served ``--concurrency`` at
 a time and one after the other, alternately, and the result is the ratio of both throughputs.
@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
@@ -80,6 +81,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
     parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
     parser.add_argument("--generator", type=int, metavar="N", help="then N at a time, offline")
+    parser.add_argument("--reproducible", action="store_true", help="run its own programs")
     parser.add_argument("--against-sequential", action="store_true")
     parser.add_argument("--concurrency", type=int, default=16, help="clients at the same time")
     parser.add_argument("--rounds", type=int, default=7, help="number of comparisons")
@@ -173,10 +175,16 @@ def replay_all(
 
 def complete_all(model: DeepSeekV3, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     """Completes every trace with a Generator, and adds the figures to ``result``."""
-    generator = Generator(model, None, arguments.max_len, batch_sizes=(arguments.generator,))
+    generator = Generator(
+        model,
+        None,
+        arguments.max_len,
+        batch_sizes=(arguments.generator,),
+        reproducible=arguments.reproducible,
+    )
     result["generator"] = []
     for name in arguments.traces:
-        entry = {"trace": name} | complete(
+        entry = {"trace": name, "reproducible": arguments.reproducible} | complete(
             generator,
             TRACES[name](),
             count=arguments.offline_count,
@@ -211,6 +219,8 @@ def save(result: dict[str, Any], out: Path | None) -> None:
 
 def main(words: Sequence[str]) -> int:
     arguments = parse(words)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dsv3_jax.engine.programs").setLevel(logging.INFO)
     began = time.perf_counter()
     model = load(arguments.model, arguments.weights)
     jax.block_until_ready(jax.tree.leaves(model))

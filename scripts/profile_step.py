@@ -45,7 +45,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
     parser.add_argument("--cached", type=int, default=1024, help="cached tokens per sequence")
     parser.add_argument(
-        "--feed-forward", choices=("separate", "mosaic_gpu"), help="how layers' second halves run"
+        "--feed-forward",
+        choices=("separate", "mosaic_gpu"),
+        help="back-end of the second half of layers",
     )
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)

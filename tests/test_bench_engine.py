@@ -110,7 +110,17 @@ class TestCommand:
 
     def test_a_generator_completes_the_same_requests(self, tmp_path):
         out = tmp_path / "both.json"
-        words = ["--scale", "0.02", "--offline-count", "5", "--generator", "2", "--out", str(out)]
+        words = [
+            "--scale",
+            "0.02",
+            "--offline-count",
+            "5",
+            "--generator",
+            "2",
+            "--reproducible",
+            "--out",
+            str(out),
+        ]
         assert bench_engine.main([*words, *SMALL]) == 0
         result = json.loads(out.read_text())
         (engine,), (generator,) = result["replays"], result["generator"]

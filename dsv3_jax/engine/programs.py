@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -225,11 +226,20 @@ class Programs:
                 self._compiled |= loaded
                 logger.info("loaded %d of %d programs", len(loaded), len(missing))
                 missing = [s for s in missing if s not in loaded]
+            began = time.perf_counter()
             compiling = {
                 s: pool.submit(self._compile_and_store, self._lower(state, s), s, store)
                 for s in missing
             }
+            lowered = time.perf_counter()
             self._compiled |= {shape: done.result() for shape, done in compiling.items()}
+        if missing:
+            logger.info(
+                "lowered %d programs in %.1f s, compiled the last ones %.1f s later",
+                len(missing),
+                lowered - began,
+                time.perf_counter() - lowered,
+            )
         self._is_warm = self._is_warm or shapes is None
 
     def __call__(

@@ -16,7 +16,7 @@ from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
 from dsv3_jax.quantization import Quantization
-from pallas_kernels import Routes, grouped_matmul, grouped_swiglu, sort_pairs
+from pallas_kernels import Routes, gather_rows, grouped_matmul, grouped_swiglu, sort_pairs
 from sharding import Layout, choose_replicas, mix_experts, physical_experts
 
 
@@ -67,7 +67,7 @@ class Experts(nnx.Module):
         """
         if self.gate_proj.uses_float8_activations(len(rows)):
             return self._float8(tokens, rows, group_sizes).astype(tokens.dtype)
-        tokens = tokens[rows]
+        tokens = gather_rows(tokens, rows)
         hidden = _grouped(grouped_swiglu, tokens, (self.gate_proj, self.up_proj), group_sizes)
         return _grouped(grouped_matmul, hidden, (self.down_proj,), group_sizes)
 
@@ -81,7 +81,7 @@ class Experts(nnx.Module):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         values, scale = gate.quantize_activations(tokens)
         hidden: Any = grouped_swiglu(
-            values[rows],
+            gather_rows(values, rows),
             gate.weight[...],
             up.weight[...],
             group_sizes,

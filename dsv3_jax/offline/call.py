@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,11 +33,14 @@ class Call:
     """Runs requests in the caller's thread, as many at a time as the programs have slots.
 
     A request that ends makes room for the next one. The cache has all pages that the slots can
-    need, so that no request waits for pages or is preempted, and no prefix is shared: the tokens of
-    a request do not depend on the others.
+    need, so that no request waits for pages or is preempted, and no prefix is shared.
+
+    Where the programs' sizes are separate, each step runs one of two programs, and the tokens of a
+    request do not depend on the others. Otherwise a step both prefills and decodes in the smallest
+    program that holds it, and the next one is launched before its results are read.
 
     Args:
-      programs: prefill and decode for a number of slots.
+      programs: they have the sizes for a number of slots.
       pace: chooses the steps of each dispatch.
       routing_counts: the tokens that chose each expert are added to it after every dispatch.
     """
@@ -58,36 +62,50 @@ class Call:
         """The results of the requests so far, in their order."""
         pool = _pool(programs)
         buckets = programs.buckets
+        overlap = self._overlap = not buckets.separate
         scheduler = Scheduler(
             SchedulerConfig(
                 max_running=programs.slots_per_shard,
                 chunk_tokens=buckets.chunk_tokens,
                 max_chunks=buckets.chunks[-1],
+                multi_step_decodes=buckets.most_multi_step_decodes if overlap else None,
                 max_waiting=len(requests),
-                separate=True,
-                refill_steps=sizes.REFILL_STEPS,
+                separate=buckets.separate,
+                refill_steps=1 if overlap else sizes.REFILL_STEPS,
             ),
             pool.allocators(lookahead=0, prefix_cache=False),
         )
-        options = dataclasses.replace(StepOptions.of(requests), sampling=None)
+        options = StepOptions.of(requests)
+        if not overlap:  # one program for greedy and sampled requests
+            options = dataclasses.replace(options, sampling=None)
         state = programs.empty_state(pool.num_pages)
         programs.warm_up(state, _shapes(programs, options, plan))
         settings: dict[ScheduledRequest, Request] = {}
-        self._executor = Executor(programs, state, pool, settings.get, options=options)
-        self._loop = EngineLoop(scheduler, self._executor, settings, overlap=False, pace=pace)
+        self._executor = Executor(
+            programs, state, pool, settings.get, options=options, background=overlap
+        )
+        self._loop = EngineLoop(scheduler, self._executor, settings, overlap=overlap, pace=pace)
         self._loop.add(*self.outputs)
 
     def step(self) -> bool:
-        """Runs one dispatch and reads its results. Returns False if all requests have ended."""
+        """Runs one dispatch, and reads its results or those of the one before. Returns False if all
+        requests have ended."""
         has_run = self._loop.step()
         assert has_run or all(output.handle.is_done for output in self.outputs), "one was forgotten"
-        if self._routing_counts is not None and has_run:
-            self._routing_counts += self._executor.take_routing_counts()
+        # Reading the counts waits for the device.
+        if not (self._overlap and has_run):
+            self._take_routing_counts()
         return has_run
 
     def close(self) -> None:
         """Frees the memory on the device. Results on the host stay."""
+        if self._overlap and self._loop.failure is None:
+            self._take_routing_counts()
         self._loop.shutdown(drain=False)
+
+    def _take_routing_counts(self) -> None:
+        if self._routing_counts is not None:
+            self._routing_counts += self._executor.take_routing_counts()
 
     @property
     def new_tokens(self) -> int:
@@ -147,9 +165,16 @@ def _pool(programs: Programs) -> PoolLayout:
 
 
 def _shapes(programs: Programs, options: StepOptions, plan: DraftPlan) -> list[StepShape]:
-    """Returns the shapes of the programs that a call runs: prefill, and decode for each depth."""
-    prefill = programs.shape(0, 1, options=options)
-    return [prefill, *(programs.shape(1, 0, depth=d, options=options) for d in plan.depths)]
+    """Returns the shapes of the programs that a call runs: prefill, and decode for each depth, or
+    all sizes of steps that do both."""
+    buckets = programs.buckets
+    if buckets.separate:
+        prefill = programs.shape(0, 1, options=options)
+        return [prefill, *(programs.shape(1, 0, depth=d, options=options) for d in plan.depths)]
+    sizes_of_steps = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
+    return list(
+        dict.fromkeys(programs.shape(B, C, depth=d, options=options) for B, C, d in sizes_of_steps)
+    )
 
 
 def _completion(output: RequestOutput) -> Completion:

@@ -62,6 +62,11 @@ class Generator:
         multiples of its number of shards.
       prefill_chunk: number of prompt tokens of every request in one forward pass. By default a
         pass has chunks of some of them, see :mod:`dsv3_jax.offline.sizes`.
+      reproducible: whether a request's tokens never depend on the other requests, as above. False
+        is for many prompts: it generates more tokens per second, with the sizes of an Engine. A
+        step then prefills some requests while others decode, few requests run in small programs,
+        and the host works during a step. Programs round differently, so that another token may
+        follow where two are almost equally probable.
       stride: number of tokens between two checks of the text, for stop strings and streaming.
       count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
 
@@ -78,6 +83,7 @@ class Generator:
         *,
         batch_sizes: Sequence[int] = BATCH_SIZES,
         prefill_chunk: int | None = None,
+        reproducible: bool = True,
         stride: int = 16,
         count_routing: bool = False,
     ):
@@ -102,6 +108,10 @@ class Generator:
         if prefill_chunk is not None:
             check("prefill_chunk", prefill_chunk, "an integer of at least 1", integer, 1)
         check("stride", stride, "an integer of at least 1", integer, 1)
+        if prefill_chunk is not None and not reproducible:
+            raise ValueError(
+                f"prefill_chunk: expected None with reproducible=False, got {prefill_chunk}"
+            )
         self.tokenizer = tokenizer
         self.max_len = max_len
         # If a mesh shards the batch, all shards must be equal.
@@ -109,11 +119,16 @@ class Generator:
         self.batch_sizes = tuple(sorted({-(-size // shards) * shards for size in batch_sizes}))
         self.stride = stride
         self._prefill_chunk = prefill_chunk
+        self._reproducible = reproducible
         self._reader = RequestReader(model.config, tokenizer, max_len)
         self._vocab_size = model.config.vocab_size
         if tokenizer is not None:
             self._vocab_size = min(self._vocab_size, tokenizer.vocab_size)
         self._signature = ModelSignature.of(model)
+        if self._spans_processes and not reproducible:
+            raise ValueError(
+                "reproducible: expected True on a mesh of several processes, got False"
+            )
         self._arrays = ModelArrays.of(model)
         self._programs: dict[tuple[int, Drafter | None, int], Programs] = {}
         self._step_times = StepTimes()
@@ -403,6 +418,7 @@ class Generator:
             (size, plan, options),
             tokens=tokens,
             max_over_processes=max_over_processes if self._spans_processes else float,
+            overlap=not self._reproducible,
             counts_drafts=not is_warm_up,
         )
         counts = None if is_warm_up else self._routing_counts
@@ -434,6 +450,8 @@ class Generator:
         """Returns the sizes of the programs for a batch size."""
         layout = self._signature.layout
         default = Buckets.of_devices(size, layout)
+        if not self._reproducible:
+            return default
         local_batch = size if layout is None else size // layout.num_shards("batch")
         if self._prefill_chunk is not None:
             return chunked_buckets(default, local_batch, self._prefill_chunk)

@@ -22,6 +22,7 @@ class OfflinePace:
       tokens: most tokens per request in a dispatch; None for no limit.
       max_over_processes: returns the maximum of a number over all processes of the mesh, so that
         they make the same choices.
+      overlap: whether a dispatch is launched before the results of the one before are read.
       counts_drafts: whether drafts are counted. Those of made-up prompts are not: they show what
         drafts cost, but not how often they are accepted.
       clock: the one with which results are read.
@@ -35,6 +36,7 @@ class OfflinePace:
         *,
         tokens: int | None,
         max_over_processes: Callable[[float], float],
+        overlap: bool = False,
         counts_drafts: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -43,9 +45,10 @@ class OfflinePace:
         self._program = program
         self._tokens = tokens
         self._max_over_processes = max_over_processes
+        self._overlap = overlap
         self._counts_drafts = counts_drafts
         self._clock = clock
-        self._began = 0.0
+        self._began = clock() if overlap else 0.0
         self.depth: int | None = None
         """Drafts of the next dispatch; None leaves them to the chooser."""
         self.steps = 0
@@ -61,16 +64,21 @@ class OfflinePace:
             steps = self._times.steps_per_dispatch(program)
         else:
             steps = min(self._times.steps_per_dispatch(program, default=AUTO_STEPS), AUTO_STEPS)
-        self._began = self._clock()
+        if not self._overlap:
+            self._began = self._clock()
         return min(steps, most), depth
 
     def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
         """Takes the results of a dispatch, and the time at which they were read."""
+        began = self._began
+        if self._overlap:  # the device begins a dispatch when it has ended the one before
+            self._began = now
         if plan.chunks:
+            self.steps += bool(plan.decodes)
             return
         assert plan.depth is not None, "choose() returns it"
         program = self._program, plan.depth
-        seconds = self._max_over_processes(now - self._began)
+        seconds = self._max_over_processes(now - began)
         # A first run of a program also loads it. It is no measurement.
         is_measured = self._times.has_run(program)
         decoded = [step for result in results for step in result.steps]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.route.kernel import as_integer, mask_groups, scores_of, to_lanes, top_k
+from pallas_kernels.route.choice import as_integer, mask_groups, scores_of, to_lanes, top_k
 from pallas_kernels.route.lanes import LANES, load_rows, over_warp, store_rows, thread_index
 from pallas_kernels.route.reference import Rule
 

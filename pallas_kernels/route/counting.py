@@ -1,4 +1,4 @@
-"""route for many tokens on GPUs: ranks by comparing and positions by counting, instead of sorts.
+"""route on GPUs without the Hopper kernel: ranks by comparing and positions by counting, no sorts.
 
 XLA sorts in several passes over all pairs, three times in the reference: for the largest scores,
 for ``order`` and for ``inverse``. Here an expert's rank is the number of experts that precede it,

@@ -1,26 +1,26 @@
 """The Hopper kernel of route: one warp per token, with the experts distributed over its lanes.
 
 Design for 64 tokens and 256 experts in 8 groups, with 8 experts chosen: XLA compiles this to twelve
-kernels of 2 to 3 microseconds each, mostly launch overhead, so here it is one kernel. A warp issues
-1,860 instructions. One multiprocessor would take 16 microseconds for all tokens, so up to 8
-programs share the work, which leaves two warps per scheduler and takes 2 microseconds. They form a
-cluster, because they need each other's choices.
+kernels of 2 to 3 microseconds each, mostly launch overhead, so here it is one kernel. One
+multiprocessor would take 16 microseconds for all tokens, so up to 8 programs share the work, which
+leaves two warps per scheduler. They form a cluster, because they need each other's choices.
 
-A choice is a maximum over a warp. That is one instruction for integers, so scores are converted to
-integers in the same order. Each choice takes two maxima, one for the score and one for the lowest
-expert that has it, and a sum that fetches the expert's score.
+Sorting is by counting, with work that is linear in the number of tokens. A pair's position is the
+number of pairs of lower experts, plus the earlier tokens that chose the same expert. Each
+warpgroup has consecutive tokens and, in shared memory, for every expert words with a bit for each
+of its tokens: whether it chose the expert. So the earlier tokens of the same warpgroup are ones of
+a word, those of other warpgroups are sums of ones, and those of other programs are counts, which
+the programs exchange through global memory. The pairs of a token that is not valid count for one
+more column, after those of the experts.
 
-Sorting is by counting. A pair's key consists of its expert and then its own index, so no two keys
-are equal, and a pair's sorted position is the number of smaller keys. Each warp counts the smaller
-keys for its token's pairs, 16 keys per lane, and counts the pairs of its share of the experts.
-
-With more than 128 tokens, a warp processes up to four tokens in turn.
+Many tokens are spread over all multiprocessors. Their programs cannot wait for each other, so a
+second kernel computes the positions.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,330 +30,362 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int
 
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.warpgroup import meet
+from pallas_kernels.route.choice import as_integer, mask_groups, scores_of, to_lanes, top_k
 from pallas_kernels.route.lanes import (
     LANES,
-    LAYOUT,
-    SHAPE,
     WARPS,
-    add_if,
+    bits_of,
+    filled,
+    load,
     load_rows,
-    maximum,
+    ones_of,
     over_warp,
+    prefix_sums,
     select,
+    set_bits,
     store,
     store_rows,
     sync_cluster,
+    sync_program,
     thread_index,
 )
+from pallas_kernels.route.plan import Plan, plan_of
 from pallas_kernels.route.reference import Rule
 
-_MAX_PROGRAMS = 8  # per cluster
-_MAX_WARPGROUPS = 4  # per program
-_MAX_TOKENS_PER_WARP = 4
-MAX_TOKENS = _MAX_PROGRAMS * _MAX_WARPGROUPS * WARPS * _MAX_TOKENS_PER_WARP
-_COMPARISONS = 128  # per lane and loop iteration: keys times the pairs of a token
-_CHOSEN = -(2**31)  # an expert that is already chosen: below the integer of every score
-_MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
-_FLIP = 2**31 - 1
+_TOGETHER = (
+    16  # counts that a thread loads before it adds them, to hide the latency of the L2 cache
+)
+_WORD_BITS = 5  # log2 of the bits of a word
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rule", "one_kernel", "interpret"))
 def choose_and_sort(
     logits: Float32[Array, "M E"],
     bias: Float32[Array, " E"] | None,
     valid: Int[Array, " M"] | None,
     *,
     rule: Rule,
+    one_kernel: bool | None = None,
     interpret: Any = None,
 ) -> Sequence[jax.Array]:
-    """Returns the fields of Routes."""
-    M, E = logits.shape
-    K, f32, i32 = rule.num_experts_per_tok, jnp.float32, jnp.int32
-    programs = min(_MAX_PROGRAMS, _power_of_two(-(-M // WARPS)))
-    warpgroups = min(_MAX_WARPGROUPS, -(-M // (WARPS * programs)))
-    warps = WARPS * warpgroups * programs
-    tokens_per_warp = -(-M // warps)  # tokens per warp
-    tokens = warps * tokens_per_warp
-    padded_K = max(8, _power_of_two(K))  # keys per token, padded to a power of two
-    shift = (tokens * padded_K - 1).bit_length()
-    chunks = range(E // LANES)
-    # Experts that each warp counts: the smallest divisor of E with which the warps cover E.
-    share = next(n for n in range(1, E + 1) if E % n == 0 and n * warps >= E)
+    """Returns the fields of Routes. ``one_kernel``: see :func:`plan_of`."""
+    (M, E), K = logits.shape, rule.num_experts_per_tok
+    plan = plan_of(M, E if valid is None else E + 1, one_kernel)
+    f32, i32 = jnp.float32, jnp.int32
+    run = functools.partial(_run, plan=plan, rule=rule, tokens=M, experts=E, interpret=interpret)
+    optional = {name: x for name, x in (("bias", bias), ("valid", valid)) if x is not None}
+    arrays = {"logits": logits.reshape(-1)} | optional
+    chosen = {"scores": (M * E, f32), "experts": (M * K, i32), "weights": (M * K, f32)}
+    chosen["counts"] = (plan.programs * plan.columns, i32)
+    placed = {"order": (M * K, i32), "inverse": (M * K, i32), "sizes": (E, i32)}
+    members = {"members": plan.program_words}
+    bases = {"bases": plan.program_words, "chunks": LANES}
+    if plan.one_kernel:
+        results = run(_route, arrays, chosen | placed, members | bases)
+    else:
+        all_members = {"all_members": (plan.programs * plan.program_words, i32)}
+        results = run(_route_choose, arrays, chosen | all_members, members)
+        needed = {name: results[name] for name in ("experts", "counts", "all_members")}
+        arrays = needed | {name: x for name, x in optional.items() if name == "valid"}
+        results |= run(_route_place, arrays, placed, bases)
+    return (
+        results["scores"].reshape(M, E),
+        results["experts"].reshape(M, K),
+        results["weights"].reshape(M, K),
+        results["order"],
+        results["inverse"],
+        results["sizes"],
+    )
 
-    def route(*refs):
-        logits_g, *refs = refs
-        bias_g, refs = (refs[0], refs[1:]) if bias is not None else (None, refs)
-        valid_g, refs = (refs[0], refs[1:]) if valid is not None else (None, refs)
-        scores_g, experts_g, weights_g, order_g, inverse_g, sizes_g, keys_g, *cluster_barriers = (
-            refs
-        )
-        overlap_preceding_kernel(interpret=interpret)
-        read_rows = functools.partial(load_rows, interpret=interpret)
-        write_rows = functools.partial(store_rows, interpret=interpret)
-        lane = thread_index(1)
-        warp = (
-            lax.axis_index("program") * warpgroups + lax.axis_index("wg")
-        ) * WARPS + thread_index(0)
-        columns = [lane + c * LANES for c in chunks]
-        biases = []
-        if bias_g is not None:
-            biases = [read_rows(bias_g, _all(c * LANES), LANES) for c in chunks]
 
-        def token_of(step):
-            """Returns the index of the warp's token, and whether it exists."""
-            token = warp + step * warps
-            return token, token < M
+def _run(
+    body: Callable[[_Program], None],
+    arrays: dict[str, jax.Array],
+    outputs: dict[str, tuple[int, Any]],
+    shared: dict[str, int],
+    *,
+    plan: Plan,
+    interpret: Any,
+    **settings: Any,
+) -> dict[str, jax.Array]:
+    """Runs a kernel. Returns its ``outputs``, which are given by size and type.
 
-        def choose(step):
-            """Chooses a token's experts. Returns the keys of its pairs, each in all lanes."""
-            token_index, exists = token_of(step)
-            token = jnp.minimum(token_index, M - 1)
-            logits = [read_rows(logits_g, token * E + c * LANES, LANES) for c in chunks]
-            is_counted = None if valid_g is None else read_rows(valid_g, token, 1) != 0
-            scores = scores_of(logits, rule)
-            for c, of_chunk in zip(chunks, scores, strict=True):
-                write_rows(scores_g, token * E + c * LANES, of_chunk, LANES, exists)
-            choice = scores
-            if biases:
-                choice = [s + b for s, b in zip(scores, biases, strict=True)]
-            ranked = mask_groups([as_integer(x) for x in choice], columns, E, rule)
-            chosen, bits = top_k(ranked, [_bits(s) for s in scores], columns, K)
+    Args:
+      arrays: the inputs.
+      shared: sizes of the integer arrays in shared memory.
+    """
+    names = [*arrays, *outputs, *shared]
 
-            experts = to_lanes(chosen, lane)
-            weights = lax.bitcast_convert_type(to_lanes(bits, lane), f32)
-            if rule.normalize:
-                weights = weights / (over_warp(jnp.sum, weights) + 1e-20)
-            weights = weights * rule.scaling_factor
-            write_rows(experts_g, token * K, experts, K, exists)
-            write_rows(weights_g, token * K, weights, K, exists)
+    def kernel(*refs: Any) -> None:
+        named, barriers = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
+        body(_Program(named, barriers, plan=plan, interpret=interpret, **settings))
 
-            def key_of(expert, k_index):
-                """Returns a sort key. Invalid tokens come after all experts, absent ones last."""
-                if is_counted is not None:
-                    expert = select(expert, is_counted, E)
-                expert = select(expert, exists, E + 1)
-                return lax.shift_left(expert, _all(shift)) + (token_index * padded_K + k_index)
-
-            keys = select(key_of(experts, lane), lane < K, (E + 2) << shift)
-            write_rows(keys_g, token_index * padded_K, keys, padded_K, exists | True)
-            return [key_of(expert, k) for k, expert in enumerate(chosen)]
-
-        def count_over_keys(count, counters):
-            """Returns ``counters`` totals over all keys, accumulated by ``count``, in all lanes."""
-
-            def accumulate(i, counts):
-                for j in range(keys_per_iteration):
-                    counts = count(
-                        read_rows(keys_g, _all(0) + (i * keys_per_iteration + j) * LANES, LANES),
-                        counts,
-                    )
-                return counts
-
-            rounds, zeros = key_vectors // keys_per_iteration, [_all(0)] * counters
-            counts = (
-                accumulate(0, zeros) if rounds == 1 else lax.fori_loop(0, rounds, accumulate, zeros)
+    kernel.__name__ = body.__name__.removeprefix("_")
+    scratch: list[Any] = [plgpu.SMEM((size,), jnp.int32) for size in shared.values()]
+    launch: dict[str, Any] = {"grid": (plan.programs,), "grid_names": ("program",)}
+    if plan.one_kernel:
+        launch = {"grid": (1,), "grid_names": ("one",)}
+        launch |= {"cluster": (plan.programs,), "cluster_names": ("program",)}
+    if interpret is not None:
+        launch["interpret"] = interpret
+        scratch.append(plgpu.Barrier(num_arrivals=plan.warpgroups))
+        if plan.one_kernel:
+            arrivals = plan.warpgroups
+            scratch.append(
+                plgpu.ClusterBarrier(collective_axes=("program",), num_arrivals=arrivals)
             )
-            return [over_warp(jnp.sum, n) for n in counts]
-
-        key_vectors = tokens * padded_K // LANES
-        keys_per_iteration = next(
-            n for n in range(_COMPARISONS // padded_K, 0, -1) if key_vectors % n == 0
-        )
-        first = warp * share  # of the experts that this warp counts
-
-        def less_than(own, key, counts):
-            return [add_if(key < own_key, n) for n, own_key in zip(counts, own, strict=True)]
-
-        def of_share(key, counts):
-            expert = lax.shift_right_arithmetic(key, _all(shift)) - first
-            return [add_if(expert == e, n) for e, n in enumerate(counts)]
-
-        def write_positions(step, positions):
-            token, exists = token_of(step)
-            position, pair = to_lanes(positions, lane), token * K + lane
-            write_rows(inverse_g, token * K, position, K, exists)
-            store(order_g, position, pair, exists & (lane < K), interpret)
-
-        def write_sizes(sizes):
-            for e in range(0, share, LANES):
-                sizes_of_lanes = sizes[e:][:LANES]
-                write_rows(
-                    sizes_g,
-                    first + e,
-                    to_lanes(sizes_of_lanes, lane),
-                    len(sizes_of_lanes),
-                    first < E,
-                )
-
-        if tokens_per_warp == 1:
-            # The keys stay in registers, and one pass over all keys counts both.
-            own = choose(0)
-            sync_cluster(cluster_barriers, interpret)
-
-            def count_both(key, counts):
-                return [*less_than(own, key, counts[:K]), *of_share(key, counts[K:])]
-
-            totals = count_over_keys(count_both, K + share)
-            write_positions(0, totals[:K])
-            write_sizes(totals[K:])
-            return
-
-        def choose_each(step, carry):
-            choose(step)
-            return carry
-
-        lax.fori_loop(0, tokens_per_warp, choose_each, 0)
-        sync_cluster(cluster_barriers, interpret)
-
-        def sort_each(step, carry):
-            token, _ = token_of(step)
-            own = [read_rows(keys_g, token * padded_K + k, 1) for k in range(K)]
-            write_positions(step, count_over_keys(functools.partial(less_than, own), K))
-            return carry
-
-        lax.fori_loop(0, tokens_per_warp, sort_each, 0)
-        write_sizes(count_over_keys(of_share, share))
-
-    shapes = [((M * E,), f32), ((M * K,), i32), ((M * K,), f32)]
-    shapes += [((M * K,), i32), ((M * K,), i32), ((E,), i32), ((tokens * padded_K,), i32)]
-    arrays = [logits.reshape(-1), *(x for x in (bias, valid) if x is not None)]
-    scores, experts, weights, order, inverse, sizes, _ = plgpu.kernel(
-        route,
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
-        scratch_types=[]
-        if interpret is None
-        else [plgpu.ClusterBarrier(collective_axes=("program",), num_arrivals=warpgroups)],
-        grid=(1,),
-        grid_names=("one",),
-        cluster=(programs,),
-        cluster_names=("program",),
-        num_threads=warpgroups,
+    results = plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct((size,), dtype) for size, dtype in outputs.values()],
+        scratch_types=scratch,
+        num_threads=plan.warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-        **({} if interpret is None else {"interpret": interpret}),
-    )(*arrays)
-    return (
-        scores.reshape(M, E),
-        experts.reshape(M, K),
-        weights.reshape(M, K),
-        order,
-        inverse,
-        sizes,
-    )
+        **launch,
+    )(*arrays.values())
+    return dict(zip(outputs, results, strict=True))
 
 
-def scores_of(logits: list[jax.Array], rule: Rule) -> list[jax.Array]:
-    """Returns the scores of a warp's token, from its logits."""
-    if rule.scoring == "sigmoid":
-        return [1.0 / (1.0 + jnp.exp(-x)) for x in logits]
-    maximum_logit = over_warp(jnp.max, maximum(logits))
-    exps = [jnp.exp(x - maximum_logit) for x in logits]
-    total = over_warp(jnp.sum, functools.reduce(jnp.add, exps))
-    return [x / total for x in exps]
+def _route(program: _Program) -> None:
+    program.clear()
+    overlap_preceding_kernel(interpret=program.interpret)
+    if program.plan.steps == 1:  # the choice stays in registers
+        columns = program.choose(0)
+        program.count()
+        sync_cluster(program.barriers, program.interpret)
+        program.find_bases("members")
+        program.place(0, columns, "members")
+        return
+    program.for_steps(program.choose)
+    program.count()
+    sync_cluster(program.barriers, program.interpret)
+    program.find_bases("members")
+    program.for_steps(lambda step: program.place(step, program.columns_of(step), "members"))
 
 
-def as_integer(x: jax.Array) -> jax.Array:
-    """Maps floats to integers in the same order. NaN comes after infinity."""
-    bits = _bits(x)
-    return jnp.where(bits < 0, bits ^ _FLIP, bits)
+def _route_choose(program: _Program) -> None:
+    program.clear()
+    overlap_preceding_kernel(interpret=program.interpret)
+    program.for_steps(program.choose)
+    program.count()
 
 
-def as_float(x: jax.Array) -> jax.Array:
-    """Inverts :func:`as_integer`."""
-    return lax.bitcast_convert_type(jnp.where(x < 0, x ^ _FLIP, x), jnp.float32)
+def _route_place(program: _Program) -> None:
+    overlap_preceding_kernel(interpret=program.interpret)
+    program.find_bases("all_members")
+    program.for_steps(lambda step: program.place(step, program.columns_of(step), "all_members"))
 
 
-def mask_groups(
-    ranked: list[jax.Array], columns: list[jax.Array], E: int, rule: Rule
-) -> list[jax.Array]:
-    """Sets the integers of experts outside the best groups to that of minus infinity."""
-    if rule.topk_group == rule.n_group:
-        return ranked
-    size = E // rule.n_group
-    # For each group: the chunks that contain it, with a mask of its columns, or None for all.
-    members = []
-    for low in range(0, E, size):
-        high = low + size
-        chunks_of_group = range(low // LANES, -(-high // LANES))
-        members.append(
-            {
-                c: None
-                if low <= c * LANES and (c + 1) * LANES <= high
-                else (columns[c] >= low) & (columns[c] < high)
-                for c in chunks_of_group
-            }
-        )
-    values = []
-    for masks in members:
-        values_of_group = [
-            ranked[c] if inside is None else select(ranked[c], inside, _CHOSEN)
-            for c, inside in masks.items()
+class _Program:
+    """One program. All its threads call each method."""
+
+    def __init__(
+        self,
+        refs: dict[str, Any],
+        barriers: list[Any],
+        *,
+        plan: Plan,
+        rule: Rule,
+        tokens: int,
+        experts: int,
+        interpret: Any,
+    ):
+        self.refs, self.barriers, self.interpret = refs, barriers, interpret
+        self.plan, self.rule, self.tokens, self.experts = plan, rule, tokens, experts
+        self._load = functools.partial(load, interpret=interpret)
+        self._load_rows = functools.partial(load_rows, interpret=interpret)
+        self._store_rows = functools.partial(store_rows, interpret=interpret)
+        self.program, self.wg = lax.axis_index("program"), lax.axis_index("wg")
+        self.warp, self.lane = thread_index(0), thread_index(1)
+        self.always = self.lane < LANES
+        self.columns = experts + ("valid" in refs)  # without those that fill up the plan's
+
+    def for_steps(self, do: Callable[[Any], Any]) -> None:
+        """Calls ``do(step)`` for each of the warps' tokens."""
+
+        def step(i: jax.Array, carry: None) -> None:
+            do(i)
+            return carry
+
+        if self.plan.steps == 1:
+            do(0)
+        else:
+            lax.fori_loop(0, self.plan.steps, step, None)
+
+    def token_of(self, step: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the warp's token, its number among the warpgroup's, and whether it exists."""
+        number = step * WARPS + self.warp
+        warpgroup = self.program * self.plan.warpgroups + self.wg
+        token = warpgroup * (self.plan.steps * WARPS) + number
+        return token, number, token < self.tokens
+
+    def clear(self) -> None:
+        """Clears the words of this warpgroup."""
+        size = self.plan.words * self.plan.columns
+        for i in range(0, size, WARPS * LANES):
+            first = self.wg * size + i + self.warp * LANES
+            self._store_rows(self.refs["members"], first, filled(0), LANES, self.always)
+        meet(self.interpret)
+
+    def choose(self, step: Any) -> jax.Array:
+        """Chooses a token's experts, and sets its bits. Returns the columns of its pairs."""
+        E, K, lane = self.experts, self.rule.num_experts_per_tok, self.lane
+        token, number, exists = self.token_of(step)
+        token = jnp.minimum(token, self.tokens - 1)
+        chunks = range(0, E, LANES)
+        logits = [self._load_rows(self.refs["logits"], token * E + c, LANES) for c in chunks]
+        scores = scores_of(logits, self.rule)
+        for c, of_chunk in zip(chunks, scores, strict=True):
+            self._store_rows(self.refs["scores"], token * E + c, of_chunk, LANES, exists)
+        choice = scores
+        if "bias" in self.refs:
+            biases = [self._load_rows(self.refs["bias"], filled(c), LANES) for c in chunks]
+            choice = [s + b for s, b in zip(scores, biases, strict=True)]
+        experts_of_chunks = [lane + c for c in chunks]
+        ranked = mask_groups([as_integer(x) for x in choice], experts_of_chunks, E, self.rule)
+        chosen, bits = top_k(ranked, [bits_of(s) for s in scores], experts_of_chunks, K)
+
+        experts = to_lanes(chosen, lane)
+        weights = lax.bitcast_convert_type(to_lanes(bits, lane), jnp.float32)
+        if self.rule.normalize:
+            weights = weights / (over_warp(jnp.sum, weights) + 1e-20)
+        weights = weights * self.rule.scaling_factor
+        self._store_rows(self.refs["experts"], token * K, experts, K, exists)
+        self._store_rows(self.refs["weights"], token * K, weights, K, exists)
+
+        columns, counted = self._columns(token, experts)
+        # An invalid token has one bit.
+        sets = exists if counted is None else exists & (counted | (lane == 0))
+        at = self._words_at(number) + columns
+        set_bits(self.refs["members"], at, self._bit(number), K, sets, self.interpret)
+        return columns
+
+    def columns_of(self, step: Any) -> jax.Array:
+        """Returns the columns of a token's pairs in the first K lanes."""
+        K = self.rule.num_experts_per_tok
+        token = jnp.minimum(self.token_of(step)[0], self.tokens - 1)
+        at = token * K + jnp.minimum(self.lane, K - 1)
+        return self._columns(token, self._load(self.refs["experts"], at, K))[0]
+
+    def _columns(self, token: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the pairs' columns, and whether the token is valid, or None."""
+        if "valid" not in self.refs:
+            return experts, None
+        counted = self._load_rows(self.refs["valid"], token, 1) != 0
+        return select(experts, counted, self.experts), counted
+
+    def _words_at(self, number: jax.Array) -> jax.Array:
+        """Returns where the words with a token's bit begin among the program's."""
+        word = self.wg * self.plan.words + lax.shift_right_arithmetic(number, filled(_WORD_BITS))
+        return word * self.plan.columns
+
+    def _bit(self, number: jax.Array) -> jax.Array:
+        return lax.shift_left(filled(1), number & (2**_WORD_BITS - 1))
+
+    def _column_of(self, number: int) -> tuple[jax.Array, jax.Array]:
+        """Returns a column of this thread, and the number of its chunk of 32 columns."""
+        chunk = (number * self.plan.warpgroups + self.wg) * WARPS + self.warp
+        return chunk * LANES + self.lane, chunk
+
+    def _needed(self, chunk: jax.Array) -> jax.Array:
+        """Returns the chunk, or instead of one that nothing needs the last that is needed.
+
+        So the many warps that have no experts load the same numbers.
+        """
+        return jnp.minimum(chunk, (self.columns - 1) // LANES)
+
+    def _words_of(self, chunk: jax.Array, members: str) -> list[jax.Array]:
+        """Returns the words of a column, in the order of their tokens."""
+        start = self._needed(chunk) * LANES
+        if members == "all_members":
+            start = start + self.program * self.plan.program_words
+        return [
+            self._load_rows(self.refs[members], start + i * self.plan.columns, LANES)
+            for i in range(self.plan.warpgroups * self.plan.words)
         ]
-        best = over_warp(jnp.max, maximum(values_of_group))
-        if rule.method == "noaux_tc":
-            own = [columns[c] for c in masks]
-            first = first_of(values_of_group, best, own)
-            others = [
-                select(x, o != first, _CHOSEN) for o, x in zip(own, values_of_group, strict=True)
+
+    def count(self) -> None:
+        """Stores the number of the program's tokens in each column."""
+        sync_program(self.barriers, self.interpret)
+        for number in range(self.plan.rounds):
+            chunk = self._column_of(number)[1]
+            words = self._words_of(chunk, "members")
+            ones = [ones_of(word, self.interpret) for word in words]
+            first = self.program * self.plan.columns + chunk * LANES
+            total, needed = functools.reduce(jnp.add, ones), chunk == self._needed(chunk)
+            self._store_rows(self.refs["counts"], first, total, LANES, needed)
+            if "all_members" in self.refs:
+                start = self.program * self.plan.program_words + chunk * LANES
+                for i, word in enumerate(words):
+                    at = start + i * self.plan.columns
+                    self._store_rows(self.refs["all_members"], at, word, LANES, needed)
+
+    def find_bases(self, members: str) -> None:
+        """Computes the number of pairs before those of each word of the program."""
+        firsts, befores = [], []
+        for number in range(self.plan.rounds):
+            column, chunk = self._column_of(number)
+            size, before = self._count_over_programs(chunk)
+            total = over_warp(jnp.sum, size)
+            self._store_rows(self.refs["chunks"], chunk, total, 1, self.always)
+            firsts.append(prefix_sums(size, self.interpret) - size)
+            befores.append(before)
+            is_reporter = (column < self.experts) & (self.program == 0)
+            store(self.refs["sizes"], column, size, is_reporter, self.interpret)
+        sync_program(self.barriers, self.interpret)
+        chunks = self._load_rows(self.refs["chunks"], filled(0), LANES)
+        for number, (first, before) in enumerate(zip(firsts, befores, strict=True)):
+            column, chunk = self._column_of(number)
+            first += over_warp(jnp.sum, select(chunks, self.lane < chunk, 0))
+            # An invalid token has one bit, but K pairs.
+            K = select(filled(self.rule.num_experts_per_tok), column == self.experts, 1)
+            for i, word in enumerate(self._words_of(chunk, members)):
+                at = i * self.plan.columns + chunk * LANES
+                base = first + before * K
+                self._store_rows(self.refs["bases"], at, base, LANES, self.always)
+                before += ones_of(word, self.interpret)
+        sync_program(self.barriers, self.interpret)
+
+    def _count_over_programs(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the tokens of all programs and of those before this one in the column."""
+        programs, columns = self.plan.programs, self.plan.columns
+        together = min(programs, _TOGETHER)
+
+        def add(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total, before = sums
+            numbers = [i * together + j for j in range(together)]
+            counts = [
+                self._load_rows(
+                    self.refs["counts"],
+                    jnp.minimum(n, programs - 1) * columns + self._needed(chunk) * LANES,
+                    LANES,
+                )
+                for n in numbers
             ]
-            second = over_warp(jnp.max, maximum(others))
-            best = as_integer(as_float(best) + as_float(second))
-        values.append(best)
-    masked = list(ranked)
-    for g, (value, masks) in enumerate(zip(values, members, strict=True)):
-        better = _all(0)
-        for h, other in enumerate(values):
-            if h != g:
-                better = add_if(other >= value if h < g else other > value, better)
-        best = better < rule.topk_group
-        for c, inside in masks.items():
-            is_open = best if inside is None else best | ~inside
-            masked[c] = select(masked[c], is_open, _MINUS_INFINITY)
-    return masked
+            for n, count in zip(numbers, counts, strict=True):
+                total += count if programs % together == 0 else select(count, n < programs, 0)
+                before += select(count, filled(0) + n < self.program, 0)
+            return total, before
 
+        zeros = filled(0), filled(0)
+        if programs == together:
+            return add(0, zeros)
+        return lax.fori_loop(0, -(-programs // together), add, zeros)
 
-def top_k(
-    ranked: list[jax.Array], bits: list[jax.Array], columns: list[jax.Array], K: int
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the columns of the K largest integers, and ``bits`` of these columns."""
-    chosen, found_bits = [], []
-    for _ in range(K):
-        first = first_of(ranked, over_warp(jnp.max, maximum(ranked)), columns)
-        bits_of_first = [
-            select(b, column == first, 0) for column, b in zip(columns, bits, strict=True)
-        ]
-        chosen.append(first)
-        found_bits.append(over_warp(jnp.sum, functools.reduce(jnp.bitwise_or, bits_of_first)))
-        ranked = [select(x, o != first, _CHOSEN) for o, x in zip(columns, ranked, strict=True)]
-    return chosen, found_bits
-
-
-def first_of(values: list[jax.Array], value: jax.Array, columns: list[jax.Array]) -> jax.Array:
-    """Returns the lowest column with ``value``: a maximum of negated columns, one instruction."""
-    negated = [
-        select(-column, x == value, _CHOSEN) for x, column in zip(values, columns, strict=True)
-    ]
-    return -over_warp(jnp.max, maximum(negated))
-
-
-def to_lanes(numbers: list[jax.Array], lane: jax.Array) -> jax.Array:
-    """Returns ``numbers[i]`` in lane i, and zero in the remaining lanes."""
-    lanes = _all(0)
-    for i, n in enumerate(numbers):
-        lanes = jnp.where(lane == i, n, lanes)
-    return lanes
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _all(n: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(SHAPE, n, jnp.int32), LAYOUT)
-
-
-def _power_of_two(n: int) -> int:
-    """Returns the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+    def place(self, step: Any, columns: jax.Array, members: str) -> None:
+        """Stores the positions of a token's pairs, whose columns are in the first K lanes."""
+        E, K, lane = self.experts, self.rule.num_experts_per_tok, self.lane
+        token, number, exists = self.token_of(step)
+        mine = exists & (lane < K)
+        at = self._words_at(number) + columns
+        start = self.program * self.plan.program_words if members == "all_members" else 0
+        word = self._load(self.refs[members], at + start, K)
+        earlier = ones_of(word & (self._bit(number) - 1), self.interpret)
+        if "valid" in self.refs:
+            earlier = jnp.where(columns == E, earlier * K + lane, earlier)
+        position = self._load(self.refs["bases"], at, K) + earlier
+        self._store_rows(self.refs["inverse"], token * K, position, K, exists)
+        store(self.refs["order"], position, token * K + lane, mine, self.interpret)

@@ -1,6 +1,6 @@
 """Arrays with one number per thread of a warpgroup, [warps, lanes]: loads, stores, reductions.
 
-Global memory is indexed as flat arrays, so that rows need no padding.
+Memory, global or shared, is indexed as flat arrays, so that rows need no padding.
 """
 
 from __future__ import annotations
@@ -43,6 +43,42 @@ def over_warp(reduce: Any, values: jax.Array) -> jax.Array:
     return plgpu.layout_cast(result, LAYOUT)
 
 
+def prefix_sums(values: jax.Array, interpret: Any) -> jax.Array:
+    """Returns the sum of the integers of each lane and the lanes below it in the warp."""
+    if interpret is not None:
+        return jnp.cumsum(values, axis=1, dtype=jnp.int32)
+
+    @inline(LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.int32, layout=LAYOUT))
+    def scan(values: Any) -> Any:
+        total = _only(values)
+        for step in (1, 2, 4, 8, 16):
+            text = f"""{{
+                .reg .pred there;
+                .reg .b32 other;
+                shfl.sync.up.b32 other|there, $1, {step}, 0, 0xffffffff;
+                mov.b32 $0, $1;
+                @there add.s32 $0, $1, other;
+            }}"""
+            # Early clobber: $0 is written before $1 is read for the last time.
+            total = asm(text, "=&r,r", total, result=i32(), effects=True)
+        return _numbers(total, i32(), is_signed=True)
+
+    return scan(values)
+
+
+def ones_of(words: jax.Array, interpret: Any) -> jax.Array:
+    """Returns the number of ones among the bits of each integer."""
+    if interpret is not None:
+        return lax.population_count(words)
+
+    @inline(LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.int32, layout=LAYOUT))
+    def count(words: Any) -> Any:
+        ones = asm("popc.b32 $0, $1;", "=r,r", _only(words), result=i32())
+        return _numbers(ones, i32(), is_signed=True)
+
+    return count(words)
+
+
 def select(values: jax.Array, mask: jax.Array, other: int) -> jax.Array:
     """Returns ``values`` where ``mask``, and ``other`` elsewhere.
 
@@ -50,6 +86,15 @@ def select(values: jax.Array, mask: jax.Array, other: int) -> jax.Array:
     GPU drops the signedness of the result, and later comparisons and maxima are unsigned.
     """
     return jnp.where(mask, values, other)
+
+
+def filled(n: int) -> jax.Array:
+    """Returns n in all lanes."""
+    return plgpu.layout_cast(jnp.full(SHAPE, n, jnp.int32), LAYOUT)
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def add_if(mask: jax.Array, count: jax.Array) -> jax.Array:
@@ -61,8 +106,30 @@ def add_if(mask: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(mask, count + 1, count)
 
 
+def load(ref: Any, index: jax.Array, n: int, interpret: Any) -> jax.Array:
+    """Returns ``ref[index]`` in the first n lanes of each warp. The other lanes are undefined.
+
+    The index must be valid in all lanes.
+    """
+    if interpret is not None:
+        rows = [jnp.stack([ref[index[warp, lane]] for lane in range(n)]) for warp in range(WARPS)]
+        return jnp.pad(jnp.stack(rows), ((0, 0), (0, LANES - n)))
+
+    @inline(REF, LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, ref.dtype, layout=LAYOUT))
+    def read(ref: Any, index: Any) -> Any:
+        integer = isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType)
+        kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
+        space, start, start_letter, address = _memory(ref, "$1", "$2")
+        text = f"{{ {address} ld.{space}.b32 $0, [at]; }}"
+        kinds = f"={letter},{start_letter},r"
+        result = asm(text, kinds, start, _only(index), result=kind, effects=True)
+        return _numbers(result, kind, is_signed=True if integer else None)
+
+    return read(ref, index)
+
+
 def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
-    """Loads ``ref[first:][:n]`` from global memory in each warp, one number per lane.
+    """Loads ``ref[first:][:n]`` in each warp, one number per lane.
 
     Args:
       first: index in ``ref``, equal in all lanes of a warp.
@@ -71,26 +138,11 @@ def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
     if interpret is not None:
         rows = [ref[pl.ds(first[warp, 0], n)] for warp in range(WARPS)]
         return jnp.broadcast_to(jnp.stack(rows), SHAPE)
-
-    @inline(REF, LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, ref.dtype, layout=LAYOUT))
-    def read(ref: Any, index: Any) -> Any:
-        integer = isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType)
-        kind = i32() if integer else ir.F32Type.get()
-        text = """{
-            .reg .b64 at;
-            mad.wide.s32 at, $2, 4, $1;
-            ld.global.b32 $0, [at];
-        }"""
-        kinds = "=r,l,r" if integer else "=f,l,r"
-        result = asm(text, kinds, _start(ref), _only(index), result=kind, effects=True)
-        register = vector.broadcast(ir.VectorType.get((1,), kind), result)
-        return array([register], SHAPE, LAYOUT, is_signed=True if integer else None)
-
-    return read(ref, first if n == 1 else first + thread_index(1))
+    return load(ref, first if n == 1 else first + thread_index(1), LANES, interpret)
 
 
 def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interpret: Any) -> None:
-    """Sets ``ref[index] = values`` in global memory, in the threads where ``mask``."""
+    """Sets ``ref[index] = values``, in the threads where ``mask``."""
     if interpret is not None:
         for warp in range(WARPS):
             for lane in range(LANES):
@@ -100,18 +152,43 @@ def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interp
                     ref[index[at]] = values[at]
 
         return
+    _write("st.{space}", ref, index, values, mask)
 
+
+def set_bits(
+    ref: Any, index: jax.Array, bits: jax.Array, n: int, mask: jax.Array, interpret: Any
+) -> None:
+    """Sets ``bits`` in ``ref[index]`` in the first n lanes of each warp, where ``mask``.
+
+    Threads of a warpgroup may set bits of the same word.
+    """
+    if interpret is None:
+        mask = mask if n == LANES else mask & (thread_index(1) < n)
+        _write("red.{space}.or", ref, index, bits, mask)
+        return
+    for warp in range(WARPS):
+        for lane in range(n):
+
+            @pl.when(mask[warp, lane])
+            def _(at: tuple[int, int] = (warp, lane)) -> None:
+                ref[index[at]] = ref[index[at]] | bits[at]
+
+
+def _write(
+    instruction: str, ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array
+) -> None:
     @inline(REF, LAYOUT, LAYOUT)
     def write(ref: Any, index: Any, values: Any) -> None:
-        text = """{
-            .reg .b64 at;
+        space, start, letter, address = _memory(ref, "$0", "$1")
+        operation = instruction.format(space=space)
+        text = f"""{{
             .reg .pred there;
             setp.ge.s32 there, $1, 0;
-            mad.wide.s32 at, $1, 4, $0;
-            @there st.global.b32 [at], $2;
-        }"""
+            {address}
+            @there {operation}.b32 [at], $2;
+        }}"""
         value = llvm.bitcast(i32(), _only(values))
-        asm(text, "l,r,r,~{memory}", _start(ref), _only(index), value, effects=True)
+        asm(text, f"{letter},r,r,~{{memory}}", start, _only(index), value, effects=True)
 
     write(ref, jnp.where(mask, index, -1), values)
 
@@ -134,14 +211,23 @@ def store_rows(
             ref[pl.ds(first[warp, 0], n)] = values[warp, :n]
 
 
-def sync_cluster(barriers: list[Any], interpret: Any) -> None:
-    """Synchronises all threads of a cluster, and makes their memory writes visible to each other.
+def sync_program(barriers: list[Any], interpret: Any) -> None:
+    """Synchronises all threads of a program, and makes their memory writes visible to each other.
 
-    The interpreter does not have this instruction and uses a cluster barrier instead.
+    The interpreter does not have this instruction and uses the first of ``barriers`` instead.
     """
     if interpret is not None:
         plgpu.barrier_arrive(barriers[0])
         plgpu.barrier_wait(barriers[0])
+        return
+    inline()(lambda: instruction("barrier.cta.sync.aligned 0;"))()
+
+
+def sync_cluster(barriers: list[Any], interpret: Any) -> None:
+    """Does :func:`sync_program` for a cluster. The interpreter uses the last of ``barriers``."""
+    if interpret is not None:
+        plgpu.barrier_arrive(barriers[-1])
+        plgpu.barrier_wait(barriers[-1])
         return
 
     def sync() -> None:
@@ -156,10 +242,27 @@ def maximum(values: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, values)
 
 
-def _start(ref: Any) -> Any:
-    return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
+def _memory(ref: Any, start: str, index: str) -> tuple[str, Any, str, str]:
+    """Describes a ref for inline PTX.
+
+    Returns:
+      The state space; the address of the first element, with the letter of its kind; and PTX that
+      sets a register ``at`` to the address of an element, given the two operands.
+    """
+    pointer = mgpu.utils.memref_ptr(ref)
+    if mgpu.utils.is_smem_ref(ref):
+        address = f".reg .b32 at; mad.lo.s32 at, {index}, 4, {start};"
+        return "shared", llvm.ptrtoint(i32(), pointer), "r", address
+    address = f".reg .b64 at; mad.wide.s32 at, {index}, 4, {start};"
+    return "global", llvm.ptrtoint(i64(), pointer), "l", address
 
 
 def _only(register: Any) -> Any:
     """Returns the register of a thread's only number."""
     return llvm.extractelement(register.registers.item(), mgpu.utils.c(0, i32()))
+
+
+def _numbers(register: Any, kind: Any, is_signed: bool | None) -> Any:
+    """Inverts :func:`_only`."""
+    vector_register = vector.broadcast(ir.VectorType.get((1,), kind), register)
+    return array([vector_register], SHAPE, LAYOUT, is_signed=is_signed)

@@ -1,4 +1,4 @@
-"""route on Hopper GPUs: a single kernel for the few tokens of a decode step."""
+"""route on Hopper GPUs: a single kernel for the tokens of a decode step, two for more tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.route.kernel import MAX_TOKENS, choose_and_sort
+from pallas_kernels.route.kernel import choose_and_sort
+from pallas_kernels.route.plan import MAX_TOKENS
 from pallas_kernels.route.reference import Routes, Rule
 
 _EXPERT_MULTIPLE = 32
@@ -24,19 +25,24 @@ def route(
     valid: Bool[Array, " M"] | None,
     *,
     rule: Rule,
+    one_kernel: bool | None = None,
     interpret: Any = None,
 ) -> Routes:
     """Implements :func:`pallas_kernels.route`. Its gradient is the reference's.
 
+    Args:
+      one_kernel: whether one cluster of programs does everything, or two kernels use the whole GPU;
+        by default whichever is expected to take less time. It does not affect the result.
+      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
+
     Raises:
-      NotImplementedError: no Hopper GPU; no tokens or more than 512 (256 if K > 8); a number of
-        experts that is not a multiple of 32 or exceeds 384; K > 16; or more than 8 groups.
+      NotImplementedError: no Hopper GPU; no tokens or more than 16,384; a number of experts that is
+        not a multiple of 32 or exceeds 384; K > 16; or more than 8 groups.
     """
     require_hopper(interpret)
     (M, E), K = logits.shape, rule.num_experts_per_tok
-    limit = MAX_TOKENS if K <= _MAX_EXPERTS_PER_TOKEN // 2 else MAX_TOKENS // 2
-    if not 0 < M <= limit:
-        raise NotImplementedError(f"takes 1 to {limit} tokens with {K} experts each, got {M}")
+    if not 0 < M <= MAX_TOKENS:
+        raise NotImplementedError(f"takes 1 to {MAX_TOKENS} tokens, got {M}")
     if E % _EXPERT_MULTIPLE or not 0 < E <= _MAX_EXPERTS:
         raise NotImplementedError(
             f"takes a multiple of {_EXPERT_MULTIPLE} experts, {_MAX_EXPERTS} at most, got {E}"
@@ -47,20 +53,22 @@ def route(
         )
     if rule.n_group > _MAX_GROUPS:
         raise NotImplementedError(f"takes {_MAX_GROUPS} groups at most, got {rule.n_group}")
-    return _route(logits, bias, valid, rule, interpret)
+    return _route(logits, bias, valid, rule, one_kernel, interpret)
 
 
-def _run(logits, bias, valid, rule: Rule, interpret: Any) -> Routes:
+def _run(logits, bias, valid, rule: Rule, one_kernel: bool | None, interpret: Any) -> Routes:
     valid = None if valid is None else valid.astype(jnp.int32)
-    return Routes(*choose_and_sort(logits, bias, valid, rule=rule, interpret=interpret))
+    options = {"rule": rule, "one_kernel": one_kernel, "interpret": interpret}
+    return Routes(*choose_and_sort(logits, bias, valid, **options))
 
 
-def _forward(logits, bias, valid, rule, interpret):
-    routes = _run(logits, bias, valid, rule, interpret)
+def _forward(logits, bias, valid, *options):
+    routes = _run(logits, bias, valid, *options)
     return routes, (logits, routes.experts)
 
 
-def _backward(rule, interpret, residuals, cotangents):
+def _backward(rule, one_kernel, interpret, residuals, cotangents):
+    del one_kernel, interpret
     logits, experts = residuals
 
     def scores_and_weights(logits):
@@ -71,5 +79,5 @@ def _backward(rule, interpret, residuals, cotangents):
     return *vjp((cotangents.scores, cotangents.weights)), None, None
 
 
-_route = jax.custom_vjp(_run, nondiff_argnums=(3, 4))
+_route = jax.custom_vjp(_run, nondiff_argnums=(3, 4, 5))
 _route.defvjp(_forward, _backward)

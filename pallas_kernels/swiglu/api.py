@@ -6,10 +6,11 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.quantized_matmul.reference import Matrix, check_shapes
-from pallas_kernels.swiglu import mosaic_gpu, reference
+from pallas_kernels.swiglu import mosaic_gpu, reference, separate
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.swiglu,
+    "separate": separate.swiglu,
     "reference": reference.swiglu,
 }
 

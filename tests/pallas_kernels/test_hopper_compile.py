@@ -346,11 +346,17 @@ def kernels() -> dict[str, Kernel]:
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
+    for D, dtype in ((2048, BF16), (7168, BF16), (7168, FP8)):
+        rows = {"x": Struct((512, D), dtype), "rows": Struct((4096,), jnp.int32)}
+        name = f"gather_rows of {D} {dtype.__name__}"
+        table[name] = Kernel("pallas_kernels.gather_rows.mosaic_gpu", rows, {})
     table |= {
         "route 64 tokens": routed(64, 256, 8, 8, 4),
         "route one token": routed(1, 64, 6, 1, 1),
         "route 128 tokens": routed(128, 384, 8, 8, 4),
-        "route most tokens": routed(512, 384, 8, 8, 4),
+        "route 512 tokens": routed(512, 384, 8, 8, 4),
+        "route 2304 tokens": routed(2304, 64, 6, 1, 1),
+        "route most tokens": routed(16384, 384, 16, 8, 4),
         "route most choices": routed(64, 384, 16, 8, 4),
         "route groups of 20": routed(4, 160, 6, 8, 3),
     }

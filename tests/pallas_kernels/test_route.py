@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import route
 from pallas_kernels.route import counting, mosaic_gpu, reference
 from pallas_kernels.route import kernel as kernel_module
+from pallas_kernels.route import plan as plan_module
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.numerics import device
@@ -78,8 +79,9 @@ def options(rule):
     return {name: getattr(rule, name) for name in rule.__dataclass_fields__}
 
 
-def kernel(*arrays, rule, interpret=INTERPRET):
-    return compiled(mosaic_gpu.route, rule=rule, interpret=interpret)(*arrays)
+def kernel(*arrays, rule, one_kernel=None, interpret=INTERPRET):
+    options = {"rule": rule, "one_kernel": one_kernel, "interpret": interpret}
+    return compiled(mosaic_gpu.route, **options)(*arrays)
 
 
 def exact(*arrays, rule):
@@ -120,12 +122,11 @@ def test_choices_below_zero():
     [
         pytest.param(3, 256, V3, 0.6, id="V3"),
         pytest.param(4, 160, V2, None, id="V2"),
-        pytest.param(65, 32, FIVE, 0.5, id="65 tokens"),
         pytest.param(1, 32, ONE, None, id="one choice"),
         pytest.param(1, 64, MOONLIGHT, None, id="one token", marks=pytest.mark.slow),
-        pytest.param(64, 64, MOONLIGHT, 0.8, id="64 tokens", marks=pytest.mark.slow),
+        pytest.param(31, 64, MOONLIGHT, 0.8, id="eight programs", marks=pytest.mark.slow),
         pytest.param(5, 64, V2_LITE, 0.0, id="all invalid", marks=pytest.mark.slow),
-        pytest.param(33, 32, NINE, None, id="nine choices", marks=pytest.mark.slow),
+        pytest.param(9, 32, NINE, None, id="nine choices", marks=pytest.mark.slow),
     ],
 )
 def test_kernel(tokens, experts, rule, valid):
@@ -133,25 +134,63 @@ def test_kernel(tokens, experts, rule, valid):
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
+TWO = Rule(2, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
+THREE = Rule(3, 1, 1, "greedy", "softmax", False, 1.0)
+
+
 @kernel_runs
 @pytest.mark.parametrize(
-    ("tokens", "rule", "valid"),
+    ("tokens", "rule", "valid", "plan"),
     [
-        pytest.param(
-            41,
-            Rule(2, 4, 2, "noaux_tc", "sigmoid", True, 2.5),
-            0.9,
-            id="two per warp",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(100, Rule(3, 1, 1, "greedy", "softmax", False, 1.0), None, id="four per warp"),
+        pytest.param(41, TWO, 0.9, (2, 4, 2), id="two per warp", marks=pytest.mark.slow),
+        pytest.param(65, FIVE, 0.5, (2, 4, 3), id="three per warp", marks=pytest.mark.slow),
+        pytest.param(100, THREE, None, (2, 4, 4), id="four per warp"),
+        pytest.param(257, ONE, 0.7, (2, 4, 9), id="nine per warp", marks=pytest.mark.slow),
     ],
 )
-def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, monkeypatch):
-    # The interpreter supports at most 24 warpgroups: two programs have 32 warps.
-    monkeypatch.setattr(kernel_module, "_MAX_PROGRAMS", 2)
+def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, plan, monkeypatch):
+    # XLA runs the interpreter's warpgroups on as many threads as the tests have devices, eight.
+    monkeypatch.setattr(plan_module, "_CLUSTER", 2)
+    got = plan_module.plan_of(tokens, 33)
+    assert (got.programs, got.warpgroups, got.steps) == plan
+    assert got.one_kernel
     arrays = inputs(tokens, 32, rule, valid)
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("tokens", "rule", "valid", "multiprocessors", "plan"),
+    [
+        # More counts than a thread loads at once.
+        pytest.param(37, TWO, 0.7, 3, (3, 1), id="three programs", marks=pytest.mark.slow),
+        # Two words per warpgroup.
+        pytest.param(131, TWO, 0.9, 1, (1, 9), id="nine per warp", marks=pytest.mark.slow),
+        pytest.param(51, ONE, None, 2, (2, 2), id="all valid", marks=pytest.mark.slow),
+    ],
+)
+def test_two_kernels(tokens, rule, valid, multiprocessors, plan, monkeypatch):
+    """Many tokens are spread over all multiprocessors."""
+    monkeypatch.setattr(plan_module, "_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(kernel_module, "_TOGETHER", 2)
+    got = plan_module.plan_of(tokens, 33, one_kernel=False)
+    assert (got.programs, got.steps) == plan
+    arrays = inputs(tokens, 32, rule, valid)
+    check(kernel(*arrays, rule=rule, one_kernel=False), exact(*arrays, rule=rule))
+
+
+@pytest.mark.parametrize("columns", [32, 65, 257, 385])
+def test_plan(columns):
+    """All tokens have a warp, few warps have none, and a warp loads all chunks' sums at once."""
+    for tokens in [1, 3, 4, 5, 64, 65, 128, 129, 300, 512, 513, 2304, 8192, 16384]:
+        plan = plan_module.plan_of(tokens, columns)
+        capacity = plan.programs * plan.warpgroups * plan.steps * 4
+        assert tokens <= capacity
+        assert plan.programs <= (8 if plan.one_kernel else 132)
+        assert plan.one_kernel or capacity - tokens < 16 * plan.steps
+        assert plan.columns >= columns
+        assert plan.rounds * plan.warpgroups * 128 == plan.columns <= 32 * 32
+        assert plan.program_words * 2 * 4 < 200_000  # bytes of shared memory
 
 
 def counted(*arrays, rule):
@@ -185,18 +224,37 @@ def test_counting_is_for_gpus():
 
 @on_gpu
 def test_many_tokens_are_counted():
-    arrays = inputs(2304, 64, MOONLIGHT, 0.9)
+    arrays = inputs(16385, 64, MOONLIGHT, 0.9)
     check(compiled(route, **options(MOONLIGHT))(*arrays), exact(*arrays, rule=MOONLIGHT))
 
 
 @on_gpu
 @pytest.mark.parametrize(
-    ("tokens", "experts", "rule"),
-    [(128, 256, V3), (130, 256, V3), (256, 64, MOONLIGHT), (512, 256, V3)],
+    ("tokens", "experts", "rule", "valid", "one_kernel"),
+    [
+        (128, 256, V3, 0.9, True),
+        (257, 384, V3, None, True),
+        (512, 64, MOONLIGHT, 0.9, True),
+        (2304, 64, MOONLIGHT, 0.9, True),
+        (513, 256, V3, 0.9, False),
+        (2304, 64, MOONLIGHT, None, False),
+        (4097, 160, V2, 0.0, False),
+        (16384, 256, V3, 0.9, False),
+    ],
 )
-def test_kernel_with_many_tokens(tokens, experts, rule):
-    arrays = inputs(tokens, experts, rule, 0.9)
-    check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
+def test_kernel_with_many_tokens(tokens, experts, rule, valid, one_kernel):
+    arrays = inputs(tokens, experts, rule, valid)
+    check(kernel(*arrays, rule=rule, one_kernel=one_kernel), exact(*arrays, rule=rule))
+
+
+@on_gpu
+@pytest.mark.parametrize(("tokens", "one_kernel"), [(64, True), (512, True), (2304, False)])
+def test_kernel_repeats_its_result(tokens, one_kernel):
+    """Programs that did not wait for each other would give other results now and then."""
+    arrays = inputs(tokens, 64, MOONLIGHT, 0.9)
+    want = kernel(*arrays, rule=MOONLIGHT, one_kernel=one_kernel)
+    for _ in range(200):
+        check_exactly(kernel(*arrays, rule=MOONLIGHT, one_kernel=one_kernel), want)
 
 
 SPECIAL = Rule(6, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
@@ -270,9 +328,8 @@ def test_gradient_of_the_logits():
 @pytest.mark.parametrize(
     ("tokens", "experts", "changes", "message"),
     [
-        (513, 64, {}, "takes 1 to 512 tokens with 6 experts each, got 513"),
-        (0, 64, {}, "takes 1 to 512 tokens with 6 experts each, got 0"),
-        (257, 64, {"num_experts_per_tok": 9}, "takes 1 to 256 tokens with 9 experts each, got 257"),
+        (16385, 64, {}, "takes 1 to 16384 tokens, got 16385"),
+        (0, 64, {}, "takes 1 to 16384 tokens, got 0"),
         (4, 72, {}, "takes a multiple of 32 experts, 384 at most, got 72"),
         (4, 416, {}, "takes a multiple of 32 experts, 384 at most, got 416"),
         (4, 64, {"num_experts_per_tok": 17}, "takes 16 experts per token at most, got 17"),
@@ -318,12 +375,18 @@ def test_inconsistent_shapes():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "rule"),
-    [(64, 256, V3), (1, 64, MOONLIGHT), (128, 160, V2), (512, 64, MOONLIGHT)],
+    ("tokens", "experts", "rule", "kernels"),
+    [
+        (64, 256, V3, 1),
+        (1, 64, MOONLIGHT, 1),
+        (128, 160, V2, 1),
+        (512, 64, MOONLIGHT, 1),
+        (2304, 64, MOONLIGHT, 2),
+    ],
 )
-def test_lowers_for_cuda(tokens, experts, rule, monkeypatch):
+def test_lowers_for_cuda(tokens, experts, rule, kernels, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
     f = functools.partial(mosaic_gpu.route, rule=rule)
     arrays = inputs(tokens, experts, rule, 0.5)
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("custom_call @mosaic_gpu") == kernels

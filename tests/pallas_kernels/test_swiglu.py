@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import swiglu
 from pallas_kernels.grouped_matmul import few_tokens
-from pallas_kernels.swiglu import mosaic_gpu
+from pallas_kernels.swiglu import mosaic_gpu, separate
 from tests.pallas_kernels import test_quantized_matmul as quantized_matmul_tests
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, device, tolerance
@@ -170,3 +170,35 @@ def test_is_one_kernel(form, monkeypatch):
     f = functools.partial(mosaic_gpu.swiglu, **options(form))
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_two_matmuls_that_are_not_merged():
+    arrays, want = dense_inputs((2, 70), "bfloat16")
+    separately = jax.jit(separate.multiply_apart)
+    check(separately(*arrays), want, ROUNDINGS * tolerance("bfloat16"))
+    assert "optimization_barrier" in separately.lower(*arrays).as_text()
+
+
+def test_gradients_of_two_matmuls_that_are_not_merged():
+    arrays, _ = dense_inputs((3,), "float32")
+
+    def gradients(op):
+        return jax.jit(jax.grad(lambda *arrays: jnp.sum(op(*arrays) ** 2), (0, 1, 2)))(*arrays)
+
+    want = gradients(functools.partial(swiglu, implementation="reference"))
+    for got, exact in zip(gradients(separate.multiply_apart), want, strict=True):
+        check(got, np.asarray(exact, np.float64), 2 * tolerance("float32"))
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "where", "message"),
+    [
+        ("dense", 200, "cpu", "is for GPUs, this is cpu"),
+        ("dense", 128, "gpu", "takes 129 rows or more, got 128"),
+        ("int8", 200, "gpu", "takes matrices without scales"),
+    ],
+)
+def test_refusals_of_two_matmuls(form, rows, where, message, monkeypatch):
+    monkeypatch.setattr(separate, "platform", lambda: where)
+    with pytest.raises(NotImplementedError, match=message):
+        separate.swiglu(*inputs(form, (rows,))[0], **options(form))
