@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -18,6 +18,7 @@ from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 from sharding import Layout
 
 
+@runtime_checkable
 class Layer(Protocol):
     """The attributes of a decoder layer that this module reads."""
 
