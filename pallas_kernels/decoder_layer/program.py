@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.decoder_layer.choice import choose
 from pallas_kernels.decoder_layer.plan import Phase, Plan
 from pallas_kernels.decoder_layer.registers import SUMS, SUMS_SHAPE, no_sums
+from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
     MOST_TOKENS,
@@ -35,7 +33,6 @@ from pallas_kernels.decoder_layer.vectors import (
 )
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.grid_barrier import GridBarrier
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, i64, inline, word
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -143,26 +140,10 @@ class Program:
         plan = self.plan
         if not plan.config.timed:
             return
-        first, index = self.program * plan.stamps, plan.events.index(event)
-        self._stamp("%clock", first + index)
+        first, clocks = self.program * plan.stamps, self.refs.clocks
+        store_cycles(clocks, first + plan.events.index(event))
         if event in ("start", "out"):
-            self._stamp("%globaltimer_lo", first + len(plan.events) + int(event == "out"))
-
-    def _stamp(self, register: str, at: jax.Array) -> None:
-        @inline(REF, SCALAR)
-        def store(clocks: Any, at: Any) -> None:
-            address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(clocks))
-            four = arith.constant(i64(), ir.IntegerAttr.get(i64(), 4))
-            address = arith.addi(address, arith.muli(arith.extui(i64(), word(at)), four))
-            text = f"""{{
-                .reg .pred first; .reg .b32 now;
-                setp.eq.u32 first, $1, 0;
-                mov.u32 now, {register};
-                @first st.global.b32 [$0], now;
-            }}"""
-            asm(text, "l,r,~{memory}", address, mgpu.utils.thread_idx(), effects=True)
-
-        store(self.refs.clocks, at)
+            store_nanoseconds(clocks, first + len(plan.events) + int(event == "out"))
 
     def norm_tokens(self) -> None:
         """Norms the tokens, alternately by both warpgroups."""
