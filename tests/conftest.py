@@ -6,29 +6,21 @@ JAX_PLATFORMS selects another platform.
 import gc
 import os
 import signal
-from importlib.metadata import version
 from pathlib import Path
+
+from tests.support.xla_flags import fast_compilation
 
 # A background job of a shell ignores Ctrl-C, and so would its children. Tests of interrupts would
 # then fail.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# jax reads the flags once, when it is imported. Tiny programs take longer to compile than to run.
-# So LLVM neither optimizes them nor compiles each in many parts. Before jax 0.11, XLA also has an
-# older way to compile fusions, which takes half as long. CI runs the quick tests of kernels, meshes
-# and loops with the newest jax, too, which has only the newer way.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        *["--xla_cpu_use_fusion_emitters=false"]
-        * (tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)),
-        os.environ.get("XLA_FLAGS", ""),
-    ]
-)
+# jax reads these variables once, when it is imported.
+os.environ["XLA_FLAGS"] = f"{fast_compilation(devices=8)} {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The processes that tests start compile many of the same programs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 import jax
 import jaxtyping
@@ -41,9 +33,6 @@ pytest_plugins = ["tests.support.timeouts"]
 # JAX traces create many long-lived objects. With Python's default thresholds, garbage collection
 # takes a tenth of the time.
 gc.set_threshold(100_000, 50, 1000)
-
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def pytest_addoption(parser):

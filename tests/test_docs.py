@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import jax
 import pytest
 
 from dsv3_jax.cli import compile_cache
@@ -17,6 +16,7 @@ from dsv3_jax.cli.main import parser
 from scripts import benchmark_tables
 from tests.support.command import run
 from tests.support.documents import DOCUMENTS, PAGES, ROOT, anchors, blocks, links
+from tests.support.xla_flags import fast_compilation
 
 NO_COMMANDS = {"text", "json", "yaml"}
 ENDLESS = {"serve", "chat"}  # commands that run until they are stopped
@@ -76,10 +76,11 @@ def run_words(words: list[str]) -> None:
     if words[0] == "dsv3":
         assert run(*words[1:]) == 0, words
     elif words[0] == "python":
-        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-        cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-        environment |= {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-        environment |= settings
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            **settings,
+            "XLA_FLAGS": f"{fast_compilation()} {settings.get('XLA_FLAGS', '')}",
+        }
         words = [sys.executable if word == "python" else word for word in words]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr

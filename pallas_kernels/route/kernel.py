@@ -13,8 +13,8 @@ a word, those of other warpgroups are sums of ones, and those of other programs 
 the programs exchange through global memory. The pairs of a token that is not valid count for one
 more column, after those of the experts.
 
-Many tokens are spread over all multiprocessors. Their programs cannot wait for each other, so a
-second kernel computes the positions.
+More than 128 tokens are spread over all multiprocessors. Their programs cannot wait for each
+other, so a second kernel computes the positions.
 """
 
 from __future__ import annotations

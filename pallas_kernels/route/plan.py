@@ -6,10 +6,9 @@ import dataclasses
 
 from pallas_kernels.route.lanes import LANES, WARPS
 
-ONE_KERNEL_SCORES = 40_000
-"""Up to this number of tokens times columns, a cluster does everything in one kernel. A second
-kernel costs about 2 us. So does choosing on 8 multiprocessors rather than on all of them, for 512
-tokens with 64 experts or for 128 with 256."""
+ONE_KERNEL_TOKENS = 128
+"""Most tokens for which a cluster does everything in one kernel. A second kernel costs half a
+microsecond or one, and less than a second token of each warp of the cluster."""
 
 MAX_TOKENS = 16384
 _CLUSTER = 8  # programs of a cluster
@@ -55,7 +54,7 @@ def plan_of(tokens: int, columns: int, one_kernel: bool | None = None) -> Plan:
       one_kernel: see :class:`Plan`; by default whichever is expected to take less time.
     """
     if one_kernel is None:
-        one_kernel = tokens * columns <= ONE_KERNEL_SCORES
+        one_kernel = tokens <= ONE_KERNEL_TOKENS
     if one_kernel:
         programs = min(_CLUSTER, 1 << (-(-tokens // WARPS) - 1).bit_length())
         warpgroups = min(_WARPGROUPS, -(-tokens // (WARPS * programs)))

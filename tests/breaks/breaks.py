@@ -597,13 +597,13 @@ BREAKS: dict[str, Break] = {
         "dsv3_jax/checkpoint/journal.py",
         'json.loads(line) if line.endswith(b"\\n") else None',
         "json.loads(line)",
-        (_CHECKPOINT + "test_interrupted_conversion.py",),
+        (_CHECKPOINT + "interrupted/test_spoiled_stores.py",),
     ),
     "written values are not verified": Break(
         "dsv3_jax/checkpoint/unit_conversion.py",
         "        if read_back[name] != written:\n",
         "        if read_back[name] != written and not written:\n",
-        (_CHECKPOINT + "test_interrupted_conversion.py", _CHECKPOINT + "test_conversion.py"),
+        (_CHECKPOINT + "interrupted/test_spoiled_stores.py", _CHECKPOINT + "test_conversion.py"),
     ),
     "NaN weights are converted": Break(
         "dsv3_jax/checkpoint/values.py",

@@ -1,8 +1,8 @@
 """Every Hopper kernel compiles for sm_90a without a GPU, and without register spills.
 
 The test reads ptxas' report on each kernel. It must have no spills except those in MOST_SPILLED,
-and no warning that ptxas serializes wgmma. It needs JAX's CUDA plugin and ptxas. Another test
-counts the instructions of the main loops, and needs nvdisasm too.
+and no warning that ptxas serializes wgmma. It needs JAX's CUDA plugin and ptxas. With nvdisasm too,
+it counts the instructions of the main loops.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,15 @@ from tests.pallas_kernels.decoder_layer_cases import Layer, rule
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
 # tiles, mla_decode's score warpgroups keep the mask's operands. Over a float8 cache, two warpgroups
-# have 128 accumulators and the scores of a block.
+# have 128 accumulators and the scores of a block. With 384 experts and 16 choices, route has one
+# register too few.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
     "mla_decode h32 sq1": 4,
     "mla_decode h16 sq2": 64,
     "mla_decode h8 sq3": 64,
     "mla_decode h64 sq3": 64,
+    "route most tokens and choices": 4,
 }
 # Instructions per tensor core instruction of a main loop, relative to the record. ptxas schedules
 # the same work differently from version to version.
@@ -356,7 +359,8 @@ def kernels() -> dict[str, Kernel]:
         "route 128 tokens": routed(128, 384, 8, 8, 4),
         "route 512 tokens": routed(512, 384, 8, 8, 4),
         "route 2304 tokens": routed(2304, 64, 6, 1, 1),
-        "route most tokens": routed(16384, 384, 16, 8, 4),
+        "route most tokens": routed(16384, 384, 8, 8, 4),
+        "route most tokens and choices": routed(16384, 384, 16, 8, 4),
         "route most choices": routed(64, 384, 16, 8, 4),
         "route groups of 20": routed(4, 160, 6, 8, 3),
     }
@@ -402,7 +406,8 @@ def feed_forward_layers() -> dict[str, Layer]:
 
 
 KERNELS = kernels()
-OPS = sorted({kernel.op for kernel in KERNELS.values()})
+# Most kernels first: xdist's other processes then compile the rest meanwhile.
+OPS = [op for op, _ in Counter(kernel.op for kernel in KERNELS.values()).most_common()]
 
 
 # ---- the child process, which has no compilation cache and records ptxas' output -----------------
@@ -531,31 +536,32 @@ def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
     return json.loads((directory / "results.json").read_text())
 
 
-# With xdist's --dist loadgroup, one process compiles an operation for both tests.
-@pytest.fixture(
-    scope="module", params=[pytest.param(op, marks=pytest.mark.xdist_group(op)) for op in OPS]
-)
-def compiled(request, tmp_path_factory):
-    """Compiles all kernels of one operation, and returns the results by kernel name."""
-    return compile_in_child(request.param, tmp_path_factory.mktemp("ptxas"))
-
-
+# One test with two parts, so that the kernels are compiled once.
 @pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
 @pytest.mark.slow
-def test_no_kernel_spills_registers(compiled):
-    faults = []
-    for name, result in compiled.items():
-        print(f"{name}: {result.get('seconds', 0):.1f} s")
-        most = next((n for start, n in MOST_SPILLED.items() if name.startswith(start)), 0)
-        faults += [f"{name}: {fault}" for fault in faults_of(result, most)]
-    assert not faults, "\n".join(faults)
+@pytest.mark.compiles
+@pytest.mark.parametrize("op", OPS)
+def test_kernels(op, tmp_path, subtests):
+    compiled = compile_in_child(op, tmp_path)
+    with subtests.test("no kernel spills registers"):
+        faults = []
+        for name, result in compiled.items():
+            print(f"{name}: {result.get('seconds', 0):.1f} s")
+            most = next((n for start, n in MOST_SPILLED.items() if name.startswith(start)), 0)
+            faults += [f"{name}: {fault}" for fault in faults_of(result, most)]
+        assert not faults, "\n".join(faults)
+    with subtests.test("main loops have the recorded number of instructions"):
+        if nvdisasm() is None:
+            pytest.skip("needs nvdisasm: the package nvidia-cuda-nvdisasm")
+        faults = instruction_faults(compiled)
+        assert not faults, "\n".join(faults)
 
 
-@pytest.mark.skipif(bool(reason_to_skip()), reason=str(reason_to_skip()))
-@pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm: the package nvidia-cuda-nvdisasm")
-@pytest.mark.slow
-def test_main_loops_have_the_recorded_number_of_instructions(compiled):
-    """`python -m scripts.record_machine_code` records the numbers of a changed kernel."""
+def instruction_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
+    """Compares kernels with the record.
+
+    ``python -m scripts.record_machine_code`` records the numbers of a changed kernel.
+    """
     recorded = json.loads(RECORD.read_text())
     same_ptxas = recorded["ptxas"] == ptxas_version()
     faults = []
@@ -568,7 +574,7 @@ def test_main_loops_have_the_recorded_number_of_instructions(compiled):
                 loops = main_loops(disassemble(ptx))
                 counts = [(loop.instructions, loop.tensor) for loop in loops]
                 faults += [f"{name}: {fault}" for fault in loop_faults(before["loops"], counts)]
-    assert not faults, "\n".join(faults)
+    return faults
 
 
 def loop_faults(before: list[list[int]], after: list[tuple[int, int]]) -> list[str]:

@@ -46,6 +46,7 @@ def demo(target: str) -> Deployment:
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_arguments_are_the_planners(target, phase):
@@ -61,6 +62,7 @@ def test_arguments_are_the_planners(target, phase):
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_step_of_the_engine_does_not_copy_the_cache(target, phase):

@@ -24,13 +24,7 @@ def result_of(code: str, **environment: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="ray") as directory:
         run = subprocess.run(
             [sys.executable, "-c", code, directory],
-            env={
-                **os.environ,
-                **ENVIRONMENT,
-                "PYTHONPATH": str(ROOT),
-                "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-                **environment,
-            },
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment},
             capture_output=True,
             text=True,
             timeout=600,

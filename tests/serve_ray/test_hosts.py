@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.serve_ray.scripts import result_of
+from tests.support.xla_flags import fast_compilation
 
 CODE = """
 import json, os, pathlib, signal, sys, time, urllib.error, urllib.request
@@ -81,7 +82,7 @@ with ray_cluster.cluster(pathlib.Path(sys.argv[1]), 1, nodes=2) as url:
 @pytest.mark.slow
 def test_a_replica_on_two_hosts():
     # Each process has one device, and not the eight that other tests simulate.
-    result = result_of(CODE, JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    result = result_of(CODE, JAX_PLATFORMS="cpu", XLA_FLAGS=fast_compilation())
     assert result["answers"] == result["expected"]
     assert (result["strategies"], result["nodes"]) == (["STRICT_SPREAD"], [2])
     assert result["again"] == result["expected"][0], "it is replaced when a process is lost"

@@ -26,7 +26,6 @@ def launch(*words, processes, devices=1, grace=20.0, member="member.py"):
     command += ["--devices-per-process", devices, "--grace", grace, "--"]
     command += [sys.executable, f"tests/sharding/{member}", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
     began = time.monotonic()
     result = subprocess.run(
         [str(word) for word in command],

@@ -32,6 +32,7 @@ from sharding import DEFAULT_RULES, Layout, Placement, Rules, make_layout, make_
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.command import run
 from tests.support.oracle import relative_error
+from tests.support.xla_flags import fast_compilation
 from tests.training.tiny import RUN, arrays
 
 pytestmark = pytest.mark.usefixtures("own_compile_cache")
@@ -354,7 +355,8 @@ def test_two_processes(directory, corpus, tmp_path):
     process = subprocess.run(
         list(map(str, command)),
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": fast_compilation()},
         capture_output=True,
         text=True,
         timeout=400,
