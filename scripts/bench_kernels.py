@@ -4,6 +4,9 @@
         [--time-budget 560] [--repeats 1000] [--out benchmarks/results/kernels_h200.json]
         [--resume EARLIER.json]
 
+``--variants`` names settings of :mod:`benchmarks.kernels.variants`, which are checked and timed in
+turn with the default where they exist.
+
 Each op is checked before it is timed, through the public functions of pallas_kernels. It is
 compared with float32 references on ragged inputs whose unused slots contain NaN, where
 ``--repeats`` runs must be bitwise equal, and on samples of every timed shape. Wrong results are not
@@ -37,12 +40,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import os
 import platform
-import re
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -65,23 +64,21 @@ from benchmarks.kernels.shapes import (
     key,
     select,
 )
+from benchmarks.kernels.tools import short_name, tools
+from benchmarks.kernels.turns import append_windows, names_to_time, summary
+from benchmarks.kernels.variants import VARIANTS, has_variant
 from benchmarks.kernels.workers import Worker
 from dsv3_jax.files import atomic_write
 
 BATCH = 32  # cases that are compiled together, before the first of them is timed
 TRIES = 3
 AGAIN_WARM_S = 1.0  # warm-up of each turn in the second and third try
-TURNS = (
-    "peers",
-    "ours",
-    "ours",
-    "peers",
-)  # symmetric, so that thermal throttling affects both equally
-CLOSE = 1.3  # peers slower than the best by more than this factor get one turn
+# Symmetric, so that thermal throttling affects both equally.
+TURNS = "peers", "ours", "ours", "peers"
 FIRST_WARM_S = 1.0  # warm-up of a process that has not timed anything yet
 COMPILE_S = 180
 ROW_S = 60  # seconds for a case, after which its process is killed
-CHECK_S = 180
+CHECK_S = 30, 0.15  # seconds for a check, and for each of its repeats
 WARM_WORKERS = 8
 RIGHT = "right"
 
@@ -115,7 +112,7 @@ class Bench:
         self.result: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-            "versions": {"python": platform.python_version()} | _tools(),
+            "versions": {"python": platform.python_version()} | tools(),
             "repeats": arguments.repeats,
             "checks": {},
             "ceilings": {},
@@ -140,6 +137,10 @@ class Bench:
         self.save()
         for first in range(0, len(chosen), BATCH):
             self._batch(chosen[first : first + BATCH], chosen if first == 0 else ())
+        for worker in self._workers():  # last: they take longer than many shapes
+            if self.left() > 0:
+                self._measured |= worker.ask({"do": "ceilings"}, 120)
+                self.save()
         self._time_xla([raw for raw in self._raw if isinstance(raw[0], Grouped)])
 
     def remaining(self, chosen: Sequence[Case]) -> list[Case]:
@@ -156,16 +157,12 @@ class Bench:
             self.save()
             return
         began = time.monotonic()
-        parts = [["check", *_parts(case)] for case in batch]
+        parts = [["check", *self._parts(case)] for case in batch]
         self._ours.send(_compilation(batch, parts))
         if cases_to_warm:
             self._warm(cases_to_warm)
         self._ours.receive(COMPILE_S)
         print(f"compiled {len(batch)} shapes in {time.monotonic() - began:.0f} s", flush=True)
-        if cases_to_warm:
-            for worker in self._workers():
-                self._measured |= worker.ask({"do": "ceilings"}, 120)
-        self.save()
         for case in batch:
             if self.left() < 0:
                 self.result["not_run"].append(key(case))
@@ -175,7 +172,8 @@ class Bench:
             ours["seconds"] = round(time.monotonic() - began, 1)
             self._raw.append((case, ours, peers))
             line = report.row(case, ours, peers, report.ceilings(self._measured))
-            print(report.table([line]).splitlines()[1], f"{self.left():.0f} s", flush=True)
+            lines = report.table([line]).splitlines()[1:]
+            print(*lines, f"{self.left():.0f} s left", sep="\n", flush=True)
             self.save()
         self._ours.ask({"do": "drop", "cases": [encoded(case) for case in batch]}, ROW_S)
         self.save()
@@ -220,7 +218,7 @@ class Bench:
         workers = [Worker(*self._peer_command, self._log) for _ in shares if self._peers]
         for worker, share in zip(workers, shares, strict=False):
             worker.send({"do": "warm", "cases": share})
-        until = time.monotonic() + min(240, self._arguments.time_budget / 3)
+        until = time.monotonic() + min(240, max(30, self._arguments.time_budget / 3))
         for worker in workers:
             worker.receive(until - time.monotonic())
             worker.stop()
@@ -232,13 +230,23 @@ class Bench:
         """Measures a case. Returns the results of ours (with XLA's) and of the peers."""
         if self._peers:
             self._peers.send({"do": "prepare", "case": encoded(case)})
-        fault = self._check(case)
-        request = {"do": "prepare", "case": encoded(case), "parts": _parts(case)}
+        in_jax = self._parts(case)
+        faults = {part: self._check(case, part) for part in in_jax if part != "xla"}
+        # What is wrong or hangs is not prepared, so that the others can be timed.
+        right = [part for part in in_jax if not faults.get(part)]
+        request = {"do": "prepare", "case": encoded(case), "parts": right}
         prepared = self._ours.ask(request, self._patience(ROW_S))
         lost = {"error": prepared.get("error", "not prepared")}
-        ours: dict[str, Any] = prepared.get("ours", lost) | ({"error": fault} if fault else {})
-        if "xla" in _parts(case):
-            ours["xla"] = prepared.get("xla", lost)
+        parts: dict[str, dict[str, Any]] = {
+            part: prepared.get(part, lost)
+            | ({"error": fault} if (fault := faults.get(part)) else {})
+            for part in in_jax
+        }
+        ours = parts.pop("ours")
+        if "xla" in parts:
+            ours["xla"] = parts.pop("xla")
+        if parts:
+            ours["variants"] = parts
         peers: dict[str, Any] = {}
         if self._peers:
             reply = self._peers.receive(self._patience(ROW_S))
@@ -248,12 +256,23 @@ class Bench:
             worker.ask({"do": "release"}, ROW_S)
         return ours, peers
 
-    def _check(self, case: Case) -> str | None:
+    def _parts(self, case: Case) -> list[str]:
+        """Returns what is timed in JAX, alternately with the peers: ours, variants, and XLA.
+
+        XLA's grouped matmuls multiply every row by every group's matrix. They are timed at the end.
+        """
+        variants = [name for name in self._arguments.variants if has_variant(case, name)]
+        return ["ours", *variants, *([] if isinstance(case, Grouped) else ["xla"])]
+
+    def _check(self, case: Case, part: str) -> str | None:
         """Returns what is wrong on ragged inputs, or None. Cases with equal check keys share it."""
         checks, name = self.result["checks"], check_key(case)
+        name += "" if part == "ours" else f", {part}"
         if name not in checks:
-            request = {"do": "check", "case": encoded(case), "repeats": self._arguments.repeats}
-            reply = self._ours.ask(request, self._patience(CHECK_S))
+            repeats = self._arguments.repeats
+            request = {"do": "check", "case": encoded(case), "repeats": repeats, "part": part}
+            patience = CHECK_S[0] + CHECK_S[1] * repeats
+            reply = self._ours.ask(request, self._patience(patience))
             checks[name] = reply.get("wrong") or reply.get("error") or RIGHT
         return None if checks[name] == RIGHT else checks[name]
 
@@ -268,12 +287,13 @@ class Bench:
 
     def _try(self, ours: dict[str, Any], peers: dict[str, Any], attempt: int) -> None:
         """Runs all turns once, and replaces the results of an earlier attempt."""
-        in_jax = {"ours": ours} | ({"xla": ours["xla"]} if "xla" in ours else {})
+        in_jax = {"ours": ours} | ours.get("variants", {})
+        in_jax |= {"xla": ours["xla"]} if "xla" in ours else {}
         for side in TURNS:
             parts, worker = (in_jax, self._ours) if side == "ours" else (peers, self._peers)
             is_first = side not in self._warmed
             self._warmed.add(side)
-            if names := _names_to_time(
+            if names := names_to_time(
                 {n: entry for n, entry in parts.items() if "error" not in entry}
             ):
                 warm_s = FIRST_WARM_S if is_first else AGAIN_WARM_S if attempt > 1 else WARM_S
@@ -281,11 +301,11 @@ class Bench:
                 assert worker is not None
                 reply = worker.ask(request, self._patience(ROW_S))
                 for name in names:
-                    _append_windows(
+                    append_windows(
                         parts[name], reply.get(name, {"error": reply.get("error", "no time")})
                     )
         for entry in (*in_jax.values(), *peers.values()):
-            entry |= _summary(entry.pop("windows", {}))
+            entry |= summary(entry.pop("windows", {}))
 
     def _xla(self, case: Case) -> dict[str, Any]:
         request = {"do": "prepare", "case": encoded(case), "parts": ["xla"]}
@@ -294,8 +314,8 @@ class Bench:
         if "error" not in result:
             request = {"do": "time", "names": ["xla"], "warm_s": WARM_S}
             reply = self._ours.ask(request, self._patience(ROW_S))
-            _append_windows(result, reply.get("xla", reply))
-            result |= _summary(result.pop("windows", {}))
+            append_windows(result, reply.get("xla", reply))
+            result |= summary(result.pop("windows", {}))
         return result
 
     def save(self) -> None:
@@ -309,7 +329,7 @@ class Bench:
         order = {key(case): i for i, case in enumerate(cases())}
         self.result["rows"] = sorted(rows, key=lambda row: order.get(report.key_of(row), 0))
         out = self._arguments.out or Path(
-            f"benchmarks/results/kernels_{_short_name(self.result.get('gpu', 'none'))}.json"
+            f"benchmarks/results/kernels_{short_name(self.result.get('gpu', 'none'))}.json"
         )
         out.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(out, json.dumps(self.result, indent=1) + "\n")
@@ -321,71 +341,6 @@ class Bench:
 
 def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[str, Any]:
     return {"do": "compile", "cases": [encoded(case) for case in batch], "parts": parts}
-
-
-def _parts(case: Case) -> list[str]:
-    """Returns the implementations of a case that are timed alternately with the peers.
-
-    XLA's grouped matmuls multiply every row by every group's matrix. They are timed at the end.
-    """
-    return ["ours"] if isinstance(case, Grouped) else ["ours", "xla"]
-
-
-def _names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the names to time: ours, those not timed yet, and those close to the fastest."""
-    medians = {
-        name: statistics.median(entry["windows"]["us"]) if "windows" in entry else 0.0
-        for name, entry in parts.items()
-    }
-    fastest = min(medians.values(), default=0.0)
-    return [name for name, us in medians.items() if name == "ours" or us <= CLOSE * fastest]
-
-
-def _append_windows(entry: dict[str, Any], reply: dict[str, Any]) -> None:
-    """Appends the windows of a turn to those of earlier turns."""
-    if "error" in reply:
-        entry["error"] = reply["error"]
-        entry.pop("windows", None)
-        return
-    windows = entry.setdefault("windows", {})
-    for name, values in reply.items():
-        windows[name] = windows.get(name, []) + (values if isinstance(values, list) else [values])
-
-
-def _summary(windows: dict[str, list[float]]) -> dict[str, float]:
-    if not windows:
-        return {}
-    medians = {n: statistics.median(v) for n, v in windows.items() if n.endswith("us")}
-    us = windows["us"]
-    result = medians | {"spread": round((max(us) - min(us)) / medians["us"], 4)}
-    if "busy" in windows:
-        result["busy"] = round(min(windows["busy"]), 3)
-    if "resolution_ns" in windows:
-        result["resolution_ns"] = math.gcd(*map(int, windows["resolution_ns"]))
-    return result
-
-
-def _short_name(gpu: str) -> str:
-    """Returns the model of a GPU name, such as h200 for "NVIDIA H200"."""
-    result = re.search(r"[A-Za-z]+\d+", gpu)
-    return result[0].lower() if result else "none"
-
-
-def _tools() -> dict[str, str]:
-    """Returns the versions of the driver and of CUDA's compilers, if they are installed."""
-    versions = {}
-    for name, command, pattern in (
-        ("driver", ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"\S+"),
-        ("ptxas", ["ptxas", "--version"], r"release \S+, V(\S+)"),
-        ("nvcc", ["nvcc", "--version"], r"release \S+, V(\S+)"),
-    ):
-        try:
-            output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if result := re.search(pattern, output):
-            versions[name] = result[result.re.groups]
-    return versions
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -403,7 +358,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--implementation",
         default="mosaic_gpu",
-        help="back-end, or a variant of benchmarks/kernels/variants.py: scored, unrolled",
+        help="back-end that is timed as ours",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        default=[],
+        choices=VARIANTS,
+        help="settings of benchmarks/kernels/variants.py that are timed in turn with it",
     )
     parser.add_argument("--calls", type=int, default=CALLS, help="maximum calls per timed program")
     parser.add_argument("--resume", type=Path, help="earlier result whose complete rows are kept")

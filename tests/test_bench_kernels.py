@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from benchmarks.ceiling import READ_GBS
 from benchmarks.kernels import (
     checks,
@@ -21,6 +22,7 @@ from benchmarks.kernels import (
     inputs,
     pack_peers,
     report,
+    turns,
     xla_lowering,
 )
 from benchmarks.kernels.calls import call_of
@@ -48,7 +50,7 @@ from benchmarks.kernels.shapes import (
     uniform_lengths,
     zipf_sizes,
 )
-from benchmarks.kernels.variants import VARIANTS
+from benchmarks.kernels.variants import VARIANTS, Variant
 from benchmarks.kernels.workers import Worker
 from scripts import bench_kernels
 
@@ -71,15 +73,15 @@ BEST = {"bf16_tflops": 650.0, "fp8_tflops": 1250.0}
 def test_variants_are_settings_of_a_backend(name, monkeypatch):
     """A variant is called with its config, and refuses the cases that it does not change."""
     for case in cases():
-        if case.op not in VARIANTS[name] or case.dtype != "fp8":
-            with pytest.raises(NotImplementedError, match=f"{name} takes fp8 cases of"):
+        if case.op not in VARIANTS[name] or case.dtype not in VARIANTS[name][case.op].dtypes:
+            with pytest.raises(NotImplementedError, match=f"{name} takes .*, got {case.op}"):
                 call_of(case, name)
             continue
         variant = VARIANTS[name][case.op]
         called = dataclasses.replace(variant, op=lambda **arguments: (arguments, None))
         monkeypatch.setitem(VARIANTS[name], case.op, called)
         got: Any = call_of(case, name)({"x": jnp.zeros(())})[0]
-        assert got.pop("config") == variant.config
+        assert {name: got.pop(name) for name in variant.keywords} == variant.keywords
         assert set(got) == {"x", *inputs.options(case)}
 
 
@@ -467,11 +469,9 @@ def test_operations_outside_the_stamps_are_found():
 
 def test_slow_peers_are_timed_once():
     def close(**windows):
-        return bench_kernels._names_to_time(
-            {n: {"windows": {"us": us}} for n, us in windows.items()}
-        )
+        return turns.names_to_time({n: {"windows": {"us": us}} for n, us in windows.items()})
 
-    assert bench_kernels._names_to_time({"a": {}, "b": {"windows": {"us": [3.0]}}}) == ["a"]
+    assert turns.names_to_time({"a": {}, "b": {"windows": {"us": [3.0]}}}) == ["a"]
     assert close() == []
     assert close(a=[9.0, 10.0, 30.0], b=[12.9], c=[13.1]) == ["a", "b"]
     assert close(xla=[9.0], ours=[99.0]) == ["xla", "ours"]
@@ -531,6 +531,53 @@ def test_xla_is_timed_beside_ours():
     assert [r["names"] for r in of_ours.asked] == [["ours", "xla"]] * 2
     assert ours["xla"] == {"us": 9.0, "spread": 0.0}
     assert report.row(TINY[0], ours, {}, BEST)["ratio"] == 0.9
+
+
+def test_variants_are_timed_beside_ours():
+    """A slow variant is timed once. None of them is a peer."""
+    both, alone = timings(ours=[10.0], a=[9.0], b=[20.0]), timings(ours=[10.0], a=[9.0])
+    of_ours = FakeWorker(both, alone)
+    ours, _ = timed(of_ours, FakeWorker(), {"variants": {"a": {}, "b": {}}}, {})
+    assert [r["names"] for r in of_ours.asked] == [["ours", "a", "b"], ["ours", "a"]]
+    row = report.row(TINY[0], ours, {}, BEST)
+    assert (row["us"], row["peer"]) == (10.0, None)
+    assert {name: each["us"] for name, each in row["variants"].items()} == {"a": 9.0, "b": 20.0}
+    assert [line.split() for line in report.table([row]).splitlines()[2:]] == [
+        ["a", "9.0"],
+        ["b", "20.0"],
+    ]
+
+
+def test_a_wrong_variant_is_not_timed(monkeypatch):
+    """Variants of other operations are left out. What is wrong is not even prepared."""
+    bench = bench_kernels.Bench(bench_kernels.parse(["--variants", "scored", "rolled"]))
+    replies = {"wrong": None}, {"wrong": "it is"}, {"ours": {"sets": 2}, "xla": {"error": "no"}}
+    bench._ours = FakeWorker(*replies, {})
+    monkeypatch.setattr(bench, "_time", lambda ours, peers: None)
+    case = next(case for case in cases() if key(case) == "mla_decode fp8 h16 b256 kv4096 sq1")
+    ours, _ = bench._case(case)
+    assert [r.get("part", r.get("parts")) for r in bench._ours.asked[:3]] == [
+        "ours",
+        "scored",
+        ["ours", "xla"],
+    ]
+    assert ours["variants"] == {"scored": {"error": "it is"}}
+    assert bench.result["checks"]["mla_decode fp8 h16 sq1, scored"] == "it is"
+
+
+@pytest.mark.slow
+def test_session_checks_and_times_variants(monkeypatch):
+    good = Variant(pallas_kernels.grouped_matmul, {"implementation": "reference"}, ("bf16",))
+    bad = Variant(lambda **arguments: -good(**arguments), {}, ("bf16",))
+    monkeypatch.setitem(VARIANTS, "good", {"grouped_matmul": good})
+    monkeypatch.setitem(VARIANTS, "bad", {"grouped_matmul": bad})
+    session, case = Session("reference", 2), encoded(TINY[1])
+    assert session.check(case, 2, "good") == {"wrong": None}
+    assert "relative error 2" in session.check(case, 2, "bad")["wrong"]
+    replies = session.prepare(case, ["ours", "good", "bad"])
+    assert "error" not in replies["ours"] | replies["good"]
+    assert "relative error 2" in replies["bad"]["error"]
+    assert set(session.time(["ours", "good"], 0.0)) == {"ours", "good"}
 
 
 def test_failure_while_timing():

@@ -17,7 +17,6 @@ from benchmarks.kernels.calls import call_of, plan
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call, compile_program, counted, lowered_program
 from benchmarks.kernels.shapes import Case, Decode, check_key, guessed_us, key, rotation
-from benchmarks.kernels.variants import VARIANTS
 from benchmarks.kernels.workers import Reply
 from benchmarks.kernels.xla_lowering import in_order, xla_call
 
@@ -69,18 +68,25 @@ class Compiler:
         return rotation(case, guessed_us(case), self._most_calls)
 
     def start(self, case: Case, parts: Sequence[str]) -> None:
-        """Starts those of "check", "ours" and "xla" in ``parts`` that have not been started."""
-        if "check" in parts:
-            for seed in checks.seeds(case):
-                self._start(check_key(case), f"ragged {seed}", self._lower_ragged, case, seed)
-                self._start(check_key(case), f"repeat {seed}", self._lower_repeat, case, seed)
-        if "ours" in parts or "xla" in parts:
-            self._start(key(case), "make", self._lower_make, case)
-            self._start(key(case), "judge", self._lower_judge, case)
-        if "ours" in parts:
-            self._start(key(case), "ours", self._lower_ours, case)
-        if "xla" in parts:
-            self._start(key(case), "xla", self._lower_xla, case)
+        """Starts those of ``parts`` that have not been started.
+
+        Args:
+          parts: "ours", names of variants, and "xla".
+        """
+        self._start(key(case), "make", self._lower_make, case)
+        self._start(key(case), "judge", self._lower_judge, case)
+        for part in parts:
+            if part == "xla":
+                self._start(key(case), "xla", self._lower_xla, case)
+            else:
+                self._start(key(case), part, self._lower_ours, case, part)
+
+    def start_check(self, case: Case, part: str) -> None:
+        """Starts the checks of "ours" or of a variant that have not been started."""
+        for seed in checks.seeds(case):
+            self._start(check_key(case), f"ragged {seed}", self._lower_ragged, case, seed)
+            name = f"repeat {part} {seed}"
+            self._start(check_key(case), name, self._lower_repeat, case, seed, part)
 
     def get(self, name: str, part: str) -> Any:
         """Returns a compiled program, or raises the error of its compilation."""
@@ -113,8 +119,8 @@ class Compiler:
         lowered = jax.jit(small.build).lower(inputs.random_key(seed), small.host)
         return lambda: lowered.compile(compiler_options=UNTUNED)
 
-    def _lower_repeat(self, case: Case, seed: int) -> Callable[[], Any]:
-        small, call = checks.ragged(case, seed), call_of(case, self._implementation)
+    def _lower_repeat(self, case: Case, seed: int, part: str) -> Callable[[], Any]:
+        small, call = checks.ragged(case, seed), self._call_of(case, part)
         arrays, want = jax.eval_shape(small.build, inputs.random_key(seed), small.host)
 
         def repeat(arrays, first, differences, want):
@@ -142,16 +148,20 @@ class Compiler:
         )
         return lambda: lowered.compile(compiler_options=UNTUNED)
 
-    def _lower_ours(self, case: Case) -> Callable[[], Any]:
+    def _call_of(self, case: Case, part: str) -> Call:
+        """Returns the call of "ours" or of a variant."""
+        return call_of(case, self._implementation if part == "ours" else part)
+
+    def _lower_ours(self, case: Case, part: str) -> Callable[[], Any]:
         sets, laps = self.rotation(case)
-        call = call_of(case, self._implementation)
+        call = self._call_of(case, part)
         lowered = lower_ours(case, call, sets, laps)
 
         def build() -> tuple[Any, Reply]:
             began = time.perf_counter()
             executable = compile_program(lowered)
             seconds = time.perf_counter() - began
-            kernels = self._implementation in ("mosaic_gpu", *VARIANTS)
+            kernels = self._implementation == "mosaic_gpu"
             counts = counted(lowered, executable, sets * laps, kernels=kernels)
             return executable, {"compile_s": seconds} | counts
 

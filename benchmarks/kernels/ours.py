@@ -33,6 +33,7 @@ class Session:
         self.implementation = implementation
         self._compiler = Compiler(implementation, most_calls)
         self._running: dict[str, Timed] = {}
+        self._arrays: list[Arrays] = []
 
     def start(self) -> Reply:
         device = jax.devices()[0]
@@ -41,21 +42,33 @@ class Session:
         return {"versions": versions, "gpu": device.device_kind, "clock": name}
 
     def compile(self, cases: Sequence[dict[str, Any]], parts: Sequence[Sequence[str]]) -> Reply:
-        """Compiles ``parts`` of each case (see :meth:`Compiler.start`), and waits for it."""
+        """Compiles ``parts`` of each case (see :meth:`Compiler.start`), and waits for it.
+
+        Args:
+          parts: of each case. "check" stands for the checks of its other parts.
+        """
         for case, of_case in zip(map(decoded, cases), parts, strict=True):
-            self._compiler.start(case, of_case)
+            timed = [part for part in of_case if part != "check"]
+            for part in timed if "check" in of_case else ():
+                if part != "xla":
+                    self._compiler.start_check(case, part)
+            self._compiler.start(case, timed)
         self._compiler.wait()
         return {}
 
-    def check(self, case: dict[str, Any], repeats: int) -> Reply:
-        """Checks an op on ragged inputs; returns {"wrong": None or the reason}."""
-        return {"wrong": self._ragged(decoded(case), repeats)}
+    def check(self, case: dict[str, Any], repeats: int, part: str = "ours") -> Reply:
+        """Checks an op on ragged inputs; returns {"wrong": None or the reason}.
 
-    def _ragged(self, case: Case, repeats: int) -> str | None:
-        self._compiler.start(case, ["check"])  # again, if an earlier case has ended the process
+        Args:
+          part: "ours" or the name of a variant.
+        """
+        return {"wrong": self._ragged(decoded(case), repeats, part)}
+
+    def _ragged(self, case: Case, repeats: int, part: str) -> str | None:
+        self._compiler.start_check(case, part)  # again, if an earlier case has ended the process
         for seed in checks.seeds(case):
             make = self._compiler.get(check_key(case), f"ragged {seed}")
-            repeat, blank = self._compiler.get(check_key(case), f"repeat {seed}")
+            repeat, blank = self._compiler.get(check_key(case), f"repeat {part} {seed}")
             small = checks.ragged(case, seed)
             arrays, want = make(inputs.random_key(seed), small.host)
             first, _, errors = repeat(arrays, blank, jnp.int32(0), want)
@@ -66,43 +79,48 @@ class Session:
         return None
 
     def prepare(self, case: dict[str, Any], parts: Sequence[str]) -> Reply:
-        """Makes inputs and checks the results of ``parts``, "ours" and "xla".
+        """Makes inputs and checks the results of ``parts``: "ours", variants, and "xla".
 
         Returns a reply for each part. :meth:`time` can time those without an "error".
         """
         self.release()
-        prepares = {"ours": self._prepare, "xla": self._prepare_xla}
         replies: Reply = {}
         for part in parts:
             try:
-                replies[part] = prepares[part](decoded(case))
+                if part == "xla":
+                    replies[part] = self._prepare_xla(decoded(case))
+                else:
+                    replies[part] = self._prepare(decoded(case), part)
             except Exception as error:
                 replies[part] = {"error": reason(error)}
         return replies
 
-    def _prepare(self, case: Case) -> Reply:
-        self._compiler.start(case, ["ours"])
+    def _prepare(self, case: Case, part: str) -> Reply:
+        self._compiler.start(case, [part])
         sets, laps = self._compiler.rotation(case)
-        executable, reply = self._compiler.get(key(case), "ours")
+        executable, reply = self._compiler.get(key(case), part)
         reply = {"sets": sets} | reply
         if "error" in reply:
             return reply
-        make = self._compiler.get(key(case), "make")
-        made = [make(inputs.random_key(seed), inputs.host(case, seed)) for seed in range(sets)]
-        arrays = [of_op | planned for of_op, planned in made]
+        if not self._arrays:  # all parts but XLA share them
+            make = self._compiler.get(key(case), "make")
+            made = [make(inputs.random_key(seed), inputs.host(case, seed)) for seed in range(sets)]
+            self._arrays = [of_op | planned for of_op, planned in made]
+            self._of_op = made[0][0]
+        arrays = self._arrays
         (results, _), (again, _) = (
             executable(arrays, *start_arguments()),
             executable(arrays, *start_arguments()),
         )
         judgement = self._compiler.get(key(case), "judge")(
-            made[0][0], results[0], again[0], again[-sets]
+            self._of_op, results[0], again[0], again[-sets]
         )
         if wrong := checks.verdict(judgement[0]):
             return reply | {"error": wrong}
         if int(judgement[1]):
             return reply | {"error": "wrong: equal calls gave different bits"}
         out_bytes = sum(x.nbytes for x in results)
-        self._running["ours"] = Timed(executable, arrays, sets * laps, out_bytes)
+        self._running[part] = Timed(executable, arrays, sets * laps, out_bytes)
         return reply
 
     def _prepare_xla(self, case: Case) -> Reply:
@@ -130,6 +148,7 @@ class Session:
 
     def release(self) -> Reply:
         self._running.clear()
+        self._arrays.clear()
         return {}
 
     def drop(self, cases: Sequence[dict[str, Any]]) -> Reply:

@@ -51,7 +51,8 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
 
     Args:
       case: the shape.
-      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, with XLA's own under "xla".
+      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, with XLA's own under "xla"
+        and variants by name under "variants".
       peers: name -> {"us": ..., "spread": ...} or {"error": reason}.
       best: result of :func:`ceilings`.
     """
@@ -88,6 +89,8 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
         "ratio": _round(timed[peer] / us) if peer and us and not unsteady else None,
         "peers": {name: _peer(each) for name, each in alternatives.items()},
     }
+    if "variants" in ours:
+        result["variants"] = {name: _peer(each) for name, each in ours["variants"].items()}
     if peer and us and unsteady:
         result["no_ratio"] = ", ".join(unsteady)
     if peer is None:
@@ -152,6 +155,9 @@ def table(rows: Sequence[Row]) -> str:
             f"{_cell(each['tflops'], 9)}{_cell(each['gbs'], 7)}{_cell(each['roof_fraction'], 6, 2)}"
             f"{_cell(each['peer_us'], 9, 1)}{_cell(each['ratio'], 7, 2)}  {peer}{notes}"
         )
+        for name, variant in each.get("variants", {}).items():
+            fault = f"  [{variant['error'][:90]}]" if variant.get("error") else ""
+            lines.append(f"{'':21}{name[:26]:26}{_cell(variant.get('us'), 9, 1)}{fault}")
     return "\n".join(lines)
 
 

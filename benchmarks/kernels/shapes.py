@@ -372,13 +372,12 @@ def cases() -> list[Case]:
 def select(
     available: Iterable[Case], ops: Sequence[str], shapes: Sequence[str], *, everything: bool
 ) -> list[Case]:
-    """Returns the cases of ``ops`` whose key contains one of ``shapes``.
+    """Returns the cases of ``ops`` whose key contains one of ``shapes``, in the order of these.
 
     Without ``shapes``, returns the core cases, or all if ``everything``.
     """
-    return [
-        case
-        for case in available
-        if (not ops or case.op in ops)
-        and (any(s in key(case) for s in shapes) if shapes else everything or case.core)
-    ]
+    of_ops = [case for case in available if not ops or case.op in ops]
+    if not shapes:
+        return [case for case in of_ops if everything or case.core]
+    unique = {key(case): case for s in shapes for case in of_ops if s in key(case)}
+    return list(unique.values())

@@ -1,13 +1,13 @@
-"""Kernels and settings that no call uses by default, because no GPU has timed them yet.
+"""Kernels and settings that no call uses by default.
 
-``python -m scripts.bench_kernels --implementation NAME`` checks and times one in place of the
+``python -m scripts.bench_kernels --variants NAME ...`` checks them and times them in turn with the
 default.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.kernels.shapes import Case
@@ -15,32 +15,69 @@ from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
+from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
+from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
+from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
+from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
+from pallas_kernels.top_k import mosaic_gpu as top_k
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A setting of a back-end for the float8 cases of one operation."""
+    """A setting of a back-end of one operation."""
 
     op: Callable[..., Any]
-    """The back-end's function, which takes ``config``."""
+    """The back-end's function."""
 
-    config: Any
+    keywords: Mapping[str, Any]
+    """Its arguments that make the difference."""
+
+    dtypes: tuple[str, ...] = ("fp8",)
+    """Cases for which it exists."""
 
     def __call__(self, **arguments: Any) -> Any:
-        return self.op(**arguments, config=self.config)
+        return self.op(**arguments, **self.keywords)
 
 
-_UNROLLED_MATMUL = dataclasses.replace(grouped_matmul.MANY_TOKENS_FLOAT8[0], unrolled=True)
-_UNROLLED_SWIGLU = dataclasses.replace(
-    grouped_swiglu.MANY_TOKENS_FLOAT8[0], unrolled=True, approximate_silu=True
-)
+def _decode(config: Any) -> Variant:
+    return Variant(mla_decode.mla_decode, {"config": config})
+
+
+def _index(*config: int) -> dict[str, Variant]:
+    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
+
+
+def _top_k(**keywords: int) -> dict[str, Variant]:
+    return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
+
 
 VARIANTS: dict[str, dict[str, Variant]] = {
-    "scored": {"mla_decode": Variant(mla_decode.mla_decode, ScoredQueries())},
-    "unrolled": {
-        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, _UNROLLED_MATMUL),
-        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, _UNROLLED_SWIGLU),
+    "scored": {"mla_decode": _decode(ScoredQueries())},
+    "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
+    "rolled": {
+        "grouped_matmul": Variant(
+            grouped_matmul.grouped_matmul, {"config": grouped_matmul.MANY_TOKENS_FLOAT8[0]}
+        ),
+        "grouped_swiglu": Variant(
+            grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
+        ),
     },
+    "without prefetch": {
+        "sparse_mla_decode": Variant(
+            sparse_mla_decode.sparse_mla_decode,
+            {"config": SparseConfig(prefetch=False)},
+            ("bf16", "fp8"),
+        ),
+    },
+    # Queries of a group, pages of a warpgroup, warpgroups and stages.
+    "1 query, 16 pages": _index(1, 16, 2, 4),
+    "1 query, 32 pages": _index(1, 32, 2, 4),
+    "1 query, 3 warpgroups": _index(1, 11, 3, 4),
+    "2 queries": _index(2, 24, 2, 4),
+    "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
+    "2 warpgroups": _top_k(warpgroups=2),
+    "8 warpgroups": _top_k(warpgroups=8),
+    "4 parts": _top_k(parts=4),
 }
 """Variants by name and operation."""
 
@@ -52,6 +89,12 @@ def variant_of(case: Case, name: str) -> Variant:
       NotImplementedError: the variant has none for the case.
     """
     ops = VARIANTS[name]
-    if case.op not in ops or case.dtype != "fp8":
-        raise NotImplementedError(f"{name} takes fp8 cases of {', '.join(ops)}, got {case.op}")
+    if not has_variant(case, name):
+        takes = ", ".join(f"{op} ({' or '.join(v.dtypes)})" for op, v in ops.items())
+        raise NotImplementedError(f"{name} takes {takes}, got {case.op} {case.dtype}")
     return ops[case.op]
+
+
+def has_variant(case: Case, name: str) -> bool:
+    ops = VARIANTS[name]
+    return case.op in ops and case.dtype in ops[case.op].dtypes

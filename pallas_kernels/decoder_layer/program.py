@@ -32,6 +32,7 @@ from pallas_kernels.decoder_layer.vectors import (
     store_block,
 )
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
@@ -71,11 +72,11 @@ class Program:
         self.signals.initialise([CONSUMERS * WARPS] * SIGNALS, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
 
-        @pl.when(self.wg == CONSUMERS)
+        @when(self.wg == CONSUMERS)
         def _() -> None:
-            pl.when(first_warp(self.on_gpu))(self.produce)
+            when(first_warp(self.on_gpu))(self.produce)
 
-        @pl.when(self.wg < CONSUMERS)
+        @when(self.wg < CONSUMERS)
         def _() -> None:
             self.stream.ring.release_all()
             self.consume()
@@ -150,7 +151,7 @@ class Program:
         plan, refs = self.plan, self.refs
         for t in range(plan.tokens):
 
-            @pl.when(self.wg == t % CONSUMERS)
+            @when(self.wg == t % CONSUMERS)
             def _(t: int = t) -> None:
                 row, added = refs.h.at[t], None if refs.attended is None else refs.attended.at[t]
                 if plan.attention:
@@ -200,7 +201,7 @@ class Program:
         else:
             for i in range(plan.own_outputs):
                 zeros = plgpu.layout_cast(jnp.zeros(SHAPE, jnp.float32), LAYOUT)
-                pl.when(self.wg == i % CONSUMERS)(
+                when(self.wg == i % CONSUMERS)(
                     lambda i=i, zeros=zeros: _store(self.sums.at[i], zeros)
                 )
 
@@ -212,7 +213,7 @@ class Program:
         """
         for n, start in enumerate(starts):
 
-            @pl.when(self.wg == n % CONSUMERS)
+            @when(self.wg == n % CONSUMERS)
             def _(n: int = n, start: int = start) -> None:
                 window = pl.ds((first + n) * width, width)
                 copy_row(source.at[window], self.activations.at[pl.ds(start, width)])
@@ -264,7 +265,7 @@ class Program:
             state, sums = stream.consume(operand, rows, scales, state)
             self.totals.exchange(number, sums)
 
-            @pl.when(self.wg == lax.rem(i, jnp.int32(CONSUMERS)))
+            @when(self.wg == lax.rem(i, jnp.int32(CONSUMERS)))
             def _() -> None:
                 epilogue(i, pair, row, *self.totals.load(number, rows.count))
 
@@ -372,7 +373,7 @@ class Program:
             row = (self.program + i * self.programs) * ROWS
             is_own = (self.wg == i % CONSUMERS) & (row < plan.width)
 
-            @pl.when(is_own)
+            @when(is_own)
             def _(i: int = i, row: jax.Array = row) -> None:
                 sums = load_with_layout(self.sums.at[i], LAYOUT)
                 sums = sums.astype(plan.dtype).astype(jnp.float32)

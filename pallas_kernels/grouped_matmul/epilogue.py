@@ -28,6 +28,7 @@ from pallas_kernels.block_quant.reference import FLOAT8, FLOAT8_MAX, SMALLEST_AM
 from pallas_kernels.grouped_matmul.buffers import Buffers
 from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Plan
 from pallas_kernels.grouped_matmul.tile_scheduler import Tile
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -145,11 +146,11 @@ def store_rows(staged: Any, out: Any, count: jax.Array, row: jax.Array, columns:
     group.
     """
 
-    @pl.when(count == ROWS)
+    @when(count == ROWS)
     def _() -> None:
         plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, ROWS), columns])
 
-    @pl.when((count > 0) & (count < ROWS))
+    @when((count > 0) & (count < ROWS))
     def _() -> None:
         def store(first: Any, rows: int) -> None:
             plgpu.copy_smem_to_gmem(
@@ -169,7 +170,7 @@ def _for_powers_of_two(
     first: Any = 0
     for rows in heights:
 
-        @pl.when((count & rows) != 0)
+        @when((count & rows) != 0)
         def _(first: Any = first, rows: int = rows) -> None:
             store(first, rows)
 

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import few_tokens_registers as registers
 from pallas_kernels.grouped_matmul.few_tokens_plan import Plan
+from pallas_kernels.hopper.branch import when
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,9 +67,9 @@ class Reduction:
         """
         first = lax.div(warpgroup, jnp.int32(self.k_warpgroups)) * (self.k_warpgroups - 1)
 
-        @pl.when(k_part > 0)
+        @when(k_part > 0)
         def _write_partial_sum():
-            @pl.when(i > 0)
+            @when(i > 0)
             def _():
                 plgpu.barrier_wait(self.read)
 
@@ -76,7 +77,7 @@ class Reduction:
             registers.store_partial_sum(target, total, on_gpu=on_gpu)
             plgpu.barrier_arrive(self.written)
 
-        @pl.when(k_part == 0)
+        @when(k_part == 0)
         def _reduce():
             plgpu.barrier_wait(self.written)
             whole = total
@@ -89,7 +90,7 @@ class Reduction:
     def drain(self, k_part: Any, tile_count: Callable[[], Any]) -> None:
         """Waits until the last partial sums have been read. A program may exit only then."""
 
-        @pl.when((k_part > 0) & (tile_count() > 0))
+        @when((k_part > 0) & (tile_count() > 0))
         def _():
             plgpu.barrier_wait(self.read)
 
@@ -106,6 +107,6 @@ def store(
         return
     for j in range(width):
 
-        @pl.when(j < tokens)
+        @when(j < tokens)
         def _(j=j):
             out[k_slice, token + j, pl.ds(column, 64)] = result[:, j]

@@ -40,6 +40,7 @@ from pallas_kernels.grouped_matmul.few_tokens_ring import Stages, produce
 from pallas_kernels.grouped_matmul.few_tokens_tiles import Tile, Tiles, for_width
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.tiles import ACC
 
@@ -89,12 +90,12 @@ def matmul(
         tiles = Tiles(plan, GroupTiles(sizes_g, config.max_tokens, on_gpu=gpu), block)
         ring = Stages(plan, x_s, w_s, full, empty)
 
-        @pl.when(warpgroup == consumers)
+        @when(warpgroup == consumers)
         def _produce():
             plgpu.set_max_registers(_REGISTERS[consumers][0], action="decrease")
             produce(plan, tiles, ring, x_g, w_g)
 
-        @pl.when(warpgroup < consumers)
+        @when(warpgroup < consumers)
         def _consume():
             plgpu.set_max_registers(_REGISTERS[consumers][1], action="increase")
             k_part = lax.rem(warpgroup, jnp.int32(config.k_warpgroups))
@@ -230,9 +231,7 @@ class Consumer:
         def choose(n):
             if n == plan.matrices - 1:
                 return load(n)
-            return lax.cond(
-                matrix == n, functools.partial(load, n), functools.partial(choose, n + 1)
-            )
+            return cond(matrix == n, functools.partial(load, n), functools.partial(choose, n + 1))
 
         return choose(0)
 

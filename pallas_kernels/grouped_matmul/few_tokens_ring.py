@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.few_tokens_plan import Plan
 from pallas_kernels.grouped_matmul.few_tokens_tiles import Tiles, for_matrix, for_width
+from pallas_kernels.hopper.branch import when
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ def produce(plan: Plan, tiles: Tiles, ring: Stages, x_g: Any, w_g: Sequence[Any]
         def copy_step(k, fill):
             stage = lax.rem(fill, jnp.int32(stages))
 
-            @pl.when(fill >= stages)
+            @when(fill >= stages)
             def _():
                 plgpu.barrier_wait(ring.empty.at[stage])
 
@@ -107,7 +108,7 @@ def produce(plan: Plan, tiles: Tiles, ring: Stages, x_g: Any, w_g: Sequence[Any]
     fill = lax.fori_loop(0, tiles.count(), copy_tile, jnp.int32(0))
 
     def drain(j, carry):
-        @pl.when(fill + j >= stages)
+        @when(fill + j >= stages)
         def _():
             plgpu.barrier_wait(ring.empty.at[lax.rem(fill + j, jnp.int32(stages))])
 

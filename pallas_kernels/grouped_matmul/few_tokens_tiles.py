@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_matmul.few_tokens_plan import Plan
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
+from pallas_kernels.hopper.branch import when
 
 
 class Tile(NamedTuple):
@@ -77,7 +77,7 @@ def for_matrix(plan: Plan, matrix: Any, body: Callable[[int], None]) -> None:
         if plan.matrices == 1:
             body(n)
         else:
-            pl.when(matrix == n)(functools.partial(body, n))
+            when(matrix == n)(functools.partial(body, n))
 
 
 def for_width(plan: Plan, tokens: Any, body: Callable[[int, int], None]) -> None:
@@ -88,5 +88,5 @@ def for_width(plan: Plan, tokens: Any, body: Callable[[int, int], None]) -> None
             body(n, width)
         else:
             high = width if width != max_tokens else max_tokens + 1
-            pl.when((tokens > low) & (tokens <= high))(lambda n=n, width=width: body(n, width))
+            when((tokens > low) & (tokens <= high))(lambda n=n, width=width: body(n, width))
         low = width

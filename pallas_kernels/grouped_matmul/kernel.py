@@ -58,6 +58,7 @@ from pallas_kernels.grouped_matmul.plan import (
 from pallas_kernels.grouped_matmul.producer import produce, tile_state
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, Tile, TileScheduler
 from pallas_kernels.hopper import multiprocessors, wgmma
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_column
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -125,12 +126,12 @@ def matmul(
         tiles = TileScheduler(plan, group_tiles, group_tiles.count(), lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == CONSUMERS)
+        @when(warpgroup == CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            pl.when(first_warp(on_gpu))(lambda: produce(plan, buffers, tiles, ring, scale_ring))
+            when(first_warp(on_gpu))(lambda: produce(plan, buffers, tiles, ring, scale_ring))
 
-        @pl.when(warpgroup != CONSUMERS)
+        @when(warpgroup != CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
             Consumer(plan, buffers, tiles, ring, scale_ring, warpgroup).run()
@@ -211,7 +212,7 @@ class Consumer:
 
     def prefetch_tile(self, i: jax.Array, step: jax.Array, next_tile: Tile) -> Tile:
         """Locates the next tile in the first K step: it takes half a microsecond."""
-        return lax.cond(step == 0, lambda: self.tiles.locate(i + 1), lambda: next_tile)
+        return cond(step == 0, lambda: self.tiles.locate(i + 1), lambda: next_tile)
 
     def bfloat16_loop(self, tile_index: jax.Array, tile: Tile, state: PipelineState) -> _Result:
         """Sums the products of all K steps in the tensor cores, in one array."""
@@ -227,7 +228,7 @@ class Consumer:
                 plgpu.wgmma(accumulator, a, b.T)
                 next_tile = self.prefetch_tile(tile_index, i, next_tile)
                 plgpu.wgmma_wait(1)
-                pl.when(i > 0)(lambda: self.ring.release(previous))
+                when(i > 0)(lambda: self.ring.release(previous))
                 return state, next_tile
 
             end, (last, next_tile) = self.ring.loop(self.plan.k_steps, step, state, (state, tile))

@@ -7,6 +7,7 @@ group on average.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,9 @@ MANY_TOKENS_FLOAT8 = (
     Config(128, 128, 5, "m", staging_buffers=2, tma_scales=True),
     Config(128, 64, 6, "m", tma_scales=True),
 )
+UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True)
+"""Preferred to them where N and K allow it."""
+
 MANY_TOKENS_BFLOAT16 = (
     Config(128, 256, 4, "m"),
     Config(128, 128, 6, "m"),
@@ -113,7 +117,7 @@ def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
     average number of rows per group."""
     if M < _MANY_TOKENS * G:
         return choose_few_tokens_config(FEW_TOKENS, M, G, N, K, float8)
-    candidates = MANY_TOKENS_FLOAT8 if float8 else MANY_TOKENS_BFLOAT16
+    candidates = (UNROLLED_FLOAT8, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
     return supported_configs(candidates, N, K, float8)[0]
 
 

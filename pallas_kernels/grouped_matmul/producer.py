@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.grouped_matmul.buffers import Buffers
 from pallas_kernels.grouped_matmul.plan import ATOM, Plan
 from pallas_kernels.grouped_matmul.tile_scheduler import Tile, TileScheduler
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.ring import PipelineState, Ring
 
@@ -62,7 +63,7 @@ def produce(
                     copy_stage(tile, step, state, rows)
                 else:
                     fits = (tile.rows > fewer) & ((tile.rows <= rows) | last)
-                    pl.when(fits)(functools.partial(copy_stage, tile, step, state, rows))
+                    when(fits)(functools.partial(copy_stage, tile, step, state, rows))
                 fewer = rows
             return carry
 

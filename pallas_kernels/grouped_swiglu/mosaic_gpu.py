@@ -7,6 +7,7 @@ the few-token kernel computes both matmuls, and XLA computes SwiGLU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -32,6 +33,9 @@ MANY_TOKENS_FLOAT8 = (
     Config(128, 192, 4, "m", staging_buffers=3, tma_scales=True),
     Config(128, 128, 5, "m", staging_buffers=2, tma_scales=True),
 )
+UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True, approximate_silu=True)
+"""Preferred to them where F and K allow it."""
+
 MANY_TOKENS_BFLOAT16 = (Config(128, 256, 4, "m"), Config(128, 128, 6, "m"))
 FEW_TOKENS = (
     Config(64, 256, 4, "n", staging_buffers=2, panel=1, copy_heights=(16, 32), early=True),
@@ -103,7 +107,7 @@ def choose_config(M: int, G: int, F: int, K: int, float8: bool, quantize: bool) 
     """Returns the configuration that F and K allow and that was the fastest on an H200 for the
     average number of rows per group."""
     if M >= _MANY_TOKENS * G:
-        candidates = MANY_TOKENS_FLOAT8 if float8 else MANY_TOKENS_BFLOAT16
+        candidates = (UNROLLED_FLOAT8, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
         return supported_configs(candidates, F, K, float8, matrices=2)[0]
     if quantize:  # only the widest tile quantizes in the kernel; after the others XLA would have to
         return supported_configs(FEW_TOKENS, F, K, float8, matrices=2)[0]

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.ir import REF, SCALAR, i32, inline, instruction, word
 
@@ -94,6 +96,20 @@ class Barriers:
             _barrier(words, word(barrier)).arrive(predicate=lane)
 
         arrive(self.memory, self._index(i))
+
+    def wait_for_arrivals(self, first: Any, stages: int, fills: Any) -> None:
+        """Waits for all releases of a ring's stages. A program may exit only then.
+
+        Args:
+          first: index of the barrier at which stage 0 is released, before those of other stages.
+          fills: number of stages that were filled, one after the other.
+        """
+        for stage in range(stages):
+            uses = lax.div(fills + (stages - 1 - stage), jnp.int32(stages))
+
+            @when(uses > 0)
+            def _(stage=stage, uses=uses):
+                self.wait(first + stage, uses - 1)
 
     def fill(
         self,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.math import LOG2E
 from pallas_kernels.hopper.tiles import ROW, ROWS
 
@@ -99,7 +100,7 @@ class TileResults:
                 target = self.out.at[b, rows, part.out_columns]
                 plgpu.copy_smem_to_gmem(part.staging(pl.ds(m, count)), target)
 
-        @pl.when(has_lse)
+        @when(has_lse)
         def _():
             target = self.lse.at[b, pl.ds(self.first_row(), self.rows)]
             plgpu.copy_smem_to_gmem(self.lse_staging.at[pl.ds(0, self.rows)], target)
@@ -112,7 +113,7 @@ class TileResults:
             rows = pl.ds(self.first_row(), ROWS)
             self.partial_out[partial, rows, part.out_columns] = acc[:, part.columns]
 
-        @pl.when(has_lse)
+        @when(has_lse)
         def _():
             target = self.partial_lse.at[partial, pl.ds(self.first_row(), ROWS)]
             plgpu.copy_smem_to_gmem(self.lse_staging, target)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import warp_is
 from pallas_kernels.mla_decode.few_queries_ring import Rings
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
@@ -62,11 +63,11 @@ def copy_blocks(pages: Any, rings: Rings, queries: QueryBuffer, work: Work, *, g
         queries.wait_for_arrivals(sequence_count)
         return
 
-    @pl.when(warp_is(0))
+    @when(warp_is(0))
     def _():
         wait_for_arrivals(lax.fori_loop(0, sequence_count, fetch_blocks, i32(0)))
 
-    @pl.when(warp_is(1))
+    @when(warp_is(1))
     def _():
         lax.fori_loop(0, sequence_count, lambda i, _: fetch_queries(i), None)
         queries.wait_for_arrivals(sequence_count)

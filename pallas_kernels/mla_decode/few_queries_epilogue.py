@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.math import LOG2E
 from pallas_kernels.hopper.tiles import spread_columns
 from pallas_kernels.hopper.warpgroup import meet, publish
@@ -105,13 +106,13 @@ class Results:
         lse = jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
         is_split = work.is_split(b)
 
-        @pl.when(jnp.logical_not(is_split))
+        @when(jnp.logical_not(is_split))
         def _():
             rounded = out.astype(jnp.bfloat16)
             target = self._rows_of(self.out.at[b]), self._rows_of(self.lse.at[b])
             registers.store(*target, rounded, lse, gpu=gpu, swapped=self.swapped)
 
-        @pl.when(is_split)
+        @when(is_split)
         def _():
             partial = work.partial(b)
             target = (

@@ -36,12 +36,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns, tiles_of
 from pallas_kernels.hopper.warpgroup import WARPS, meet, publish
 from pallas_kernels.mla_decode import few_queries_registers as registers
 from pallas_kernels.mla_decode.clear import clear_tokens
+from pallas_kernels.mla_decode.few_queries_block import Softmax, Values, add_values
 from pallas_kernels.mla_decode.few_queries_copy import copy_blocks
 from pallas_kernels.mla_decode.few_queries_epilogue import Handover, Results
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries, plan
@@ -49,7 +51,7 @@ from pallas_kernels.mla_decode.few_queries_registers import column_vector
 from pallas_kernels.mla_decode.few_queries_ring import Rings
 from pallas_kernels.mla_decode.few_queries_unpack import unpack_blocks
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
-from pallas_kernels.mla_decode.kernel_parts import SLACK, results
+from pallas_kernels.mla_decode.kernel_parts import results
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
 from pallas_kernels.mla_decode.schedule import BLOCK, Schedule
 from pallas_kernels.mla_decode.work import Work
@@ -111,6 +113,7 @@ def attend(
                 plgpu.set_max_registers(layout.registers[0], action="increase")
             sequence_count = work.sequence_count()
             scratch = scratch_s.at[wg]
+            softmax = Softmax(N, queries, heads, scale, max_pages, interpret)
 
             def scores(r, block_stages):
                 """Returns S^T of the ring's r-th block."""
@@ -131,28 +134,10 @@ def attend(
 
                 return pl.run_scoped(multiply, ACC((BLOCK, N), jnp.float32))
 
-            def masked(s, length, block):
-                """Returns ``s`` with -inf where a query row may not attend to a token."""
-                token = plgpu.broadcasted_iota(i32, (BLOCK, N), 0, layout=WGMMA)
-                visible = length - (queries - 1) - block * BLOCK
-                if queries > 1:
-                    row = plgpu.broadcasted_iota(i32, (BLOCK, N), 1, layout=WGMMA)
-                    visible = visible + lax.div(row, i32(heads))
-                return jnp.where(
-                    token < jnp.minimum(visible, max_pages * BLOCK - block * BLOCK), s, -jnp.inf
-                )
-
-            def put(p_own, s, maximum):
-                """Returns P and writes it to ``p_own``; wgmma may read it after a barrier."""
-                p = jnp.exp2(s - spread_columns(maximum, BLOCK))
-                registers.put_transposed(p_own, p.astype(jnp.bfloat16), gpu=gpu)
-                publish(interpret)
-                return p
-
             def clear_values(tokens, block_stages):
                 """Zeroes values past the end. P is 0 there, and 0 * NaN would be NaN."""
 
-                @pl.when(tokens < BLOCK)
+                @when(tokens < BLOCK)
                 def _():
                     for columns, (stage, _) in zip(slices, block_stages, strict=True):
                         if columns.latents:
@@ -164,38 +149,24 @@ def attend(
                     publish(interpret)
                     meet(interpret)
 
-            def add_values(acc, p_own, block_stages, release):
-                """Returns O^T + V^T P^T. ``release``: whether to release the block's stages."""
+            def values_of(block_stages, release):
+                """Returns the values of a block. ``release``: whether to release its stages."""
 
                 def release_stage(stage):
-                    @pl.when(release)
+                    @when(release)
                     def _():
                         stage_barriers.arrive(rings.free(wg, stage))
 
-                def multiply(acc_ref):
-                    for columns, (stage, _) in zip(slices, block_stages, strict=True):
-                        if columns.latents:
-                            values = rings.stage_ref(wg, stage).at[:, pl.ds(0, columns.latents)]
-                            rows = pl.ds(columns.first, columns.latents)
-                            plgpu.wgmma(acc_ref.at[rows], values.T, p_own.T)
-                    if not gpu:
-                        return acc_ref[...]
-                    pending = sum(columns.latents > 0 for columns in slices)
-                    for columns, (stage, _) in zip(slices, block_stages, strict=True):
-                        if columns.latents:
-                            pending -= 1
-                            plgpu.wgmma_wait(pending)
-                        release_stage(stage)
-                    return None
-
-                if gpu:
-                    return pl.run_state(multiply)(ACC.init(acc))
-                # The interpreter cannot carry an accumulator through run_state.
-                acc = acc + pl.run_scoped(multiply, ACC((LATENT, N), jnp.float32))
-                plgpu.commit_smem()
-                for stage, _ in block_stages:
-                    release_stage(stage)
-                return acc
+                return [
+                    Values(
+                        columns.first,
+                        rings.stage_ref(wg, stage).at[:, pl.ds(0, columns.latents)]
+                        if columns.latents
+                        else None,
+                        functools.partial(release_stage, stage),
+                    )
+                    for columns, (stage, _) in zip(slices, block_stages, strict=True)
+                ]
 
             def run_segment(i, carry):
                 done, handovers = carry
@@ -206,7 +177,7 @@ def attend(
                 has_last_block = rings.owner(done + count - 1) == wg
                 q_full.wait(0, i)
 
-                @pl.when(own_count == 0)
+                @when(own_count == 0)
                 def _():
                     q_free.arrive(0)
 
@@ -220,12 +191,12 @@ def attend(
                     p_own = p_s.at[wg, r & 1]
                     s = scores(r, block_stages)
 
-                    @pl.when(last)
+                    @when(last)
                     def _():
                         q_free.arrive(0)
 
-                    s = masked(s * (scale * LOG2E), length, begin + j)
-                    p = put(p_own, s, maximum)
+                    s = softmax.masked(s, length, begin + j)
+                    p = softmax.put(p_own, s, maximum)
 
                     def keep_maximum(acc, total, new_total, maximum):
                         del total
@@ -233,18 +204,14 @@ def attend(
 
                     def raise_maximum(acc, total, new_total, maximum):
                         del new_total
-                        new_maximum = registers.reduce_rows(s, "max", gpu=gpu)
-                        new_maximum = registers.reduce_threads(new_maximum, "max", scratch, gpu=gpu)
-                        raised = jnp.where(new_maximum > maximum + SLACK, new_maximum, maximum)
+                        raised, sums = softmax.raised(p_own, s, maximum, scratch)
                         alpha = jnp.exp2(maximum - raised)
-                        p = put(p_own, s, raised)
-                        meet(interpret)
-                        total = total * alpha + registers.reduce_rows(p, "add", gpu=gpu)
+                        total = total * alpha + sums
                         return acc * spread_columns(alpha, LATENT), total, raised
 
-                    above = registers.any_above(p, 2.0**SLACK, gpu=gpu)
-                    new_total = total + registers.reduce_rows(p, "add", gpu=gpu)
-                    acc, total, maximum = lax.cond(
+                    above = softmax.above(p)
+                    new_total = total + softmax.sums(p)
+                    acc, total, maximum = cond(
                         above, raise_maximum, keep_maximum, acc, total, new_total, maximum
                     )
                     tokens = length - (begin + j) * BLOCK
@@ -253,8 +220,8 @@ def attend(
 
                     if not float8:  # unpackers have zeroed the values past the end
                         clear_values(tokens, block_stages)
-                    acc = add_values(acc, p_own, block_stages, ~last | has_last_block)
-                    return acc, total, maximum
+                    values = values_of(block_stages, ~last | has_last_block)
+                    return add_values(acc, p_own, values, gpu=gpu), total, maximum
 
                 acc = plgpu.layout_cast(jnp.full((LATENT, N), 0.0, jnp.float32), WGMMA)
                 initial = column_vector(N, 0.0), column_vector(N, NO_SCORE)
@@ -263,14 +230,14 @@ def attend(
                 reduce_total = functools.partial(
                     registers.reduce_threads, kind="add", scratch=scratch, gpu=gpu
                 )
-                total = lax.cond(own_count > 0, reduce_total, lambda total: total, total)
+                total = cond(own_count > 0, reduce_total, lambda total: total, total)
 
                 if W == 2:
 
                     def last_block_of(w):
                         return rings.stages_of(rings.index(done + count - 1 - w))
 
-                    @pl.when(~has_last_block & (own_count > 0))
+                    @when(~has_last_block & (own_count > 0))
                     def _hand():
                         handover.give(wg, last_block_of(wg), (acc, maximum, total))
 
@@ -278,12 +245,12 @@ def attend(
                         return handover.merge(1 - wg, last_block_of(1 - wg), handovers, state)
 
                     must_merge = has_last_block & (count > 1)
-                    acc, maximum, total = lax.cond(
+                    acc, maximum, total = cond(
                         must_merge, merge_other, lambda *own: own, acc, maximum, total
                     )
                     handovers = handovers + must_merge.astype(i32)
 
-                @pl.when(has_last_block)
+                @when(has_last_block)
                 def _finish():
                     outputs.store(work, b, (acc, maximum, total), gpu=gpu)
 
@@ -292,8 +259,8 @@ def attend(
             lax.fori_loop(0, sequence_count, run_segment, (i32(0), i32(0)))
 
         for producer in range(layout.producers):
-            pl.when(wg == W + producer)(functools.partial(producer_warpgroup, producer))
-        pl.when(wg < W)(consumer_warpgroup)
+            when(wg == W + producer)(functools.partial(producer_warpgroup, producer))
+        when(wg < W)(consumer_warpgroup)
 
     # The interpreter cannot reinterpret bfloat16 memory as float32.
     handover_s = () if gpu else (plgpu.SMEM((LATENT + 2, N), jnp.float32),)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.few_queries_plan import Plan
 
@@ -96,23 +96,15 @@ class Rings:
     def wait_until_free(self, w: Any, stage: Any, use: Any) -> None:
         """Waits until the consumer has released a stage's use before ``use``."""
 
-        @pl.when(use > 0)
+        @when(use > 0)
         def _():
             self.barriers.wait(self.free(w, stage), use - 1)
 
     def wait_for_arrivals(self, w: Any, blocks: Any) -> None:
         """Waits for every outstanding arrival at a ring's "free" barriers.
 
-        A program may exit only then.
-
         Args:
           blocks: number of blocks that were filled in the ring.
         """
-        ring = self.plan.ring
-        used = blocks * len(self.plan.slices)
-        for stage in range(ring):
-            uses = lax.div(used + (ring - 1 - stage), jnp.int32(ring))
-
-            @pl.when(uses > 0)
-            def _(stage=stage, uses=uses):
-                self.barriers.wait(self.free(w, stage), uses - 1)
+        fills = blocks * len(self.plan.slices)
+        self.barriers.wait_for_arrivals(self.free(w, 0), self.plan.ring, fills)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.warpgroup import first_warp, publish, warp_is
 from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, ROPE_AT, dequantize_latent
@@ -63,7 +64,7 @@ def unpack_blocks(
     def after(position: _Position) -> _Position:
         """Returns the next position in the partition."""
         b, index, end = position
-        return lax.cond(
+        return cond(
             (index + 1 >= end) & (b < last_sequence),
             lambda: (b + 1, i32(0), end_of(b + 1)),
             lambda: (b, index + 1, end),
@@ -82,7 +83,7 @@ def unpack_blocks(
     def prefetch(block: _Block) -> None:
         if gpu and unpacker == 0:
 
-            @pl.when(block[0] != _NONE)
+            @when(block[0] != _NONE)
             def _():
                 prefetch_page(pages.at[block[1]])
 
@@ -90,12 +91,12 @@ def unpack_blocks(
         rings.wait_until_free(w, stage, use)
         full = rings.full(w, stage)
 
-        @pl.when(warp_is(0))
+        @when(warp_is(0))
         def _():
             window = page, pl.ds(0, BLOCK), pl.ds(ROPE_AT, 2 * ROPE)
             rings.barriers.copy(full, pages, window, rings.stage_ref(w, stage), None)
 
-        @pl.when(~warp_is(0))
+        @when(~warp_is(0))
         def _():
             rings.barriers.arrive(full)
 
@@ -123,7 +124,7 @@ def unpack_blocks(
         """Fetches the queries of the partition's sequences ``first`` to ``end - 1``."""
         if unpacker == 0:
 
-            @pl.when(first_warp(gpu))
+            @when(first_warp(gpu))
             def _():
                 lax.fori_loop(first, end, lambda i, _: queries.fetch(i, first_sequence + i), None)
 
@@ -138,7 +139,7 @@ def unpack_blocks(
         fetched = fetch_queries(fetched, now[0] - first_sequence + 1)
         return n + 1, fetched, position, (following, later, last), registers
 
-    @pl.when(sequence_count > 0)
+    @when(sequence_count > 0)
     def _():
         fetched = fetch_queries(i32(0), i32(1))
         position = first_sequence, first_block, end_of(first_sequence)
@@ -154,7 +155,7 @@ def unpack_blocks(
             rings.wait_for_arrivals(w, rings.index(n + (W - 1 - w)))
         if unpacker == 0:
 
-            @pl.when(first_warp(gpu))
+            @when(first_warp(gpu))
             def _():
                 queries.wait_for_arrivals(sequence_count)
 

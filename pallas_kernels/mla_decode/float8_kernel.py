@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
 from pallas_kernels.mla_decode.consumer import Consumer, ConsumerSignals
@@ -113,7 +114,7 @@ def attend(
                 """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
                 fully_visible = length - (queries - 1)  # tokens that every query sees
                 fully_visible = jnp.minimum(fully_visible, max_pages * BLOCK)
-                s = lax.cond(
+                s = cond(
                     (block + 1) * BLOCK <= fully_visible,
                     lambda: s,
                     lambda: masked_scores(s, length, block, first_query_row=lambda: m0, **mask),
@@ -141,7 +142,7 @@ def attend(
                     """Processes the segment's first block, if this warpgroup scores it."""
                     s = consumer.scores(done)
 
-                    @pl.when(done >= 1)
+                    @when(done >= 1)
                     def _():
                         plgpu.barrier_wait(signals.max_ready.at[other])
 
@@ -150,7 +151,7 @@ def attend(
                     return finish_last(consumer.add_values(acc, own), count > 1), *sums
 
                 def finish_last(acc, more):
-                    @pl.when(more)
+                    @when(more)
                     def _():
                         signals.arrive_once(signals.kv_free(own, own))
 
@@ -168,7 +169,7 @@ def attend(
                     acc, *sums = consumer.add_block(k, None, acc, softmax_of)
                     return finish_last(acc, j + 1 < count), *sums
 
-                carry = lax.cond(first == 0, first_block, lambda: initial)
+                carry = cond(first == 0, first_block, lambda: initial)
                 carry = lax.fori_loop(1 - first, own_count, add_block, carry)
                 acc, *sums = carry
                 plgpu.barrier_arrive(signals.q_free)
@@ -180,12 +181,12 @@ def attend(
                     return consumer.add_values(scale_rows(acc, alpha, interpret=interpret), other)
 
                 slot = (done + count - 1) & 1
-                acc = lax.cond(slot == own, lambda: acc, add_last)
+                acc = cond(slot == own, lambda: acc, add_last)
                 finish_segment(i, b, slot, acc, *sums)
                 return done + count
 
             def finish_segment(i, b, slot, acc, own_max, own_sum):
-                @pl.when(i > 0)
+                @when(i > 0)
                 def _():
                     plgpu.barrier_wait(signals.sum_free)
 
@@ -199,7 +200,7 @@ def attend(
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, HALF), [0])
                 segments = work.segments(b)
 
-                @pl.when(own == 0)
+                @when(own == 0)
                 def _():
                     outputs.stage_lse(maximum, total)
 
@@ -207,11 +208,11 @@ def attend(
                 staging = functools.partial(lambda slot, m: memory.values.at[slot, own, m], slot)
                 parts = [Part(slice(None), pl.ds(own * HALF, HALF), staging)]
 
-                @pl.when(segments == 1)
+                @when(segments == 1)
                 def _():
                     outputs.store(b, acc, parts, own == 0)
 
-                @pl.when(segments > 1)
+                @when(segments > 1)
                 def _():
                     partial = work.partial(b)
                     outputs.store_partial(partial, acc, parts, own == 0)
@@ -222,22 +223,22 @@ def attend(
             done = lax.fori_loop(0, sequence_count, run_segment, jnp.int32(0))
 
             # A program may exit only after every arrival at its barriers has happened.
-            @pl.when((done >= 1) & ((done & 1) == own))
+            @when((done >= 1) & ((done & 1) == own))
             def _():
                 plgpu.barrier_wait(signals.max_ready.at[other])
 
-            @pl.when(sequence_count > 0)
+            @when(sequence_count > 0)
             def _():
                 plgpu.barrier_wait(signals.sum_free)
 
-        @pl.when(wg == 2)
+        @when(wg == 2)
         def _produce():
             plgpu.set_max_registers(_FILL_REGISTERS, action="decrease")
             bounds = first_sequence, last_sequence, sequence_count
             fill_slots((ql_g, qr_g, kv_g), memory, signals, work, m0, rows, bounds)
 
         for own in range(2):  # separate code for each, so that addresses are constants
-            pl.when(wg == own)(functools.partial(consumer_warpgroup, own))
+            when(wg == own)(functools.partial(consumer_warpgroup, own))
 
     out, lse, *partials = plgpu.kernel(
         mla_decode_float8,

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import publish
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
@@ -80,7 +81,7 @@ def fill_slots(
         """Stores block n of the partition from registers, and loads the next block."""
         slot = n & 1
 
-        @pl.when(n >= SLOTS)
+        @when(n >= SLOTS)
         def _():
             for half in range(2):
                 plgpu.barrier_wait(signals.kv_free(slot, half))
@@ -117,7 +118,7 @@ def fill_slots(
             )
             registers = fill(done + j, registers, page, tokens, next_page)
 
-            @pl.when((j == 0) & (i > 0))
+            @when((j == 0) & (i > 0))
             def _():
                 plgpu.barrier_wait(signals.q_free)
                 fetch_queries(b)
@@ -126,7 +127,7 @@ def fill_slots(
 
         return done + count, *lax.fori_loop(0, count, step, tuple(carry))
 
-    @pl.when(sequence_count > 0)
+    @when(sequence_count > 0)
     def _():
         fetch_queries(first_sequence)
         page, tokens = page_and_tokens(first_sequence, work.schedule[work.partition, 2])
@@ -136,7 +137,7 @@ def fill_slots(
         plgpu.barrier_wait(signals.q_free)
         for slot in range(SLOTS):
 
-            @pl.when(done > slot)
+            @when(done > slot)
             def _(slot=slot):
                 for half in range(2):
                     plgpu.barrier_wait(signals.kv_free(slot, half))

@@ -215,17 +215,7 @@ def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, toke
     warp, lane = warp_and_lane()
     scale_word = item(scales.registers.item(), 0)
     token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
-    # Two bfloat16 copies of the scale, times 2^120: float8 bits, placed in a bfloat16, are 2^-120
-    # times their value.
-    text = """{
-        .reg .f32 s; .reg .pred p;
-        mov.b32 s, $1;
-        mul.f32 s, s, 0f7B800000;
-        setp.lt.s32 p, $2, $3;
-        selp.f32 s, s, 0f00000000, p;
-        cvt.rn.bf16x2.f32 $0, s, s;
-    }"""
-    scale = asm(text, "=r,r,r,r", scale_word, token, word(tokens), result=i32())
+    scale = factor_of(scale_word, token, tokens)
     odd = _bit(lane, 2)
     source_lane = arith.ori(arith.andi(lane, const(16)), odd)  # lane of the first pair's scale
     row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
@@ -277,6 +267,22 @@ def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
         text.append(f"xor.b32 p, $0, {flipped}; st.shared.v4.b32 [p + {offset}], {{{names}}};")
         words += four
     asm(" ".join([*text, "}"]), ",".join("r" * (len(words) + 1)), pointer, *words, effects=True)
+
+
+def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
+    """Returns two bfloat16 copies of a float32 scale times 2^120, or 0 if ``token >= tokens``.
+
+    float8 bits, placed in a bfloat16, are 2^-120 times their value.
+    """
+    text = """{
+        .reg .f32 s; .reg .pred p;
+        mov.b32 s, $1;
+        mul.f32 s, s, 0f7B800000;
+        setp.lt.s32 p, $2, $3;
+        selp.f32 s, s, 0f00000000, p;
+        cvt.rn.bf16x2.f32 $0, s, s;
+    }"""
+    return asm(text, "=r,r,r,r", scale, token, word(tokens), result=i32())
 
 
 def unpack_pair(word: Any, factor: Any, pair: int) -> Any:

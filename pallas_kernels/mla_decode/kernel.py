@@ -22,10 +22,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.mla_decode.epilogue import TileResults
 from pallas_kernels.mla_decode.kernel_parts import TILE, results
@@ -93,13 +93,13 @@ def attend(
             interpret=interpret,
         )
 
-        @pl.when(wg >= 2)
+        @when(wg >= 2)
         def _score():
             plgpu.set_max_registers(_SCORE_REGISTERS, action="decrease")
             sources = ql_g, qr_g, kv_g
             score_blocks(plan, wg, sources, memory, signals, work, m0)
 
-        @pl.when(wg < 2)
+        @when(wg < 2)
         def _add():
             plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
             add_values(plan, wg, memory, signals, work, outputs)

@@ -3,7 +3,7 @@
 There are three kernels. One takes up to 32 query rows (T * H) and reads a bfloat16 cache or the
 float8 cache of :mod:`float8_cache`. Two take more query rows, one for each cache format. A fourth
 one, :mod:`scored_kernel`, is used only where ``config`` is a ScoredQueries: it reads the float8
-cache with any number of query rows, and no GPU has run it.
+cache with any number of query rows.
 """
 
 from __future__ import annotations

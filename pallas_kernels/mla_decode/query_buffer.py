@@ -9,6 +9,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 
@@ -42,7 +43,7 @@ class QueryBuffer:
         One warp calls it.
         """
 
-        @pl.when(i > 0)
+        @when(i > 0)
         def _():
             self.free.wait(0, i - 1)
 
@@ -53,6 +54,6 @@ class QueryBuffer:
     def wait_for_arrivals(self, sequences: Any) -> None:
         """Waits until the last sequence has been read; the program may exit only then."""
 
-        @pl.when(sequences > 0)
+        @when(sequences > 0)
         def _():
             self.free.wait(0, sequences - 1)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector
 from pallas_kernels.hopper.warpgroup import first_warp, meet, publish
@@ -61,7 +62,7 @@ def score_blocks(
         With ``wait``, each half is copied when the slot's previous block releases it.
         """
 
-        @pl.when(first_warp(interpret is None))
+        @when(first_warp(interpret is None))
         def _():
             for half in range(2):
                 if wait:
@@ -93,7 +94,7 @@ def score_blocks(
 
         signals.sequences.arrive(Q_FREE)
 
-        @pl.when((own == 0) & first_warp(interpret is None))
+        @when((own == 0) & first_warp(interpret is None))
         def _():
             signals.sequences.wait(Q_FREE, i)
             m = pl.ds(first_query_row(), plan.rows)
@@ -107,7 +108,7 @@ def score_blocks(
 
         for fresh in (True, False):
 
-            @pl.when((first < count) & ((done + first < SLOTS) == fresh))
+            @when((first < count) & ((done + first < SLOTS) == fresh))
             def _(fresh=fresh):
                 fetch(next_page, wait=not fresh)
 
@@ -142,13 +143,13 @@ def score_blocks(
                 s = masked_scores(s, length, begin + j, **mask)
             block_max = s.max(axis=1) * to_log2
 
-            @pl.when(done + j >= 1)
+            @when(done + j >= 1)
             def _():
                 # This waits for the maximum of the previous block. Its use is one less if the
                 # block is in slot 1, and only the parity of a use counts.
                 signals.blocks.wait(max_ready(other), use + own + 1)
 
-            before = lax.cond(
+            before = cond(
                 j == 0,
                 lambda: row_vector(NO_SCORE),
                 lambda: plgpu.layout_cast(memory.maxima[other], ROW),
@@ -169,7 +170,7 @@ def score_blocks(
             rescale = jnp.exp2(own_max - running)
             total = total * lax.broadcast_in_dim(rescale, total.shape, [0]) + block_sums
 
-            @pl.when(j + 2 < count)
+            @when(j + 2 < count)
             def _():
                 fetch(work.page(b, begin + j + 2) if masked else next_page, wait=True)
 
@@ -182,7 +183,7 @@ def score_blocks(
             unmasked, own_count, functools.partial(process_block, masked=True), carry
         )
 
-        @pl.when(i > 0)
+        @when(i > 0)
         def _():
             signals.sequences.wait(SUM_FREE, i - 1)
 
@@ -193,15 +194,15 @@ def score_blocks(
     done = lax.fori_loop(0, sequence_count, run_segment, jnp.int32(0))
 
     # A program may exit only after every arrival at its barriers has happened.
-    @pl.when((done >= 1) & ((done & 1) == own))
+    @when((done >= 1) & ((done & 1) == own))
     def _():
         signals.blocks.wait(max_ready(other), lax.shift_right_logical(done - 1, jnp.int32(1)))
 
-    @pl.when((done > own) & first_warp(interpret is None))
+    @when((done > own) & first_warp(interpret is None))
     def _():
         for half in range(2):
             plgpu.barrier_wait(signals.kv_free.at[own * 2 + half])
 
-    @pl.when(sequence_count > 0)
+    @when(sequence_count > 0)
     def _():
         signals.sequences.wait(SUM_FREE, sequence_count - 1)

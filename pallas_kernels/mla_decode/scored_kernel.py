@@ -11,7 +11,8 @@ through barriers:
   It writes P = exp(S - maximum) next to it. The running maximum passes from one to the other.
 * One warpgroup accumulates O^T += V^T P^T of all blocks in registers.
 
-No GPU has run it. benchmarks/NOTES.md has the prediction that it was designed for.
+On an H200 it is a little faster than the kernel for few query rows with many long sequences, and
+slower with short ones, so no call uses it by default. benchmarks/NOTES.md has the figures.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.math import NO_SCORE
-from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns, tiles_of
+from pallas_kernels.hopper.tiles import WGMMA, spread_columns, tiles_of
 from pallas_kernels.hopper.warpgroup import warp_is
+from pallas_kernels.mla_decode.few_queries_block import Values, add_values
 from pallas_kernels.mla_decode.few_queries_epilogue import Results
 from pallas_kernels.mla_decode.few_queries_registers import COLUMN, column_vector
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
@@ -94,17 +97,17 @@ def attend(
         work = Work(schedule_g, tables_g, partitions, partition, kv_g.shape[0])
         outputs = Results(*results_g, rows=lambda: pl.ds(first_query_row(), N), swapped=plan.gpu)
 
-        @pl.when(wg < SCORERS)
+        @when(wg < SCORERS)
         def _score():
             plgpu.set_max_registers(plan.registers[0], action="increase")
             score_blocks(plan, wg, memory, signals, query_buffer, work, first_query_row)
 
-        @pl.when(wg == SCORERS)
+        @when(wg == SCORERS)
         def _add():
             plgpu.set_max_registers(plan.registers[1], action="increase")
-            add_values(plan, memory, signals, work, outputs)
+            accumulate(plan, memory, signals, work, outputs)
 
-        @pl.when(wg == SCORERS + 1)
+        @when(wg == SCORERS + 1)
         def _produce():
             plgpu.set_max_registers(plan.registers[2], action="decrease")
             copy_pages(plan, kv_g, memory, signals, query_buffer, work)
@@ -160,7 +163,7 @@ def copy_pages(
             if plan.gpu and plan.config.prefetch:
                 later = work.page(b, begin + j + plan.config.prefetch)
 
-                @pl.when(j + plan.config.prefetch < count)
+                @when(j + plan.config.prefetch < count)
                 def _():
                     prefetch_page(pages.at[later])
 
@@ -169,7 +172,7 @@ def copy_pages(
                 use = lax.div(piece, i32(stages))
                 stage = piece - use * stages
 
-                @pl.when(use > 0)
+                @when(use > 0)
                 def _(stage=stage, use=use):
                     signals.blocks.wait(signals.piece_free(stage), use - 1)
 
@@ -185,13 +188,7 @@ def copy_pages(
         return done + count
 
     def wait_for_arrivals(done):
-        """Waits for every outstanding release; a program may exit only then."""
-        for stage in range(stages):
-            uses = lax.div(WARP_PIECES * done + (stages - 1 - stage), i32(stages))
-
-            @pl.when(uses > 0)
-            def _(stage=stage, uses=uses):
-                signals.blocks.wait(signals.piece_free(i32(stage)), uses - 1)
+        signals.blocks.wait_for_arrivals(signals.piece_free(0), stages, WARP_PIECES * done)
 
     if not plan.gpu:  # in the interpreter a warpgroup is one thread
 
@@ -203,39 +200,31 @@ def copy_pages(
         queries.wait_for_arrivals(sequence_count)
         return
 
-    @pl.when(warp_is(0))
+    @when(warp_is(0))
     def _():
         wait_for_arrivals(lax.fori_loop(0, sequence_count, fetch_pages, i32(0)))
 
-    @pl.when(warp_is(1))
+    @when(warp_is(1))
     def _():
         lax.fori_loop(0, sequence_count, lambda i, _: fetch_queries(i), None)
         queries.wait_for_arrivals(sequence_count)
 
 
-def add_values(plan: Plan, memory: Memory, signals: Signals, work: Work, outputs: Results) -> None:
+def accumulate(plan: Plan, memory: Memory, signals: Signals, work: Work, outputs: Results) -> None:
     """Accumulates O^T of all key blocks of a partition, and stores its sequences' results."""
     gpu, N, i32 = plan.gpu, plan.rows, jnp.int32
     tiles = LATENT // BLOCK
 
-    def add_block(acc, slot):
-        def multiply(acc_ref):
-            for tile in range(tiles):
-                rows = pl.ds(BLOCK * tile, BLOCK)
-                plgpu.wgmma(acc_ref.at[rows], memory.values.at[slot, tile].T, memory.p.at[slot].T)
-            if not gpu:
-                return acc_ref[...]
-            plgpu.wgmma_wait(0)
+    def values_of(slot):
+        def release():
             signals.blocks.arrive(signals.free(slot))
-            return None
 
-        if gpu:
-            return pl.run_state(multiply)(ACC.init(acc))
-        # The interpreter cannot carry an accumulator through run_state.
-        acc = acc + pl.run_scoped(multiply, ACC((LATENT, N), jnp.float32))
-        plgpu.commit_smem()
-        signals.blocks.arrive(signals.free(slot))
-        return acc
+        return [
+            Values(
+                BLOCK * tile, memory.values.at[slot, tile], release if tile == tiles - 1 else None
+            )
+            for tile in range(tiles)
+        ]
 
     def run_segment(i, done):
         b, _, count = work.segment(i, work.range())
@@ -250,10 +239,8 @@ def add_values(plan: Plan, memory: Memory, signals: Signals, work: Work, outputs
                 raised = plgpu.layout_cast(memory.maxima[slot], COLUMN)
                 return acc * spread_columns(jnp.exp2(maximum - raised), LATENT), raised
 
-            acc, maximum = lax.cond(
-                memory.raised[slot] != 0, rescale, lambda *same: same, acc, maximum
-            )
-            return add_block(acc, slot), maximum
+            acc, maximum = cond(memory.raised[slot] != 0, rescale, lambda *same: same, acc, maximum)
+            return add_values(acc, memory.p.at[slot], values_of(slot), gpu=gpu), maximum
 
         acc = plgpu.layout_cast(jnp.full((LATENT, N), 0.0, jnp.float32), WGMMA)
         acc, maximum = lax.fori_loop(0, count, step, (acc, column_vector(N, NO_SCORE)))

@@ -23,8 +23,7 @@ _INTERPRETED_STAGES = 8
 class ScoredQueries:
     """Tuning parameters of the kernel for a float8 cache whose unpackers compute the scores.
 
-    It takes any number of query rows, at most MAX_ROWS per program. Its time has not been measured
-    yet, so no call uses it by default.
+    It takes any number of query rows, at most MAX_ROWS per program. No call uses it by default.
     """
 
     stages: int | None = None

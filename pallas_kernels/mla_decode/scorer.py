@@ -11,22 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.keep import keep
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
-from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns
-from pallas_kernels.hopper.warpgroup import meet, publish
+from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.tiles import ACC
 from pallas_kernels.mla_decode import few_queries_registers as registers
 from pallas_kernels.mla_decode import scorer_registers
+from pallas_kernels.mla_decode.few_queries_block import Softmax
 from pallas_kernels.mla_decode.few_queries_registers import column_vector
 from pallas_kernels.mla_decode.float8_cache import LATENT, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
-from pallas_kernels.mla_decode.kernel_parts import SLACK
 from pallas_kernels.mla_decode.query_buffer import QueryBuffer
 from pallas_kernels.mla_decode.schedule import BLOCK
 from pallas_kernels.mla_decode.scored_memory import WARP_PIECES, Memory, Signals
@@ -51,6 +50,8 @@ def score_blocks(
     """
     gpu, N, other, i32 = plan.gpu, plan.rows, 1 - own, jnp.int32
     q_latent, q_rope = queries.targets
+    mask = plan.queries, plan.heads, plan.scale, plan.max_pages
+    softmax = Softmax(N, *mask, plan.interpret, first_query_row, padded=True)
 
     def half_of(n):
         """Returns ``n // 2``, the use of a slot by block n."""
@@ -63,7 +64,7 @@ def score_blocks(
         own_count = half_of(jnp.maximum(count - first + 1, 0))
         queries.full.wait(0, i)
 
-        @pl.when(own_count == 0)
+        @when(own_count == 0)
         def _():
             queries.free.arrive(0)
 
@@ -73,43 +74,38 @@ def score_blocks(
             n = done + j
             tokens = length - (begin + j) * BLOCK
 
-            @pl.when(n >= 2)
+            @when(n >= 2)
             def _():
                 signals.blocks.wait(signals.free(own), half_of(n) - 1)
 
             s = scores(n, k, tokens)
 
-            @pl.when(k == own_count - 1)
+            @when(k == own_count - 1)
             def _():
                 queries.free.arrive(0)
 
-            s = masked(s * (plan.scale * LOG2E), length, begin + j)
+            s = softmax.masked(s, length, begin + j)
 
-            @pl.when(n >= 1)
+            @when(n >= 1)
             def _():
                 signals.blocks.wait(signals.max_ready(other), half_of(n - 1))
 
             def load_maximum():
                 return plgpu.layout_cast(memory.maxima[other], registers.COLUMN)
 
-            before = lax.cond(j == 0, lambda: column_vector(N, NO_SCORE), load_maximum)
-            p = put(s, before)
+            before = cond(j == 0, lambda: column_vector(N, NO_SCORE), load_maximum)
+            p_own = memory.p.at[own]
+            p = softmax.put(p_own, s, before)
 
             def keep_maximum(sums, before):
                 return sums, before
 
             def raise_maximum(sums, before):
                 del sums
-                maximum = registers.reduce_rows(s, "max", gpu=gpu)
-                maximum = registers.reduce_threads(maximum, "max", memory.scratch.at[own], gpu=gpu)
-                raised = jnp.where(maximum > before + SLACK, maximum, before)
-                p = put(s, raised)
-                meet(plan.interpret)
-                return registers.reduce_rows(p, "add", gpu=gpu), raised
+                return softmax.raised(p_own, s, before, memory.scratch.at[own])[::-1]
 
-            above = registers.any_above(p, 2.0**SLACK, gpu=gpu)
-            sums = registers.reduce_rows(p, "add", gpu=gpu)
-            sums, maximum = lax.cond(above, raise_maximum, keep_maximum, sums, before)
+            above, sums = softmax.above(p), softmax.sums(p)
+            sums, maximum = cond(above, raise_maximum, keep_maximum, sums, before)
             memory.maxima[own] = maximum
             memory.raised[own] = above.astype(i32)
             signals.blocks.arrive(signals.max_ready(own))
@@ -123,9 +119,9 @@ def score_blocks(
         def reduce_total(total):
             return registers.reduce_threads(total, "add", memory.scratch.at[own], gpu=gpu)
 
-        total = lax.cond(own_count > 0, reduce_total, lambda total: total, total)
+        total = cond(own_count > 0, reduce_total, lambda total: total, total)
 
-        @pl.when(i > 0)
+        @when(i > 0)
         def _():
             signals.blocks.wait(signals.sums_free, i - 1)
 
@@ -143,6 +139,13 @@ def score_blocks(
         piece = WARP_PIECES * n + scorer_registers.warp_index()
         use = lax.div(piece, i32(plan.stages))
         stage = piece - use * plan.stages
+
+        # The stage's previous use may be another warp's, which this one has not waited for. A
+        # barrier tells only the parity of its use: it must not be behind the use before this one.
+        @when(use > 0)
+        def _():
+            signals.blocks.wait(signals.piece_free(stage), use - 1)
+
         signals.blocks.wait(signals.piece_full(stage), use)
 
         def multiply(acc):
@@ -192,41 +195,24 @@ def score_blocks(
         # A fence between reading the queries and the copy that overwrites them. On a GPU only
         # wgmma reads them.
         plgpu.commit_smem()
-        return sum(
+        products = [
             jnp.dot(keys.astype(jnp.float32), q.astype(jnp.float32).T, precision="highest")
             for keys, q in operands
-        )
-
-    def masked(s, length, block):
-        """Returns ``s`` with -inf where a query row may not attend to a token."""
-        token = plgpu.broadcasted_iota(i32, (BLOCK, N), 0, layout=WGMMA)
-        visible = length - (plan.queries - 1) - block * BLOCK
-        if plan.queries > 1:
-            row = plgpu.broadcasted_iota(i32, (BLOCK, N), 1, layout=WGMMA) + first_query_row()
-            visible = visible + lax.div(row, i32(plan.heads))
-        # Padded query rows come after the last query, and must not see past the end either.
-        end = jnp.minimum(length, plan.max_pages * BLOCK) - block * BLOCK
-        return jnp.where(token < jnp.minimum(visible, end), s, -jnp.inf)
-
-    def put(s: jax.Array, maximum: jax.Array) -> jax.Array:
-        """Returns P and writes it to the own slot; wgmma may read it after a barrier."""
-        p = jnp.exp2(s - spread_columns(maximum, BLOCK))
-        registers.put_transposed(memory.p.at[own], p.astype(jnp.bfloat16), gpu=gpu)
-        publish(plan.interpret)
-        return p
+        ]
+        return products[0] + products[1]
 
     sequence_count = work.sequence_count()
     done = lax.fori_loop(0, sequence_count, run_segment, i32(0))
 
     # A program may exit only after every arrival at its barriers has happened.
-    @pl.when((done >= 1) & ((done & 1) == own))
+    @when((done >= 1) & ((done & 1) == own))
     def _():
         signals.blocks.wait(signals.max_ready(other), half_of(done - 1))
 
-    @pl.when(done > own)
+    @when(done > own)
     def _():
         signals.blocks.wait(signals.free(own), half_of(done - own - 1))
 
-    @pl.when(sequence_count > 0)
+    @when(sequence_count > 0)
     def _():
         signals.blocks.wait(signals.sums_free, sequence_count - 1)

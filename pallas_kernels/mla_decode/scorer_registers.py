@@ -42,6 +42,7 @@ from pallas_kernels.hopper.ir import (
 from pallas_kernels.hopper.tiles import TILES, WGMMA
 from pallas_kernels.mla_decode.float8_cache import GROUP, ROPE_AT, SCALES_AT, TOKEN_BYTES
 from pallas_kernels.mla_decode.float8_registers import (
+    factor_of,
     pack_words,
     store_all,
     unpack_pair,
@@ -103,10 +104,9 @@ def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
 
 
 def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Loads the scales of two tokens, four each, as pairs of equal bfloat16 times 2^120.
+    """Loads the factors of two tokens, four each, see :func:`float8_registers.factor_of`.
 
-    float8 bits, placed in a bfloat16, are 2^-120 times their value. The factors of tokens from
-    index ``tokens`` of the page on are 0.
+    Those of tokens from index ``tokens`` of the page on are 0.
     """
 
     @inline(REF, SCALAR, SCALAR, returns=_WORDS)
@@ -114,19 +114,12 @@ def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
         warp, lane = warp_and_lane()
         first = arith.addi(arith.shli(warp, const(4)), arith.shrui(lane, const(2)))
         address = _token_address(ring, stage, column_bytes=0)
-        text = """{
-            .reg .f32 s; .reg .pred p;
-            mov.b32 s, $1;
-            mul.f32 s, s, 0f7B800000;
-            setp.lt.s32 p, $2, $3;
-            selp.f32 s, s, 0f00000000, p;
-            cvt.rn.bf16x2.f32 $0, s, s;
-        }"""
-        factors = []
-        for i, scale in enumerate(_load_rows(address, SCALES_AT)):
-            token = arith.addi(first, const(8 * (i // 4)))
-            factors.append(asm(text, "=r,r,r,r", scale, token, word(tokens), result=i32()))
-        return pack_words(factors)
+        return pack_words(
+            [
+                factor_of(scale, arith.addi(first, const(8 * (i // 4))), tokens)
+                for i, scale in enumerate(_load_rows(address, SCALES_AT))
+            ]
+        )
 
     return load(ring, stage, tokens)
 

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA
 from pallas_kernels.hopper.warpgroup import meet
 from pallas_kernels.mla_decode.clear import clear_tokens
@@ -64,7 +65,7 @@ def add_values(
         signals.blocks.wait(p_ready(slot), use)
         if valid_tokens is not None:
 
-            @pl.when(valid_tokens < BLOCK)
+            @when(valid_tokens < BLOCK)
             def _():
                 for half in range(2):
                     clear_tokens(
@@ -115,7 +116,7 @@ def add_values(
         acc = acc * lax.broadcast_in_dim(inverse, (TILE, HALF), [0])
         segments = work.segments(b)
 
-        @pl.when(wg == 0)
+        @when(wg == 0)
         def _():
             outputs.stage_lse(maximum, total)
 
@@ -131,11 +132,11 @@ def add_values(
             for half in range(2)
         ]
 
-        @pl.when(segments == 1)
+        @when(segments == 1)
         def _():
             outputs.store(b, acc, parts, wg == 0)
 
-        @pl.when(segments > 1)
+        @when(segments > 1)
         def _():
             partial = work.partial(b)
             outputs.store_partial(partial, acc, parts, wg == 0)

@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
 from pallas_kernels.mla_prefill.epilogue import Results
@@ -108,7 +109,7 @@ def attend(
             """Zeroes values past the sequence's end, which may be NaN. Each consumer does half."""
             for c in range(V // COLUMNS):
 
-                @pl.when(wg == c % WARPGROUPS)
+                @when(wg == c % WARPGROUPS)
                 def _(c=c):
                     part = v_s.at[slot, :, pl.ds(c * COLUMNS, COLUMNS)]
                     shape = (block, COLUMNS)
@@ -180,7 +181,7 @@ def attend(
             carry = finish_softmax(plan, zeros(V), alpha, maximum, total, p, s)
             plgpu.barrier_wait(full.at[stages])
 
-            @pl.when(blocks * block > length)
+            @when(blocks * block > length)
             def _():
                 clear_values(0, first, length)
 
@@ -216,7 +217,7 @@ def attend(
             plgpu.barrier_arrive(free.at[tile_barriers + slot])
             return with_sequence(tile)
 
-        @pl.when(wg == WARPGROUPS)
+        @when(wg == WARPGROUPS)
         def _produce():
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
             produce(
@@ -224,7 +225,7 @@ def attend(
                 (q_full, q_free), (full, free),
             )  # fmt: skip
 
-        @pl.when(wg < WARPGROUPS)
+        @when(wg < WARPGROUPS)
         def _consume():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             plgpu.barrier_arrive(q_free.at[wg])

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, instruction
 
 WARPS, LANES = 4, 32
@@ -147,7 +148,7 @@ def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interp
         for warp in range(WARPS):
             for lane in range(LANES):
 
-                @pl.when(mask[warp, lane])
+                @when(mask[warp, lane])
                 def _(at: tuple[int, int] = (warp, lane)) -> None:
                     ref[index[at]] = values[at]
 
@@ -169,7 +170,7 @@ def set_bits(
     for warp in range(WARPS):
         for lane in range(n):
 
-            @pl.when(mask[warp, lane])
+            @when(mask[warp, lane])
             def _(at: tuple[int, int] = (warp, lane)) -> None:
                 ref[index[at]] = ref[index[at]] | bits[at]
 
@@ -206,7 +207,7 @@ def store_rows(
         return
     for warp in range(WARPS):
 
-        @pl.when(mask[warp, 0])
+        @when(mask[warp, 0])
         def _(warp: int = warp) -> None:
             ref[pl.ds(first[warp, 0], n)] = values[warp, :n]
 

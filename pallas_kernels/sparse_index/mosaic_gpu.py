@@ -48,8 +48,10 @@ def sparse_index(
         )
     if J % 8 or not 0 < J <= 256:
         raise NotImplementedError(f"takes 8 to 256 heads in multiples of 8, got {J}")
-    if pages.shape[2] * pages.dtype.itemsize % 16 or 0 in (B, T, *pages.shape, *block_tables.shape):
-        raise NotImplementedError(f"takes no empty arrays and aligned pages, got {pages.shape}")
+    if 0 in (B, T, *pages.shape, *block_tables.shape):
+        raise NotImplementedError(f"takes no empty arrays, got pages {pages.shape}")
+    if (row := pages.shape[2] * pages.dtype.itemsize) % 128:
+        raise NotImplementedError(f"takes tokens of a multiple of 128 bytes, got {row}")
     config = config or plan(B, T, J, block_tables.shape[1])
     # Groups of queries are scored together. Pad to whole groups.
     padded = -T % config.queries

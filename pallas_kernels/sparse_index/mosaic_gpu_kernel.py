@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.tiles import ACC, ROW
 from pallas_kernels.hopper.warpgroup import meet
 
@@ -130,7 +131,7 @@ def score(
             products = pl.run_scoped(multiply, ACC((PAGE, rows), jnp.float32))
             scale = plgpu.layout_cast(scales_s[stage], ROW) if float8 else None
             meet(interpret)  # all warps have read the page
-            pl.when(n + stages < count)(lambda: fetch(n + stages))
+            when(n + stages < count)(lambda: fetch(n + stages))
             position = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=ROW)
             position = position + (first_page + n) * PAGE
             for t in range(group):
@@ -148,7 +149,7 @@ def score(
             """Starts copying the scores of a page to the output."""
             for t in range(group):
 
-                @pl.when(g * group + t < queries)
+                @when(g * group + t < queries)
                 def _(t=t):
                     plgpu.copy_smem_to_gmem(
                         out_s.at[wg, t, pl.ds(n * PAGE, PAGE)],
@@ -156,7 +157,7 @@ def score(
                         commit_group=False,
                     )
 
-        @pl.when(wg == 0)
+        @when(wg == 0)
         def _():
             plgpu.copy_gmem_to_smem(q_g.at[b, g], q_s, q_full)
             plgpu.copy_gmem_to_smem(weights_g.at[b, g], weights_s, q_full)

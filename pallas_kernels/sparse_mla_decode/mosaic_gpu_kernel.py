@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
@@ -224,7 +225,7 @@ def attend(
 
                     def keep_last(k, state):
                         # The piece's last slot stays: its half becomes the output's buffer.
-                        pl.when(k < count - 1)(lambda: signals.free.arrive(2 * own + own))
+                        when(k < count - 1)(lambda: signals.free.arrive(2 * own + own))
                         return state
 
                     state = lax.fori_loop(0, count, step_of_second, state)
@@ -260,9 +261,9 @@ def attend(
 
             lax.fori_loop(0, piece_count, run_piece, jnp.int32(0))
 
-        pl.when(wg == 2)(producer_warpgroup)
+        when(wg == 2)(producer_warpgroup)
         for own in range(2):  # separate code for each, so that addresses are constants
-            pl.when(wg == own)(functools.partial(consumer_warpgroup, own))
+            when(wg == own)(functools.partial(consumer_warpgroup, own))
 
     out, lse, *partials = plgpu.kernel(
         sparse_mla,

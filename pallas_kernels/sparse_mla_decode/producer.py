@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import first_warp, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.float8_registers import store_half, wait_rope_copies
@@ -117,9 +117,9 @@ def fill_slots(
         signals.ready.arrive(penalties_ready(slot))
 
     def fetch_when_free(i):
-        @pl.when(first_warp(gpu))
+        @when(first_warp(gpu))
         def _():
-            pl.when(i > 0)(lambda: signals.by_both.wait(Q_FREE, i - 1))
+            when(i > 0)(lambda: signals.by_both.wait(Q_FREE, i - 1))
             fetch_queries(i)
 
     def fill(n, carry):
@@ -131,7 +131,7 @@ def fill_slots(
         slot, use = n & 1, lax.shift_right_logical(n, jnp.int32(1))
         for half in range(2):
 
-            @pl.when(use > 0)
+            @when(use > 0)
             def _(half=half):
                 signals.free.wait(2 * slot + half, use - 1)
 
@@ -140,7 +140,7 @@ def fill_slots(
             copy(slot, half, slots, fetched)
             fetched = fetch(next_slots if half else slots, 1 - half)
         is_first = work.is_first_block(first + n)
-        pl.when(is_first)(lambda: fetch_when_free(fetched_pieces))
+        when(is_first)(lambda: fetch_when_free(fetched_pieces))
         fetched_pieces = fetched_pieces + is_first.astype(jnp.int32)
         return next_slots, later_slots, indices, fetched_pieces, fetched
 
@@ -151,6 +151,6 @@ def fill_slots(
     for i in range(2 * SLOTS):
         signals.free.wait(i, lax.shift_right_logical(end - first, jnp.int32(1)) - 1)
 
-    @pl.when(first_warp(gpu))
+    @when(first_warp(gpu))
     def _():
         signals.by_both.wait(Q_FREE, piece_count - 1)

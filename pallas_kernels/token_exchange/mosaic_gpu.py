@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, word
 
 _THREADS = 128
@@ -123,14 +124,14 @@ def _exchange(
         chunks = lax.div(count * jnp.int32(row_size) + jnp.int32(chunk - 1), jnp.int32(chunk))
         lax.fori_loop(0, lax.div(chunks - slice_index + blocks - jnp.int32(1), blocks), copy, None)
 
-        @pl.when(slice_index == 0)
+        @when(slice_index == 0)
         def _() -> None:
             logical = pl.DeviceIdType.LOGICAL
             plgpu.remote_ref(received_counts_g, peer, logical)[me] = count
 
         pl.semaphore_signal(arrived, device_id=peer, device_id_type=pl.DeviceIdType.LOGICAL)
 
-        @pl.when(block == 0)
+        @when(block == 0)
         def _() -> None:
             pl.semaphore_wait(arrived, n * config.blocks)
 

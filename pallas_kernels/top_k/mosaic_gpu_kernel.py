@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import meet
 from pallas_kernels.top_k.registers import (
     add_to_histogram,
@@ -184,7 +185,7 @@ def select(
         for_chunks(write_chunk, (larger_before, equal_before), threshold)
         meet_all()
 
-        @pl.when(wg == 0)
+        @when(wg == 0)
         def _():
             of_all = [plgpu.layout_cast(out_s[w], layout_of(padded_k)) for w in range(W)]
             out_g[row] = functools.reduce(jnp.maximum, of_all)

@@ -80,19 +80,39 @@ class Inputs:
         scales = None if self.scales is None else device(self.scales, "float32")
         return np.asarray(compiled(implementation)(*arrays, scales=scales))
 
-    def expected(self) -> Array:
-        """Returns scores [B, T, S], computed key by key in float64."""
+    def expected(self, products_of: Callable[[Array, Array], Array] = np.matmul) -> Array:
+        """Returns scores [B, T, S], computed key by key in float64.
+
+        Args:
+          products_of: returns the products [J] of queries [J, D] and a key [D].
+        """
         (B, T, _, D), page = self.q.shape, self.pages.shape[1]
         S = self.block_tables.shape[1] * page
         scores = np.full((B, T, S), -np.inf)
         for b, t in np.ndindex(B, T):
             for s in range(min(S, self.lengths[b] - T + 1 + t)):
                 number, slot = self.block_tables[b, s // page], s % page
-                products = self.q[b, t] @ self.pages[number, slot, :D]
+                products = products_of(self.q[b, t], self.pages[number, slot, :D])
                 scores[b, t, s] = self.weights[b, t] @ np.maximum(products, 0)
                 if self.scales is not None:
                     scores[b, t, s] *= self.scales[number, slot, 0]
         return scores
+
+
+def tensor_core_products(q: Array, key: Array) -> Array:
+    """Returns products [J] as Hopper's tensor cores compute them in float8.
+
+    An instruction adds 32 products to the sum before. It drops the bits of each term that are below
+    2^-13 of the largest term's power of two. Measured on an H200: the only difference between a
+    kernel's scores and exact ones.
+    """
+    total = np.zeros(len(q))
+    for first in range(0, len(key), 32):
+        terms = np.append(q[:, first : first + 32] * key[first : first + 32], total[:, None], 1)
+        largest = np.abs(terms).max(axis=1, keepdims=True)
+        unit = 2.0 ** (np.floor(np.log2(np.where(largest > 0, largest, 1))) - 13)
+        total = (np.trunc(terms / unit) * unit).sum(axis=1)
+    return total
 
 
 @functools.cache
@@ -111,6 +131,12 @@ class SparseIndexCases:
     heads: ClassVar[int] = 3
     width: ClassVar[int] = 12
     float8_bound: ClassVar[float] = TOLERANCES["float32"]
+    unused: ClassVar[int] = 32
+    """Columns of wider pages that are no keys."""
+
+    def float8_products(self, q: Array, key: Array) -> Array:
+        """Returns the products [J] of float8 queries [J, D] and a key [D]."""
+        return q @ key
 
     def random(self, lengths: tuple[int, ...], **kwargs) -> Inputs:
         """Random inputs. Lengths are given as for pages of eight tokens."""
@@ -122,10 +148,11 @@ class SparseIndexCases:
         self.check_result(x, x.run(self.implementation))
 
     def check_result(self, x: Inputs, got: Array) -> None:
-        want = x.expected()
+        float8 = x.scales is not None
+        want = x.expected(self.float8_products) if float8 else x.expected()
         assert got.dtype == np.float32
         # A row at a time: products of bfloat16 and float8 are exact in float32.
-        check(got, want, self.float8_bound if x.scales is not None else TOLERANCES["float32"])
+        check(got, want, self.float8_bound if float8 else TOLERANCES["float32"])
 
     def test_queries_and_ragged_lengths(self):
         """Query t sees one token more than the query before, and none past a sequence's end."""
@@ -148,7 +175,8 @@ class SparseIndexCases:
 
     def test_wider_pages(self):
         x = self.random((21, 2), T=2)
-        pages = np.pad(x.pages, ((0, 0), (0, 0), (0, 32)), constant_values=np.nan)
+        unused = np.full((*x.pages.shape[:2], self.unused), np.nan)
+        pages = np.concatenate([x.pages, unused], axis=-1)
         self.check(dataclasses.replace(x, pages=pages))
 
     def test_heads_below_zero_count_nothing(self):

@@ -1,5 +1,7 @@
 """Tests of the Hopper kernels' shared parts, each in a small kernel of its own."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import branch
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import Ring
@@ -148,3 +152,32 @@ def test_a_copy_counts_the_bytes_of_its_window():
     copy = TmaCopy(source, (jnp.int32(2), pl.ds(8, 16), pl.ds(0, 64)), None)
     assert (copy.sizes, copy.bytes) == ([None, 16, 64], 2 * 16 * 64)
     assert [int(start) for start in copy.starts] == [2, 8, 0]
+
+
+@kernel_runs
+def test_branches():
+    """Each of 128 numbers is chosen by a condition on the device, or on the host."""
+
+    def kernel(x_g, out_g):
+        total = jnp.sum(x_g[...])
+        chosen = cond(total > 0, lambda x: x + 1, lambda x: x - 1, x_g[...])
+        out_g[...] = chosen
+        for condition, factor in ((total < 0, 2.0), (total > 0, 3.0), (True, 5.0), (False, 7.0)):
+
+            @when(condition)
+            def _(factor=factor):
+                out_g[...] = out_g[...] * factor
+
+    x = jnp.abs(values(128))
+    for numbers, want in ((x, (x + 1) * 15), (-x, (-x - 1) * 10)):
+        np.testing.assert_allclose(launch(kernel, (128,), [], numbers, threads=1), want, rtol=1e-6)
+
+
+def test_all_kernels_branch_like_that():
+    """``pl.when`` and ``lax.cond`` make lowering slow, see ``hopper/branch.py``."""
+    root = Path(branch.__file__).parents[1]
+    files = [path for path in root.rglob("*.py") if "tpu" not in path.name]
+    assert len(files) > 100
+    slow = ("pl.when(", "lax.cond(")
+    users = [path.name for path in files if any(word in path.read_text() for word in slow)]
+    assert not users, f"use pallas_kernels.hopper.branch in {', '.join(users)}"

@@ -11,7 +11,7 @@ from pallas_kernels.sparse_index import mosaic_gpu
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config, plan
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES
-from tests.pallas_kernels.sparse_index_cases import SparseIndexCases
+from tests.pallas_kernels.sparse_index_cases import SparseIndexCases, tensor_core_products
 
 
 @functools.cache
@@ -26,10 +26,13 @@ class TestMosaicGpu(SparseIndexCases):
     page = 64
     heads = 8
     width = 128
-    # The tensor cores keep about 14 bits when they add products of float8.
+    unused = 64  # a whole tile
     float8_bound = 2.0**-10 if ON_GPU else TOLERANCES["float32"]
     # The same as test_queries_and_ragged_lengths.
     test_bfloat16 = None  # pyright: ignore[reportAssignmentType]
+
+    def float8_products(self, q, key):
+        return tensor_core_products(q, key) if ON_GPU else q @ key
 
     def test_heads_and_long_table(self):
         """Several programs per sequence; the last one has fewer pages than the others."""
@@ -60,13 +63,13 @@ def test_plan_fills_the_device():
     assert plan(1, 1, 64, 512).pages == 4
 
 
-def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2):
+def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2, width=None):
     scales = None if scales is None else jnp.ones((8, page, scales), jnp.float32)
     return (
         (
             jnp.ones((B, T, J, D), dtype),
             jnp.ones((B, T, J), jnp.float32),
-            jnp.ones((8, page, D), dtype),
+            jnp.ones((8, page, width or D), dtype),
             jnp.zeros((B, 4), jnp.int32),
             jnp.ones(B, jnp.int32),
         ),
@@ -81,6 +84,7 @@ def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2):
         ({"page": 32}, r"got \(32, 128\)"),
         ({"D": 64}, r"got \(64, 64\)"),
         ({"J": 12}, "got 12"),
+        ({"width": 160}, "a multiple of 128 bytes, got 320"),
         ({"dtype": "float8_e4m3fn"}, "scales of float8 keys only, got float8_e4m3fn"),
         ({"dtype": "float8_e4m3fn", "scales": 128}, "width 1, got 128"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import top_k
 from pallas_kernels.top_k import mosaic_gpu
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
-from tests.pallas_kernels.top_k_cases import TopKCases
+from tests.pallas_kernels.top_k_cases import TopKCases, expected
 
 
 @kernel_runs
@@ -34,6 +34,16 @@ class TestMosaicGpu(TopKCases):
         scores = np.random.default_rng(4).standard_normal((2, 2048))
         scores[0, 700:] = scores[1, :1500] = -np.inf
         self.check(scores, 600)
+
+
+@kernel_runs
+@pytest.mark.parametrize("parts", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_rows_in_parts(parts):
+    """Ties across parts, a part without a finite score, and fewer finite scores than k."""
+    scores = np.random.default_rng(5).integers(-2, 3, (3, 1100)).astype(np.float32)
+    scores[1, :700] = scores[2, 90:] = -np.inf
+    run = functools.partial(mosaic_gpu.top_k, k=300, warpgroups=2, parts=parts, interpret=INTERPRET)
+    np.testing.assert_array_equal(jax.jit(run)(scores), expected(scores, 300))
 
 
 def test_more_than_the_result_fits_is_refused():
