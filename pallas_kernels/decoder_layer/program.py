@@ -347,7 +347,7 @@ class Program:
             state, scales, left, right = lax.fori_loop(0, high - low, add_pair, carry)
             self.totals.exchange(number, (left, right))
 
-            @pl.when(self.wg == lax.rem(n, jnp.int32(CONSUMERS)))
+            @when(self.wg == lax.rem(n, jnp.int32(CONSUMERS)))
             def _() -> None:
                 left, right = self.totals.load(number, plan.tokens)
                 total = self.sums.at[n]
