@@ -9,50 +9,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from benchmarks.kernels.layer_inputs import in_float32
-from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.mlp import MLP
-from dsv3_jax.layers.router import routing_rule
-from pallas_kernels.decoder_layer import kernel, mosaic_gpu
+from dsv3_jax.layers.second_half import arguments, projection
+from pallas_kernels.decoder_layer import kernel, mosaic_gpu, reference
 from pallas_kernels.decoder_layer.plan import Config
-from pallas_kernels.decoder_layer.reference import Matrices, Router
 from pallas_kernels.hopper.grid_barrier import new_counter
 
-Half = Callable[[Float[Array, "M D"], Any, Any], Float[Array, "M D"]]
-"""The second half of a layer: function of the residual, the layer's state, and a Ref."""
-
-
-def arguments_of(layer: DecoderLayer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns feed_forward's arguments, except h, and options for a layer of a model."""
-
-    def matrices(mlp: Any) -> Matrices:
-        weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        scales = () if weights[0].quantization is None else tuple(w.scale for w in weights)
-        gate, up, down = (w.weight[...] for w in weights)
-        return Matrices(gate, up, down, scales)
-
-    norm = layer.post_attention_layernorm
-    arrays: dict[str, Any] = {"norm": norm.weight[...], "router": None, "routed": None}
-    mlp = layer.mlp
-    if isinstance(mlp, MLP):
-        return arrays | {"shared": matrices(mlp)}, {"rule": None, "eps": norm.eps}
-    gate, config = mlp.gate, mlp.config
-    bias = gate.e_score_correction_bias[...] if config.topk_method == "noaux_tc" else None
-    arrays["router"] = Router(gate.weight[...], bias)
-    arrays["routed"] = matrices(mlp.experts)
-    arrays["shared"] = matrices(mlp.shared_experts) if config.n_shared_experts else None
-    return arrays, {"rule": routing_rule(config), "eps": norm.eps}
+Half = Callable[[Float[Array, "M D"], Float[Array, "M HV"] | None, Any, Any], Float[Array, "M D"]]
+"""The second half of a layer: function of the residual, attention's output before its projection or
+None, the layer's state, and a Ref."""
 
 
 def plain(graph: Any) -> Half:
     """Returns the model's own operations."""
 
-    def half(h: Float[Array, "M D"], state: Any, counter: Any) -> Float[Array, "M D"]:
+    def half(h: Any, heads: Any, state: Any, counter: Any) -> Float[Array, "M D"]:
         del counter
         layer = nnx.merge(graph, state)
-        out = layer.mlp(layer.post_attention_layernorm(h[None]), None)[0][0]
+        if heads is None:
+            normed = layer.post_attention_layernorm(h)
+        else:
+            attended = layer.self_attn.o_proj(heads)
+            h, normed = layer.post_attention_layernorm.add_and_norm(h, attended)
+        out = layer.mlp(normed[None], None)[0][0]
         return (h.astype(jnp.float32) + out.astype(jnp.float32)).astype(h.dtype)
 
     return half
@@ -61,8 +42,11 @@ def plain(graph: Any) -> Half:
 def one_kernel(graph: Any, config: Config) -> Half:
     """Returns the persistent kernel."""
 
-    def half(h: Float[Array, "M D"], state: Any, counter: Any) -> Float[Array, "M D"]:
-        arrays, options = arguments_of(nnx.merge(graph, state))
+    def half(h: Any, heads: Any, state: Any, counter: Any) -> Float[Array, "M D"]:
+        layer = nnx.merge(graph, state)
+        arrays, options = arguments(layer)
+        if heads is not None:
+            options |= {"attended": heads, "o_proj": projection(layer.self_attn.o_proj)}
         run = mosaic_gpu.feed_forward
         return run(h, **arrays, **options, config=config, counter=counter)[0]
 
@@ -72,39 +56,58 @@ def one_kernel(graph: Any, config: Config) -> Half:
 def exact(graph: Any) -> Half:
     """Returns the reference with float32 activations, for checks."""
 
-    def half(h: Float[Array, "M D"], state: Any, counter: Any) -> Float[Array, "M D"]:
+    def half(h: Any, heads: Any, state: Any, counter: Any) -> Float[Array, "M D"]:
         del counter
-        arrays, options = arguments_of(nnx.merge(graph, state))
+        layer = nnx.merge(graph, state)
+        arrays, options = arguments(layer)
         with jax.default_matmul_precision("highest"):
+            if heads is not None:
+                h = reference.add_attended(h, heads, projection(layer.self_attn.o_proj))
             return in_float32(h, **arrays, **options)
 
     return half
 
 
-def chain(half: Half, laps: int) -> Callable[[Float[Array, "M D"], Sequence[Any]], Any]:
+def chain(
+    half: Half, laps: int
+) -> Callable[[Float[Array, "M D"], Float[Array, "M HV"] | None, Sequence[Any]], Any]:
     """Returns a program that runs layers one after the other, ``laps`` times."""
 
-    def run(h: Float[Array, "M D"], states: Sequence[Any]) -> Float[Array, "M D"]:
+    def run(h: Any, heads: Any, states: Sequence[Any]) -> Float[Array, "M D"]:
         counter, x = jax.new_ref(new_counter()), h
         for state in [*states] * laps:
-            x = half(x, state, counter)
+            x = half(x, heads, state, counter)
         return x
 
     return run
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "config"))
-def clocks(h: Float[Array, "M D"], state: Any, graph: Any, config: Config) -> jax.Array:
-    """Returns each program's clock cycles at the plan's events, [programs, events]."""
-    arrays, _ = arguments_of(nnx.merge(graph, state))
-    plan = plan_of(h, state, graph, config)
-    parts = arrays["norm"], arrays["router"], arrays["shared"], arrays["routed"]
-    counter = jax.new_ref(new_counter())
-    return kernel.feed_forward(h, *parts, counter, plan=plan, interpret=None)[2]
+def stamps(
+    h: Float[Array, "M D"],
+    heads: Float[Array, "M HV"] | None,
+    states: Sequence[Any],
+    graph: Any,
+    config: Config,
+) -> Int32[Array, "L programs stamps"]:
+    """Runs layers one after the other. Returns what ``kernel.feed_forward`` measures in each."""
+    counter, measured = jax.new_ref(new_counter()), []
+    for state in states:
+        layer = nnx.merge(graph, state)
+        arrays, _ = arguments(layer)
+        plan = plan_of(h, heads, state, graph, config)
+        parts = arrays["norm"], arrays["router"], arrays["shared"], arrays["routed"]
+        o_proj = None if heads is None else projection(layer.self_attn.o_proj)
+        arguments_ = h, heads, o_proj, *parts, counter
+        h, _, clocks = kernel.feed_forward(*arguments_, plan=plan, interpret=None)
+        measured.append(clocks)
+    return jnp.stack(measured)
 
 
-def plan_of(h: Any, state: Any, graph: Any, config: Config) -> Any:
+def plan_of(h: Any, heads: Any, state: Any, graph: Any, config: Config) -> Any:
     """Returns the kernel's plan for a layer."""
-    arrays, options = arguments_of(nnx.merge(graph, state))
+    layer = nnx.merge(graph, state)
+    arrays, options = arguments(layer)
     parts = arrays["router"], arrays["shared"], arrays["routed"]
-    return mosaic_gpu.make_plan(h, *parts, **options, config=config)
+    o_proj = None if heads is None else projection(layer.self_attn.o_proj)
+    return mosaic_gpu.make_plan(h, *parts, **options, o_proj=o_proj, config=config)

@@ -34,6 +34,7 @@ from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.layers.runner import LayerRunner, run_in_order
 from dsv3_jax.outputs import Aux, Hidden
 from dsv3_jax.quantization import BlockQuantization, CacheDtype, Quantization
+from pallas_kernels.dispatch import Implementation
 from sharding import Layout, Placement
 
 
@@ -195,6 +196,17 @@ class DeepSeekV3(nnx.Module):
         self.attn_impl = attn_impl
         for layer in (*self.layers, *self.mtp):
             set_variant(layer.self_attn, attn_impl)
+
+    def use_feed_forward(self, implementation: Implementation) -> None:
+        """Selects how the second half of a layer runs.
+
+        Args:
+          implementation: ``"mosaic_gpu"`` is one kernel for up to eight tokens, ``"separate"`` an
+            operation for each step. A sequence of names is tried in its order: ``("mosaic_gpu",
+            "separate")`` uses the kernel where it can. None means separate operations.
+        """
+        for layer in (*self.layers, *self.mtp):
+            layer.feed_forward = implementation
 
     def lay_out(self, layout: Layout) -> None:
         """Makes layers run on the devices of ``layout``.

@@ -24,6 +24,9 @@ With ``--layout`` the model is sharded over all devices by that preset. Batch si
 and bytes and floors are per device. Several exchanges and numbers of micro-batches are measured one
 after the other with the same model.
 
+With ``--feed-forward``, decode steps are measured for each of its values. ``mosaic_gpu`` runs the
+second half of a layer in one kernel.
+
 With ``--acceptances`` the MTP layer drafts, and its drafts are accepted at that rate whatever the
 model computes. A failed measurement records the error and the others continue. The results are
 written after every measurement.
@@ -84,6 +87,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=1, help="drafts per step")
     parser.add_argument(
         "--largest", nargs="*", type=int, default=[], help="cached tokens per sequence"
+    )
+    parser.add_argument(
+        "--feed-forward", nargs="+", choices=("separate", "mosaic_gpu"), default=[None]
     )
     parser.add_argument("--layers", type=int, help="use only the first N layers")
     parser.add_argument(
@@ -155,8 +161,11 @@ class Bench:
             if layout:  # the shards stay the same
                 model.lay_out(layout)
             for rows in arguments.batches:
-                for rate in (None, *arguments.acceptances):
-                    self._decodes(model, weights, rows, rate)
+                for implementation in arguments.feed_forward:
+                    model.use_feed_forward(implementation)
+                    for rate in (None, *arguments.acceptances):
+                        self._decodes(model, weights, rows, rate)
+            model.use_feed_forward(None)
             for rows, tokens in arguments.prefills:
                 prefill = functools.partial(self._prefill, model, rows, tokens)
                 self._row(model, weights, rows, tokens, prefill)
@@ -245,6 +254,8 @@ class Bench:
             "model": self._arguments.model, "dtype": weights,
             "activations": self._arguments.activations, "batch": batch, "context": context,
         }  # fmt: skip
+        if implementation := model.layers[0].feed_forward:
+            row |= {"feed_forward": implementation}
         if layout := model.layout:
             row |= {"layers": self._arguments.layers, "layout": self._arguments.layout}
             row |= {"devices": layout.mesh.size, "exchange": layout.exchange}
@@ -275,6 +286,7 @@ def _rounded(value: Any) -> Any:
 
 def line(row: dict[str, Any]) -> str:
     label = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
+    label += f" {row['feed_forward']}" if "feed_forward" in row else ""
     if "exchange" in row:
         label += f" {row['exchange']}, {row['micro_batches']} micro-batches"
     if "error" in row:

@@ -1,33 +1,40 @@
 """Checks and times the second half of a decoder layer in one kernel, on one Hopper GPU.
 
     python -m scripts.bench_feed_forward [--models moonlight-16b v3-slice] [--tokens 1 2 4 8]
-        [--weights bf16 fp8] [--launches 1000000] [--time-limit 540]
+        [--weights bf16 fp8] [--o-proj without with] [--launches 1000000] [--time-limit 540]
         [--out benchmarks/results/feed_forward_h200.json]
 
 Layers with experts, of published widths with random weights, run one after the other without
 attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each of its settings, and
-by the model's own operations. ``us`` is the time per layer, from programs of many layers with
-several in flight. ``roof_us`` is the time in which the weights of the router, the shared and the
-chosen experts are read at READ_GBS. ``phases`` are microseconds between the kernel's own clock
-stamps, means over its programs, which take ``cycles`` in all. ``clock_mhz``, by which they are
-divided, is what nvidia-smi reports just after the timed programs.
+by the model's own operations (``plain``). ``us`` is the time per layer, from programs of many
+layers with several in flight. ``read_gbs`` is this GPU's bandwidth, and ``roof_us`` the time in
+which it reads the weights of the router, the shared and the chosen experts. ``phases`` are
+microseconds between the kernel's own clock stamps, means over programs and layers. ``kernel_us`` is
+from the first program's start to the last one's end, ``gap_us`` from there to the next kernel's
+start, ``clock_mhz`` the clock in the kernel.
+
+``--o-proj with`` includes the projection of attention's output, and its sum with the residual.
 
 Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
-calls must give equal bits. Wrong results are reported, and not timed. After the first case,
-``--launches`` launches of one token show that none hangs. After ``--time-limit`` seconds no further
-case starts; ``not_run`` lists those.
+calls must give equal bits. ``error`` is the largest relative error of a token. Wrong results are
+reported (``wrong``), and not timed. After the first case, ``--launches`` launches of one token show
+that none hangs. After ``--time-limit`` seconds no further case starts; ``not_run`` lists those,
+what the kernel refuses, and what comes after a kernel that trapped. Run one kind of weights per
+process to lose no others by a trap.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +44,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import feed_forward
-from benchmarks.ceiling import READ_GBS
-from benchmarks.decode import models
+from benchmarks.decode import floor, models
 from benchmarks.decode.machine import description
 from benchmarks.kernels.checks import TOLERANCE, rows_error
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine.programs import GPU_OPTIONS
 from dsv3_jax.files import atomic_write
 from dsv3_jax.layers.block import DecoderLayer
 from pallas_kernels.decoder_layer.plan import Config
@@ -50,6 +57,7 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 LAYERS = 4  # different layers of a program, so that the L2 cache holds the weights of none
 CALLS = 16  # layers of a timed program: XLA may compile the kernel again for each
 WINDOWS, WINDOW_S = 5, 0.1
+LAUNCHES = 50  # programs in flight before clocks are read
 AHEAD = "always", "arrived"
 
 
@@ -81,76 +89,117 @@ def seconds(program: Callable[..., Any], *arguments: Any) -> list[float]:
     return windows
 
 
-def timed(half: feed_forward.Half, h: jax.Array, states: list[Any]) -> dict[str, float]:
-    """Returns the microseconds per layer, and their spread."""
-    laps = CALLS // LAYERS
-    windows = seconds(jax.jit(feed_forward.chain(half, laps)), h, states)
-    us = statistics.median(windows) / (laps * LAYERS) * 1e6
+def compile_all(programs: dict[str, tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
+    """Compiles programs for their arguments at the same time."""
+    lowered = {name: jitted.lower(*arguments) for name, (jitted, arguments) in programs.items()}
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda each: each.compile(), lowered.values())
+        return dict(zip(lowered, compiled, strict=True))
+
+
+def timed(program: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Returns the microseconds per layer of a program of CALLS layers, and their spread."""
+    windows = seconds(program, *arguments)
+    us = statistics.median(windows) / CALLS * 1e6
     spread = (max(windows) - min(windows)) / statistics.median(windows)
     return {"us": round(us, 2), "spread": round(spread, 3)}
 
 
-def wrong(half: feed_forward.Half, graph: Any, h: Any, states: list[Any], repeats: int) -> Any:
-    """Returns what is wrong with a layer's result, or None."""
-    run = jax.jit(feed_forward.chain(half, 1))
-    exact = jax.jit(feed_forward.chain(feed_forward.exact(graph), 1))
-    for state in states:
-        first, want = run(h, [state]), exact(h, [state])
+def check(
+    run: Callable[..., Any], h: Any, heads: Any, states: list[Any], wanted: list[Any], repeats: int
+) -> dict[str, Any]:
+    """Returns the largest error of the layers' results, and what is wrong with them."""
+    result: dict[str, Any] = {"error": 0.0}
+    for state, want in zip(states, wanted, strict=True):
+        first = run(h, heads, [state])
         # Residuals agree anyway: compare what the layer has added.
         error = float(rows_error(first.astype(jnp.float32) - h, want - h))
+        result["error"] = max(result["error"], round(error, 5))
         if error > 2 * TOLERANCE:
-            return f"wrong: relative error {error:.3g}, above {2 * TOLERANCE:.3g}"
-        if any(not np.array_equal(first, run(h, [state])) for _ in range(repeats)):
-            return f"wrong: {repeats} equal calls gave different bits"
-    return None
+            result["wrong"] = f"relative error {error:.3g}, above {2 * TOLERANCE:.3g}"
+        elif any(not np.array_equal(first, run(h, heads, [state])) for _ in range(repeats)):
+            result["wrong"] = f"{repeats} equal calls gave different bits"
+    return result
 
 
-def phases(graph: Any, h: Any, state: Any, config: Config, mhz: float) -> dict[str, Any]:
-    """Returns the mean microseconds of the programs up to each event since the one before, and the
-    cycles in all."""
-    config = dataclasses.replace(config, timed=True)
-    events = feed_forward.plan_of(h, state, graph, config).events
-    # The first launches find the instructions in no cache.
-    stamps = [np.asarray(feed_forward.clocks(h, state, graph, config)) for _ in range(3)][-1]
-    steps = np.diff(stamps.astype(np.uint32), axis=1).mean(axis=0)
-    named = zip(events[1:], steps, strict=True)
-    us = {name: round(float(n) / mhz, 2) for name, n in named}
-    return {"clock_mhz": mhz, "cycles": round(float(steps.sum())), "phases": us}
+def phases(
+    run: Callable[..., Any], events: Sequence[str], h: Any, heads: Any, states: list[Any]
+) -> dict[str, Any]:
+    """Returns the mean microseconds of the programs up to each event since the one before, of a
+    kernel from its first program's start to its last one's end, and from there to the next start.
+    """
+    # Others are in flight, so that clocks and caches are those of the timed programs.
+    launched = [run(h, heads, states) for _ in range(LAUNCHES)]
+    stamps = np.asarray(launched[-1]).astype(np.uint32)
+    cycles = np.diff(stamps[..., : len(events)], axis=-1).mean(axis=(0, 1))
+    ns = (stamps[..., -2:] - stamps[0, 0, -2]).astype(np.int32)  # since some start
+    mhz = cycles.sum() / (ns[..., 1] - ns[..., 0]).mean() * 1e3
+    starts, ends = ns[..., 0].min(axis=1), ns[..., 1].max(axis=1)
+    named = zip(events[1:], cycles, strict=True)
+    return {
+        "kernel_us": round(float((ends - starts).mean()) / 1e3, 2),
+        "gap_us": round(float((starts[1:] - ends[:-1]).mean()) / 1e3, 2),
+        "clock_mhz": round(float(mhz)),
+        "phases": {name: round(float(n / mhz), 2) for name, n in named},
+    }
 
 
-def clock_mhz() -> float:
-    """Returns the clock of the multiprocessors as nvidia-smi reports it."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
-    return float(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    )
-
-
-def weight_bytes(config: ModelConfig, weights: str, tokens: int) -> int:
+def weight_bytes(config: ModelConfig, weights: str, tokens: int, attention: int) -> int:
     """Returns the bytes that the kernel reads: every pair of a token and an expert counts."""
     D, F = config.hidden_size, config.moe_intermediate_size
     experts = config.n_shared_experts + tokens * config.num_experts_per_tok
     itemsize = 1 if weights == "fp8" else 2
-    return 3 * D * F * experts * itemsize + 2 * D * config.n_routed_experts
+    matrices = 3 * D * F * experts + D * attention
+    return matrices * itemsize + 2 * D * config.n_routed_experts
 
 
 def measure(
-    name: str, weights: str, tokens: int, layers: tuple[Any, list[Any]], repeats: int
+    name: str,
+    weights: str,
+    tokens: int,
+    o_proj: str,
+    layers: tuple[Any, list[Any]],
+    settings: Any,
+    gbs: float,
 ) -> dict[str, Any]:
     """Checks and times one case."""
     config, (graph, states) = models.config(name), layers
     h = jax.random.normal(jax.random.key(tokens), (tokens, config.hidden_size), jnp.bfloat16)
-    row: dict[str, Any] = {"model": name, "weights": weights, "tokens": tokens}
-    row["roof_us"] = round(weight_bytes(config, weights, tokens) / READ_GBS / 1e3, 2)
-    row["plain"] = timed(feed_forward.plain(graph), h, states)
-    for ahead in AHEAD:
+    row: dict[str, Any] = {"model": name, "weights": weights, "tokens": tokens, "o_proj": o_proj}
+    heads, attention = None, 0
+    if o_proj == "with":
+        attention = config.num_attention_heads * config.v_head_dim
+        heads = jax.random.normal(jax.random.key(0), (tokens, attention), jnp.bfloat16)
+    row["roof_us"] = round(weight_bytes(config, weights, tokens, attention) / gbs / 1e3, 2)
+    programs: dict[str, Any] = {}
+
+    def add(name: str, half: feed_forward.Half) -> None:
+        check, time = feed_forward.chain(half, 1), feed_forward.chain(half, CALLS // LAYERS)
+        programs[f"check {name}"] = jax.jit(check), (h, heads, states[:1])
+        programs[f"time {name}"] = (
+            jax.jit(time, compiler_options=GPU_OPTIONS),
+            (h, heads, states),
+        )
+
+    exact = feed_forward.chain(feed_forward.exact(graph), 1)
+    programs["exact"] = jax.jit(exact), (h, heads, states[:1])
+    add("plain", feed_forward.plain(graph))
+    events = ()
+    for ahead in settings.ahead:
         setting = Config(multiprocessors(), ahead=ahead)
-        half = feed_forward.one_kernel(graph, setting)
-        if fault := wrong(half, graph, h, states, repeats):
-            row[ahead] = {"error": fault}
-            continue
-        row[ahead] = timed(half, h, states)
-        row[ahead] |= phases(graph, h, states[0], setting, clock_mhz())
+        add(ahead, feed_forward.one_kernel(graph, setting))
+        setting = dataclasses.replace(setting, timed=True)
+        events = feed_forward.plan_of(h, heads, states[0], graph, setting).events
+        stamps = jax.jit(functools.partial(feed_forward.stamps, graph=graph, config=setting))
+        programs[f"stamps {ahead}"] = stamps, (h, heads, states)
+    compiled = compile_all(programs)
+    wanted = [compiled["exact"](h, heads, [state]) for state in states]
+    for name in (*settings.ahead, "plain"):
+        row[name] = check(compiled[f"check {name}"], h, heads, states, wanted, settings.repeats)
+        if "wrong" not in row[name]:
+            row[name] |= timed(compiled[f"time {name}"], h, heads, states)
+        if "wrong" not in row[name] and name != "plain":
+            row[name] |= phases(compiled[f"stamps {name}"], events, h, heads, states)
     return row
 
 
@@ -161,9 +210,9 @@ def endure(layers: tuple[Any, list[Any]], width: int, launches: int) -> dict[str
     run = jax.jit(feed_forward.chain(half, CALLS // LAYERS))
     h = jax.random.normal(jax.random.key(0), (1, width), jnp.bfloat16)
     began, programs = time.perf_counter(), -(-launches // CALLS)
-    first = last = run(h, states)
+    first = last = run(h, None, states)
     for _ in range(programs):
-        last = run(h, states)
+        last = run(h, None, states)
     same = bool(jnp.array_equal(first, last))
     took = round(time.perf_counter() - began, 1)
     return {"launches": programs * CALLS, "seconds": took, "same_result": same}
@@ -174,13 +223,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["moonlight-16b", "v3-slice"])
     parser.add_argument("--weights", nargs="*", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
+    choices = "without", "with"
+    parser.add_argument("--o-proj", nargs="*", default=choices[:1], choices=choices)
+    parser.add_argument("--ahead", nargs="*", default=AHEAD, choices=AHEAD, help="settings")
     parser.add_argument("--launches", type=int, default=1_000_000, help="launches without a hang")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds, see above")
     parser.add_argument("--repeats", type=int, default=20, help="equal calls per check")
     parser.add_argument("--out", type=Path, help="JSON file; by default it is only printed")
     arguments = parser.parse_args()
     require_hopper()
-    result: dict[str, Any] = description() | {"read_gbs": READ_GBS, "rows": [], "not_run": []}
+    gbs = round(floor.bandwidth() / 1e9, 1)
+    result: dict[str, Any] = description() | {"read_gbs": gbs, "rows": [], "not_run": []}
 
     def save() -> None:
         if arguments.out is not None:
@@ -196,21 +249,34 @@ def main() -> None:
     ]
     for name, weights in kinds:
         layers = None
-        for tokens in arguments.tokens:
-            if time.monotonic() - began > arguments.time_limit:
-                result["not_run"].append([name, weights, tokens])
+        for tokens, o_proj in itertools.product(arguments.tokens, arguments.o_proj):
+            late = time.monotonic() - began > arguments.time_limit
+            if late or "trapped" in result:
+                result["not_run"].append([name, weights, tokens, o_proj])
                 continue
-            layers = layers or random_layers(models.config(name), weights)
-            result["rows"].append(measure(name, weights, tokens, layers, arguments.repeats))
-            print(json.dumps(result["rows"][-1]), flush=True)
-            save()
-            if "endurance" not in result and arguments.launches:
-                width = models.config(name).hidden_size
-                result["endurance"] = endure(layers, width, arguments.launches)
-                print(result["endurance"], flush=True)
+            try:
+                layers = layers or random_layers(models.config(name), weights)
+                row = measure(name, weights, tokens, o_proj, layers, arguments, gbs)
+                result["rows"].append(row)
+                print(json.dumps(row), flush=True)
                 save()
-    save()
-    if faults := [row for row in result["rows"] if any("error" in row[ahead] for ahead in AHEAD)]:
+                if "endurance" not in result and arguments.launches:
+                    width = models.config(name).hidden_size
+                    result["endurance"] = endure(layers, width, arguments.launches)
+                    print(result["endurance"], flush=True)
+            except NotImplementedError as refusal:
+                result["not_run"].append([name, weights, tokens, o_proj, str(refusal)])
+            except jax.errors.JaxRuntimeError as error:  # the process cannot use the GPU any more
+                result["trapped"] = [name, weights, tokens, o_proj, str(error)]
+            save()
+    if "trapped" in result:
+        sys.exit(f"a kernel trapped: {result['trapped']}")
+    faults = [
+        row
+        for row in result["rows"]
+        if any("wrong" in each for each in row.values() if isinstance(each, dict))
+    ]
+    if faults:
         sys.exit(f"{len(faults)} of {len(result['rows'])} cases are wrong")
 
 

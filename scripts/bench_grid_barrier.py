@@ -34,7 +34,7 @@ ROUNDS = 20_000  # barriers of the longer launch; the shorter one has a tenth
 PAIRS = 7
 CHECKED_ROUNDS = 5_000  # barriers per launch while words are checked
 FEW_POLLS = 1 << 16  # of the barrier that traps
-TRAP_SECONDS = 120
+TRAP_SECONDS = 60
 MESSAGE = re.compile(r"grid barrier: after \d+ polls, program \d+ still waits.*")
 
 
@@ -76,13 +76,18 @@ def trap() -> dict[str, Any]:
     command = [sys.executable, "-m", "scripts.bench_grid_barrier", "--skip-one"]
     # This process has most of the GPU's memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    child = subprocess.run(
-        command, capture_output=True, text=True, timeout=TRAP_SECONDS, env=environment
-    )
-    message = MESSAGE.search(child.stdout + child.stderr)
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=TRAP_SECONDS, env=environment
+        )
+    except subprocess.TimeoutExpired:  # which has killed the child
+        return {"exit_status": None, "message": None, "seconds": TRAP_SECONDS}
+    output = child.stdout + child.stderr
+    message = MESSAGE.search(output)
     return {
         "exit_status": child.returncode,
         "message": message[0] if message else None,
+        "last_lines": [] if message else output.splitlines()[-5:],
         "seconds": round(time.perf_counter() - began, 1),
     }
 
@@ -107,22 +112,29 @@ def main() -> None:
         skip_one(most)
         return
     result: dict[str, Any] = description() | {"programs": {}}
+
+    def save() -> None:
+        if arguments.out is not None:
+            atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+
     for programs in (most, most // 2, 2):
         result["programs"][programs] = {
             "barrier": microseconds(programs, checked=False),
             "barrier_and_words": microseconds(programs, checked=True),
         }
         print(programs, result["programs"][programs], flush=True)
+        save()
     result["check"] = check(most, arguments.barriers)
     print(result["check"], flush=True)
+    save()
     result["trap"] = trap()
     print(json.dumps(result))
-    if arguments.out is not None:
-        atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+    save()
     faults = [
         f"{result['check']['wrong_words']} wrong words" * bool(result["check"]["wrong_words"]),
         "a missing program gave no message" * (result["trap"]["message"] is None),
         "a missing program gave no error" * (result["trap"]["exit_status"] == 0),
+        f"no trap within {TRAP_SECONDS} s" * (result["trap"]["exit_status"] is None),
     ]
     if any(faults):
         sys.exit("; ".join(fault for fault in faults if fault))

@@ -1,7 +1,7 @@
 """Profiles a whole decode step by kernel, on the default device.
 
     python -m scripts.profile_step --model moonlight-16b --weights bf16 --batches 1 64 256 \\
-        [--cached 1024] [--out benchmarks/results/step_h200.json]
+        [--cached 1024] [--feed-forward mosaic_gpu] [--out benchmarks/results/step_h200.json]
 
 Profiles the generator's decode program with random weights, as in ``scripts/bench_decode.py``.
 Kernels are traced without CUDA graphs, because only then does the profiler report which operation a
@@ -44,6 +44,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
     parser.add_argument("--cached", type=int, default=1024, help="cached tokens per sequence")
+    parser.add_argument(
+        "--feed-forward",
+        choices=("separate", "mosaic_gpu"),
+        help="back-end of the second half of layers",
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
 
@@ -76,12 +81,14 @@ def main() -> None:
         "jax": jax.__version__,
         "model": arguments.model,
         "activations": arguments.activations,
+        "feed_forward": arguments.feed_forward,
         "profiles": [],
     }
     for weights in arguments.weights:
         model = models.random_model(models.shapes(config, weights, arguments.dtype, mtp=False))
         if arguments.activations:
             model.use_float8_activations()
+        model.use_feed_forward(arguments.feed_forward)
         for rows in arguments.batches:
             row = {"weights": weights} | profile(model, rows, arguments.cached)
             busy = f"busy {row['busy']:.1%} of the time, {row['host_waits_us']:.1f} us per step"

@@ -1,7 +1,8 @@
 """The shapes of feed_forward that the kernel benchmark times: MoE layers of published models.
 
-No GPU has run its kernel, so it is no core case: ``--ops feed_forward --all`` selects it.
-``scripts/bench_feed_forward.py`` compares it with the model's own operations, and times its phases.
+No GPU has checked its kernel as it is, so it is no core case: ``--ops feed_forward --all`` selects
+it. ``scripts/bench_feed_forward.py`` compares it with the model's own operations, and times its
+phases.
 """
 
 from __future__ import annotations

@@ -150,6 +150,17 @@ class MultiHeadLatentAttention(nnx.Module):
           caches: one for each batch, with the same page arrays.
           forms: the form of each batch.
         """
+        heads, pages = self.attend_batches(x, rotation, caches, forms)
+        return self.output(heads), pages
+
+    def attend_batches(
+        self,
+        x: Float[Array, "_ _ D"],
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+    ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
+        """Does :meth:`extend_batches` without the output projection."""
         query_latent = self.query_latent(x)
         queries = self.queries(query_latent, rotation)
         appended = self._append(x, query_latent, rotation, caches)
@@ -168,7 +179,7 @@ class MultiHeadLatentAttention(nnx.Module):
             )
             out = self._unfold(join_tokens(outs), x.dtype)
             out = merge_devices(out, join_tokens(lses), self.layout)
-            return self.output(out.astype(x.dtype)), pages
+            return out.astype(x.dtype), pages
         outputs = []
         for i, batch in enumerate(appended):
             q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
@@ -178,7 +189,7 @@ class MultiHeadLatentAttention(nnx.Module):
             else:
                 out, lse = self._attend_expanded(q_nope, q_rope, batch)
             outputs.append(merge_devices(out, lse, self.layout).astype(x.dtype))
-        return self.output(join_tokens(outputs)), pages
+        return join_tokens(outputs), pages
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
         """Returns the array that the layer caches, see :mod:`latent_cache`."""

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers import second_half
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.attention_interface import Attention, Form
 from dsv3_jax.layers.linear import Linear
@@ -31,6 +32,7 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.quantization import Quantization
+from pallas_kernels.dispatch import Implementation, dispatch
 from sharding import Layout
 
 _BatchInput = tuple[Float[Array, "_ _ D"], Rotation, LayerCache]
@@ -51,6 +53,7 @@ class DecoderLayer(nnx.Module):
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
+        self.feed_forward: Implementation = None  # see DeepSeekV3.use_feed_forward
         norms = norm_dtype(config, dtype)
         self.input_layernorm = RMSNorm(D, eps=eps, dtype=norms)
         attention = SparseAttention if config.has_indexer else MultiHeadLatentAttention
@@ -154,21 +157,45 @@ class DecoderLayer(nnx.Module):
         rotation = jax.tree.map(lambda *each: join_tokens(each), *rotations)
         attention: Attention = self.self_attn
         normed = self.input_layernorm(x)
-        if len(caches) == 1:
-            attended, pages = attention.extend(normed, rotation, caches[0], forms[0])
-        else:
-            attended, pages = attention.extend_batches(normed, rotation, caches, forms)
         valid = join_tokens([cache.valid for cache in caches])
-        y, stats = self._feed_forward(x, attended, valid)
+        if type(attention).extend is MultiHeadLatentAttention.extend:
+            heads, pages = attention.attend_batches(normed, rotation, caches, forms)
+            y, stats = self._feed_forward(x, None, valid, heads)
+        else:  # a variant, which runs one batch
+            attended, pages = attention.extend(normed, rotation, caches[0], forms[0])
+            y, stats = self._feed_forward(x, attended, valid)
         return split_tokens(y, caches), pages, stats
 
     def _feed_forward(
         self,
         x: Float[Array, "B T D"],
-        attended: Float[Array, "B T D"],
+        attended: Float[Array, "B T D"] | None,
         valid: Bool[Array, "B T"] | None,
+        heads: Float[Array, "B T H V"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
-        """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum."""
+        """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum.
+
+        Args:
+          attended: attention's output, or None if ``heads`` has it before its projection.
+        """
+        backends = {
+            "separate": self._feed_forward_separately,
+            "mosaic_gpu": functools.partial(second_half.in_one_kernel, self),
+        }
+        name = "a layer's second half"
+        return dispatch(name, backends, self.feed_forward, x, attended, valid, heads)
+
+    def _feed_forward_separately(
+        self,
+        x: Float[Array, "B T D"],
+        attended: Float[Array, "B T D"] | None,
+        valid: Bool[Array, "B T"] | None,
+        heads: Float[Array, "B T H V"] | None,
+    ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
+        """Does :meth:`_feed_forward` by an operation for each of its steps."""
+        if attended is None:
+            assert heads is not None
+            attended = self.self_attn.output(heads)
         h, normed = self.post_attention_layernorm.add_and_norm(x, attended)
         if isinstance(self.mlp, MLP):
             return _add(h, self.mlp(normed)), None

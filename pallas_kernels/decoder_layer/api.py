@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
-from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Router
+from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.route.reference import Rule
 
-# The reference is first: no GPU has run the kernel, so only a caller who names it gets it.
+# The reference is first, so only a caller who names the kernel gets it: a GPU has checked the
+# results of an earlier version, but not of this one.
 BACKENDS = {
     "reference": reference.feed_forward,
     "mosaic_gpu": mosaic_gpu.feed_forward,
@@ -26,6 +27,8 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
+    attended: Float[Array, "M _"] | None = None,
+    o_proj: Projection | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Computes ``h + ffn(x)`` with ``x = norm h / sqrt(mean(h^2) + eps)``.
@@ -34,11 +37,14 @@ def feed_forward(
     token's chosen experts, times their routing weights; the sum is float32 and rounded once.
 
     Args:
-      h: the residual, attention's output included.
+      h: the residual.
       norm: weights of the norm.
       router, routed: the router, and stacks of the experts' matrices; None in a dense layer.
       shared: the dense MLP, or the shared experts as one MLP of their summed width, or None.
       rule: how experts are chosen, see :func:`pallas_kernels.route`; None in a dense layer.
+      attended: attention's output, which is added to h first. The sum is rounded to h's dtype.
+        None if h contains it.
+      o_proj: the projection of attention's output, or None if ``attended`` is projected already.
       implementation: back-end name, or names in order of preference; see ``dispatch``. By default
         the reference.
 
@@ -51,8 +57,10 @@ def feed_forward(
       NotImplementedError: no selected back-end takes these arguments.
     """
     _check(h, norm, router, shared, routed, rule)
+    _check_attended(h, attended, o_proj)
     arrays = h, norm, router, shared, routed
-    return dispatch("feed_forward", BACKENDS, implementation, *arrays, rule=rule, eps=eps)
+    options = {"rule": rule, "eps": eps, "attended": attended, "o_proj": o_proj}
+    return dispatch("feed_forward", BACKENDS, implementation, *arrays, **options)
 
 
 def _check(
@@ -78,6 +86,27 @@ def _check(
     for name, matrices in (("shared", shared), ("routed", routed)):
         if matrices is not None:
             _check_matrices(name, matrices, D)
+
+
+def _check_attended(h: Array, attended: Array | None, o_proj: Projection | None) -> None:
+    if attended is None:
+        if o_proj is not None:
+            raise ValueError("o_proj: expected None without attended, got a projection")
+        return
+    (M, D), width = h.shape, h.shape[1]
+    if o_proj is not None:
+        width = o_proj.weight.shape[1]
+        if o_proj.weight.shape[0] != D:
+            raise ValueError(f"o_proj: expected {D} rows, got shape {o_proj.weight.shape}")
+        blocks = -(-D // 128), -(-width // 128)
+        if o_proj.scales and [scale.shape for scale in o_proj.scales] != [blocks]:
+            got = [scale.shape for scale in o_proj.scales]
+            raise ValueError(f"o_proj: expected scales of shape {blocks}, got {got}")
+    if (attended.shape, attended.dtype) != ((M, width), h.dtype):
+        raise ValueError(
+            f"attended: expected {h.dtype} of shape {(M, width)}, got {attended.dtype} of"
+            f" {attended.shape}"
+        )
 
 
 def _check_matrices(name: str, matrices: Matrices, D: int) -> None:

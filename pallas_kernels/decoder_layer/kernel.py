@@ -7,6 +7,8 @@ grid barrier between. Each program norms the tokens and chooses the experts for 
 less time than another barrier.
 
     phase               weights                     activations             results
+    o_proj              [D, H V]                    attention's output      h
+    -- grid barrier --
     router              [E, D]                      norm of h               logits
     gate_up             shared gate, up [F, D]      norm of h               hidden rows
     -- grid barrier --
@@ -15,7 +17,8 @@ less time than another barrier.
     -- grid barrier --
     routed_down         chosen downs                hidden rows             added to these
 
-Then ``out = h + sums``. A dense layer has only gate_up and down. The producer passes the first
+Then ``out = h + sums``. Without o_proj, the first phase and the first barrier are missing. A dense
+layer has only gate_up and down after them. The producer passes the first
 barrier with the weights of ``down``; it waits for the choice of experts before it copies theirs,
 and passes the second barrier with their downs.
 
@@ -35,8 +38,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decoder_layer.plan import Plan
-from pallas_kernels.decoder_layer.program import Program
-from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Router
+from pallas_kernels.decoder_layer.program import SIGNALS, Program
+from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import CONSUMERS, Totals
 from pallas_kernels.decoder_layer.units import Refs
 from pallas_kernels.hopper.barriers import Barriers
@@ -48,6 +51,8 @@ from pallas_kernels.route.lanes import SHAPE
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def feed_forward(
     h: Float[Array, "M D"],
+    attended: Float[Array, "M _"] | None,
+    o_proj: Projection | None,
     norm: Float[Array, " D"],
     router: Router | None,
     shared: Matrices | None,
@@ -59,12 +64,12 @@ def feed_forward(
 ) -> tuple[
     Float[Array, "M D"],
     Chosen | None,
-    Int32[Array, "programs events"] | None,
+    Int32[Array, "programs stamps"] | None,
 ]:
-    """Returns ``h + ffn(norm(h))`` and the routing.
+    """Returns ``h + ffn(norm(h))`` and the routing, after adding ``o_proj attended`` to h.
 
-    If ``plan.config.timed``, it also returns each program's clock cycles, modulo 2**32, at
-    ``plan.events``.
+    If ``plan.config.timed``, it also returns each program's clock at ``plan.events``, and the
+    GPU's nanoseconds at the first and the last of them, modulo 2**32.
 
     Args:
       router, routed: of an MoE layer, or None.
@@ -77,21 +82,25 @@ def feed_forward(
     arrays = {
         "h": h,
         "flat_h": h.reshape(-1),
+        "attended": attended,
+        "flat_attended": None if attended is None else attended.reshape(-1),
+        "o_proj": None if o_proj is None else _flat_scales(o_proj),
         "norm": norm,
         "router": None if router is None else router.weight,
         "bias": None if router is None else router.bias,
-        "shared": _flat_scales(shared),
-        "routed": _flat_scales(routed),
+        "shared": None if shared is None else _flat_scales(shared),
+        "routed": None if routed is None else _flat_scales(routed),
     }
     results = {
         "out": ((M * D,), h.dtype),
+        "residual": ((M * D * bool(plan.attention),), h.dtype),
         "scores": ((M * E,), f32),
         "experts": ((programs * pairs,), i32),
         "weights": ((programs * pairs,), f32),
         "logits": ((M * E,), f32),
         "hidden": ((M * plan.ffn,), h.dtype),
         "routed_hidden": ((pairs * plan.expert_ffn,), h.dtype),
-        "clocks": ((programs * len(plan.events) * plan.config.timed,), i32),
+        "clocks": ((programs * plan.stamps * plan.config.timed,), i32),
     }
     inputs, structure = jax.tree.flatten(arrays)
     existing = {name: it for name, it in results.items() if it[0][0]}
@@ -135,16 +144,14 @@ def feed_forward(
     return by_name["out"].reshape(M, D), chosen, clocks
 
 
-def _flat_scales(matrices: Matrices | None) -> Matrices | None:
-    if matrices is None:
-        return None
+def _flat_scales(matrices: Any) -> Any:
     return matrices._replace(scales=tuple(scale.reshape(-1) for scale in matrices.scales))
 
 
 def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
     """Returns the scratch types by what they are for."""
     f32 = jnp.float32
-    signals = [Barriers.scratch(3, CONSUMERS, interpret)]
+    signals = [Barriers.scratch(SIGNALS, CONSUMERS, interpret)]
     return {
         "stages": plan.stages.scratch(),
         "ring": Ring.scratch(plan.stages.count, 2, CONSUMERS, interpret),

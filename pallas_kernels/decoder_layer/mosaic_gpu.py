@@ -1,7 +1,8 @@
-"""feed_forward on Hopper GPUs: one persistent kernel. No GPU has run it yet.
+"""feed_forward on Hopper GPUs: one persistent kernel.
 
-It is compiled ahead of time for an H200 and tested in Pallas' interpreter. benchmarks/NOTES.md
-predicts its time by phase.
+An H200 has checked the first version, which had no ``o_proj`` and exchanged sums after every
+expert. It has timed this one in a model's decode step, but not checked its results: these are
+checked in Pallas' interpreter. benchmarks/NOTES.md has the times.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer import kernel
 from pallas_kernels.decoder_layer.plan import Config, Plan
-from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Router
+from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.route.reference import Rule
@@ -31,6 +32,8 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
+    attended: Float[Array, "M _"] | None = None,
+    o_proj: Projection | None = None,
     config: Config | None = None,
     counter: Any = None,
     interpret: Any = None,
@@ -49,13 +52,14 @@ def feed_forward(
     """
     require_hopper(interpret)
     config = config or Config(multiprocessors() if interpret is None else 2)
+    parts = router, shared, routed
     plan = make_plan(
-        h, router, shared, routed, rule=rule, eps=eps, config=config, interpret=interpret
+        h, *parts, rule=rule, eps=eps, o_proj=o_proj, config=config, interpret=interpret
     )
     if counter is None and interpret is None:
         counter = jax.new_ref(new_counter())
     made: Any = kernel.feed_forward(
-        h, norm, router, shared, routed, counter, plan=plan, interpret=interpret
+        h, attended, o_proj, norm, *parts, counter, plan=plan, interpret=interpret
     )
     out, chosen, _ = made
     return out, chosen
@@ -69,12 +73,15 @@ def make_plan(
     *,
     rule: Rule | None,
     eps: float,
+    o_proj: Projection | None = None,
     config: Config,
     interpret: Any = None,
 ) -> Plan:
     """Returns the plan for these arguments. It raises as :func:`feed_forward`."""
     matrices = [each for each in (shared, routed) if each is not None]
     dtypes = {jnp.dtype(matrix.dtype) for each in matrices for matrix in each[:3]}
+    if o_proj is not None:
+        dtypes.add(jnp.dtype(o_proj.weight.dtype))
     (weight_dtype,) = dtypes if len(dtypes) == 1 else (None,)
     router_dtype = h.dtype if router is None else router.weight.dtype
     is_float8 = weight_dtype == jnp.dtype(FLOAT8)
@@ -86,11 +93,13 @@ def make_plan(
     if weight_dtype != h.dtype and not is_float8:
         names = ", ".join(sorted(map(str, dtypes)))
         raise NotImplementedError(f"takes matrices of {h.dtype} or float8_e4m3fn, got {names}")
-    if is_float8 and any(len(each.scales) != 3 for each in matrices):
+    scales = [len(each.scales) // 3 for each in matrices]
+    if is_float8 and not all([*scales, o_proj is None or o_proj.scales]):
         raise NotImplementedError("takes float8 matrices with scales, got none")
     return Plan.of(
         tokens=h.shape[0],
         width=h.shape[1],
+        attention=0 if o_proj is None else o_proj.weight.shape[1],
         ffn=0 if shared is None else shared.gate.shape[-2],
         expert_ffn=0 if routed is None else routed.gate.shape[-2],
         experts=0 if routed is None else math.prod(routed.gate.shape[:-2]),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.decoder_layer.registers import SCALE_BLOCK, SUMS_SHAPE
+from pallas_kernels.decoder_layer.registers import SUMS_SHAPE
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
     MOST_TOKENS,
@@ -18,7 +18,9 @@ from pallas_kernels.decoder_layer.stream import (
 )
 from pallas_kernels.route.reference import Rule
 
-PhaseName = Literal["router", "gate_up", "down", "routed_gate_up", "routed_down"]
+PhaseName = Literal["o_proj", "router", "gate_up", "down", "routed_gate_up", "routed_down"]
+
+Entry = Literal["rows", "norm", "choice and rows"]
 
 _SHARED_MEMORY = 227 * 1024  # bytes per thread block
 _RESERVED = 8 * 1024  # barriers, alignment of buffers, norms
@@ -57,7 +59,7 @@ class Config:
     """Thread blocks, at most one per multiprocessor."""
     stages: int | None = None
     """Number of stages of the ring. None takes as many as fit, up to 12."""
-    ahead: Literal["always", "arrived"] = "always"
+    ahead: Literal["always", "arrived"] = "arrived"
     """The time from which weights of phases after a grid barrier are copied: always, or only when
     this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
     timed: bool = False
@@ -71,6 +73,8 @@ class Plan:
     tokens: int
     width: int
     """D, the hidden size."""
+    attention: int
+    """Width of all heads' values together, 0 without the output projection."""
     ffn: int
     """Hidden width of the dense or shared MLP, 0 without one."""
     expert_ffn: int
@@ -87,9 +91,9 @@ class Plan:
 
     @staticmethod
     def of(
-        tokens: int, width: int, ffn: int, expert_ffn: int, experts: int, rule: Rule | None,
-        eps: float, dtype: Any, weight_dtype: Any, router_dtype: Any, config: Config,
-        interpret: Any,
+        tokens: int, width: int, attention: int, ffn: int, expert_ffn: int, experts: int,
+        rule: Rule | None, eps: float, dtype: Any, weight_dtype: Any, router_dtype: Any,
+        config: Config, interpret: Any,
     ) -> Plan:  # fmt: skip
         """Returns the plan.
 
@@ -98,17 +102,20 @@ class Plan:
         """
         if not 1 <= tokens <= MOST_TOKENS:
             raise NotImplementedError(f"takes 1 to {MOST_TOKENS} tokens, got {tokens}")
-        for name, size in (("hidden", width), ("dense or shared", ffn), ("expert", expert_ffn)):
+        widths = {"hidden": width, "attention": attention, "dense or shared": ffn}
+        for name, size in (widths | {"expert": expert_ffn}).items():
             if size % _WARPGROUP:
                 raise NotImplementedError(
                     f"takes {name} widths of a multiple of {_WARPGROUP}, got {size}"
                 )
         if rule is not None:
             _check_rule(rule, experts)
-        phases = _phases(tokens, width, ffn, expert_ffn, experts, rule, weight_dtype, router_dtype)
+        phases = _phases(
+            tokens, width, attention, ffn, expert_ffn, experts, rule, weight_dtype, router_dtype
+        )
         operands = [phase.operand for phase in phases]
         plan = Plan(
-            tokens, width, ffn, expert_ffn, experts, rule, eps, jnp.dtype(dtype),
+            tokens, width, attention, ffn, expert_ffn, experts, rule, eps, jnp.dtype(dtype),
             jnp.dtype(weight_dtype), phases, config, Stages.of(operands, 0, interpret),
         )  # fmt: skip
         return dataclasses.replace(plan, stages=Stages.of(operands, plan._ring_stages(), interpret))
@@ -141,13 +148,23 @@ class Plan:
     @property
     def events(self) -> tuple[str, ...]:
         """Names of what the first consumer warpgroup has completed, in order."""
-        events, passed = ["start", "norm"], 0
+        events, passed = ["start", self.entry(0)], 0
         for phase in self.phases:
             if phase.barriers > passed:
                 passed = phase.barriers
-                events += [f"barrier {passed}"] + ["choice and rows"] * (passed == 1)
+                events += [f"barrier {passed}", self.entry(passed)]
             events.append(phase.name)
-        return (*events, "out")
+        return (*filter(None, events), "out")
+
+    @property
+    def stamps(self) -> int:
+        """Numbers that a timed program stores: clocks at the events, nanoseconds at both ends."""
+        return len(self.events) + 2
+
+    def entry(self, passed: int) -> Entry | None:
+        """Returns what the consumers do after so many barriers, before they multiply."""
+        entries: list[Entry | None] = ["rows", "norm", "choice and rows", None]
+        return entries[passed if self.attention else passed + 1]
 
     def stride(self, columns: int) -> int:
         """Returns the distance of activation rows in shared memory.
@@ -179,7 +196,8 @@ class Plan:
 
     @property
     def _early(self) -> int:
-        return self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
+        rows = self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
+        return max(rows, self.tokens * self.stride(self.attention) * bool(self.attention))
 
 
 def _check_rule(rule: Rule, experts: int) -> None:
@@ -194,8 +212,8 @@ def _check_rule(rule: Rule, experts: int) -> None:
 
 
 def _phases(
-    tokens: int, width: int, ffn: int, expert_ffn: int, experts: int, rule: Rule | None,
-    weight_dtype: Any, router_dtype: Any,
+    tokens: int, width: int, attention: int, ffn: int, expert_ffn: int, experts: int,
+    rule: Rule | None, weight_dtype: Any, router_dtype: Any,
 ) -> tuple[Phase, ...]:  # fmt: skip
     """Returns the phases in the order in which their weights are read.
 
@@ -208,28 +226,27 @@ def _phases(
 
     phases: list[Phase] = []
     router_units = 0
+    before = int(bool(attention))  # barriers before the norm
+    if attention:
+        phases.append(
+            Phase("o_proj", operand(weight_dtype, attention, is_split=True), width // ROWS)
+        )
     if rule is not None:
         router_units = experts // ROWS
         router = operand(router_dtype, width, is_split=True)
-        phases.append(Phase("router", router, router_units))
+        phases.append(Phase("router", router, router_units, barriers=before))
     if ffn:
         gate_up = operand(weight_dtype, width, is_split=False)
         down = operand(weight_dtype, ffn, is_split=True)
         # Programs without a unit of the router get the first ones here.
-        phases.append(Phase("gate_up", gate_up, ffn // ROWS, shift=-router_units))
-        phases.append(Phase("down", down, width // ROWS, barriers=1))
+        phases.append(Phase("gate_up", gate_up, ffn // ROWS, barriers=before, shift=-router_units))
+        phases.append(Phase("down", down, width // ROWS, barriers=before + 1))
     if rule is not None:
         gate_up = operand(weight_dtype, width, is_split=False)
         down = operand(weight_dtype, expert_ffn, is_split=True)
         pairs = tokens * rule.num_experts_per_tok
-        phases.append(Phase("routed_gate_up", gate_up, expert_ffn // ROWS, pairs, barriers=1))
-        phases.append(Phase("routed_down", down, width // ROWS, pairs, barriers=2))
+        phases += [
+            Phase("routed_gate_up", gate_up, expert_ffn // ROWS, pairs, barriers=before + 1),
+            Phase("routed_down", down, width // ROWS, pairs, barriers=before + 2),
+        ]
     return tuple(phases)
-
-
-def check_scales(shape: tuple[int, int], block_shape: tuple[int, int]) -> None:
-    """Raises NotImplementedError unless float8 matrices have scales of 128x128 blocks."""
-    if block_shape != (SCALE_BLOCK, SCALE_BLOCK):
-        raise NotImplementedError(
-            f"takes one scale per {SCALE_BLOCK}x{SCALE_BLOCK} block of {shape}, got {block_shape}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,33 +10,38 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.decoder_layer.choice import choose
 from pallas_kernels.decoder_layer.plan import Phase, Plan
-from pallas_kernels.decoder_layer.stream import CONSUMERS, ROWS, Rows, Stream, Totals
+from pallas_kernels.decoder_layer.registers import SUMS, SUMS_SHAPE, no_sums
+from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
+from pallas_kernels.decoder_layer.stream import (
+    CONSUMERS,
+    MOST_TOKENS,
+    ROWS,
+    Rows,
+    Stream,
+    Totals,
+)
 from pallas_kernels.decoder_layer.units import Refs, Units
 from pallas_kernels.decoder_layer.vectors import (
     copy_row,
     load_block,
     norm_row,
     store_block,
-    token_and_number,
 )
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.grid_barrier import GridBarrier
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, i64, inline, word
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
 
-_CHOSEN, _ARRIVED = 0, 1  # barriers: the experts are chosen; arrived at grid barrier 0, 1
+_CHOSEN, _ARRIVED = 0, 1  # barriers: the experts are chosen; arrived at grid barriers 0, 1, 2
+SIGNALS = 4
 
 
 class Program:
@@ -63,7 +69,7 @@ class Program:
 
     def run(self) -> None:
         self.stream.ring.initialise()
-        self.signals.initialise([CONSUMERS * WARPS] * 3, cluster=False)
+        self.signals.initialise([CONSUMERS * WARPS] * SIGNALS, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
 
         @when(self.wg == CONSUMERS)
@@ -98,16 +104,13 @@ class Program:
         plan = self.plan
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         self.record("start")
-        self.norm_tokens()
-        self.record("norm")
+        self.enter(0)
         for phase in plan.phases:
             if phase.barriers > passed:
                 self.sync_grid(passed)
                 passed = phase.barriers
                 self.record(f"barrier {passed}")
-                if passed == 1:
-                    self.enter_second_part()
-                    self.record("choice and rows")
+                self.enter(passed)
             if phase.name == "routed_down":
                 state, number = self.consume_batches(phase, state, number)
             else:
@@ -119,27 +122,29 @@ class Program:
         self.store_out()
         self.record("out")
 
-    def record(self, event: str) -> None:
-        """Stores the multiprocessor's clock, if this is timed."""
-        if not self.plan.config.timed:
+    def enter(self, passed: int) -> None:
+        """Prepares the activations for the phases after so many grid barriers."""
+        plan = self.plan
+        if (entry := plan.entry(passed)) is None:
             return
-        events = self.plan.events
-        at = self.program * len(events) + events.index(event)
+        if entry == "rows":
+            starts = [t * plan.stride(plan.attention) for t in range(plan.tokens)]
+            self.copy_rows(self.refs.flat_attended, plan.attention, starts)
+        elif entry == "norm":
+            self.norm_tokens()
+        else:
+            self.enter_second_part()
+        self.record(entry)
 
-        @inline(REF, SCALAR)
-        def store(clocks: Any, at: Any) -> None:
-            address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(clocks))
-            four = arith.constant(i64(), ir.IntegerAttr.get(i64(), 4))
-            address = arith.addi(address, arith.muli(arith.extui(i64(), word(at)), four))
-            text = """{
-                .reg .pred first; .reg .b32 now;
-                setp.eq.u32 first, $1, 0;
-                mov.u32 now, %clock;
-                @first st.global.b32 [$0], now;
-            }"""
-            asm(text, "l,r,~{memory}", address, mgpu.utils.thread_idx(), effects=True)
-
-        store(self.refs.clocks, at)
+    def record(self, event: str) -> None:
+        """Stores the multiprocessor's clock, and at both ends the nanoseconds, if this is timed."""
+        plan = self.plan
+        if not plan.config.timed:
+            return
+        first, clocks = self.program * plan.stamps, self.refs.clocks
+        store_cycles(clocks, first + plan.events.index(event))
+        if event in ("start", "out"):
+            store_nanoseconds(clocks, first + len(plan.events) + int(event == "out"))
 
     def norm_tokens(self) -> None:
         """Norms the tokens, alternately by both warpgroups."""
@@ -148,8 +153,12 @@ class Program:
 
             @when(self.wg == t % CONSUMERS)
             def _(t: int = t) -> None:
+                row, added = refs.h.at[t], None if refs.attended is None else refs.attended.at[t]
+                if plan.attention:
+                    row, added = refs.residual.at[pl.ds(t * plan.width, plan.width)], None
                 norm_row(
-                    refs.h.at[t],
+                    row,
+                    added,
                     refs.norm,
                     self.activations.at[pl.ds(t * plan.stride(plan.width), plan.width)],
                     self.norms.at[self.wg],
@@ -215,6 +224,8 @@ class Program:
         """Returns a function from a unit's pair to the activation rows that it meets."""
         plan = self.plan
         normed = plan.stride(plan.width)
+        if phase.name == "o_proj":
+            return lambda _: Rows(self.activations, 0, plan.stride(plan.attention), plan.tokens)
         if phase.name == "down":
             return lambda _: Rows(
                 self.activations, plan.ffn_start, plan.stride(plan.ffn), plan.tokens
@@ -284,7 +295,13 @@ class Program:
         def keep(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
             _store(self.sums.at[i], left + right)
 
+        def store_residual(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
+            attended = (left + right).astype(plan.dtype).astype(jnp.float32)
+            h = load_block(refs.flat_h, row, plan.width, plan.tokens, interpret)
+            store_block(refs.residual, row, plan.width, h + attended, plan.tokens, interpret)
+
         by_name = {
+            "o_proj": store_residual,
             "router": store_logits,
             "gate_up": store_hidden,
             "down": keep,
@@ -295,38 +312,63 @@ class Program:
     def consume_batches(
         self, phase: Phase, state: PipelineState, number: jax.Array
     ) -> tuple[PipelineState, jax.Array]:
-        """Multiplies the routed experts' downs, for as many pairs at a time as have room."""
-        plan, refs = self.plan, self.refs
+        """Multiplies the routed experts' downs, for as many pairs at a time as have room.
+
+        The sums of an output feature's experts stay in registers, times their routing weights.
+        """
+        plan, refs, operand = self.plan, self.refs, phase.operand
         assert plan.rule is not None
         own, stride = self.units.own_outputs(), plan.stride(plan.expert_ffn)
-        K = jnp.int32(plan.rule.num_experts_per_tok)
-        token, _ = token_and_number()
+        K, first_pair = jnp.int32(plan.rule.num_experts_per_tok), self.units.first_pair()
+        row_token = plgpu.broadcasted_iota(jnp.int32, SUMS_SHAPE, 0, layout=SUMS)
+        row_token = jnp.bitwise_and(row_token, MOST_TOKENS - 1)
+        count = self.units.count(phase)
 
-        def add(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
-            weight = refs.weights[self.units.first_pair() + pair]
-            total = self.sums.at[lax.rem(i, own)]
-            values = jnp.where(token == lax.div(pair, K), (left + right) * weight, 0.0)
-            _store(total, load_with_layout(total, LAYOUT) + values)
+        def scales_of(i: jax.Array) -> list[Any]:
+            i = jnp.where(i < count, i, 0)  # past the end, those of a unit that exists
+            return self.stream.scales(operand, self.units.halves(phase, i))
 
+        def add_output(n: jax.Array, carry: Any, low: int, high: int) -> Any:
+            def add_pair(p: jax.Array, carry: Any) -> Any:
+                state, scales, *sums = carry
+                following = scales_of(first + p + 1)
+                factor = refs.weights[first_pair + low + p]
+                if plan.tokens > 1:
+                    # All rows of the products are the pair's token.
+                    factor = jnp.where(row_token == lax.div(low + p, K), factor, 0.0)
+                rows = Rows(self.activations, p * stride, stride, 1)
+                state, products = self.stream.consume(operand, rows, scales, state)
+                sums = [s + factor * x for s, x in zip(sums, products, strict=True)]
+                return state, following, *sums
+
+            state, number, scales = carry
+            first = low * own + n * (high - low)
+            carry = state, scales, no_sums(), no_sums()
+            state, scales, left, right = lax.fori_loop(0, high - low, add_pair, carry)
+            self.totals.exchange(number, (left, right))
+
+            @when(self.wg == lax.rem(n, jnp.int32(CONSUMERS)))
+            def _() -> None:
+                left, right = self.totals.load(number, plan.tokens)
+                total = self.sums.at[n]
+                _store(total, load_with_layout(total, LAYOUT) + (left + right))
+
+            return state, number + 1, scales
+
+        scales = scales_of(jnp.int32(0))
         for low in range(0, plan.choices, plan.batch):
             high = min(low + plan.batch, plan.choices)
             if low:
                 self.totals.meet()  # both warpgroups have read the last batch
             starts = [(pair - low) * stride for pair in range(low, high)]
             self.copy_rows(refs.routed_hidden, plan.expert_ffn, starts, low)
-
-            def rows_of(pair: jax.Array, low: int = low) -> Rows:
-                return Rows(self.activations, (pair - low) * stride, stride, 1)
-
-            state, number = self.consume_units(
-                phase, low * own, high * own, rows_of, add, state, number
-            )
+            add = functools.partial(add_output, low=low, high=high)
+            state, number, scales = lax.fori_loop(0, own, add, (state, number, scales))
         return state, number
 
     def store_out(self) -> None:
         """Adds the sums to the residual."""
         plan, refs = self.plan, self.refs
-        self.totals.meet()  # any warpgroup may have added to them
         for i in range(plan.own_outputs):
             row = (self.program + i * self.programs) * ROWS
             is_own = (self.wg == i % CONSUMERS) & (row < plan.width)
@@ -335,8 +377,19 @@ class Program:
             def _(i: int = i, row: jax.Array = row) -> None:
                 sums = load_with_layout(self.sums.at[i], LAYOUT)
                 sums = sums.astype(plan.dtype).astype(jnp.float32)
-                h = load_block(refs.flat_h, row, plan.width, plan.tokens, self.interpret)
+                h = self.load_residual(row)
                 store_block(refs.out, row, plan.width, h + sums, plan.tokens, self.interpret)
+
+    def load_residual(self, start: jax.Array) -> jax.Array:
+        """Returns a block of h, with attention's output."""
+        plan, refs, arguments = self.plan, self.refs, (self.plan.width, self.plan.tokens)
+        if plan.attention:
+            return load_block(refs.residual, start, *arguments, self.interpret)
+        h = load_block(refs.flat_h, start, *arguments, self.interpret)
+        if refs.attended is None:
+            return h
+        h += load_block(refs.flat_attended, start, *arguments, self.interpret)
+        return h.astype(plan.dtype).astype(jnp.float32)
 
 
 def _store(ref: Any, values: jax.Array) -> None:

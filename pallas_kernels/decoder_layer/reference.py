@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,14 @@ class Matrices(NamedTuple):
     down: Float[Array, "*E D F"]
     scales: tuple[Float32[Array, "*E rows columns"], ...] = ()
     """Scales of each if they are float8, one per block of 128x128."""
+
+
+class Projection(NamedTuple):
+    """Attention's output projection, from all heads' values."""
+
+    weight: Float[Array, "D HV"]
+    scales: tuple[Float32[Array, "rows columns"], ...] = ()
+    """The scale of a float8 matrix, one number per block of 128x128."""
 
 
 class Router(NamedTuple):
@@ -49,12 +58,25 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
+    attended: Float[Array, "M _"] | None = None,
+    o_proj: Projection | None = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
+    if attended is not None:
+        h = add_attended(h, attended, o_proj)
     x = rms_norm.rms_norm(h, norm, eps=eps)
     chosen = None if router is None or rule is None else choose(x, router, rule)
     total = mix(x, chosen, shared, routed).astype(h.dtype)
     return (_f32(h) + _f32(total)).astype(h.dtype), chosen
+
+
+def add_attended(
+    h: Float[Array, "M D"], attended: Float[Array, "M _"], o_proj: Projection | None
+) -> Float[Array, "M D"]:
+    """Adds attention's output to the residual."""
+    if o_proj is not None:
+        attended = _matmul(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
+    return (_f32(h) + _f32(attended)).astype(h.dtype)
 
 
 def choose(x: Float[Array, "M D"], router: Router, rule: Rule) -> Chosen:
@@ -76,11 +98,10 @@ def mix(
     """Returns the sum of the shared MLP and of the chosen experts, times their weights."""
     total = jnp.zeros(x.shape, jnp.float32)
     if chosen is not None and routed is not None:
-        outs = [
-            jnp.stack([mlp(x[t : t + 1], routed, expert)[0] for expert in chosen.experts[t]])
-            for t in range(len(x))
-        ]
-        out = jnp.stack(outs).astype(x.dtype).astype(jnp.float32)
+        tokens, K = chosen.experts.shape
+        pairs = jnp.repeat(jnp.arange(tokens), K), chosen.experts.reshape(-1)
+        out = jax.lax.map(lambda pair: mlp(x[pair[0]][None], routed, pair[1])[0], pairs)
+        out = out.reshape(tokens, K, -1).astype(x.dtype).astype(jnp.float32)
         highest = jax.lax.Precision.HIGHEST
         total = jnp.einsum("mkd,mk->md", out, chosen.weights, precision=highest)
     if shared is not None:
@@ -98,14 +119,20 @@ def mlp(
     """
 
     def matmul(x: Float[Array, "M K"], n: int) -> Float32[Array, "M N"]:
-        weight: Any = matrices[n] if expert is None else matrices[n][expert]
-        if matrices.scales:
-            scale = matrices.scales[n] if expert is None else matrices.scales[n][expert]
-            weight = block_dequant(weight, scale, (128, 128), x.dtype)
-        return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)
+        arrays: Any = matrices[n], *(scales[n] for scales in [matrices.scales] if scales)
+        weight, *scale = arrays if expert is None else [array[expert] for array in arrays]
+        return _matmul(x, weight, scale)
 
     gate, up = (matmul(x, n).astype(x.dtype) for n in (0, 1))
     return matmul(silu_multiply(gate, up).astype(x.dtype), 2)
+
+
+def _matmul(
+    x: Float[Array, "M K"], weight: Float[Array, "N K"], scales: Sequence[Array]
+) -> Float32[Array, "M N"]:
+    if scales:
+        weight = block_dequant(weight, scales[0], (128, 128), x.dtype)
+    return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)
 
 
 def _f32(x: jax.Array) -> jax.Array:

@@ -19,7 +19,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, float_pair, i32, inline, item
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    asm,
+    const,
+    float_pair,
+    i32,
+    i64,
+    inline,
+    item,
+)
 from pallas_kernels.hopper.ir import word as register
 from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, thread_index
 
@@ -97,7 +108,7 @@ def multiply(
         offset = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(quarter, const(16)))
         offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
         weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
-        # Rows past the last token repeat it: their sums are not used.
+        # Rows past the last token repeat it.
         token = arith.minui(row, const(rows.count - 1))
         column = arith.addi(
             arith.muli(register(step), const(operand.step)),
@@ -182,12 +193,13 @@ def _multiply_in_interpreter(
                 for t in range(rows.count)
             ]
         ).astype(jnp.float32)
+        x = jnp.concatenate([x, jnp.broadcast_to(x[-1], (_TOKENS - rows.count, operand.step))])
         w = ref[...].astype(jnp.float32)
         if scales:
             k_block = (at + column) // SCALE_BLOCK - first // SCALE_BLOCK
             w = w * jnp.concatenate([chunk[0] for chunk in scales[half]])[k_block]
         product = jnp.einsum("tk,nk->tn", x, jnp.where(is_own, w, 0.0))
-        results.append(before.at[: rows.count].add(product))
+        results.append(before.at[:_TOKENS].add(product))
     return tuple(results)
 
 
@@ -256,6 +268,30 @@ def load_scales(
         index = jnp.minimum(thread_index(1), n - 1) + (start + (low + chunk))
         chunks.append(_load(scales, index))
     return chunks
+
+
+def prefetch_scales(scales: Any, start: jax.Array | int, columns: int, interpret: Any) -> None:
+    """Brings the scales of a row of blocks into the L2 cache. A whole warp calls it.
+
+    Args: see :func:`load_scales`.
+    """
+    if interpret is not None:
+        return
+    count = -(-columns // SCALE_BLOCK)
+    sector = 8  # float32 in the 32 bytes that a prefetch brings
+
+    @inline(REF, SCALAR)
+    def prefetch(scales: Any, start: Any) -> None:
+        lane = arith.andi(mgpu.utils.thread_idx(), const(LANES - 1))
+        for first in range(0, count, LANES * sector):
+            index = arith.addi(arith.muli(lane, const(sector)), const(first))
+            index = arith.addi(arith.minui(index, const(count - 1)), register(start))
+            pointer = mgpu.utils.memref_ptr(scales)
+            pointer = mgpu.utils.getelementptr(pointer, [index], ir.F32Type.get())
+            address = llvm.ptrtoint(i64(), pointer)
+            asm("prefetch.global.L2 [$0];", "l", address, effects=True)
+
+    prefetch(scales, jnp.asarray(start, jnp.int32))
 
 
 def _load(ref: Any, index: jax.Array) -> jax.Array:

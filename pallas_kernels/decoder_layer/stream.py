@@ -33,11 +33,13 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.decoder_layer.registers import (
     BLOCK_BYTES,
+    SCALE_BLOCK,
     SUMS_SHAPE,
     load_scales,
     load_totals,
     multiply,
     no_sums,
+    prefetch_scales,
 )
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.ir import asm, i32, i64, inline, instruction, shared_address, word
@@ -227,6 +229,9 @@ class Stream:
     ) -> PipelineState:  # fmt: skip
         """Copies the weights of a unit. One warp of the producer calls it.
 
+        The unit's scales only go to the L2 cache: a row of them may not be aligned for a copy. The
+        consumers load them a unit ahead, which is too late for what is in memory.
+
         Args:
           allow: called before each step's copies, to delay them.
         """
@@ -245,10 +250,14 @@ class Stream:
             allow(state)
             self.ring.fill(state, copies)
 
+        for half in halves:
+            if operand.dtype.itemsize == 1:
+                start = half.scales_start + half.column // SCALE_BLOCK
+                prefetch_scales(half.scales, start, operand.columns, self.stages.interpret)
         return self.ring.loop(operand.steps, fill, state, None)[0]
 
     def scales(self, operand: Operand, halves: tuple[Half, Half]) -> list[Any]:
-        """Loads the scales of a unit, for :meth:`consume`. They are in memory, so load them early.
+        """Loads the scales of a unit, for :meth:`consume`, from the L2 cache: load them early.
 
         Returns:
           Numbers in the lanes' registers for each half. Nothing, unless the matrices are float8.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,13 @@ class Refs(NamedTuple):
 
     h: Any
     flat_h: Any
+    attended: Any
+    """Attention's output, which is added to h, or None."""
+    flat_attended: Any
+    o_proj: Any
+    """The projection of attention's output, or None; its scales are flat."""
+    residual: Any
+    """h with the projection of attention's output, flat."""
     norm: Any
     router: Any
     bias: Any
@@ -69,9 +77,9 @@ class Units:
         For a program without units, they are those of any unit.
         """
         if phase.name == "routed_down":
-            own = self.own_outputs() if phase.units > self.programs else jnp.int32(1)
-            unit = self.program + lax.rem(i, own) * self.programs
-            return lax.div(i, own), jnp.minimum(unit, phase.units - 1) * ROWS
+            pair, output = self._routed_down(i)
+            unit = self.program + output * self.programs
+            return pair, jnp.minimum(unit, phase.units - 1) * ROWS
         unit = self.shifted(phase) + i * self.programs
         unit = jnp.minimum(unit, phase.units * phase.matrices - 1)
         if phase.matrices == 1:
@@ -79,33 +87,57 @@ class Units:
         units = jnp.int32(phase.units)
         return lax.div(unit, units), lax.rem(unit, units) * ROWS
 
+    def _routed_down(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the pair and the number of the output unit of the i-th unit of routed_down.
+
+        A batch of pairs has all output units, and each of these all pairs of the batch.
+        """
+        pairs, batch = self.plan.choices, self.plan.batch
+        if batch == pairs:
+            return lax.rem(i, jnp.int32(pairs)), lax.div(i, jnp.int32(pairs))
+        own = jnp.maximum(self.own_outputs(), 1)
+        first = lax.div(i, own * batch) * batch
+        in_batch = jnp.minimum(pairs - first, batch)
+        i -= first * own
+        return first + lax.rem(i, in_batch), lax.div(i, in_batch)
+
     def halves(self, phase: Phase, i: jax.Array) -> tuple[Half, Half]:
         """Returns the weights of the program's i-th unit."""
         pair, row = self.locate(phase, i)
         if phase.name == "router":
             left = Half(self.refs.router, row)
             return left, dataclasses.replace(left, column=phase.operand.columns)
+        if phase.name == "o_proj":
+            weight, scales = self.refs.o_proj
+            left, right = (self._half(phase, weight, scales, n, row) for n in range(2))
+            return left, right
         index: tuple[jax.Array, ...] = ()
         matrices = self.refs.shared
         if phase.name.startswith("routed"):
             matrices = self.refs.routed
             index = (self.refs.experts[self.first_pair() + pair],)
         names = ("down", "down") if phase.operand.is_split else ("gate", "up")
-        halves: Any = []
+        halves: list[Half] = []
         for n, name in enumerate(names):
-            matrix = getattr(matrices, name)
-            column = n * phase.operand.columns if phase.operand.is_split else 0
-            if not matrices.scales:
-                halves.append(Half(matrix, row, column, index))
-                continue
-            scales = matrices.scales[Matrices._fields.index(name)]
-            rows, columns = (-(-size // SCALE_BLOCK) for size in matrix.shape[-2:])
-            scale_row = lax.div(row, jnp.int32(SCALE_BLOCK))
-            if index:
-                scale_row = index[0] * rows + scale_row
-            halves.append(Half(matrix, row, column, index, scales, scale_row * columns))
-        first, second = halves
-        return first, second
+            number = Matrices._fields.index(name)
+            scales = matrices.scales[number : number + 1]
+            halves.append(self._half(phase, matrices[number], scales, n, row, index))
+        left, right = halves
+        return left, right
+
+    def _half(
+        self, phase: Phase, matrix: Any, scales: Sequence[Any], n: int, row: jax.Array,
+        index: tuple[jax.Array, ...] = (),
+    ) -> Half:  # fmt: skip
+        """Returns half ``n`` of a unit. ``scales`` are none, or the matrix' own."""
+        column = n * phase.operand.columns if phase.operand.is_split else 0
+        if not scales:
+            return Half(matrix, row, column, index)
+        rows, columns = (-(-size // SCALE_BLOCK) for size in matrix.shape[-2:])
+        scale_row = lax.div(row, jnp.int32(SCALE_BLOCK))
+        if index:
+            scale_row = index[0] * rows + scale_row
+        return Half(matrix, row, column, index, scales[0], scale_row * columns)
 
     def first_pair(self) -> jax.Array:
         """Returns where this program's choice of experts begins."""

@@ -29,16 +29,21 @@ _LONGEST = 8192  # numbers of a row that a warpgroup holds at the same time
 
 
 def norm_row(
-    row_g: Any, weight_g: Any, target: Any, sums_s: Any, *, eps: float, dtype: Any, interpret: Any
-) -> None:
+    row_g: Any, added_g: Any, weight_g: Any, target: Any, sums_s: Any, *, eps: float, dtype: Any,
+    interpret: Any,
+) -> None:  # fmt: skip
     """Stores the RMS norm of a row in global memory, rounded to ``dtype``, in shared memory.
 
     Args:
+      added_g: a row that is added first, or None. The sum is rounded to ``dtype``.
       sums_s: float32 [4, 32] in shared memory, of this warpgroup.
     """
     D = weight_g.shape[0]
     layout = _strided(D)
     row = load_with_layout(row_g, layout).astype(jnp.float32)
+    if added_g is not None:
+        row += load_with_layout(added_g, layout).astype(jnp.float32)
+        row = row.astype(dtype).astype(jnp.float32)
     sums_s[...] = _warp_sums(row * row, layout, interpret)
     meet(interpret)
     mean = sum(sums_s[warp, 0] for warp in range(WARPS)) * (1 / D)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.block_quant.reference import block_quant
-from pallas_kernels.decoder_layer.reference import Matrices, Router
+from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.numerics import rounded
 
@@ -29,6 +29,10 @@ class Layer:
     rule: Rule | None = None
     dtype: str = FLOAT32
     weights: str = FLOAT32
+    attended: bool = False
+    """Whether attention's output is an argument of its own."""
+    attention: int = 0
+    """Width of attention's output before its projection, or 0 without the projection."""
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
@@ -49,6 +53,13 @@ class Layer:
             (gate, up, down), scales = zip(*(block_quant(m, (128, 128)) for m in made), strict=True)
             return Matrices(gate, up, down, tuple(scales))
 
+        def projection() -> Projection:
+            weight = normal(D, self.attention, scale=self.attention**-0.5)
+            if self.weights != FLOAT8:
+                return Projection(weight.astype(self.weights))
+            weight, scale = block_quant(weight, (128, 128))
+            return Projection(weight, (scale,))
+
         router = None
         if E:
             router = Router(normal(E, D, scale=0.1).astype(self.dtype), normal(E, scale=0.1))
@@ -58,6 +69,8 @@ class Layer:
             "router": router,
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,
+            "attended": normal(*self._attended).astype(self.dtype) if self._attended else None,
+            "o_proj": projection() if self.attention else None,
         }
 
     def shapes(self) -> dict[str, Any]:
@@ -72,6 +85,10 @@ class Layer:
             of_float8 = tuple(struct(shape, jnp.float32) for shape in scales)
             return Matrices(*made[:3], of_float8 if self.weights == FLOAT8 else ())  # pyright: ignore
 
+        projection: Any = Projection(struct((D, self.attention), self.weights))  # pyright: ignore
+        if self.weights == FLOAT8:
+            scale = struct((-(-D // 128), -(-self.attention // 128)), jnp.float32)
+            projection = projection._replace(scales=(scale,))
         router = Router(struct((E, D), self.dtype), struct((E,), jnp.float32)) if E else None  # pyright: ignore
         return {
             "h": struct((self.tokens, D), self.dtype),
@@ -79,7 +96,14 @@ class Layer:
             "router": router,
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,
+            "attended": struct(self._attended, self.dtype) if self._attended else None,
+            "o_proj": projection if self.attention else None,
         }
+
+    @property
+    def _attended(self) -> tuple[int, ...]:
+        width = self.attention or self.width * self.attended
+        return (self.tokens, width) if width else ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -98,8 +122,9 @@ def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarra
     def f64(x: Any) -> np.ndarray:
         return rounded(x, x.dtype)
 
-    def dense(matrices: Matrices, n: int, index: Any) -> np.ndarray:
-        matrix = f64(matrices[n] if index is None else matrices[n][index])
+    def dense(matrices: Matrices | Projection, n: int, index: Any) -> np.ndarray:
+        matrix: Any = matrices[n]
+        matrix = f64(matrix if index is None else matrix[index])
         if not matrices.scales:
             return matrix
         scale = f64(matrices.scales[n] if index is None else matrices.scales[n][index])
@@ -111,6 +136,11 @@ def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarra
         return dense(matrices, 2, index) @ (gate / (1 + np.exp(-gate)) * up)
 
     h = f64(arguments["h"])
+    if arguments["attended"] is not None:
+        dtype, attended = arguments["h"].dtype, f64(arguments["attended"])
+        if arguments["o_proj"] is not None:
+            attended = f64(jnp.asarray(attended @ dense(arguments["o_proj"], 0, None).T, dtype))
+        h = f64(jnp.asarray(h + attended, dtype))
     x = h / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + EPS) * f64(arguments["norm"])
     out = h.copy()
     for t, row in enumerate(x):

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.feed_forward import arguments_of, chain, exact, plain
+from benchmarks.feed_forward import chain, exact, plain
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.layers.second_half import arguments as arguments_of
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import feed_forward
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.api import BACKENDS
@@ -45,8 +48,8 @@ def kernel_config(programs=2, **settings):
 
 def plan_of(layer, programs=132):
     return Plan.of(
-        layer.tokens, layer.width, layer.ffn, layer.expert_ffn, layer.experts, layer.rule, 1e-6,
-        layer.dtype, layer.weights, layer.dtype, Config(programs), None,
+        layer.tokens, layer.width, layer.attention, layer.ffn, layer.expert_ffn, layer.experts,
+        layer.rule, 1e-6, layer.dtype, layer.weights, layer.dtype, Config(programs), None,
     )  # fmt: skip
 
 
@@ -85,21 +88,21 @@ def test_the_benchmark_compares_equal_layers():
     h = jax.random.normal(jax.random.key(0), (3, config.hidden_size), jnp.bfloat16)
     want, _ = layer._feed_forward(h[None], jnp.zeros_like(h[None]), None)
     states = [state, state]
-    np.testing.assert_array_equal(chain(plain(graph), 1)(h, states[:1]), want[0])
-    got, wanted = (chain(half(graph), 2)(h, states) for half in (plain, exact))
+    np.testing.assert_array_equal(chain(plain(graph), 1)(h, None, states[:1]), want[0])
+    got, wanted = (chain(half(graph), 2)(h, None, states) for half in (plain, exact))
     check(got, wanted, 4 * tolerance(BFLOAT16))
 
 
 @pytest.mark.slow
 def test_reference_in_float64():
-    layer = dataclasses.replace(MOE, tokens=3, ffn=256, weights=FLOAT8)
+    layer = dataclasses.replace(MOE, tokens=3, ffn=256, weights=FLOAT8, attention=256)
     arguments = layer.arguments()
     got, chosen = reference.feed_forward(**arguments, **layer.options)
     assert chosen is not None
     check(got, expected(arguments, chosen.experts, chosen.weights), tolerance(FLOAT32))
 
 
-@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8)])
+@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8, attention=128)])
 def test_shapes_are_those_of_the_arguments(layer):
     """The tests of compilation and refusals use the shapes alone."""
     shapes, arguments = layer.shapes(), jax.eval_shape(layer.arguments)
@@ -107,7 +110,7 @@ def test_shapes_are_those_of_the_arguments(layer):
     assert jax.tree.leaves(shapes) == jax.tree.leaves(arguments)
 
 
-def test_a_kernel_that_no_gpu_has_run_is_not_the_default():
+def test_a_kernel_that_no_gpu_has_checked_is_not_the_default():
     assert next(iter(BACKENDS)) == "reference"
 
 
@@ -192,9 +195,26 @@ def test_it_needs_a_hopper_gpu():
         feed_forward(**Layer().arguments(), **Layer().options, implementation="mosaic_gpu")
 
 
+@pytest.mark.slow
+def test_layers_that_the_kernel_does_not_take():
+    """A layer that names only the kernel fails. One that names others too runs on the next."""
+    config = ModelConfig.from_hf(tiny_config())
+    layer = DecoderLayer(
+        config, dense=False, rngs=nnx.Rngs(0), dtype=jnp.float32, quantization=QUANTIZATIONS["int8"]
+    )
+    x = jax.random.normal(jax.random.key(0), (1, 2, config.hidden_size))
+    plain, _ = layer._feed_forward(x, x, None)
+    layer.feed_forward = "mosaic_gpu"
+    with pytest.raises(NotImplementedError, match="float8 with blocks of 128x128, got Integer"):
+        layer._feed_forward(x, x, None)
+    layer.feed_forward = ("mosaic_gpu", "separate")
+    np.testing.assert_array_equal(layer._feed_forward(x, x, None)[0], plain)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"attended": jnp.ones((1, 64))}, r"attended: expected float32 of shape \(1, 128\)"),
         ({"routed": None}, "expected shared alone, or router, routed and rule"),
         ({"norm": jnp.ones(64)}, r"norm: expected shape \(128,\), got \(64,\)"),
         ({"shared": Layer(width=64).arguments()["shared"]}, "shared: expected gate, up and down"),
@@ -208,20 +228,36 @@ def test_wrong_arguments(changes, message, untyped):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 INTERPRETED = {
-    "dense": (Layer(tokens=3), {}),
+    "dense": (Layer(tokens=3, attended=True), {"ahead": "always"}),
     # Groups, and more programs than output units of 16 / 2 programs each.
     "groups": (
         dataclasses.replace(
-            MOE, tokens=2, ffn=256, rule=rule(2, 4, 2), dtype=BFLOAT16, weights=BFLOAT16
+            MOE,
+            tokens=2,
+            ffn=256,
+            rule=rule(2, 4, 2),
+            dtype=BFLOAT16,
+            weights=BFLOAT16,
+            attended=True,
         ),
-        {"ahead": "arrived"},
+        {},
+    ),
+    # The router waits for the projection of attention's output.
+    "attention's projection": (
+        dataclasses.replace(MOE, tokens=2, attention=384, rule=rule(1)),
+        {},
     ),
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
-        {"programs": 3},
+        {"programs": 3, "ahead": "always"},
     ),
     "float8": (
-        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=FLOAT8, rule=rule(1)),
+        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
+        {},
+    ),
+    # Without a router: the reference rounds dequantized weights, which might change a choice.
+    "float8, attention's projection": (
+        Layer(2, 256, 128, dtype=BFLOAT16, weights=FLOAT8, attention=256),
         {},
     ),
 }
@@ -256,30 +292,35 @@ def test_kernel(layer, settings):
 @kernel_runs
 @pytest.mark.slow
 def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
-    """A dense and an MoE layer of a tiny float32 model, with the kernel for their second halves."""
+    """A dense and an MoE layer of a tiny model, with the kernel for their second halves."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=32,
         num_experts_per_tok=1, num_hidden_layers=2, num_nextn_predict_layers=0,
-        initializer_range=0.2,
+        num_attention_heads=2, num_key_value_heads=2, v_head_dim=64, initializer_range=0.2,
     )  # fmt: skip
-    model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    dtype = jnp.bfloat16 if ON_GPU else jnp.float32
+    model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
     tokens = jnp.asarray([[3, 17]], jnp.int32)
-    plain = model(tokens)
+    plain, plain_aux = model(tokens, return_aux=True)
+    cache = LatentKVCache.init(model.cache_spec(), 1, 64)
+    step = tokens, jnp.full((1,), 2, jnp.int32), cache, "absorbed"
+    plain_hidden, _ = model.extend(*step)
     calls = []
 
-    def by_kernel(layer, x, attended, valid):
-        h = x + attended
-        arrays, options = arguments_of(layer)
-        y, _ = mosaic_gpu.feed_forward(
-            h[0], **arrays, **options, config=kernel_config(), interpret=INTERPRET
-        )
-        calls.append(options["rule"])
-        _, stats = unpatched(layer, x, attended, valid)
-        return y[None], stats
+    def by_kernel(*arrays, rule, **options):
+        calls.append((rule is not None, options["o_proj"] is not None))
+        run = functools.partial(mosaic_gpu.feed_forward, interpret=INTERPRET)
+        return run(*arrays, rule=rule, **options, config=kernel_config())
 
-    unpatched = DecoderLayer._feed_forward
-    monkeypatch.setattr(DecoderLayer, "_feed_forward", by_kernel)
-    got = model(tokens)
-    assert [used is None for used in calls] == [True, False]
-    np.testing.assert_array_equal(jnp.argmax(got, -1), jnp.argmax(plain, -1))
-    check(got[0], plain[0], 8 * tolerance(FLOAT32))
+    monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
+    model.use_feed_forward("mosaic_gpu")
+    got, aux = model(tokens, return_aux=True)
+    hidden, _ = model.extend(*step)
+    # A step with a cache leaves attention's projection to the kernel.
+    assert calls == [(False, False), (True, False), (False, True), (True, True)]
+    bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
+    check(hidden.pre_norm[0], plain_hidden.pre_norm[0], bound)
+    np.testing.assert_array_equal(aux.routing_counts, plain_aux.routing_counts)
+    check(got[0], plain[0], bound)
+    if dtype == jnp.float32:
+        np.testing.assert_array_equal(jnp.argmax(got, -1), jnp.argmax(plain, -1))

@@ -398,6 +398,9 @@ def feed_forward_layers() -> dict[str, Layer]:
         layers[f"v3 {tokens} tokens"] = dataclasses.replace(v3, tokens=tokens)
     # Blocks that do not divide evenly among the warps or among the scales.
     layers["moonlight fp8"] = dataclasses.replace(moonlight, weights="float8_e4m3fn")
+    # With attention's output projection.
+    layers["moonlight o_proj"] = dataclasses.replace(moonlight, attention=2048)
+    layers["v3 o_proj"] = dataclasses.replace(v3, tokens=2, attention=16384)
     return layers
 
 
