@@ -54,9 +54,9 @@ SUBMISSIONS = {
     "H200, steps planned late": "dde8d4d",
 }
 """The commit of each run's engine in ``submission_time.json``: how long the client, in the process
-of the engine, was busy with its submissions. The first one checked the ids of prompts one by one. The
-last two are of different engines, which submit in the same way.
-Those times are of another machine's CPU."""
+of the engine, was busy with its submissions. The first one checked the ids of prompts one by one.
+The last two are of different engines, which submit in the same way. Those times are of another
+machine's CPU."""
 
 KERNELS = ("decode_moonlight_h200_2.json", "prefill_moonlight_h200.json")
 """Decode and prefill of the Generator on an H200, from which the shares of its peak rates come."""
