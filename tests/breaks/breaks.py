@@ -382,7 +382,7 @@ BREAKS: dict[str, Break] = {
     ),
     "prefills and decodes share a program": Break(
         "dsv3_jax/offline/call.py",
-        "                separate=True,\n",
+        "                separate=buckets.separate,\n",
         "                separate=False,\n",
         (_GENERATION + "test_loop.py",),
     ),
