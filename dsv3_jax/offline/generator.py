@@ -208,8 +208,8 @@ class Generator:
           draft_depth: maximum number of drafts per step, 1 to 4. ``"auto"`` chooses it from the
             acceptance and the cost measured so far, and may choose 0. The tokens of a seed then
             also depend on these measurements.
-          progress: called after each dispatch, about twice a second, with the number of tokens
-            generated so far for all prompts together.
+          progress: called after each dispatch, about twice a second, or after each step without
+            ``reproducible``, with the number of tokens generated so far for all prompts together.
 
         Raises:
           ValueError: a prompt is empty, too long or contains an id out of range, or a setting is
