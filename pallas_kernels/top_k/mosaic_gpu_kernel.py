@@ -143,7 +143,10 @@ def select(
             digit = lax.fori_loop(0, 11, bisect, i32(0))
             above = bins > digit
             larger = sum_of(jnp.where(above, counts, filled(_BINS, 0)))
-            before = lax.fori_loop(0, wg, lambda w, n: n + counts_of(w), filled(_BINS, 0))
+            # Not a loop of wg steps: it would be unrolled, with more loads than there are registers.
+            before = filled(_BINS, 0)
+            for w in range(W - 1):
+                before += counts_of(w) * jnp.where(w < wg, 1, 0)
             larger_before += sum_of(jnp.where(above, before, filled(_BINS, 0)))
             equal_before = sum_of(jnp.where(bins == digit, before, filled(_BINS, 0)))
             meet_all()  # the histograms may be cleared
