@@ -143,7 +143,7 @@ def select(
             digit = lax.fori_loop(0, 11, bisect, i32(0))
             above = bins > digit
             larger = sum_of(jnp.where(above, counts, filled(_BINS, 0)))
-            # Not a loop of wg steps: it would be unrolled, with more loads than there are registers.
+            # Not a loop of wg steps: it would be unrolled, and need more registers than there are.
             before = filled(_BINS, 0)
             for w in range(W - 1):
                 before += counts_of(w) * jnp.where(w < wg, 1, 0)
