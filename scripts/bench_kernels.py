@@ -232,7 +232,7 @@ class Bench:
             self._peers.send({"do": "prepare", "case": encoded(case)})
         in_jax = self._parts(case)
         faults = {part: self._check(case, part) for part in in_jax if part != "xla"}
-        # What is wrong or hangs is not prepared, so that the others can be timed.
+        # A kernel that is wrong or hangs is not prepared, so that the others can be timed.
         right = [part for part in in_jax if not faults.get(part)]
         request = {"do": "prepare", "case": encoded(case), "parts": right}
         prepared = self._ours.ask(request, self._patience(ROW_S))

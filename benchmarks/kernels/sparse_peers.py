@@ -146,7 +146,7 @@ def _deep_gemm_paged(case: Index, directory: Path) -> Peer:
         parts = (x[name].flatten(1).view(torch.uint8) for name in ("pages", "scales"))
         cache = torch.cat(list(parts), 1).view(-1, PAGE, 1, INDEX_COLUMNS + 4)
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        # Of every query: the tokens that it sees.
+        # This is the number of tokens that each query sees.
         ahead = torch.arange(1 - case.queries, 1, device="cuda", dtype=torch.int32)
         lengths = (x["lengths"][:, None] + ahead).contiguous()
         plan = library.get_paged_mqa_logits_metadata(lengths, PAGE, processors)
