@@ -63,7 +63,7 @@ class Generator:
       prefill_chunk: number of prompt tokens of every request in one forward pass. By default a
         pass has chunks of some of them, see :mod:`dsv3_jax.offline.sizes`.
       reproducible: whether a request's tokens never depend on the other requests, as above. False
-        is for many prompts: it generates more tokens per second, with the sizes of an Engine. A
+        is meant for the throughput of many prompts, and takes the sizes of an Engine's programs. A
         step then prefills some requests while others decode, few requests run in small programs,
         and the host works during a step. Programs round differently, so that another token may
         follow where two are almost equally probable.
