@@ -67,6 +67,7 @@ def copies(compiled_program, pages) -> int:
     return len(re.findall(rf"= bf16\[{dimensions}\]\S* copy\(", compiled_program.as_text()))
 
 
+@pytest.mark.compiles
 @needs_libtpu
 def test_decode_writes_and_reads_the_cache_in_place():
     decode, pages = program("absorbed", 2, steps=8)
@@ -75,6 +76,7 @@ def test_decode_writes_and_reads_the_cache_in_place():
     assert decode.memory_analysis().alias_size_in_bytes >= 2 * pages.size
 
 
+@pytest.mark.compiles
 @needs_libtpu
 def test_a_narrower_cache_is_copied():
     """XLA copies unpadded pages before and after the loop, so a TPU's pages are padded."""
@@ -83,6 +85,7 @@ def test_a_narrower_cache_is_copied():
     assert decode.memory_analysis().temp_size_in_bytes > 2 * pages.size
 
 
+@pytest.mark.compiles
 @needs_libtpu
 @pytest.mark.slow
 def test_prefill():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShapes, ModelShard
@@ -14,11 +16,11 @@ class ShardCache:
     """One device's shard of the model, by deployment.
 
     The shapes of a large model take seconds to compute, and its shard under a layout tenths of a
-    second. Each is computed once and kept as long as this object exists.
+    second. A shard is computed once and kept as long as this object exists. All objects share the
+    shapes of the last models.
     """
 
     def __init__(self) -> None:
-        self._shapes: dict[Hashable, ModelShapes] = {}
         self._shards: dict[Hashable, ModelShard | str] = {}  # a shard, or why there is none
 
     def of(self, deployment: Deployment) -> ModelShard:
@@ -35,7 +37,7 @@ class ShardCache:
         key = _model_key(deployment), deployment.layout_name, deployment.target.devices
         if key not in self._shards:
             try:
-                self._shards[key] = self._shapes_of(deployment).shard(layout)
+                self._shards[key] = _shapes(*_model_key(deployment)).shard(layout)
             except ValueError as refusal:
                 self._shards[key] = str(refusal)
         shard = self._shards[key]
@@ -44,18 +46,8 @@ class ShardCache:
         # The arrays do not depend on the exchange, which the layout includes.
         return dataclasses.replace(shard, layout=layout)
 
-    def _shapes_of(self, deployment: Deployment) -> ModelShapes:
-        if (key := _model_key(deployment)) not in self._shapes:
-            self._shapes[key] = ModelShapes.of(
-                deployment.config,
-                deployment.quantization,
-                mtp=deployment.mtp,
-                redundant_experts=deployment.redundant_experts,
-            )
-        return self._shapes[key]
 
-
-def _model_key(deployment: Deployment) -> Hashable:
+def _model_key(deployment: Deployment) -> tuple[ModelConfig, str, bool, int]:
     """The settings that determine the model's arrays."""
     return (
         deployment.config,
@@ -63,3 +55,10 @@ def _model_key(deployment: Deployment) -> Hashable:
         deployment.mtp,
         deployment.redundant_experts,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes(
+    config: ModelConfig, quantization: str, mtp: bool, redundant_experts: int
+) -> ModelShapes:
+    return ModelShapes.of(config, quantization, mtp=mtp, redundant_experts=redundant_experts)

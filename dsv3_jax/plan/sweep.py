@@ -11,7 +11,7 @@ import itertools
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.capacity import fits
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.estimate import model_shapes
+from dsv3_jax.plan.shard_cache import ShardCache
 
 ACCEPTED = 0.85
 """Acceptance rate of MTP drafts: the lower end of what DeepSeek reports (V3 report, section
@@ -42,13 +42,14 @@ def sweep(deployment: Deployment, accepted: float = ACCEPTED) -> list[Point]:
     Args:
       accepted: acceptance rate of drafts, from 0 to 1.
     """
-    points = []
+    points, shards = [], ShardCache()
     for mtp in (False, True) if deployment.config.num_nextn_predict_layers else (False,):
         candidate = dataclasses.replace(deployment, mtp=mtp)
-        shard = model_shapes(candidate).shard(candidate.layout)
+        smallest = candidate.layout.batch_multiple
         for doublings in itertools.count():
-            batch = shard.layout.batch_multiple * 2**doublings
+            batch = smallest * 2**doublings
             candidate = dataclasses.replace(candidate, batch=batch)
+            shard = shards.of(candidate)
             if not fits(shard, candidate):
                 break
             bound = roofline.decode(shard, candidate)

@@ -527,6 +527,9 @@ def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
         | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(Path(__file__).parents[2]),
+            # XLA's own fusions around a kernel are not looked at. Without a device it would compile
+            # each in several ways and choose none of them by its time.
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
         },
         capture_output=True,
         text=True,

@@ -118,6 +118,7 @@ def fill(bytes_of_vmem: int):
     )
 
 
+@pytest.mark.compiles
 @needs_libtpu
 @every_chip
 def test_the_compiler_has_the_same_vmem(chip):
@@ -127,6 +128,7 @@ def test_the_compiler_has_the_same_vmem(chip):
         compile_for(chip, fill(CHIPS[chip].vmem + 2**20), x)
 
 
+@pytest.mark.compiles
 @needs_libtpu
 @every_chip
 def test_programs_are_traced_for_the_topology_s_devices(chip):
@@ -142,6 +144,7 @@ def test_programs_are_traced_for_the_topology_s_devices(chip):
     assert target.device_kind() == jax.devices()[0].device_kind
 
 
+@pytest.mark.compiles
 @needs_libtpu
 def test_a_pod_has_a_device_a_chip():
     assert np.shape(devices("v5p", "4x4x8")) == (128,)

@@ -19,7 +19,7 @@ from tests.pallas_kernels.tpu_topology import (
     needs_libtpu,
 )
 
-pytestmark = needs_libtpu
+pytestmark = [needs_libtpu, pytest.mark.compiles]
 
 shape = jax.ShapeDtypeStruct
 DECODE = functools.partial(mla_decode, scale=0.135)

@@ -21,7 +21,7 @@ from tests.pallas_kernels.tpu_topology import (
     needs_libtpu,
 )
 
-pytestmark = needs_libtpu
+pytestmark = [needs_libtpu, pytest.mark.compiles]
 
 BF16, F32, FLOAT8, INT8, INT4 = "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8"
 GATE, DOWN = (2048, 7168), (7168, 2048)  # N, K of an expert's matrices in DeepSeek-V3

@@ -10,7 +10,7 @@ from dsv3_jax.layers.paged_cache import write
 from pallas_kernels import page_width, sparse_index, sparse_mla_decode, sparse_mla_prefill, top_k
 from tests.pallas_kernels.tpu_topology import compile_for, needs_libtpu
 
-pytestmark = [needs_libtpu, pytest.mark.slow]
+pytestmark = [needs_libtpu, pytest.mark.compiles, pytest.mark.slow]
 CHIP = "v5p"
 
 shape = jax.ShapeDtypeStruct
