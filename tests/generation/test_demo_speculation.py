@@ -6,6 +6,7 @@ trained on (by the rule of scripts/train_demo.py; the text may differ by a versi
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,14 +63,24 @@ def plain(generators, prompts) -> dict[int, list[list[int]]]:
     }
 
 
-def shared(prompts: list[list[int]], batch: int) -> list[list[int]]:
+def shared(prompts: list[Any], batch: int) -> list[Any]:
     """Returns every second prompt, and every tenth for batch size 1, which takes much longer."""
     return prompts[:: 10 if batch == 1 else 2]
 
 
-@pytest.mark.parametrize(("batch", "depth"), [(1, 3), (16, 2), (16, 4)])
-def test_greedy_equals_no_speculation(generators, prompts, plain, batch, depth):
+@pytest.fixture(scope="module")
+def greedy(generators, prompts) -> Generation:
+    """Returns completions of all prompts with two drafts per step."""
+    return generate(generators[16], prompts, draft="mtp", draft_depth=2)
+
+
+def test_greedy_with_two_drafts_equals_no_speculation(prompts, plain, greedy):
     assert len(prompts) == PROMPTS
+    assert [c.tokens for c in shared(list(greedy), 16)] == plain[16]
+
+
+@pytest.mark.parametrize(("batch", "depth"), [(1, 3), (16, 4)])
+def test_greedy_equals_no_speculation(generators, prompts, plain, batch, depth):
     some = shared(prompts, batch)
     out = generate(generators[batch], some, draft="mtp", draft_depth=depth)
     assert [c.tokens for c in out] == plain[batch]
@@ -77,9 +88,11 @@ def test_greedy_equals_no_speculation(generators, prompts, plain, batch, depth):
 
 
 @pytest.mark.parametrize("temperature", MIN_ACCEPTANCE)
-def test_acceptance_on_held_out_code(generators, prompts, temperature):
-    settings = {"temperature": temperature, "seed": range(PROMPTS)}
-    out = generate(generators[16], prompts, draft="mtp", draft_depth=2, **settings)
+def test_acceptance_on_held_out_code(generators, prompts, greedy, temperature):
+    out = greedy
+    if temperature:
+        settings = {"temperature": temperature, "seed": range(PROMPTS)}
+        out = generate(generators[16], prompts, draft="mtp", draft_depth=2, **settings)
     drafts = out.stats.speculation
     print(f"acceptance {drafts.acceptance}, accept length {drafts.accept_length:.3f}")
     for got, minimum in zip(drafts.acceptance, MIN_ACCEPTANCE[temperature], strict=True):

@@ -41,7 +41,9 @@ def without_compilation_cache():
 
 
 def demo(target: str) -> Deployment:
+    """Returns a deployment of the demo with a dense layer and an MoE layer."""
     config = ModelConfig.from_hf(find_config_directory("demo"))
+    config = dataclasses.replace(config, num_hidden_layers=2)
     return Deployment(config, Target.parse(target), "dp_attention_ep", 4, 256, prefill_chunk=64)
 
 
@@ -70,7 +72,6 @@ def test_a_step_of_the_engine_does_not_copy_the_cache(target, phase):
     plan = demo(target)
     plan = dataclasses.replace(
         plan,
-        config=dataclasses.replace(plan.config, num_hidden_layers=2),
         layout_name="tp_attention_ep",
         mtp=True,
         engine=EngineSettings(
