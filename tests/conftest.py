@@ -3,6 +3,7 @@
 JAX_PLATFORMS selects another platform.
 """
 
+import ctypes
 import gc
 import os
 import signal
@@ -74,13 +75,33 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(scope="session")
+def cleared_at() -> list[int]:
+    """Resident bytes of this process each time that its compiled functions were cleared."""
+    return [0]
+
+
 @pytest.fixture(autouse=True, scope="module")
-def few_memory_maps():
+def few_compiled_functions(cleared_at):
     """Clears compiled functions before there are too many.
 
-    XLA maps memory for each of them. A Linux process aborts after 65,530 memory maps.
+    XLA maps memory for each of them, and a Linux process aborts after 65,530 memory maps. In CI
+    three processes of tests share a machine's memory.
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    if maps.exists() and (
+        maps.read_bytes().count(b"\n") > 30_000
+        or _resident_bytes() > cleared_at[-1] + 2_500_000_000
+    ):
         jax.clear_caches()
+        gc.collect()
+        # glibc keeps freed memory otherwise. Other C libraries lack the function.
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+        cleared_at.append(_resident_bytes())
+
+
+def _resident_bytes() -> int:
+    """Returns the size of the memory that this process uses, on Linux."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
