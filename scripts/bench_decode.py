@@ -30,8 +30,8 @@ With ``--feed-forward``, decode steps are measured for each of its values. ``mos
 second half of a layer in one kernel.
 
 With ``--acceptances`` the MTP layer drafts, or with ``--drafter ngram`` the text so far, and the
-drafts are accepted at that rate whatever the model computes. A failed measurement records the error and the others continue. The results are
-written after every measurement.
+drafts are accepted at that rate whatever the model computes. A failed measurement records the error
+and the others continue. The results are written after every measurement.
 """
 
 from __future__ import annotations

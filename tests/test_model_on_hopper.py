@@ -27,15 +27,30 @@ CONFIG = dataclasses.replace(
     moe_intermediate_size=512,
     num_hidden_layers=4,
 )
+# Sequences of more than 128 tokens are attended to sparsely.
+SPARSE = dataclasses.replace(
+    presets.DEEPSEEK_V3_2,
+    vocab_size=1024,
+    hidden_size=1024,
+    intermediate_size=2048,
+    moe_intermediate_size=512,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    n_routed_experts=32,
+    num_attention_heads=16,
+    q_lora_rank=512,
+    index_topk=128,
+    quantization=None,
+)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, PROMPT + STEPS))
 
 
-def model_of(dtype):
+def model_of(dtype, config=CONFIG):
     """A model with the same weights in either dtype: numbers that bfloat16 can represent."""
-    model = models.random_model(models.shapes(CONFIG, "bf16", "bfloat16", mtp=False))
-    graph = nnx.split(models.shapes(CONFIG, "bf16", dtype, mtp=False))[0]
+    model = models.random_model(models.shapes(config, "bf16", "bfloat16", mtp=False))
+    graph = nnx.split(models.shapes(config, "bf16", dtype, mtp=False))[0]
     weights = nnx.split(model)[1]
-    wanted = nnx.split(models.shapes(CONFIG, "bf16", dtype, mtp=False))[1]
+    wanted = nnx.split(models.shapes(config, "bf16", dtype, mtp=False))[1]
     return nnx.merge(graph, jax.tree.map(lambda x, like: x.astype(like.dtype), weights, wanted))
 
 
@@ -85,6 +100,21 @@ def test_errors_of_bfloat16_are_no_larger_with_kernels(without_kernels):
     with jax.default_matmul_precision("highest"):
         exact = without_kernels(logits, model_of(jnp.float32))
     plain, ours = without_kernels(logits, model_of(jnp.bfloat16)), logits(model_of(jnp.bfloat16))
+    assert_no_larger(ours, plain, exact)
+
+
+@on_gpu
+@pytest.mark.parametrize("cache_dtype", [None, "fp8"])
+def test_errors_of_sparse_attention_are_no_larger_with_kernels(without_kernels, cache_dtype):
+    def model(dtype):
+        model = model_of(dtype, SPARSE)
+        if cache_dtype is not None:
+            model.use_cache_dtype(cache_dtype)
+        return model
+
+    with jax.default_matmul_precision("highest"):
+        exact = without_kernels(logits, model(jnp.float32))
+    plain, ours = without_kernels(logits, model(jnp.bfloat16)), logits(model(jnp.bfloat16))
     assert_no_larger(ours, plain, exact)
 
 
