@@ -173,18 +173,26 @@ class Bench:
         for layout in self._layouts:
             if layout:  # the shards stay the same
                 model.lay_out(layout)
-            for rows in arguments.batches:
-                for implementation in arguments.feed_forward:
-                    model.use_feed_forward(implementation)
-                    for rate in (None, *arguments.acceptances):
-                        self._decodes(model, weights, rows, rate)
+            # What every model has comes first, in case the time budget does not suffice.
+            self._all_decodes(model, weights, [None])
             model.use_feed_forward(None)
             for rows, tokens in arguments.prefills:
                 prefill = functools.partial(self._prefill, model, rows, tokens)
                 self._row(model, weights, rows, tokens, prefill)
+            self._all_decodes(model, weights, arguments.acceptances)
+            model.use_feed_forward(None)
         for cached in arguments.largest:
             largest = functools.partial(self._largest, model, cached)
             self._row(model, weights, 0, cached, largest)
+
+    def _all_decodes(
+        self, model: DeepSeekV3, weights: str, acceptances: Sequence[float | None]
+    ) -> None:
+        for rows in self._arguments.batches:
+            for implementation in self._arguments.feed_forward:
+                model.use_feed_forward(implementation)
+                for acceptance in acceptances:
+                    self._decodes(model, weights, rows, acceptance)
 
     def _decodes(
         self, model: DeepSeekV3, weights: str, rows: int, acceptance: float | None
