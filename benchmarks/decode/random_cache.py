@@ -57,8 +57,8 @@ def _entries(
     if name == "index_scale":
         return jnp.ones(shape, dtype)
     if dtype != jnp.uint8:
-        drawn = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
-        return jax.random.normal(key, shape, drawn).astype(dtype)
+        sampled = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+        return jax.random.normal(key, shape, sampled).astype(dtype)
     latents = jax.random.normal(key, (*shape[:-1], config.latent_dim), jnp.bfloat16)
     stored = latent_cache.to_float8(config, latents)
     return jnp.pad(stored, ((0, 0), (0, 0), (0, shape[-1] - stored.shape[-1])))
