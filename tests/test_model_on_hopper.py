@@ -11,6 +11,7 @@ from flax import nnx
 from benchmarks.decode import models
 from dsv3_jax import presets
 from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.on_mesh import stored_shardings
 from dsv3_jax.offline.generator import Generator
 from pallas_kernels import dispatch
@@ -83,11 +84,9 @@ def logits(model):
     """[BATCH, PROMPT + STEPS, V]: a prompt in expanded chunks, then token by token, absorbed."""
     cache = LatentKVCache.init(model.cache_spec(), BATCH, TOKENS.shape[1], layout=model.layout)
     results, start = [], 0
-    for tokens, form in (
-        (CHUNK, "expanded"),
-        (PROMPT - CHUNK, "expanded"),
-        *[(1, "absorbed")] * STEPS,
-    ):
+    pieces = [CHUNK, PROMPT - CHUNK, *[1] * STEPS]
+    for tokens in pieces:
+        form: Form = "absorbed" if tokens == 1 else "expanded"
         counts = np.full(BATCH, tokens)
         out, cache = extend(model, TOKENS[:, start : start + tokens], counts, cache, form)
         results.append(np.asarray(out, np.float32))
