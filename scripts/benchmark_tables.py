@@ -372,8 +372,8 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, newer_kernels, decode, sparse_slice, prefill, two_gpus, all_layers,
-        speculation, quantization, cache_dtype, conversion, cpu, cold_start, summary,
+        kernels, kernels_by_kind, newer_kernels, decode, sparse_slice, prefill, two_gpus,
+        all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start, summary,
     )
 }  # fmt: skip
 
