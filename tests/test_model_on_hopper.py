@@ -1,6 +1,7 @@
 """A whole model on a Hopper GPU, with and without kernels, and on several GPUs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,13 +72,20 @@ def without_kernels(monkeypatch):
 
     def run(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_spread_over", lambda: 2)
+            patch.setattr(dispatch, "_auto_devices", lambda: 2)
             jax.clear_caches()  # kernels may have been traced into functions of the same arguments
             results = function(*args)
         jax.clear_caches()
         return results
 
     return run
+
+
+def test_kernels_can_be_left_out(without_kernels):
+    """The fixture names a function of dispatch, which only a GPU would otherwise miss."""
+    backends = {"mosaic_gpu": lambda: "kernel", "reference": lambda: "reference"}
+    choose = functools.partial(dispatch.dispatch, "op", backends, None)
+    assert without_kernels(choose) == "reference"
 
 
 def logits(model):
