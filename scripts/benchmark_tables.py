@@ -36,8 +36,8 @@ _DECODE = (
     "decode_v3_mtp_h200_2",
     "decode_v2_h200",
 )
-_SPARSE = ("decode_v32_h200",)
-_DENSE = ("decode_v32_dense_h200",)
+_SPARSE = ("decode_v32_h200", "decode_v32_h200_2")
+_DENSE = ("decode_v32_dense_h200", "decode_v32_dense_h200_2")
 """Slices of V3.2. Where results have the same case, the table shows the last one's."""
 _TWO_GPUS = (
     "decode_v3_two_gpus_all_gather_h200",
