@@ -218,9 +218,12 @@ def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> K
     return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, {})
 
 
-def selection(rows: int, S: int, k: int = 2048) -> Kernel:
-    """top_k of ``rows`` rows of S scores."""
-    return Kernel("pallas_kernels.top_k.mosaic_gpu", {"scores": Struct((rows, S), F32)}, {"k": k})
+def selection(rows: int, S: int, k: int = 2048, lengths: bool = False) -> Kernel:
+    """top_k of ``rows`` rows of S scores, or of as many as an array says."""
+    arrays = {"scores": Struct((rows, S), F32)}
+    if lengths:
+        arrays["lengths"] = Struct((rows,), I32)
+    return Kernel("pallas_kernels.top_k.mosaic_gpu", arrays, {"k": k})
 
 
 def kernels() -> dict[str, Kernel]:
@@ -293,6 +296,7 @@ def kernels() -> dict[str, Kernel]:
         "top_k 64 rows of 32768": selection(64, 32768),
         "top_k one row of 163840": selection(1, 163840),
         "top_k k 2000": selection(8, 100_000, k=2000),
+        "top_k lengths": selection(64, 32768, lengths=True),
     }
     table |= {
         "mla_prefill 8192": prefill(8192, 8192),
