@@ -52,6 +52,7 @@ ROWS = 8
 MOST_TOKENS = 8
 
 _PADDING = BLOCK_BYTES  # modulo 128: the rows that a warp reads at once are then in different banks
+_EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy encodes it
 _CONSUMER_BARRIER = 13  # hardware barrier of the consumers; see warpgroup for those in use
 
 
@@ -148,6 +149,9 @@ class RowCopies(TmaCopy):
     row_bytes: int = 0
     """Distance of the rows in shared memory."""
 
+    evict_first: bool = False
+    """Whether the L2 cache should keep everything else rather than these rows."""
+
     def interpret(self, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
 
@@ -163,14 +167,19 @@ class RowCopies(TmaCopy):
             address = arith.addi(address, arith.muli(arith.extui(i64(), word(start)), step))
         rows = self.sizes[-2]
         row_stride = strides[-2] * itemsize
+        hint, policy = (".L2::cache_hint", ", $4") if self.evict_first else ("", "")
         text = "\n".join(
-            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            f" [$0 + {i * self.row_bytes}], [$1 + {i * row_stride}], {self.bytes // rows}, [$2];"
+            f"@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
+            f" [$0 + {i * self.row_bytes}], [$1 + {i * row_stride}], {self.bytes // rows}, [$2]"
+            f"{policy};"
             for i in range(rows)
         )
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
-        operands = shared_address(target), address, mbarrier, leader
-        asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
+        operands = [shared_address(target), address, mbarrier, leader]
+        if self.evict_first:
+            operands.append(arith.constant(i64(), ir.IntegerAttr.get(i64(), _EVICT_FIRST)))
+        constraints = "r,l,r,b,l,~{memory}" if self.evict_first else "r,l,r,b,~{memory}"
+        asm(text, constraints, *operands, effects=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +231,8 @@ class Stream:
 
     ring: Ring
     stages: Stages
+    evict_first: bool = False
+    """See :class:`RowCopies`."""
 
     def produce(
         self, operand: Operand, halves: tuple[Half, Half], state: PipelineState,
@@ -244,8 +255,9 @@ class Stream:
                 target = self.stages.half(operand, state.stage, n)
                 copies.append(
                     RowCopies(
-                        half.matrix, window, target, False, None, True, None, self.stages.row_bytes
-                    )
+                        half.matrix, window, target, False, None, True, None,
+                        self.stages.row_bytes, self.evict_first,
+                    )  # fmt: skip
                 )
             allow(state)
             self.ring.fill(state, copies)
