@@ -64,6 +64,7 @@ class Config:
     this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
     evict_first: bool = False
     """Whether the L2 cache should keep everything else rather than weights."""
+    compact: bool = False
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 

@@ -42,7 +42,17 @@ from pallas_kernels.decoder_layer.registers import (
     prefetch_scales,
 )
 from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.ir import asm, i32, i64, inline, instruction, shared_address, word
+from pallas_kernels.hopper.ir import (
+    SCALAR,
+    asm,
+    i32,
+    i64,
+    inline,
+    instruction,
+    scalar,
+    shared_address,
+    word,
+)
 from pallas_kernels.hopper.ring import PipelineState, Ring
 
 CONSUMERS = 2
@@ -152,6 +162,8 @@ class RowCopies(TmaCopy):
     evict_first: bool = False
     """Whether the L2 cache should keep everything else rather than these rows."""
 
+    compact: bool = False
+
     def interpret(self, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
 
@@ -168,12 +180,27 @@ class RowCopies(TmaCopy):
         rows = self.sizes[-2]
         row_stride = strides[-2] * itemsize
         hint, policy = (".L2::cache_hint", ", $4") if self.evict_first else ("", "")
+        copy = f"@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
+        size = self.bytes // rows
         text = "\n".join(
-            f"@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
-            f" [$0 + {i * self.row_bytes}], [$1 + {i * row_stride}], {self.bytes // rows}, [$2]"
-            f"{policy};"
+            f"{copy} [$0 + {i * self.row_bytes}], [$1 + {i * row_stride}], {size}, [$2]{policy};"
             for i in range(rows)
         )
+        if self.compact:
+            text = f"""{{
+                .reg .pred more; .reg .b32 to, left; .reg .b64 from;
+                mov.b32 to, $0;
+                mov.b64 from, $1;
+                mov.b32 left, {rows};
+            ROW:
+                .pragma "nounroll";
+                {copy} [to], [from], {size}, [$2]{policy};
+                add.u32 to, to, {self.row_bytes};
+                add.u64 from, from, {row_stride};
+                sub.u32 left, left, 1;
+                setp.ne.u32 more, left, 0;
+                @more bra ROW;
+            }}"""
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
         operands = [shared_address(target), address, mbarrier, leader]
         if self.evict_first:
@@ -234,6 +261,8 @@ class Stream:
     evict_first: bool = False
     """See :class:`RowCopies`."""
 
+    compact: bool = False
+
     def produce(
         self, operand: Operand, halves: tuple[Half, Half], state: PipelineState,
         allow: Callable[[PipelineState], None] = lambda state: None,
@@ -256,7 +285,7 @@ class Stream:
                 copies.append(
                     RowCopies(
                         half.matrix, window, target, False, None, True, None,
-                        self.stages.row_bytes, self.evict_first,
+                        self.stages.row_bytes, self.evict_first, self.compact,
                     )  # fmt: skip
                 )
             allow(state)
@@ -266,7 +295,19 @@ class Stream:
             if operand.dtype.itemsize == 1:
                 start = half.scales_start + half.column // SCALE_BLOCK
                 prefetch_scales(half.scales, start, operand.columns, self.stages.interpret)
-        return self.ring.loop(operand.steps, fill, state, None)[0]
+        return self.ring.loop(self._steps(operand), fill, state, None)[0]
+
+    def _steps(self, operand: Operand) -> Any:
+        """Returns the steps of a unit, as a number which compilers do not know: they would unroll
+        the loops."""
+        if self.stages.interpret is not None or not self.compact:
+            return operand.steps
+
+        @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        def steps() -> Any:
+            return scalar(asm(f"mov.b32 $0, {operand.steps};", "=r", result=i32(), effects=True))
+
+        return steps()
 
     def scales(self, operand: Operand, halves: tuple[Half, Half]) -> list[Any]:
         """Loads the scales of a unit, for :meth:`consume`, from the L2 cache: load them early.
@@ -307,7 +348,7 @@ class Stream:
             return sums
 
         first = (no_sums(), no_sums())
-        return self.ring.loop(operand.steps, add, state, first)
+        return self.ring.loop(self._steps(operand), add, state, first)
 
 
 @dataclasses.dataclass(frozen=True)
