@@ -75,7 +75,7 @@ def add_attended(
 ) -> Float[Array, "M D"]:
     """Adds attention's output to the residual."""
     if o_proj is not None:
-        attended = _matmul(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
+        attended = multiply(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
     return (_f32(h) + _f32(attended)).astype(h.dtype)
 
 
@@ -121,15 +121,16 @@ def mlp(
     def matmul(x: Float[Array, "M K"], n: int) -> Float32[Array, "M N"]:
         arrays: Any = matrices[n], *(scales[n] for scales in [matrices.scales] if scales)
         weight, *scale = arrays if expert is None else [array[expert] for array in arrays]
-        return _matmul(x, weight, scale)
+        return multiply(x, weight, scale)
 
     gate, up = (matmul(x, n).astype(x.dtype) for n in (0, 1))
     return matmul(silu_multiply(gate, up).astype(x.dtype), 2)
 
 
-def _matmul(
+def multiply(
     x: Float[Array, "M K"], weight: Float[Array, "N K"], scales: Sequence[Array]
 ) -> Float32[Array, "M N"]:
+    """Returns ``W x``; a float8 matrix W has scales."""
     if scales:
         weight = block_dequant(weight, scales[0], (128, 128), x.dtype)
     return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)
