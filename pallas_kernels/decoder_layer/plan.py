@@ -62,9 +62,6 @@ class Config:
     ahead: Literal["always", "arrived"] = "arrived"
     """The time from which weights of phases after a grid barrier are copied: always, or only when
     this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
-    evict_first: bool = False
-    """Whether the L2 cache should keep everything else rather than weights."""
-    compact: bool = False
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 

@@ -51,7 +51,7 @@ class Program:
         self.plan, self.refs, self.interpret = plan, refs, interpret
         self.programs, self.on_gpu = plan.config.programs, interpret is None
         ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
-        self.stream = Stream(ring, plan.stages.bind(memory["stages"]), plan.config.evict_first, plan.config.compact)
+        self.stream = Stream(ring, plan.stages.bind(memory["stages"]))
         self.totals = Totals.of(memory["totals"], interpret)
         self.signals = Barriers(memory["signals"][0], interpret)
         (self.activations,), (self.sums,), (self.norms,) = (

@@ -27,9 +27,9 @@ class Matrices(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """Attention's output projection, from all heads' values."""
+    """A linear projection, such as attention's output projection."""
 
-    weight: Float[Array, "D HV"]
+    weight: Float[Array, "N K"]
     scales: tuple[Float32[Array, "rows columns"], ...] = ()
     """The scale of a float8 matrix, one number per block of 128x128."""
 
@@ -60,8 +60,10 @@ def feed_forward(
     eps: float,
     attended: Float[Array, "M _"] | None = None,
     o_proj: Projection | None = None,
+    counter: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
+    del counter
     if attended is not None:
         h = add_attended(h, attended, o_proj)
     x = rms_norm.rms_norm(h, norm, eps=eps)

@@ -159,11 +159,6 @@ class RowCopies(TmaCopy):
     row_bytes: int = 0
     """Distance of the rows in shared memory."""
 
-    evict_first: bool = False
-    """Whether the L2 cache should keep everything else rather than these rows."""
-
-    compact: bool = False
-
     def interpret(self, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
 
@@ -178,35 +173,28 @@ class RowCopies(TmaCopy):
             step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
             address = arith.addi(address, arith.muli(arith.extui(i64(), word(start)), step))
         rows = self.sizes[-2]
-        row_stride = strides[-2] * itemsize
-        hint, policy = (".L2::cache_hint", ", $4") if self.evict_first else ("", "")
-        copy = f"@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
-        size = self.bytes // rows
-        text = "\n".join(
-            f"{copy} [$0 + {i * self.row_bytes}], [$1 + {i * row_stride}], {size}, [$2]{policy};"
-            for i in range(rows)
-        )
-        if self.compact:
-            text = f"""{{
-                .reg .pred more; .reg .b32 to, left; .reg .b64 from;
-                mov.b32 to, $0;
-                mov.b64 from, $1;
-                mov.b32 left, {rows};
-            ROW:
-                .pragma "nounroll";
-                {copy} [to], [from], {size}, [$2]{policy};
-                add.u32 to, to, {self.row_bytes};
-                add.u64 from, from, {row_stride};
-                sub.u32 left, left, 1;
-                setp.ne.u32 more, left, 0;
-                @more bra ROW;
-            }}"""
+        # A loop: unrolled, the copies of all phases were half of the kernel's instructions, and the
+        # first execution of an instruction waits for the memory. Weights leave the L2 cache first,
+        # because a step reads them once.
+        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        text = f"""{{
+            .reg .pred more; .reg .b32 to, left; .reg .b64 from;
+            mov.b32 to, $0;
+            mov.b64 from, $1;
+            mov.b32 left, {rows};
+        ROW:
+            .pragma "nounroll";
+            @$3 {copy} [to], [from], {self.bytes // rows}, [$2], $4;
+            add.u32 to, to, {self.row_bytes};
+            add.u64 from, from, {strides[-2] * itemsize};
+            sub.u32 left, left, 1;
+            setp.ne.u32 more, left, 0;
+            @more bra ROW;
+        }}"""
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
-        operands = [shared_address(target), address, mbarrier, leader]
-        if self.evict_first:
-            operands.append(arith.constant(i64(), ir.IntegerAttr.get(i64(), _EVICT_FIRST)))
-        constraints = "r,l,r,b,l,~{memory}" if self.evict_first else "r,l,r,b,~{memory}"
-        asm(text, constraints, *operands, effects=True)
+        policy = arith.constant(i64(), ir.IntegerAttr.get(i64(), _EVICT_FIRST))
+        operands = shared_address(target), address, mbarrier, leader, policy
+        asm(text, "r,l,r,b,l,~{memory}", *operands, effects=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,10 +246,6 @@ class Stream:
 
     ring: Ring
     stages: Stages
-    evict_first: bool = False
-    """See :class:`RowCopies`."""
-
-    compact: bool = False
 
     def produce(
         self, operand: Operand, halves: tuple[Half, Half], state: PipelineState,
@@ -284,9 +268,8 @@ class Stream:
                 target = self.stages.half(operand, state.stage, n)
                 copies.append(
                     RowCopies(
-                        half.matrix, window, target, False, None, True, None,
-                        self.stages.row_bytes, self.evict_first, self.compact,
-                    )  # fmt: skip
+                        half.matrix, window, target, False, None, True, None, self.stages.row_bytes
+                    )
                 )
             allow(state)
             self.ring.fill(state, copies)
@@ -298,9 +281,11 @@ class Stream:
         return self.ring.loop(self._steps(operand), fill, state, None)[0]
 
     def _steps(self, operand: Operand) -> Any:
-        """Returns the steps of a unit, as a number which compilers do not know: they would unroll
-        the loops."""
-        if self.stages.interpret is not None or not self.compact:
+        """Returns the steps of a unit, as a number that compilers do not know.
+
+        They would unroll the loops, and LLVM made 18 copies of six loops.
+        """
+        if self.stages.interpret is not None:
             return operand.steps
 
         @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))

@@ -111,7 +111,7 @@ class _Program:
         self.plan, self.outs, self.interpret = plan, outs, interpret
         self.x, self.norm, self.projections = given
         ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
-        self.stream = Stream(ring, plan.stages.bind(memory["stages"]), compact=True)
+        self.stream = Stream(ring, plan.stages.bind(memory["stages"]))
         self.totals = Totals.of(memory["totals"], interpret)
         (self.activations,), (self.norms,) = memory["activations"], memory["norms"]
         self.program, self.wg = lax.axis_index("program"), lax.axis_index("wg")
