@@ -29,8 +29,8 @@ from sharding import Layout
 
 MOST_BYTES = 256 * 2**20
 """Weights up to which the kernels are preferred. On an H200 they are faster for one token of
-Moonlight, whose second half of a layer reads 148 MB in bfloat16, and slower for one of V3, which
-reads 517 MB in float8."""
+Moonlight, whose second half of a layer reads 147 MB in bfloat16, and slower for one of V3, which
+reads 518 MB in float8."""
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class Layer(Protocol):
 
 def is_preferred(layer: Layer, tokens: int) -> bool:
     """Returns whether the kernels should be tried first for so many tokens."""
-    return tokens == 1 and _runs(layer.layout) and _bytes(layer) <= MOST_BYTES
+    return tokens == 1 and _runs(layer.layout) and read_bytes(layer) <= MOST_BYTES
 
 
 def shared_counter(layout: Layout | None, tokens: int) -> Any:
@@ -67,20 +67,24 @@ def _runs(layout: Layout | None) -> bool:
     return layout is None or layout.mesh.size == 1
 
 
-def _bytes(layer: Layer) -> int:
+def read_bytes(layer: Layer) -> int:
     """Returns the bytes of the weights that one token reads in the layer's second half."""
-    mlp, o_proj = layer.mlp, layer.self_attn.o_proj
+    mlp, o_proj = layer.mlp, _size(layer.self_attn.o_proj)
     if isinstance(mlp, MLP):
-        return _size(mlp) + o_proj.weight.nbytes
+        return _mlp_size(mlp) + o_proj
     config = mlp.config
-    routed = _size(mlp.experts) // config.n_routed_experts * config.num_experts_per_tok
-    shared = _size(mlp.shared_experts) if config.n_shared_experts else 0
-    return routed + shared + o_proj.weight.nbytes + mlp.gate.weight.nbytes
+    routed = _mlp_size(mlp.experts) // config.n_routed_experts * config.num_experts_per_tok
+    shared = _mlp_size(mlp.shared_experts) if config.n_shared_experts else 0
+    return routed + shared + o_proj + _size(mlp.gate)
 
 
-def _size(mlp: Any) -> int:
-    weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return sum(math.prod(w.weight.shape) * w.weight.dtype.itemsize for w in weights)
+def _mlp_size(mlp: Any) -> int:
+    return sum(map(_size, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+
+
+def _size(module: Any) -> int:
+    weight = module.weight
+    return math.prod(weight.shape) * weight.dtype.itemsize
 
 
 def project_in_kernel(layer: Layer, x: Float[Array, "B T D"]) -> Projected:
