@@ -1,4 +1,4 @@
-"""Which layers run in the kernels of ``second_half`` if the caller names nothing."""
+"""Layers choose the kernels of ``second_half`` if the caller names nothing."""
 
 import jax.numpy as jnp
 import pytest

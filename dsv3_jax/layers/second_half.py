@@ -45,7 +45,7 @@ class Layer(Protocol):
 
 
 def is_preferred(layer: Layer, tokens: int) -> bool:
-    """Returns whether the kernels should be tried first for so many tokens."""
+    """Returns whether the kernels should be tried first for this number of tokens."""
     return tokens == 1 and _runs(layer.layout) and read_bytes(layer) <= MOST_BYTES
 
 

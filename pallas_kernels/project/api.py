@@ -10,6 +10,8 @@ from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.project import mosaic_gpu, reference
 
+# The reference is first: in a layer whose second half runs by separate operations, the kernel has not
+# been measured.
 BACKENDS = {"reference": reference.project, "mosaic_gpu": mosaic_gpu.project}
 
 
@@ -27,7 +29,8 @@ def project(
 
     Args:
       norm: weights of the norm.
-      implementation: back-end name, or names in order of preference; see ``dispatch``.
+      implementation: back-end name, or names in order of preference; see ``dispatch``. By default
+        the reference.
 
     Raises:
       ValueError: the shapes do not match.

@@ -112,7 +112,7 @@ def test_shapes_are_those_of_the_arguments(layer):
     assert jax.tree.leaves(shapes) == jax.tree.leaves(arguments)
 
 
-def test_a_kernel_that_no_gpu_has_checked_is_not_the_default():
+def test_the_kernel_is_not_the_default():
     assert next(iter(BACKENDS)) == "reference"
 
 

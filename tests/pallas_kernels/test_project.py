@@ -15,7 +15,7 @@ BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 def arguments(tokens, width, rows, dtype, weights):
-    """Returns x, the norm's weights, and projections with so many rows."""
+    """Returns x, the norm's weights, and projections with these numbers of rows."""
     keys = iter(jax.random.split(jax.random.key(0), 2 + 2 * len(rows)))
     x = jax.random.normal(next(keys), (tokens, width), dtype)
     norm = 1 + jax.random.normal(next(keys), (width,), dtype) / 4
