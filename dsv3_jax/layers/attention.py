@@ -59,7 +59,7 @@ _CONTEXT_TOKENS = 4096
 
 
 class Projected(NamedTuple):
-    """What the projections at a layer's beginning make of its input."""
+    """The results of the projections at a layer's beginning."""
 
     queries: Float[Array, "B T HK"]
     """All heads' queries before rope."""
