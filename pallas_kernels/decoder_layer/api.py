@@ -12,8 +12,8 @@ from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection,
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.route.reference import Rule
 
-# The reference is first, so only a caller who names the kernel gets it: whether it is faster depends
-# on the whole layer, see dsv3_jax.layers.second_half.
+# The reference is first, so only a caller who names the kernel gets it: whether it is faster
+# depends on the whole layer, see dsv3_jax.layers.second_half.
 BACKENDS = {
     "reference": reference.feed_forward,
     "mosaic_gpu": mosaic_gpu.feed_forward,

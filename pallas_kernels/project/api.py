@@ -10,8 +10,8 @@ from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.project import mosaic_gpu, reference
 
-# The reference is first: in a layer whose second half runs by separate operations, the kernel has not
-# been measured.
+# The reference is first: in a layer whose second half runs by separate operations, the kernel has
+# not been measured.
 BACKENDS = {"reference": reference.project, "mosaic_gpu": mosaic_gpu.project}
 
 
