@@ -30,6 +30,7 @@ import pytest
 
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
+from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
@@ -388,7 +389,31 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132)},
             function="feed_forward",
         )
+    for name, (tokens, width, weights, *rows) in PROJECTED.items():
+        projections = [projection(n, width, weights) for n in rows]
+        table[f"project {name}"] = Kernel(
+            "pallas_kernels.project.mosaic_gpu",
+            {
+                "x": Struct((tokens, width), BF16),
+                "norm": Struct((width,), BF16),
+                "projections": projections,
+            },
+            {"eps": 1e-6, "programs": 132},
+        )
     return table
+
+
+# Tokens, columns, dtype, and rows of each projection.
+PROJECTED = {
+    "moonlight": (1, 2048, BF16, 3072, 576),
+    "v3": (8, 7168, FP8, 1536, 576),
+    "v3 q_b_proj": (1, 1536, FP8, 24576),
+}
+
+
+def projection(rows: int, width: int, dtype: Any) -> Projection:
+    scales = (Struct((-(-rows // 128), -(-width // 128)), F32),) if dtype == FP8 else ()
+    return Projection(Struct((rows, width), dtype), scales)
 
 
 def feed_forward_layers() -> dict[str, Layer]:
