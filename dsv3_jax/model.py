@@ -18,6 +18,7 @@ from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
+from dsv3_jax.layers import second_half
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.attention_variants import check_variant, set_variant
@@ -198,12 +199,14 @@ class DeepSeekV3(nnx.Module):
             set_variant(layer.self_attn, attn_impl)
 
     def use_feed_forward(self, implementation: Implementation) -> None:
-        """Selects how the second half of a layer runs.
+        """Selects how layers run, apart from attention itself.
 
         Args:
-          implementation: ``"mosaic_gpu"`` is one kernel for up to eight tokens, ``"separate"`` an
-            operation for each step. A sequence of names is tried in its order: ``("mosaic_gpu",
-            "separate")`` uses the kernel where it can. None means separate operations.
+          implementation: ``"mosaic_gpu"`` is one kernel for up to eight tokens, and another for the
+            projections at the layer's beginning; ``"separate"`` is an operation for each step. A
+            sequence of names is tried in its order: ``("mosaic_gpu", "separate")`` uses the kernels
+            where it can. None uses them where they have been measured to be faster: for one token,
+            if a layer reads no more than ``second_half.MOST_BYTES``.
         """
         for layer in (*self.layers, *self.mtp):
             layer.feed_forward = implementation
@@ -362,9 +365,11 @@ class DeepSeekV3(nnx.Module):
             caches.append(LayerCache({}, tables, starts, valid))
         forms = tuple(batch.form for batch in batches)
         new_pages, expert_counts = [], []
+        tokens = sum(batch.tokens.size for batch in batches)
+        counter = second_half.shared_counter(self.layout, tokens)
         for layer, pages in zip(self.layers, pool.layers, strict=True):
             xs, pages, layer_counts = _extend_layer(
-                forms, *nnx.split(layer), xs, rotations, caches, pages
+                forms, *nnx.split(layer), xs, rotations, caches, pages, counter
             )
             new_pages.append(pages)
             expert_counts += [] if layer_counts is None else [layer_counts]
@@ -444,6 +449,7 @@ def _extend_layer(
     rotations: list[Rotation],
     caches: list[LayerCache],
     pages: LayerPages,
+    counter: Any,
 ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, Int[Array, " E"] | None]:
     """Returns a layer's output for each batch, its extended pages, and how many tokens chose each
     expert.
@@ -452,5 +458,5 @@ def _extend_layer(
     """
     caches = [cache._replace(pages=pages) for cache in caches]
     layer = nnx.merge(graph, weights)
-    xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms)
+    xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms, counter)
     return xs, pages, None if stats is None else stats.counts

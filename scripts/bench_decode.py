@@ -4,6 +4,7 @@
         --out benchmarks/results/decode_h200.json [--batches 1 16 64] [--contexts 1024 4096]
         [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1] [--largest 4096]
         [--layout dp_attention_ep --exchange all_gather one_sided] [--layers 9]
+        [--cache-dtype fp8] [--drafter ngram]
 
 The generator's own programs run on a synthetic state: every sequence has the given number of
 random tokens in the cache and decodes greedily. The time of a step is the difference between a
@@ -13,7 +14,8 @@ program serves all contexts. Its cache has ``room`` for the longest one, and ``c
 
 ``floor_ms`` is the time to read every needed byte once, at the bandwidth that a sum reaches in the
 same run. The bytes are the weights, including the expected number of distinct experts if all
-experts are equally likely, and the cache. ``experts_visited`` is the measured number of distinct
+experts are equally likely, and the cache; sparse attention reads all index keys and the latents
+of the tokens that it selects. ``experts_visited`` is the measured number of distinct
 experts per layer, and ``experts_expected`` the expected one.
 
 ``peak_bytes`` is the sum of weights, cache and ``workspace_bytes``. ``--largest`` finds the largest
@@ -27,9 +29,9 @@ after the other with the same model.
 With ``--feed-forward``, decode steps are measured for each of its values. ``mosaic_gpu`` runs the
 second half of a layer in one kernel.
 
-With ``--acceptances`` the MTP layer drafts, and its drafts are accepted at that rate whatever the
-model computes. A failed measurement records the error and the others continue. The results are
-written after every measurement.
+With ``--acceptances`` the MTP layer drafts, or with ``--drafter ngram`` the text so far, and the
+drafts are accepted at that rate whatever the model computes. A failed measurement records the error
+and the others continue. The results are written after every measurement.
 """
 
 from __future__ import annotations
@@ -50,12 +52,16 @@ from flax import nnx
 
 from benchmarks.decode import floor, machine, models, steps
 from benchmarks.decode.largest import largest_batch
+from benchmarks.decode.synthetic_ngram import SyntheticNgramDrafter
 from dsv3_jax.accounting import cache_bytes_per_token, distinct_experts
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.drafters import SyntheticDrafter
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import CacheDtype
 from sharding import PRESETS, Exchange, Layout, make_layout
+
+DRAFTERS = {"mtp": SyntheticDrafter, "ngram": SyntheticNgramDrafter}
 
 CHUNK = 8192  # prompt tokens of all sequences per prefill chunk
 
@@ -67,6 +73,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--activations", choices=("float8",), help="dtype of activations in large matmuls"
     )
+    parser.add_argument("--cache-dtype", choices=get_args(CacheDtype), help="float8 cache")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64, 128, 256])
     parser.add_argument("--contexts", nargs="*", type=int, default=[1024, 4096])
@@ -84,6 +91,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="prompt tokens per chunk, of all sequences together",
     )
     parser.add_argument("--acceptances", nargs="*", type=float, default=[])
+    parser.add_argument("--drafter", choices=tuple(DRAFTERS), default="mtp")
     parser.add_argument("--depth", type=int, default=1, help="drafts per step")
     parser.add_argument(
         "--largest", nargs="*", type=int, default=[], help="cached tokens per sequence"
@@ -141,37 +149,50 @@ class Bench:
         config = models.config(self._arguments.model)
         if layers := self._arguments.layers:
             config = dataclasses.replace(config, num_hidden_layers=layers)
-        if self._arguments.acceptances and not config.num_nextn_predict_layers:
+        if self._needs_mtp and not config.num_nextn_predict_layers:
             raise SystemExit(
                 f"--acceptances: expected a model with an MTP layer, got {self._arguments.model}"
             )
         for weights in self._arguments.weights:
             self._all_of(config, weights)
 
+    @property
+    def _needs_mtp(self) -> bool:
+        return bool(self._arguments.acceptances) and self._arguments.drafter == "mtp"
+
     def _all_of(self, config: ModelConfig, weights: str) -> None:
         arguments = self._arguments
-        mtp = bool(arguments.acceptances)
-        shapes = models.shapes(config, weights, arguments.dtype, mtp=mtp)
+        shapes = models.shapes(config, weights, arguments.dtype, mtp=self._needs_mtp)
         if layout := self._layouts[0]:
             shapes.lay_out(layout)
         model = models.random_model(shapes, layout)
         if arguments.activations:
             model.use_float8_activations()
+        if arguments.cache_dtype:
+            model.use_cache_dtype(arguments.cache_dtype)
         for layout in self._layouts:
             if layout:  # the shards stay the same
                 model.lay_out(layout)
-            for rows in arguments.batches:
-                for implementation in arguments.feed_forward:
-                    model.use_feed_forward(implementation)
-                    for rate in (None, *arguments.acceptances):
-                        self._decodes(model, weights, rows, rate)
+            # What every model has comes first, in case the time budget does not suffice.
+            self._all_decodes(model, weights, [None])
             model.use_feed_forward(None)
             for rows, tokens in arguments.prefills:
                 prefill = functools.partial(self._prefill, model, rows, tokens)
                 self._row(model, weights, rows, tokens, prefill)
+            self._all_decodes(model, weights, arguments.acceptances)
+            model.use_feed_forward(None)
         for cached in arguments.largest:
             largest = functools.partial(self._largest, model, cached)
             self._row(model, weights, 0, cached, largest)
+
+    def _all_decodes(
+        self, model: DeepSeekV3, weights: str, acceptances: Sequence[float | None]
+    ) -> None:
+        for rows in self._arguments.batches:
+            for implementation in self._arguments.feed_forward:
+                model.use_feed_forward(implementation)
+                for acceptance in acceptances:
+                    self._decodes(model, weights, rows, acceptance)
 
     def _decodes(
         self, model: DeepSeekV3, weights: str, rows: int, acceptance: float | None
@@ -179,13 +200,16 @@ class Bench:
         """Measures all contexts with one program, which has room for the longest that fits."""
         drafter_and_depth = (None, 0)
         if acceptance is not None:
-            drafter_and_depth = SyntheticDrafter(acceptance), self._arguments.depth
+            drafter = DRAFTERS[self._arguments.drafter](acceptance)
+            drafter_and_depth = drafter, self._arguments.depth
         decode_of_batch: list[steps.Decode] = []
 
         def measure(cached: int) -> dict[str, Any]:
             if not decode_of_batch:
                 decode_of_batch.append(steps.Decode(model, rows, cached, *drafter_and_depth))
             result = {"phase": "decode", "acceptance": acceptance, "depth": drafter_and_depth[1]}
+            if acceptance is not None and self._arguments.drafter != "mtp":
+                result |= {"drafter": self._arguments.drafter}
             result |= self._decode(model, decode_of_batch[0], cached)
             if acceptance is None:
                 floor_ms = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
@@ -254,6 +278,8 @@ class Bench:
             "model": self._arguments.model, "dtype": weights,
             "activations": self._arguments.activations, "batch": batch, "context": context,
         }  # fmt: skip
+        if cache_dtype := self._arguments.cache_dtype:
+            row |= {"cache_dtype": cache_dtype}
         if implementation := model.layers[0].feed_forward:
             row |= {"feed_forward": implementation}
         if layout := model.layout:

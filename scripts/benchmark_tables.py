@@ -34,7 +34,11 @@ _DECODE = (
     "decode_v3_h200_2",
     "decode_v3_many_h200",
     "decode_v3_mtp_h200_2",
+    "decode_v2_h200",
 )
+_SPARSE = ("decode_v32_h200", "decode_v32_h200_2")
+_DENSE = ("decode_v32_dense_h200", "decode_v32_dense_h200_2")
+"""Slices of V3.2. Where results have the same case, the table shows the last one's."""
 _TWO_GPUS = (
     "decode_v3_two_gpus_all_gather_h200",
     "decode_v3_two_gpus_all_gather_many_h200",
@@ -46,7 +50,7 @@ _TWO_GPUS = (
 _NOW_DEFAULT = {"unrolled", "four warpgroups"}
 """Variants of `kernels_first_run_h200` that have become the default since."""
 
-_PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200")
+_PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200", "decode_v2_h200")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -62,10 +66,10 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _timed(names: Iterable[str], phase: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (result name, row) of a phase, without rows that use synthetic drafts."""
+    """Yields (result name, row) of a phase, without rows of errors or synthetic drafts."""
     for name in names:
         for row in read(name)["rows"]:
-            if row["phase"] == phase and row.get("acceptance") is None:
+            if row.get("phase") == phase and row.get("acceptance") is None:
                 yield name, row
 
 
@@ -230,6 +234,32 @@ def _dated_link(name: str) -> str:
     return f"[{read(name)['date']}](../benchmarks/results/{name}.json)"
 
 
+def sparse_slice() -> str:
+    """Compares the sparse and the dense slice of V3.2, by number of sequences and cached tokens."""
+    sparse, dense = (
+        {(r["batch"], r["context"]): (name, r) for name, r in _timed(names, "decode")}
+        for names in (_SPARSE, _DENSE)
+    )
+    header = (
+        ">sequences",
+        ">cached tokens each",
+        ">dense, ms/step",
+        ">sparse, ms/step",
+        ">speedup",
+    )
+    more = (">dense, % of peak bandwidth", ">sparse", "results")
+    rows = (
+        [batch, f"{context:,}", f"{of_dense['ms']:.2f}", f"{of_sparse['ms']:.2f}",
+         f"{of_dense['ms'] / of_sparse['ms']:.2f}",
+         _share_of_peak(read(dense_name), of_dense), _share_of_peak(read(sparse_name), of_sparse),
+         f"{_dated_link(dense_name)}, {_dated_link(sparse_name)}"]
+        for batch, context in sorted(sparse.keys() & dense.keys())
+        for dense_name, of_dense in [dense[batch, context]]
+        for sparse_name, of_sparse in [sparse[batch, context]]
+    )  # fmt: skip
+    return markdown([*header, *more], rows)
+
+
 def prefill() -> str:
     header = ("model", "weights", ">prompts", ">tokens each", ">ms", ">tokens/s", "result")
     rows = (
@@ -342,8 +372,8 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, newer_kernels, decode, prefill, two_gpus, all_layers, speculation,
-        quantization, cache_dtype, conversion, cpu, cold_start, summary,
+        kernels, kernels_by_kind, newer_kernels, decode, sparse_slice, prefill, two_gpus,
+        all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start, summary,
     )
 }  # fmt: skip
 

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.decode import floor, models, steps
+from benchmarks.decode import floor, models, random_cache, steps
 from benchmarks.decode.largest import largest_batch
 from benchmarks.integers import INT4_RMS, INT8_RMS
 from dsv3_jax.accounting import distinct_experts
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.kv_cache import CacheSpec, PagePool
+from dsv3_jax.layers import latent_cache
 from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.layers.moe import MoE
 from scripts import bench_decode
@@ -58,7 +60,7 @@ def test_a_tiny_model(config, monkeypatch, capsys):
     words = "--batches 2 --contexts 70 --prefills 3x20 --chunk 24 --acceptances 1 --depth 1"
     result = run(monkeypatch, config, *words.split())
     assert result["read_gbs"] > 0
-    plain, drafted, prefill = result["rows"]
+    plain, prefill, drafted = result["rows"]
     assert plain["ms"] == drafted["ms"] == pytest.approx(1)
     for row in result["rows"]:
         assert row["ms"] > 0
@@ -80,6 +82,44 @@ def test_a_model_without_mtp_layers_cannot_draft(config, monkeypatch):
     config.write_text(json.dumps(shape))
     with pytest.raises(SystemExit, match="--acceptances: expected a model with an MTP layer"):
         run(monkeypatch, config, "--batches", "1", "--acceptances", "0.7")
+
+
+@pytest.mark.slow
+def test_sparse_attention_and_n_gram_drafts(config, monkeypatch):
+    shape = json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}
+    shape |= {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 32}
+    config.write_text(json.dumps(shape | {"index_topk": 16}))
+    words = "--batches 2 --contexts 10 70 --cache-dtype fp8_index"
+    words += " --drafter ngram --acceptances 1 --depth 2"
+    *plain, drafted, _ = run(monkeypatch, config, *words.split())["rows"]
+    assert [row["context"] for row in plain] == [70, 10]
+    for row in plain:
+        assert row["cache_dtype"] == "fp8_index"
+        assert row["ms"] == pytest.approx(1)
+        assert 3 <= row["experts_visited"] <= row["experts_expected"] + 2
+    assert plain[0]["floor_ms"] > plain[1]["floor_ms"]
+    # All drafts are accepted: three tokens per sequence and step.
+    assert drafted["drafter"] == "ngram"
+    assert drafted["tokens_per_s"] == pytest.approx(6e3 / drafted["ms"], rel=1e-3)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "fp8_index", "fp8"])
+def test_random_caches_are_of_the_format_that_attention_reads(cache_dtype):
+    config = ModelConfig.from_hf(
+        tiny_config(num_hidden_layers=1, kv_lora_rank=128)
+        | {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 32, "index_topk": 16}
+    )
+    spec = CacheSpec.of_config(config, jnp.bfloat16, mtp=True, cache_dtype=cache_dtype)
+    pool = random_cache.fill(PagePool.empty(spec, 5, page_size=8), config)
+    assert len(pool.layers) == len(pool.mtp) == 1
+    for layer in (*pool.layers, *pool.mtp):
+        latents = np.asarray(latent_cache.read(config, layer["latent"], jnp.float32))
+        keys = np.asarray(layer["index_key"], np.float32) * layer.get("index_scale", 1)
+        for values in (latents, keys):
+            assert values.shape[:2] == (5, 8)
+            assert np.std(values) == pytest.approx(1, rel=0.1)
+            assert abs(np.mean(values)) < 0.1
+    assert not np.array_equal(pool.layers[0]["latent"], pool.mtp[0]["latent"])
 
 
 @pytest.mark.slow
@@ -175,6 +215,13 @@ def abstract_model(name, weights):
         ("v3-slice", "fp8", 1, 1024, 1.64),
         ("v3-slice", "fp8", 64, 1024, 19.16),
         ("v3-slice", "fp8", 256, 4096, 24.21),
+        # 14.4 MB of indexer more per layer; 2,048 latents and all index keys of 256 bytes.
+        ("v32-slice", "fp8", 1, 131072, 1.60),
+        ("v32-slice-dense", "fp8", 1, 131072, 1.78),
+        ("v32-slice", "fp8", 64, 131072, 20.95),
+        ("v32-slice-dense", "fp8", 64, 131072, 34.5),
+        pytest.param("deepseek-v2", "int4", 1, 1024, 2.76, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2", "int4", 64, 1024, 27.6, marks=pytest.mark.slow),
     ],
 )
 def test_floor(name, weights, rows, cached, ms):

@@ -40,6 +40,20 @@ def test_unsteady_times_have_no_ratio(results):
     ]
 
 
+def test_the_last_result_of_a_slice_counts(results, monkeypatch):
+    """Errors and cases that only one of the slices has are left out."""
+    row = {"phase": "decode", "batch": 1, "context": 4096}
+    for name, ms in (("sparse", 4.0), ("sparse_2", 2.0), ("dense", 3.0)):
+        rows = [row | {"ms": ms}, {"batch": 8, "context": 4096, "error": "does not fit"}]
+        results[name] = {"date": "2026-11-26", "read_gbs": READ_GBS, "rows": rows}
+    results["dense"]["rows"].append(row | {"batch": 64, "ms": 9.0})
+    monkeypatch.setattr(benchmark_tables, "_SPARSE", ("sparse", "sparse_2"))
+    monkeypatch.setattr(benchmark_tables, "_DENSE", ("dense",))
+    (line,) = benchmark_tables.sparse_slice().splitlines()[2:]
+    assert line.startswith("| 1 | 4,096 | 3.00 | 2.00 | 1.50 |")
+    assert "results/sparse_2.json" in line
+
+
 def test_shares_use_the_same_peak():
     row = {"floor_fraction": 0.9}
     assert benchmark_tables._share_of_peak({"read_gbs": READ_GBS / 2}, row) == "45%"

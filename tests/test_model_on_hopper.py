@@ -1,6 +1,7 @@
 """A whole model on a Hopper GPU, with and without kernels, and on several GPUs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from benchmarks.decode import models
 from dsv3_jax import presets
 from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.on_mesh import stored_shardings
 from dsv3_jax.offline.generator import Generator
 from pallas_kernels import dispatch
@@ -27,15 +29,30 @@ CONFIG = dataclasses.replace(
     moe_intermediate_size=512,
     num_hidden_layers=4,
 )
+# Sequences of more than 128 tokens are attended to sparsely.
+SPARSE = dataclasses.replace(
+    presets.DEEPSEEK_V3_2,
+    vocab_size=1024,
+    hidden_size=1024,
+    intermediate_size=2048,
+    moe_intermediate_size=512,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    n_routed_experts=32,
+    num_attention_heads=16,
+    q_lora_rank=512,
+    index_topk=128,
+    quantization=None,
+)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, PROMPT + STEPS))
 
 
-def model_of(dtype):
+def model_of(dtype, config=CONFIG):
     """A model with the same weights in either dtype: numbers that bfloat16 can represent."""
-    model = models.random_model(models.shapes(CONFIG, "bf16", "bfloat16", mtp=False))
-    graph = nnx.split(models.shapes(CONFIG, "bf16", dtype, mtp=False))[0]
+    model = models.random_model(models.shapes(config, "bf16", "bfloat16", mtp=False))
+    graph = nnx.split(models.shapes(config, "bf16", dtype, mtp=False))[0]
     weights = nnx.split(model)[1]
-    wanted = nnx.split(models.shapes(CONFIG, "bf16", dtype, mtp=False))[1]
+    wanted = nnx.split(models.shapes(config, "bf16", dtype, mtp=False))[1]
     return nnx.merge(graph, jax.tree.map(lambda x, like: x.astype(like.dtype), weights, wanted))
 
 
@@ -55,7 +72,7 @@ def without_kernels(monkeypatch):
 
     def run(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_spread_over", lambda: 2)
+            patch.setattr(dispatch, "_auto_devices", lambda: 2)
             jax.clear_caches()  # kernels may have been traced into functions of the same arguments
             results = function(*args)
         jax.clear_caches()
@@ -64,15 +81,20 @@ def without_kernels(monkeypatch):
     return run
 
 
+def test_kernels_can_be_left_out(without_kernels):
+    """The fixture names a function of dispatch, which only a GPU would otherwise miss."""
+    backends = {"mosaic_gpu": lambda: "kernel", "reference": lambda: "reference"}
+    choose = functools.partial(dispatch.dispatch, "op", backends, None)
+    assert without_kernels(choose) == "reference"
+
+
 def logits(model):
     """[BATCH, PROMPT + STEPS, V]: a prompt in expanded chunks, then token by token, absorbed."""
     cache = LatentKVCache.init(model.cache_spec(), BATCH, TOKENS.shape[1], layout=model.layout)
     results, start = [], 0
-    for tokens, form in (
-        (CHUNK, "expanded"),
-        (PROMPT - CHUNK, "expanded"),
-        *[(1, "absorbed")] * STEPS,
-    ):
+    pieces = [CHUNK, PROMPT - CHUNK, *[1] * STEPS]
+    for tokens in pieces:
+        form: Form = "absorbed" if tokens == 1 else "expanded"
         counts = np.full(BATCH, tokens)
         out, cache = extend(model, TOKENS[:, start : start + tokens], counts, cache, form)
         results.append(np.asarray(out, np.float32))
@@ -85,6 +107,21 @@ def test_errors_of_bfloat16_are_no_larger_with_kernels(without_kernels):
     with jax.default_matmul_precision("highest"):
         exact = without_kernels(logits, model_of(jnp.float32))
     plain, ours = without_kernels(logits, model_of(jnp.bfloat16)), logits(model_of(jnp.bfloat16))
+    assert_no_larger(ours, plain, exact)
+
+
+@on_gpu
+@pytest.mark.parametrize("cache_dtype", [None, "fp8"])
+def test_errors_of_sparse_attention_are_no_larger_with_kernels(without_kernels, cache_dtype):
+    def model(dtype):
+        model = model_of(dtype, SPARSE)
+        if cache_dtype is not None:
+            model.use_cache_dtype(cache_dtype)
+        return model
+
+    with jax.default_matmul_precision("highest"):
+        exact = without_kernels(logits, model(jnp.float32))
+    plain, ours = without_kernels(logits, model(jnp.bfloat16)), logits(model(jnp.bfloat16))
     assert_no_larger(ours, plain, exact)
 
 

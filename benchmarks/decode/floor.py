@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3_jax.accounting import cache_bytes_per_token
+from dsv3_jax.layers.paged_cache import LayerCacheSpec
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.plan.weights import parameter_shards, read_bytes
 
@@ -21,7 +21,8 @@ def step_bytes(model: DeepSeekV3, batch: int, cached: int) -> float:
     """Returns the bytes that a device reads in one decode step.
 
     They are the weights of the main model, with the expected number of distinct experts and one
-    embedding row per token, and a bfloat16 cache. ``model`` may be abstract.
+    embedding row per token, and the cache: of a model with an indexer all of its keys, and the
+    latents of at most ``index_topk`` tokens. ``model`` may be abstract.
 
     Args:
       batch: batch size, over all devices.
@@ -37,7 +38,17 @@ def step_bytes(model: DeepSeekV3, batch: int, cached: int) -> float:
         experts_per_token=c.num_experts_per_tok,
         expert_slots=c.n_routed_experts,
     )
-    return weights + local_batch * cached * cache_bytes_per_token(c)
+    read = sum(_cache_bytes(layer, cached, c.index_topk) for layer in model.cache_spec().layers)
+    return weights + local_batch * read
+
+
+def _cache_bytes(spec: LayerCacheSpec, cached: int, topk: int | None) -> int:
+    """Returns the bytes that one query reads from a layer's cache of ``cached`` tokens."""
+    attended = cached if topk is None else min(cached, topk)
+    return sum(
+        array.width * jnp.dtype(array.dtype).itemsize * (attended if name == "latent" else cached)
+        for name, array in spec.items()
+    )
 
 
 def bandwidth() -> float:

@@ -30,6 +30,15 @@ SHAPES = {
     "v3-slice": dataclasses.replace(
         presets.DEEPSEEK_V3, num_hidden_layers=9, first_k_dense_replace=1
     ),
+    # The same of DeepSeek-V3.2, with room for a long cache, and these layers with dense attention.
+    "v32-slice": dataclasses.replace(
+        presets.DEEPSEEK_V3_2, num_hidden_layers=8, first_k_dense_replace=1
+    ),
+    "v32-slice-dense": dataclasses.replace(
+        presets.DEEPSEEK_V3_1, num_hidden_layers=8, first_k_dense_replace=1
+    ),
+    # All 60 layers and 236 B parameters, which fit on one H200 in int4.
+    "deepseek-v2": presets.DEEPSEEK_V2,
 }
 
 HELP = f"{', '.join(SHAPES)} or a config.json"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.decode import random_cache
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.pool_layout import PoolLayout
 from dsv3_jax.engine.programs import Programs
@@ -24,8 +25,8 @@ from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.paged_cache import LayerCache
-from dsv3_jax.layers.rope import rotation_at
+from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
+from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.model import DeepSeekV3
 
 SHORT, LONG = 4, 24  # steps of the two dispatches whose difference is the measured time
@@ -109,6 +110,7 @@ class Slots:
     ):
         layout = model.layout
         default = Buckets.of_devices(rows, layout)
+        self._config = model.config
         one_page = PoolLayout.of(layout, 1, DEFAULT_PAGE_SIZE)
         local_rows = rows // one_page.shards
         # In absorbed form, chunks have the engine's length, and several are of the same prompt.
@@ -176,23 +178,6 @@ class Slots:
     def state(self, cached: int) -> SlotState:
         """Returns a state with random tokens, ``cached`` of each request in the cache."""
         state = self.programs.empty_state(self.num_pages)
-        pages, pool_structure = jax.tree.flatten(state.pool)
-
-        # In place and some pages at a time, because random bits take more memory than the values.
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=pages[0].sharding)
-        def fill(pages: jax.Array, seed: jax.Array) -> jax.Array:
-            count = min(1024, len(pages))
-            shape = (count, *pages.shape[1:])
-
-            def fill_some(i: jax.Array, pages: jax.Array) -> jax.Array:
-                key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), i)
-                numbers = jax.random.normal(key, shape, pages.dtype)
-                # The last pages may overlap the previous ones.
-                return jax.lax.dynamic_update_slice_in_dim(pages, numbers, i * count, axis=0)
-
-            return jax.lax.fori_loop(0, -(-len(pages) // count), fill_some, pages)
-
-        filled = [fill(each, jnp.int32(i)) for i, each in enumerate(pages)]
         vocab_size = self.programs.vocab_size
         tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape, np.int32)
         mtp_inputs = jax.random.normal(
@@ -203,7 +188,7 @@ class Slots:
         sampling = dataclasses.replace(state.sampling, seed=jnp.arange(rows, dtype=jnp.uint32))
         state = dataclasses.replace(
             state,
-            pool=jax.tree.unflatten(pool_structure, filled),
+            pool=random_cache.fill(state.pool, self._config),
             tokens=jnp.asarray(tokens),
             limits=jnp.full(rows, state.tokens.shape[1], jnp.int32),
             mtp_inputs=mtp_inputs,
@@ -334,17 +319,31 @@ def experts_visited(model: DeepSeekV3, decode: Decode) -> list[int]:
     starts = state.lengths - 1
     last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
     rotation = rotation_at(model.config, starts[:, None])
-
-    # One layer at a time, because layers of the same kind share a compiled program.
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(graph: Any, weights: Any, x: jax.Array, pages: Any) -> tuple[jax.Array, Any]:
-        layer: DecoderLayer = nnx.merge(graph, weights)
-        cache = LayerCache(pages, tables, starts, jnp.ones(last.shape, bool))
-        x, _, stats = layer.extend(x, rotation, cache, "absorbed")
-        return x, None if stats is None else jnp.sum(stats.counts > 0)
-
-    x, visited = model.embed_tokens(last), []
+    x, visited, new_pages = model.embed_tokens(last), [], []
     for layer, pages in zip(model.layers, state.pool.layers, strict=True):
-        x, count = run(*nnx.split(layer), x, pages)
+        x, pages, count = _run_layer(*nnx.split(layer), x, rotation, tables, starts, pages)
+        new_pages.append(pages)
         visited += [] if count is None else [int(count)]
+    pool = dataclasses.replace(state.pool, layers=tuple(new_pages))
+    decode.state = dataclasses.replace(state, pool=pool)
     return visited
+
+
+# One layer at a time, because layers of the same kind share a compiled program. The pages are
+# donated: a copy of a layer's cache may not fit.
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="pages")
+def _run_layer(
+    graph: Any,
+    weights: Any,
+    x: jax.Array,
+    rotation: Rotation,
+    tables: jax.Array,
+    starts: jax.Array,
+    pages: LayerPages,
+) -> tuple[jax.Array, LayerPages, jax.Array | None]:
+    """Returns a layer's output, its pages with one more token of each sequence, and the number of
+    distinct experts if it is an MoE layer."""
+    layer: DecoderLayer = nnx.merge(graph, weights)
+    cache = LayerCache(pages, tables, starts, jnp.ones(x.shape[:2], bool))
+    x, pages, stats = layer.extend(x, rotation, cache, "absorbed")
+    return x, pages, None if stats is None else jnp.sum(stats.counts > 0)

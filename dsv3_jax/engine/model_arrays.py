@@ -74,4 +74,7 @@ def _prepared(model: DeepSeekV3, whole_sequences: bool) -> DeepSeekV3:
     model = model.precompute_for_decode()
     if whole_sequences:
         model.attend_to_whole_sequences()
+        # By default an engine for one request would compute other bits than one for several.
+        for layer in (*model.layers, *model.mtp):
+            layer.feed_forward = layer.feed_forward or "separate"
     return model

@@ -58,6 +58,15 @@ _LATENT_NORM_EPS = 1e-6
 _CONTEXT_TOKENS = 4096
 
 
+class Projected(NamedTuple):
+    """The results of the projections at a layer's beginning."""
+
+    queries: Float[Array, "B T HK"]
+    """All heads' queries before rope."""
+    latent: Float[Array, "B T CR"]
+    """The output of kv_a_proj_with_mqa."""
+
+
 class UpProjections(NamedTuple):
     """The parts of kv_b_proj for each head, in the activations' dtype."""
 
@@ -164,6 +173,30 @@ class MultiHeadLatentAttention(nnx.Module):
         query_latent = self.query_latent(x)
         queries = self.queries(query_latent, rotation)
         appended = self._append(x, query_latent, rotation, caches)
+        return self._attend_batches(queries, appended, caches, forms, x.dtype)
+
+    def attend_projected(
+        self,
+        projected: Projected,
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+    ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
+        """Does :meth:`attend_batches` after the projections of its input."""
+        queries = self._split_queries(projected.queries, rotation)
+        stored = self._stored(self._finished(projected.latent, rotation))
+        appended = append_batches({"latent": stored}, caches, self.layout)
+        return self._attend_batches(queries, appended, caches, forms, projected.latent.dtype)
+
+    def _attend_batches(
+        self,
+        queries: tuple[Float[Array, "_ _ H N"], Float[Array, "_ _ H R"]],
+        appended: Sequence[AppendedTokens],
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
+        """Attends with all batches' queries, after their tokens have been appended."""
         pages = appended[0].cache.pages
         if "expanded" not in forms:
             # One matmul for the tokens of all batches on each side of attention.
@@ -177,18 +210,18 @@ class MultiHeadLatentAttention(nnx.Module):
                 ),
                 strict=True,
             )
-            out = self._unfold(join_tokens(outs), x.dtype)
+            out = self._unfold(join_tokens(outs), dtype)
             out = merge_devices(out, join_tokens(lses), self.layout)
-            return out.astype(x.dtype), pages
+            return out.astype(dtype), pages
         outputs = []
         for i, batch in enumerate(appended):
             q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
             if forms[i] == "absorbed":
                 out, lse = self._attend_absorbed(self._fold(q_nope), q_rope, batch)
-                out = self._unfold(out, x.dtype)
+                out = self._unfold(out, dtype)
             else:
                 out, lse = self._attend_expanded(q_nope, q_rope, batch)
-            outputs.append(merge_devices(out, lse, self.layout).astype(x.dtype))
+            outputs.append(merge_devices(out, lse, self.layout).astype(dtype))
         return join_tokens(outputs), pages
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
@@ -217,14 +250,24 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns the part of every head's query without rope, and the rotated part."""
         c = self.config
         up_proj = self.q_proj if c.q_lora_rank is None else self.q_b_proj
-        q = up_proj(query_latent)
+        return self._split_queries(up_proj(query_latent), rotation)
+
+    def _split_queries(
+        self, q: Float[Array, "B T HK"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
+        c = self.config
         q = q.reshape(*q.shape[:2], -1, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
         """Returns the normed latent of each token, then its rope key."""
+        return self._finished(self.kv_a_proj_with_mqa(x), rotation)
+
+    def _finished(
+        self, compressed: Float[Array, "B T CR"], rotation: Rotation
+    ) -> Float[Array, "B T CR"]:
+        """Returns :meth:`latents` of kv_a_proj_with_mqa's output."""
         C = self.config.kv_lora_rank
-        compressed = self.kv_a_proj_with_mqa(x)
         return jnp.concatenate(
             [self.kv_a_layernorm(compressed[..., :C]), rotate(compressed[..., C:], rotation)],
             axis=-1,
@@ -234,7 +277,11 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
         """Returns what the cache stores for each token, see :mod:`latent_cache`."""
-        latents = self.latents(x, rotation)
+        return self._stored(self.latents(x, rotation))
+
+    def _stored(
+        self, latents: Float[Array, "B T CR"]
+    ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
         return latent_cache.to_float8(self.config, latents) if self.float8_latents else latents
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import second_half
-from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.attention import MultiHeadLatentAttention, Projected
 from dsv3_jax.layers.attention_interface import Attention, Form
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
@@ -112,9 +112,13 @@ class DecoderLayer(nnx.Module):
         rotations: Sequence[Rotation],
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
+        counter: Any = None,
     ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
         """Runs several batches that attend in different forms, see
         :meth:`MultiHeadLatentAttention.extend_batches`. Their caches have the same page arrays.
+
+        Args:
+          counter: from :func:`second_half.shared_counter`. Without a layout only.
 
         Returns the output of each batch, the page arrays, and statistics of all tokens of an MoE.
         """
@@ -124,7 +128,7 @@ class DecoderLayer(nnx.Module):
             for x, rotation, cache in zip(xs, rotations, caches, strict=True)
         ]
         if self.layout is None:
-            return self._extend(inputs, pages, forms)
+            return self._extend(inputs, pages, forms, counter)
         layout = self.layout
 
         def body(layer: DecoderLayer, inputs: list[_BatchInput], pages: LayerPages):
@@ -148,7 +152,11 @@ class DecoderLayer(nnx.Module):
         return on_mesh(layout, self, body, in_specs, out_specs)(inputs, pages)
 
     def _extend(
-        self, inputs: Sequence[_BatchInput], pages: LayerPages, forms: Sequence[Form]
+        self,
+        inputs: Sequence[_BatchInput],
+        pages: LayerPages,
+        forms: Sequence[Form],
+        counter: Any = None,
     ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
         """Does :meth:`extend_batches` for the sequences on one device."""
         xs, rotations, caches = zip(*inputs, strict=True)
@@ -156,15 +164,27 @@ class DecoderLayer(nnx.Module):
         x = join_tokens(xs)
         rotation = jax.tree.map(lambda *each: join_tokens(each), *rotations)
         attention: Attention = self.self_attn
-        normed = self.input_layernorm(x)
         valid = join_tokens([cache.valid for cache in caches])
-        if type(attention).extend is MultiHeadLatentAttention.extend:
+        if (projected := self._project(x)) is not None:
+            heads, pages = self.self_attn.attend_projected(projected, rotation, caches, forms)
+            y, stats = self._feed_forward(x, None, valid, heads, counter)
+        elif type(attention).extend is MultiHeadLatentAttention.extend:
+            normed = self.input_layernorm(x)
             heads, pages = attention.attend_batches(normed, rotation, caches, forms)
-            y, stats = self._feed_forward(x, None, valid, heads)
+            y, stats = self._feed_forward(x, None, valid, heads, counter)
         else:  # a variant, which runs one batch
+            normed = self.input_layernorm(x)
             attended, pages = attention.extend(normed, rotation, caches[0], forms[0])
-            y, stats = self._feed_forward(x, attended, valid)
+            y, stats = self._feed_forward(x, attended, valid, None, counter)
         return split_tokens(y, caches), pages, stats
+
+    def _project(self, x: Float[Array, "B T D"]) -> Projected | None:
+        """Returns the projections of the norm of ``x``, or None if separate operations do them."""
+        if type(self.self_attn) is not MultiHeadLatentAttention:
+            return None
+        kernel = functools.partial(second_half.project_in_kernel, self, x)
+        preferred = second_half.is_preferred(self, x.shape[0] * x.shape[1])
+        return self._dispatch("a layer's first projections", lambda: None, kernel, preferred)
 
     def _feed_forward(
         self,
@@ -172,18 +192,33 @@ class DecoderLayer(nnx.Module):
         attended: Float[Array, "B T D"] | None,
         valid: Bool[Array, "B T"] | None,
         heads: Float[Array, "B T H V"] | None = None,
+        counter: Any = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum.
 
         Args:
           attended: attention's output, or None if ``heads`` has it before its projection.
+          counter: see :meth:`extend_batches`.
         """
-        backends = {
-            "separate": self._feed_forward_separately,
-            "mosaic_gpu": functools.partial(second_half.in_one_kernel, self),
-        }
-        name = "a layer's second half"
-        return dispatch(name, backends, self.feed_forward, x, attended, valid, heads)
+        arrays = x, attended, valid, heads
+        separate = functools.partial(self._feed_forward_separately, *arrays)
+        kernel = functools.partial(second_half.in_one_kernel, self, *arrays, counter)
+        # Without a cache, a result may be differentiated.
+        preferred = heads is not None and second_half.is_preferred(self, x.shape[0] * x.shape[1])
+        return self._dispatch("a layer's second half", separate, kernel, preferred)
+
+    def _dispatch(
+        self, name: str, separate: Callable[[], Any], kernel: Callable[[], Any], preferred: bool
+    ) -> Any:
+        """Calls what :meth:`DeepSeekV3.use_feed_forward` has selected.
+
+        Args:
+          preferred: whether None tries the kernel first.
+        """
+        backends = {"separate": separate, "mosaic_gpu": kernel}
+        if preferred:
+            backends = {"mosaic_gpu": kernel, "separate": separate}
+        return dispatch(name, backends, self.feed_forward)
 
     def _feed_forward_separately(
         self,

@@ -165,7 +165,8 @@ class Indexer(nnx.Module):
         def select_some(inputs: tuple[IndexQueries, Int[Array, ""]]) -> Int32[Array, "B t K"]:
             some, first = inputs
             scores = _scores(some, pages, block_tables, starts + first, shard, layout)
-            return top_k(scores, self.topk)
+            visible = starts[:, None] + first + 1 + jnp.arange(scores.shape[1])
+            return top_k(scores, self.topk, lengths=visible)
 
         if step == T:
             return select_some((queries, jnp.int32(0)))

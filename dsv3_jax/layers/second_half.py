@@ -1,21 +1,36 @@
-"""The second half of a decoder layer as one operation, ``pallas_kernels.feed_forward``."""
+"""Decoder layers of few tokens in long-running kernels.
+
+The projections at a layer's beginning are one operation with the norm before them,
+``pallas_kernels.project``, and the second half of a layer is one, ``pallas_kernels.feed_forward``.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from dsv3_jax.layers.attention import Projected
 from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.quantization import BlockQuantization
-from pallas_kernels import feed_forward
+from pallas_kernels import feed_forward, project
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
+from pallas_kernels.decoder_layer.stream import MOST_TOKENS
+from pallas_kernels.hopper import require_hopper
+from pallas_kernels.hopper.grid_barrier import new_counter
 from sharding import Layout
+
+MOST_BYTES = 256 * 2**20
+"""Weights up to which the kernels are preferred. On an H200 they are faster for one token of
+Moonlight, whose second half of a layer reads 147 MB in bfloat16, and slower for one of V3, which
+reads 518 MB in float8."""
 
 
 @runtime_checkable
@@ -23,9 +38,82 @@ class Layer(Protocol):
     """The attributes of a decoder layer that this module reads."""
 
     layout: Layout | None
+    input_layernorm: RMSNorm
     self_attn: Any
     post_attention_layernorm: RMSNorm
     mlp: MLP | MoE
+
+
+def is_preferred(layer: Layer, tokens: int) -> bool:
+    """Returns whether the kernels should be tried first for this number of tokens."""
+    return tokens == 1 and _runs(layer.layout) and read_bytes(layer) <= MOST_BYTES
+
+
+def shared_counter(layout: Layout | None, tokens: int) -> Any:
+    """Returns the counter that the kernels of all layers share, or None if none can run.
+
+    With a counter each, XLA would copy a constant for every layer.
+    """
+    if layout is not None or tokens > MOST_TOKENS or not _runs(layout):
+        return None
+    return jax.new_ref(new_counter())
+
+
+def _runs(layout: Layout | None) -> bool:
+    try:
+        require_hopper()
+    except NotImplementedError:
+        return False
+    return layout is None or layout.mesh.size == 1
+
+
+def read_bytes(layer: Layer) -> int:
+    """Returns the bytes of the weights that one token reads in the layer's second half."""
+    mlp, o_proj = layer.mlp, _size(layer.self_attn.o_proj)
+    if isinstance(mlp, MLP):
+        return _mlp_size(mlp) + o_proj
+    config = mlp.config
+    routed = _mlp_size(mlp.experts) // config.n_routed_experts * config.num_experts_per_tok
+    shared = _mlp_size(mlp.shared_experts) if config.n_shared_experts else 0
+    return routed + shared + o_proj + _size(mlp.gate)
+
+
+def _mlp_size(mlp: Any) -> int:
+    return sum(map(_size, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
+
+
+def _size(module: Any) -> int:
+    weight = module.weight
+    return math.prod(weight.shape) * weight.dtype.itemsize
+
+
+def project_in_kernel(layer: Layer, x: Float[Array, "B T D"]) -> Projected:
+    """Returns the projections of the norm of ``x``.
+
+    Raises:
+      NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
+    """
+    _check_one_device(layer)
+    attention, rows = layer.self_attn, x.reshape(-1, x.shape[-1])
+    without_rank = attention.config.q_lora_rank is None
+    first = attention.q_proj if without_rank else attention.q_a_proj
+    projections = projection(first), projection(attention.kv_a_proj_with_mqa)
+    queries, latent = _project(rows, layer.input_layernorm, *projections)
+    if not without_rank:
+        (queries,) = _project(queries, attention.q_a_layernorm, projection(attention.q_b_proj))
+    return Projected(*(y.reshape(*x.shape[:-1], -1) for y in (queries, latent)))
+
+
+def _project(
+    x: Float[Array, "M D"], norm: RMSNorm, *projections: Projection
+) -> list[Float[Array, "M _"]]:
+    weight = norm.weight[...]
+    return project(x, weight, projections, eps=norm.eps, implementation="mosaic_gpu")
+
+
+def _check_one_device(layer: Layer) -> None:
+    if layer.layout is not None and layer.layout.mesh.size > 1:
+        raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
 
 
 def in_one_kernel(
@@ -34,14 +122,17 @@ def in_one_kernel(
     attended: Float[Array, "B T D"] | None,
     valid: Bool[Array, "B T"] | None,
     heads: Float[Array, "B T H V"] | None,
+    counter: Any = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
+
+    Args:
+      counter: from :func:`shared_counter`.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
     """
-    if layer.layout is not None and layer.layout.mesh.size > 1:
-        raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
+    _check_one_device(layer)
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
     if attended is None:
@@ -52,6 +143,7 @@ def in_one_kernel(
         **arrays,
         **options,
         attended=attended.reshape(len(rows), -1),
+        counter=counter,
         implementation="mosaic_gpu",
     )
     y = y.reshape(x.shape)
@@ -86,9 +178,9 @@ def arguments(layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, {"rule": routing_rule(config), "eps": norm.eps}
 
 
-def projection(o_proj: Weight) -> Projection:
-    """Returns the projection of attention's output for feed_forward. It raises as that."""
-    return Projection(o_proj.weight[...], _scales(o_proj))
+def projection(linear: Weight) -> Projection:
+    """Returns a projection for feed_forward and project. It raises as :func:`arguments`."""
+    return Projection(linear.weight[...], _scales(linear))
 
 
 def _matrices(mlp: Any) -> Matrices:

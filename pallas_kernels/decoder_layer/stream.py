@@ -42,7 +42,17 @@ from pallas_kernels.decoder_layer.registers import (
     prefetch_scales,
 )
 from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.ir import asm, i32, i64, inline, instruction, shared_address, word
+from pallas_kernels.hopper.ir import (
+    SCALAR,
+    asm,
+    i32,
+    i64,
+    inline,
+    instruction,
+    scalar,
+    shared_address,
+    word,
+)
 from pallas_kernels.hopper.ring import PipelineState, Ring
 
 CONSUMERS = 2
@@ -52,6 +62,7 @@ ROWS = 8
 MOST_TOKENS = 8
 
 _PADDING = BLOCK_BYTES  # modulo 128: the rows that a warp reads at once are then in different banks
+_EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy encodes it
 _CONSUMER_BARRIER = 13  # hardware barrier of the consumers; see warpgroup for those in use
 
 
@@ -162,15 +173,28 @@ class RowCopies(TmaCopy):
             step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
             address = arith.addi(address, arith.muli(arith.extui(i64(), word(start)), step))
         rows = self.sizes[-2]
-        row_stride = strides[-2] * itemsize
-        text = "\n".join(
-            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            f" [$0 + {i * self.row_bytes}], [$1 + {i * row_stride}], {self.bytes // rows}, [$2];"
-            for i in range(rows)
-        )
+        # A loop: unrolled, the copies of all phases were half of the kernel's instructions, and the
+        # first execution of an instruction waits for the memory. Weights leave the L2 cache first,
+        # because a step reads them once.
+        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        text = f"""{{
+            .reg .pred more; .reg .b32 to, left; .reg .b64 from;
+            mov.b32 to, $0;
+            mov.b64 from, $1;
+            mov.b32 left, {rows};
+        ROW:
+            .pragma "nounroll";
+            @$3 {copy} [to], [from], {self.bytes // rows}, [$2], $4;
+            add.u32 to, to, {self.row_bytes};
+            add.u64 from, from, {strides[-2] * itemsize};
+            sub.u32 left, left, 1;
+            setp.ne.u32 more, left, 0;
+            @more bra ROW;
+        }}"""
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
-        operands = shared_address(target), address, mbarrier, leader
-        asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
+        policy = arith.constant(i64(), ir.IntegerAttr.get(i64(), _EVICT_FIRST))
+        operands = shared_address(target), address, mbarrier, leader, policy
+        asm(text, "r,l,r,b,l,~{memory}", *operands, effects=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +278,21 @@ class Stream:
             if operand.dtype.itemsize == 1:
                 start = half.scales_start + half.column // SCALE_BLOCK
                 prefetch_scales(half.scales, start, operand.columns, self.stages.interpret)
-        return self.ring.loop(operand.steps, fill, state, None)[0]
+        return self.ring.loop(self._steps(operand), fill, state, None)[0]
+
+    def _steps(self, operand: Operand) -> Any:
+        """Returns the steps of a unit, as a number that compilers do not know.
+
+        They would unroll the loops, and LLVM made 18 copies of six loops.
+        """
+        if self.stages.interpret is not None:
+            return operand.steps
+
+        @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        def steps() -> Any:
+            return scalar(asm(f"mov.b32 $0, {operand.steps};", "=r", result=i32(), effects=True))
+
+        return steps()
 
     def scales(self, operand: Operand, halves: tuple[Half, Half]) -> list[Any]:
         """Loads the scales of a unit, for :meth:`consume`, from the L2 cache: load them early.
@@ -295,7 +333,7 @@ class Stream:
             return sums
 
         first = (no_sums(), no_sums())
-        return self.ring.loop(operand.steps, add, state, first)
+        return self.ring.loop(self._steps(operand), add, state, first)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.top_k import mosaic_gpu, reference
@@ -11,7 +11,11 @@ BACKENDS = {"mosaic_gpu": mosaic_gpu.top_k, "reference": reference.top_k}
 
 
 def top_k(
-    scores: Float32[Array, "*batch S"], k: int, *, implementation: Implementation = None
+    scores: Float32[Array, "*batch S"],
+    k: int,
+    *,
+    lengths: Int[Array, "*batch"] | None = None,
+    implementation: Implementation = None,
 ) -> Int32[Array, "*batch k"]:
     """Returns the indices of the k largest scores of each row, in ascending order.
 
@@ -22,6 +26,8 @@ def top_k(
     Args:
       scores: no NaN.
       k: may exceed S.
+      lengths: number of leading scores of each row after which all are -inf. A kernel need not read
+        those.
       implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Raises:
@@ -30,4 +36,4 @@ def top_k(
     """
     if k < 1:
         raise ValueError(f"k: expected 1 or more, got {k}")
-    return dispatch("top_k", BACKENDS, implementation, scores, k)
+    return dispatch("top_k", BACKENDS, implementation, scores, k, lengths=lengths)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.top_k.mosaic_gpu_kernel import CHUNK, MAX_K, select
@@ -19,6 +19,7 @@ def top_k(
     scores: Float32[Array, "*batch S"],
     k: int,
     *,
+    lengths: Int[Array, "*batch"] | None = None,
     warpgroups: int = _WARPGROUPS,
     parts: int = 1,
     interpret: Any = None,
@@ -26,6 +27,7 @@ def top_k(
     """Implements :func:`pallas_kernels.top_k`.
 
     Args:
+      lengths: see there. Only rows in one part use them.
       warpgroups: number of warpgroups per program: 1, 2, 4 or 8. They do not affect the result.
       parts: number of parts of a row that are selected from separately, each by a program. Another
         one then selects from their results. It is for a few long rows, which leave most
@@ -41,7 +43,8 @@ def top_k(
     rows = jax.lax.stop_gradient(scores).reshape(-1, S)
     chosen_of = functools.partial(_chosen, k=k, warpgroups=warpgroups, interpret=interpret)
     if parts == 1:
-        return chosen_of(rows).reshape(*batch, k)
+        lengths = None if lengths is None else lengths.reshape(-1)
+        return chosen_of(rows, lengths).reshape(*batch, k)
     width = -(-S // (parts * CHUNK)) * CHUNK
     rows = jnp.pad(rows, ((0, 0), (0, parts * width - S)), constant_values=-jnp.inf)
     of_parts = chosen_of(rows.reshape(-1, width)).reshape(-1, parts, k)
@@ -55,8 +58,13 @@ def top_k(
 
 
 def _chosen(
-    rows: Float32[Array, "rows S"], *, k: int, warpgroups: int, interpret: Any
+    rows: Float32[Array, "rows S"],
+    lengths: Int[Array, " rows"] | None = None,
+    *,
+    k: int,
+    warpgroups: int,
+    interpret: Any,
 ) -> Int32[Array, "rows k"]:
     # Kernels read whole chunks. Tables of 8 pages of 64 tokens or a multiple need no padding.
     padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=-jnp.inf)
-    return select(padded, k=k, warpgroups=warpgroups, interpret=interpret)[:, :k]
+    return select(padded, lengths, k=k, warpgroups=warpgroups, interpret=interpret)[:, :k]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import meet
@@ -46,22 +46,36 @@ _MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
 
 @functools.partial(jax.jit, static_argnames=("k", "warpgroups", "interpret"))
 def select(
-    scores: Float32[Array, "rows S"], *, k: int, warpgroups: int, interpret: Any = None
+    scores: Float32[Array, "rows S"],
+    lengths: Int[Array, " rows"] | None = None,
+    *,
+    k: int,
+    warpgroups: int,
+    interpret: Any = None,
 ) -> Int32[Array, "rows padded_k"]:
     """Returns the indices of the k largest scores of each row, and then -1.
 
     Args:
       scores: S is a multiple of CHUNK.
+      lengths: the chunks of a row after this many scores are not read; None reads all.
     """
     (rows, S), W = scores.shape, warpgroups
     padded_k = -(-k // CHUNK) * CHUNK
-    chunks = S // CHUNK
-    share = -(-chunks // W)
     i32 = jnp.int32
+    arrays = (scores,) if lengths is None else (scores, lengths.astype(i32))
 
-    def top_k(scores_g, out_g, histograms_s, counts_s, out_s, scratch_s, barrier):
+    def top_k(scores_g, *refs):
+        lengths_g, out_g, histograms_s, counts_s, out_s, scratch_s, barrier = (
+            (None, *refs) if lengths is None else refs
+        )
         row, wg = lax.axis_index("row"), lax.axis_index("wg")
         histogram, scratch = histograms_s.at[wg], scratch_s.at[wg]
+        if lengths_g is None:
+            chunks = S // CHUNK
+            share = -(-chunks // W)
+        else:
+            chunks = jnp.minimum(lax.div(lengths_g[row] + CHUNK - 1, i32(CHUNK)), S // CHUNK)
+            share = lax.div(chunks + W - 1, i32(W))
         first, end = jnp.minimum(wg * share, chunks), jnp.minimum((wg + 1) * share, chunks)
         bins = plgpu.broadcasted_iota(i32, (_BINS,), 0, layout=layout_of(_BINS))
         sum_of = functools.partial(total, scratch=scratch, interpret=interpret)
@@ -211,4 +225,4 @@ def select(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(scores)
+    )(*arrays)

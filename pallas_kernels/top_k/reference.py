@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
 
-def top_k(scores: Float32[Array, "*batch S"], k: int) -> Int32[Array, "*batch k"]:
+def top_k(
+    scores: Float32[Array, "*batch S"], k: int, *, lengths: Int[Array, "*batch"] | None = None
+) -> Int32[Array, "*batch k"]:
+    del lengths  # the scores after them are -inf
     S = scores.shape[-1]
     # XLA orders -0 before 0.
     scores = jax.lax.stop_gradient(jnp.where(scores == 0.0, 0.0, scores))

@@ -24,6 +24,8 @@ from pallas_kernels.decoder_layer.api import BACKENDS
 from pallas_kernels.decoder_layer.plan import Config, Plan
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.decoder_layer.units import Refs, Units
+from pallas_kernels.project import mosaic_gpu as project_kernel
+from pallas_kernels.project.api import BACKENDS as PROJECT_BACKENDS
 from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
     FLOAT8,
@@ -110,7 +112,7 @@ def test_shapes_are_those_of_the_arguments(layer):
     assert jax.tree.leaves(shapes) == jax.tree.leaves(arguments)
 
 
-def test_a_kernel_that_no_gpu_has_checked_is_not_the_default():
+def test_the_kernel_is_not_the_default():
     assert next(iter(BACKENDS)) == "reference"
 
 
@@ -292,11 +294,12 @@ def test_kernel(layer, settings):
 @kernel_runs
 @pytest.mark.slow
 def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
-    """A dense and an MoE layer of a tiny model, with the kernel for their second halves."""
+    """A dense and an MoE layer of a tiny model, with kernels for all but attention itself."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=32,
         num_experts_per_tok=1, num_hidden_layers=2, num_nextn_predict_layers=0,
-        num_attention_heads=2, num_key_value_heads=2, v_head_dim=64, initializer_range=0.2,
+        num_attention_heads=2, num_key_value_heads=2, v_head_dim=64, q_lora_rank=128,
+        initializer_range=0.2,
     )  # fmt: skip
     dtype = jnp.bfloat16 if ON_GPU else jnp.float32
     model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
@@ -312,12 +315,24 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
         run = functools.partial(mosaic_gpu.feed_forward, interpret=INTERPRET)
         return run(*arrays, rule=rule, **options, config=kernel_config())
 
+    projected = []
+
+    def project(x, norm, projections, *, eps):
+        projected.append([len(each.weight) for each in projections])
+        programs = None if ON_GPU else 2
+        run = project_kernel.project
+        return run(x, norm, projections, eps=eps, programs=programs, interpret=INTERPRET)
+
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
+    monkeypatch.setitem(PROJECT_BACKENDS, "mosaic_gpu", project)
     model.use_feed_forward("mosaic_gpu")
     got, aux = model(tokens, return_aux=True)
     hidden, _ = model.extend(*step)
     # A step with a cache leaves attention's projection to the kernel.
     assert calls == [(False, False), (True, False), (False, True), (True, True)]
+    attention = model.layers[0].self_attn
+    first, latent = attention.q_a_proj.weight, attention.kv_a_proj_with_mqa.weight
+    assert projected == [[len(first), len(latent)], [len(attention.q_b_proj.weight)]] * 2
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
     check(hidden.pre_norm[0], plain_hidden.pre_norm[0], bound)
     np.testing.assert_array_equal(aux.routing_counts, plain_aux.routing_counts)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels.decoder_layer.reference import Matrices
+from pallas_kernels.decoder_layer.reference import Matrices, Projection
 from pallas_kernels.dispatch import dispatch
 
 
@@ -181,6 +181,10 @@ ARGUMENTS = {
     "feed_forward": (
         (jnp.ones((1, 2)), jnp.ones(2), None, Matrices(*[jnp.ones((2, 2))] * 3), None),
         {"rule": None, "eps": 1e-6},
+    ),
+    "project": (
+        (jnp.ones((1, 2)), jnp.ones(2), [Projection(jnp.ones((2, 2)))]),
+        {"eps": 1e-6},
     ),
     "rms_norm": ((jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),
     "add_rms_norm": ((jnp.ones((1, 2)), jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),

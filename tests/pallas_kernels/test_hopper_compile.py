@@ -30,6 +30,7 @@ import pytest
 
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
+from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
@@ -218,9 +219,12 @@ def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> K
     return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, {})
 
 
-def selection(rows: int, S: int, k: int = 2048) -> Kernel:
-    """top_k of ``rows`` rows of S scores."""
-    return Kernel("pallas_kernels.top_k.mosaic_gpu", {"scores": Struct((rows, S), F32)}, {"k": k})
+def selection(rows: int, S: int, k: int = 2048, lengths: bool = False) -> Kernel:
+    """top_k of ``rows`` rows of S scores, or of as many as an array says."""
+    arrays = {"scores": Struct((rows, S), F32)}
+    if lengths:
+        arrays["lengths"] = Struct((rows,), I32)
+    return Kernel("pallas_kernels.top_k.mosaic_gpu", arrays, {"k": k})
 
 
 def kernels() -> dict[str, Kernel]:
@@ -293,6 +297,7 @@ def kernels() -> dict[str, Kernel]:
         "top_k 64 rows of 32768": selection(64, 32768),
         "top_k one row of 163840": selection(1, 163840),
         "top_k k 2000": selection(8, 100_000, k=2000),
+        "top_k lengths": selection(64, 32768, lengths=True),
     }
     table |= {
         "mla_prefill 8192": prefill(8192, 8192),
@@ -384,7 +389,31 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132)},
             function="feed_forward",
         )
+    for name, (tokens, width, weights, *rows) in PROJECTED.items():
+        projections = [projection(n, width, weights) for n in rows]
+        table[f"project {name}"] = Kernel(
+            "pallas_kernels.project.mosaic_gpu",
+            {
+                "x": Struct((tokens, width), BF16),
+                "norm": Struct((width,), BF16),
+                "projections": projections,
+            },
+            {"eps": 1e-6, "programs": 132},
+        )
     return table
+
+
+# Tokens, columns, dtype, and rows of each projection.
+PROJECTED = {
+    "moonlight": (1, 2048, BF16, 3072, 576),
+    "v3": (8, 7168, FP8, 1536, 576),
+    "v3 q_b_proj": (1, 1536, FP8, 24576),
+}
+
+
+def projection(rows: int, width: int, dtype: Any) -> Projection:
+    scales = (Struct((-(-rows // 128), -(-width // 128)), F32),) if dtype == FP8 else ()
+    return Projection(Struct((rows, width), dtype), scales)
 
 
 def feed_forward_layers() -> dict[str, Layer]:

@@ -38,9 +38,10 @@ class TopKCases:
 
     implementation: ClassVar[Operation]
 
-    def check(self, scores: np.ndarray, k: int) -> np.ndarray:
+    def check(self, scores: np.ndarray, k: int, lengths: np.ndarray | None = None) -> np.ndarray:
         scores = scores.astype(np.float32)
-        got = np.asarray(compiled(self.implementation, k)(scores))
+        options = {} if lengths is None else {"lengths": lengths}
+        got = np.asarray(compiled(self.implementation, k)(scores, **options))
         assert got.dtype == np.int32
         np.testing.assert_array_equal(got, expected(scores, k))
         return got
@@ -68,6 +69,14 @@ class TopKCases:
         rng = np.random.default_rng(2)
         scores = rng.standard_normal((3, 200)) * 10.0 ** rng.integers(-44, 38, (3, 200))
         self.check(scores, 77)
+
+    def test_lengths(self):
+        """Rows of no score, less than a chunk, whole chunks, and all; fewer scores than k."""
+        rng = np.random.default_rng(6)
+        lengths = np.array([[0, 1, 600], [1024, 1025, 1600]], np.int32)
+        scores = rng.standard_normal((2, 3, 1600))
+        scores = np.where(np.arange(1600) < lengths[..., None], scores, -np.inf)
+        self.check(scores, 700, lengths)
 
     def test_published_k(self):
         self.check(np.random.default_rng(3).standard_normal((1, 5000)), 2048)

@@ -1,0 +1,1 @@
+"""A norm and several projections of its result."""

@@ -1,0 +1,63 @@
+"""Layers choose the kernels of ``second_half`` if the caller names nothing."""
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from benchmarks.decode import models
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine.model_arrays import ModelArrays
+from dsv3_jax.layers import second_half
+from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.model import DeepSeekV3
+from tests.support.checkpoints import tiny_config
+
+
+def layer_of(name, weights, *, dense):
+    kwargs = {"dtype": jnp.bfloat16, "quantization": models.WEIGHTS[weights]}
+    config = models.config(name)
+    return nnx.eval_shape(lambda: DecoderLayer(config, dense=dense, rngs=nnx.Rngs(0), **kwargs))
+
+
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(second_half, "require_hopper", lambda: None)
+
+
+# Megabytes that one token reads in the second half of a layer.
+READ = [
+    ("moonlight-16b", "bf16", False, 147.1, True),
+    ("moonlight-16b", "bf16", True, 146.8, True),
+    ("moonlight-16b", "fp8", False, 73.7, True),
+    ("v3-slice", "fp8", False, 517.5, False),
+]
+
+
+@pytest.mark.parametrize(("name", "weights", "dense", "megabytes", "preferred"), READ)
+def test_layers_that_read_little_prefer_the_kernels(
+    name, weights, dense, megabytes, preferred, monkeypatch
+):
+    layer = layer_of(name, weights, dense=dense)
+    assert second_half.read_bytes(layer) / 1e6 == pytest.approx(megabytes, rel=1e-3)
+    assert not second_half.is_preferred(layer, 1)  # not on this machine
+    on_hopper(monkeypatch)
+    assert second_half.is_preferred(layer, 1) == preferred
+    assert not second_half.is_preferred(layer, 2)
+
+
+def test_a_counter_only_where_the_kernels_run(monkeypatch):
+    assert second_half.shared_counter(None, 1) is None
+    on_hopper(monkeypatch)
+    assert second_half.shared_counter(None, 8) is not None
+    assert second_half.shared_counter(None, 9) is None
+
+
+@pytest.mark.slow
+def test_a_deterministic_engine_keeps_separate_operations():
+    model = DeepSeekV3(ModelConfig.from_hf(tiny_config(num_hidden_layers=1)), rngs=nnx.Rngs(0))
+    for whole_sequences, expected in ((False, None), (True, "separate")):
+        arrays = ModelArrays.of(model, whole_sequences=whole_sequences)
+        assert arrays.model(arrays.leaves).layers[0].feed_forward == expected
+    model.use_feed_forward("mosaic_gpu")
+    arrays = ModelArrays.of(model, whole_sequences=True)
+    assert arrays.model(arrays.leaves).layers[0].feed_forward == "mosaic_gpu"
+    assert model.layers[0].feed_forward == "mosaic_gpu"
