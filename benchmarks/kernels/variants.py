@@ -71,6 +71,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     },
     # Queries of a group, pages of a warpgroup, warpgroups and stages.
     "1 query, 16 pages": _index(1, 16, 2, 4),
+    "1 query, 16 pages, 5 stages": _index(1, 16, 2, 5),
     "1 query, 32 pages": _index(1, 32, 2, 4),
     "1 query, 3 warpgroups": _index(1, 11, 3, 4),
     "2 queries": _index(2, 24, 2, 4),
@@ -78,6 +79,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "2 warpgroups": _top_k(warpgroups=2),
     "8 warpgroups": _top_k(warpgroups=8),
     "4 parts": _top_k(parts=4),
+    "8 parts": _top_k(parts=8),
 }
 """Variants by name and operation."""
 
