@@ -17,6 +17,7 @@ from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
+from pallas_kernels.sparse_index.persistent import Persistent
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
 from pallas_kernels.top_k import mosaic_gpu as top_k
@@ -45,6 +46,10 @@ def _decode(config: Any) -> Variant:
 
 def _index(*config: int) -> dict[str, Variant]:
     return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
+
+
+def _persistent(*config: int) -> dict[str, Variant]:
+    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": Persistent(*config)})}
 
 
 def _top_k(**keywords: int) -> dict[str, Variant]:
@@ -80,6 +85,9 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "2 queries": _index(2, 24, 2, 4),
     "2 queries, 1 warpgroup": _index(2, 24, 1, 3),
     "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
+    # Queries of a group, pages and groups of a unit, and stages.
+    "persistent, 1 query": _persistent(1, 12, 1, 22),
+    "persistent, 4 queries": _persistent(4, 64, 2, 8),
     "2 warpgroups": _top_k(warpgroups=2),
     "8 warpgroups": _top_k(warpgroups=8),
     "4 parts": _top_k(parts=4),

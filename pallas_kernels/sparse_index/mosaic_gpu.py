@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import require_hopper
+from pallas_kernels.sparse_index import persistent
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import COLUMNS, PAGE, Config, plan, score
+from pallas_kernels.sparse_index.persistent import Persistent
 
 FLOAT8 = jnp.float8_e4m3fn
 
@@ -21,7 +23,7 @@ def sparse_index(
     lengths: Int[Array, " B"],
     *,
     scales: Float32[Array, "P page scale_width"] | None = None,
-    config: Config | None = None,
+    config: Config | Persistent | None = None,
     interpret: Any = None,
 ) -> Float32[Array, "B T S"]:
     """Implements :func:`pallas_kernels.sparse_index`. It has no gradient.
@@ -54,10 +56,12 @@ def sparse_index(
         raise NotImplementedError(f"takes tokens of a multiple of 128 bytes, got {row}")
     config = config or plan(B, T, J, block_tables.shape[1])
     # Groups of queries are scored together. Pad to whole groups.
-    padded = -T % config.queries
+    is_persistent = isinstance(config, Persistent)
+    padded = -T % (config.queries * (config.groups if is_persistent else 1))
     q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
     weights = jnp.pad(weights, ((0, 0), (0, padded), (0, 0)))
-    return score(
+    run = persistent.score if is_persistent else score
+    return run(
         q.reshape(B, -1, config.queries * J, D),
         weights.reshape(B, -1, config.queries, J),
         pages,

@@ -9,13 +9,14 @@ import pytest
 from pallas_kernels import sparse_index
 from pallas_kernels.sparse_index import mosaic_gpu
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config, plan
+from pallas_kernels.sparse_index.persistent import Persistent
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES
 from tests.pallas_kernels.sparse_index_cases import SparseIndexCases, tensor_core_products
 
 
 @functools.cache
-def kernel(config: Config | None = None):
+def kernel(config: Config | Persistent | None = None):
     return functools.partial(mosaic_gpu.sparse_index, config=config, interpret=INTERPRET)
 
 
@@ -53,6 +54,30 @@ class TestMosaicGpu(SparseIndexCases):
         got = x.run(kernel(config))
         assert got.shape[1] == T
         self.check_result(x, got)
+
+    @pytest.mark.parametrize(
+        ("T", "config", "dtype"),
+        [
+            (5, Persistent(queries=2, pages=4, groups=2, stages=4), "float8_e4m3fn"),
+            (1, Persistent(queries=1, pages=3, groups=1, stages=4), "float8_e4m3fn"),
+            pytest.param(
+                11,
+                Persistent(queries=4, pages=5, groups=2, stages=2),
+                "float8_e4m3fn",
+                marks=pytest.mark.slow,
+            ),
+            pytest.param(
+                4,
+                Persistent(queries=4, pages=3, groups=1, stages=2),
+                "bfloat16",
+                marks=pytest.mark.slow,
+            ),
+        ],
+    )
+    def test_persistent_programs(self, T, config, dtype):
+        """Several units per program, some of which have no visible page."""
+        x = self.random((75, 36, 0), T=T, J=64, max_pages=9, dtype=dtype)
+        self.check_result(x, x.run(kernel(config)))
 
 
 def test_plan_fills_the_device():

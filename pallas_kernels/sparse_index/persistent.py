@@ -1,0 +1,323 @@
+"""The persistent Hopper kernel of sparse_index: a producer warp and two consumer warpgroups.
+
+The matmul is transposed, S^T = K Q^T: the M dimension of wgmma (64) is the tokens of a page, and
+its columns are the heads of a group of queries. So the sum over heads is one over the columns of a
+row.
+
+A program takes units one after the other. A unit is a range of pages of a sequence, and one group
+of queries or two. The producer copies the unit's queries and pages by TMA, several pages ahead and
+across units, so that the memory never waits for the start of a unit. With two groups, both
+consumers take every page, each for its own group. With one group, which is for few queries, they
+take pages in turn.
+
+A group of more than 128 rows takes several matmuls per page. All of them are started at once, and
+while the tensor cores work on one, the consumer takes the ReLU and the weighted sum of the one
+before. Pages that no query of a unit sees are not read; their scores are -inf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.hopper import multiprocessors, wgmma
+from pallas_kernels.hopper.branch import when
+from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.ring import PipelineState, Ring
+from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
+from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.sparse_index.registers import store_scores, sum_heads
+
+PAGE, COLUMNS = 64, 128
+CONSUMERS = 2
+_MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thread
+_REGISTERS = 232, 40  # per thread of consumers and producer
+_INTERPRETED_PROGRAMS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Persistent:
+    """Tuning parameters that do not change any result."""
+
+    queries: int
+    """Queries of a group."""
+
+    pages: int
+    """Pages of a unit."""
+
+    groups: int
+    """Groups of a unit: 1, or 2 for one of each consumer."""
+
+    stages: int
+    """Pages in the ring buffer, an even number."""
+
+
+class Unit(NamedTuple):
+    """A range of pages of a sequence, and groups of its queries."""
+
+    sequence: jax.Array
+    group: jax.Array  # the first one
+    first: jax.Array  # page in the table
+    seen: jax.Array  # pages from there on with tokens that a query sees
+    in_table: jax.Array  # pages from there on
+    length: jax.Array  # of the sequence
+
+
+@functools.partial(jax.jit, static_argnames=("queries", "config", "interpret"))
+def score(
+    q: Float[Array, "B G rows D"],
+    weights: Float32[Array, "B G Tg J"],
+    pages: Float[Array, "P page width"],
+    block_tables: Int32[Array, "B max_pages"],
+    lengths: Int32[Array, " B"],
+    scales: Float32[Array, "P page"] | None,
+    *,
+    queries: int,
+    config: Persistent,
+    interpret: Any = None,
+) -> Float32[Array, "B T S"]:
+    """Scores the tokens of each table for G groups of Tg queries.
+
+    Args:
+      queries: number of queries T. The last groups may have fewer than the others.
+    """
+    B, G, rows, _ = q.shape
+    J, float8, on_gpu = weights.shape[-1], scales is not None, interpret is None
+    # Table entries past a sequence's length may be anything; clip them to the page pool.
+    last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
+    chunks, sets = -(-max_pages // config.pages), G // config.groups
+    units = B * sets * chunks
+    programs = min(units, multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS)
+    readers = config.groups  # of a page
+    parts = _parts(config.queries, J)
+    key_copies, q_copies = 1 + float8, 2 * config.groups
+    rings = [(config.stages, key_copies, readers), (2, q_copies, CONSUMERS)]
+    barriers = [Ring.scratch(*each, interpret) for each in rings]
+    untiled = float8 and on_gpu
+
+    def sparse_index(*refs: Any) -> None:
+        q_g, weights_g, pages_g, tables_g, lengths_g, *refs = refs
+        scales_g, refs = (refs[0], refs[1:]) if float8 else (None, refs)
+        out_g, q_s, weights_s, keys_s, scales_s, *refs = refs
+        # Views of the same memory: copies and wgmma take the untiled one.
+        (q_s, keys_s) = (x[1] if untiled else x for x in (q_s, keys_s))
+        key_ring = Ring.of(config.stages, readers, refs[: len(barriers[0])], interpret)
+        q_ring = Ring.of(2, CONSUMERS, refs[len(barriers[0]) :], interpret)
+        q_ring.initialise()
+        key_ring.initialise()
+        overlap_preceding_kernel(interpret=interpret)
+        program, wg = lax.axis_index("program"), lax.axis_index("wg")
+        count = lax.div(units - program + (programs - 1), jnp.int32(programs))
+
+        def unit_of(i: jax.Array) -> Unit:
+            number = program + i * programs
+            of_pages, rest = lax.rem(number, jnp.int32(chunks)), lax.div(number, jnp.int32(chunks))
+            b, group = lax.div(rest, jnp.int32(sets)), lax.rem(rest, jnp.int32(sets))
+            group, first = group * config.groups, of_pages * config.pages
+            length = lengths_g[b]
+            tokens = length + jnp.minimum((group + config.groups) * config.queries - queries, 0)
+            in_table = jnp.minimum(max_pages - first, config.pages)
+            seen = jnp.clip(lax.div(tokens + (PAGE - 1), jnp.int32(PAGE)) - first, 0, in_table)
+            return Unit(b, group, first, seen, in_table, length)
+
+        def produce() -> None:
+            def number_of(unit: Unit, k: jax.Array) -> jax.Array:
+                k = jnp.minimum(k, unit.in_table - 1)
+                return jnp.clip(tables_g[unit.sequence, unit.first + k], 0, last_page)
+
+            def copy_unit(i: jax.Array, carry: Any) -> Any:
+                state, loaded = carry
+                unit = unit_of(i)
+
+                @when(unit.seen > 0)
+                def _() -> None:
+                    copies = []
+                    for n in range(config.groups):
+                        window = unit.sequence, unit.group + n
+                        tile = (*window, pl.ds(0, rows), pl.ds(0, COLUMNS))
+                        copies.append(_tiles_copy(q_g, tile, q_s.at[loaded & 1, n], float8))
+                        whole = (*window, pl.ds(0, config.queries), pl.ds(0, J))
+                        copies.append(_copy(weights_g, whole, weights_s.at[loaded & 1, n]))
+                    q_ring.fill(_q_state(loaded), copies)
+
+                def copy_page(k: jax.Array, carry: Any) -> Any:
+                    state, number = carry
+                    tile = number, pl.ds(0, PAGE), pl.ds(0, COLUMNS)
+                    copies = [_tiles_copy(pages_g, tile, keys_s.at[state.stage], float8)]
+                    if float8:
+                        window = number, pl.ds(0, PAGE)
+                        copies.append(_copy(scales_g, window, scales_s.at[state.stage]))
+                    key_ring.fill(state, copies)
+                    # The next number is loaded while the ring is full.
+                    return key_ring.next(state), number_of(unit, k + 1)
+
+                carry = state, number_of(unit, jnp.int32(0))
+                state, _ = lax.fori_loop(0, unit.seen, copy_page, carry)
+                return state, loaded + jnp.where(unit.seen > 0, 1, 0)
+
+            state, loaded = lax.fori_loop(0, count, copy_unit, (key_ring.start(), jnp.int32(0)))
+            key_ring.drain(state)
+            q_ring.drain(_q_state(loaded))
+
+        def consume() -> None:
+            q_ring.release_all()
+            if readers == CONSUMERS:
+                key_ring.release_all()
+            else:
+                when(wg == 0)(key_ring.release_all)
+            step = CONSUMERS // config.groups  # consumers take every page or every second one
+            own = wg if config.groups > 1 else jnp.int32(0)
+            row = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=ROW)
+            hidden = plgpu.layout_cast(jnp.full((PAGE,), -jnp.inf, jnp.float32), ROW)
+
+            def score_unit(i: jax.Array, carry: Any) -> Any:
+                pages_before, loaded, products = carry
+                unit, buffer = unit_of(i), loaded & 1
+                group = unit.group + own
+                weights_of_group = weights_s.at[buffer, own]
+                q_base = None
+                if untiled:
+                    q_base = wgmma.operand_base(q_s, (buffer * config.groups + own) * rows * 128)
+                when(unit.seen > 0)(lambda: q_ring.wait_full(_q_state(loaded)))
+
+                def store(k: jax.Array, t: int, scores: jax.Array) -> None:
+                    query = group * config.queries + t
+                    where = unit.sequence, query, (unit.first + k) * PAGE
+                    store_scores(out_g, where, scores, query < queries, interpret=interpret)
+
+                def score_page(n: jax.Array, carry: Any) -> Any:
+                    state, products = carry
+                    k = skip + n * step
+                    key_ring.wait_full(state)
+                    a: Any = None
+                    if untiled:
+                        a = wgmma.operand_base(keys_s, state.stage * (PAGE * 128))
+                        products = [
+                            wgmma.start_product(a, q_base, 0, first * J * 128, previous)
+                            for (first, _), previous in zip(parts, products, strict=True)
+                        ]
+                    scale = plgpu.layout_cast(scales_s[state.stage], ROW) if float8 else None
+                    position = row + (unit.first + k) * PAGE
+                    results = []
+                    for j, (first, of_part) in enumerate(parts):
+                        later = len(parts) - 1 - j
+                        if untiled:
+                            product = wgmma.wait_for_product(products[j], later=later)
+                        else:
+                            product = multiply(state, buffer, first * J, of_part * J)
+                        if not later:
+                            key_ring.release(state)
+                        results.append(product)
+                        sums = sum_heads(product, weights_of_group, first, J, interpret=interpret)
+                        for t, scores in enumerate(sums, first):
+                            if scale is not None:
+                                scores = scores * scale
+                            visible = unit.length - queries + 1 + group * config.queries + t
+                            store(k, t, jnp.where(position < visible, scores, hidden))
+                    for _ in range(step):
+                        state = key_ring.next(state)
+                    return state, (results if untiled else products)
+
+                def multiply(state: PipelineState, buffer: Any, first: int, width: int) -> Any:
+                    def run(accumulator: Any) -> jax.Array:
+                        b = q_s.at[buffer, own, pl.ds(first, width)]
+                        plgpu.wgmma(accumulator, keys_s.at[state.stage], b.transpose((1, 0)))
+                        return accumulator[...]
+
+                    return pl.run_scoped(run, ACC((PAGE, width), jnp.float32))
+
+                def hide_page(k: jax.Array, _: None) -> None:
+                    for t in range(config.queries):
+                        store(k, t, hidden)
+
+                # In turn over all units, so that a stage always belongs to the same consumer.
+                skip = (wg - pages_before) & 1 if step > 1 else jnp.int32(0)
+                state = _state(pages_before + skip, config.stages)
+                own_pages = lax.div(unit.seen - skip + (step - 1), jnp.int32(step))
+                _, products = lax.fori_loop(0, own_pages, score_page, (state, products))
+                when(unit.seen > 0)(lambda: q_ring.release(_q_state(loaded)))
+                if step == 1:
+                    lax.fori_loop(unit.seen, unit.in_table, hide_page, None)
+                else:
+                    half = lax.div(unit.in_table - unit.seen, jnp.int32(2))
+                    middle = unit.seen + half
+                    start = jnp.where(wg == 0, unit.seen, middle)
+                    end = jnp.where(wg == 0, middle, unit.in_table)
+                    lax.fori_loop(start, end, hide_page, None)
+                return pages_before + unit.seen, loaded + jnp.where(unit.seen > 0, 1, 0), products
+
+            zeros = [
+                plgpu.layout_cast(jnp.zeros((ROWS, of_part * J), jnp.float32), WGMMA)
+                for _, of_part in (parts if untiled else ())
+            ]
+            lax.fori_loop(0, count, score_unit, (jnp.int32(0), jnp.int32(0), zeros))
+
+        @when(wg == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            when(first_warp(on_gpu))(produce)
+
+        @when(wg != CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            consume()
+
+    def tiles(*shape: int) -> Any:
+        if not float8:
+            return tiles_of(*shape)
+        return two_views(shape, q.dtype, on_gpu=on_gpu)
+
+    arrays = [q, weights, pages, block_tables, lengths, *(() if scales is None else (scales,))]
+    return plgpu.kernel(
+        sparse_index,
+        out_type=jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
+        scratch_types=[
+            tiles(2, config.groups, rows, COLUMNS),
+            plgpu.SMEM((2, config.groups, config.queries, J), jnp.float32),
+            tiles(config.stages, PAGE, COLUMNS),
+            plgpu.SMEM((config.stages, PAGE), jnp.float32),
+            *barriers[0],
+            *barriers[1],
+        ],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(*arrays)
+
+
+def _parts(queries: int, heads: int) -> Sequence[tuple[int, int]]:
+    """Returns the first query and the number of queries of each matmul of a group."""
+    most = max(1, _MOST_COLUMNS // heads)
+    return [(first, min(most, queries - first)) for first in range(0, queries, most)]
+
+
+def _state(n: jax.Array, stages: int) -> PipelineState:
+    """Returns the state of a ring for its n-th fill."""
+    return PipelineState(lax.rem(n, jnp.int32(stages)), lax.div(n, jnp.int32(stages)) & 1)
+
+
+def _q_state(n: jax.Array) -> PipelineState:
+    return PipelineState(n & 1, lax.shift_right_logical(n, jnp.int32(1)) & 1)
+
+
+def _tiles_copy(source: Any, window: tuple[Any, ...], target: Any, float8: bool) -> TmaCopy:
+    return TmaCopy(source, window, target, tiled=not float8)
+
+
+def _copy(source: Any, window: tuple[Any, ...], target: Any) -> TmaCopy:
+    return TmaCopy(source, window, target, tiled=False, swizzle=None, contiguous=True)
