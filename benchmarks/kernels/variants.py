@@ -20,6 +20,7 @@ from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from pallas_kernels.sparse_index.persistent import Persistent
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
+from pallas_kernels.sparse_mla_prefill import mosaic_gpu as sparse_mla_prefill
 from pallas_kernels.top_k import mosaic_gpu as top_k
 
 
@@ -73,6 +74,11 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             {"config": SparseConfig(prefetch=False)},
             ("bf16", "fp8"),
         ),
+        "sparse_mla_prefill": Variant(
+            sparse_mla_prefill.sparse_mla_prefill,
+            {"config": SparseConfig(prefetch=False)},
+            ("bf16",),
+        ),
     },
     # Queries of a group, pages of a warpgroup, warpgroups and stages.
     "1 query, 16 pages": _index(1, 16, 2, 4),
@@ -87,11 +93,17 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
     # Queries of a group, pages and groups of a unit, and stages.
     "persistent, 1 query": _persistent(1, 12, 1, 22),
+    "persistent, 1 query, 16 pages": _persistent(1, 16, 1, 16),
     "persistent, 4 queries": _persistent(4, 64, 2, 8),
+    "persistent, 4 queries, 32 pages": _persistent(4, 32, 2, 8),
+    "persistent, 2 queries": _persistent(2, 64, 2, 12),
     "2 warpgroups": _top_k(warpgroups=2),
     "8 warpgroups": _top_k(warpgroups=8),
     "4 parts": _top_k(parts=4),
     "8 parts": _top_k(parts=8),
+    "1 program": _top_k(programs=1),
+    "2 programs": _top_k(programs=2),
+    "8 programs": _top_k(programs=8),
 }
 """Variants by name and operation."""
 

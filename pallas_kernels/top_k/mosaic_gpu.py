@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.hopper import require_hopper
+from pallas_kernels.top_k import cluster_kernel
 from pallas_kernels.top_k.mosaic_gpu_kernel import CHUNK, MAX_K, select
 
 _WARPGROUPS = 4
@@ -21,6 +22,7 @@ def top_k(
     *,
     warpgroups: int = _WARPGROUPS,
     parts: int = 1,
+    programs: int | None = None,
     interpret: Any = None,
 ) -> Int32[Array, "*batch k"]:
     """Implements :func:`pallas_kernels.top_k`.
@@ -30,6 +32,8 @@ def top_k(
       parts: number of parts of a row that are selected from separately, each by a program. Another
         one then selects from their results. It is for a few long rows, which leave most
         multiprocessors without a program. No GPU has run more than one part.
+      programs: number of programs per row, 1, 2, 4 or 8, of the kernel in which they form a
+        cluster. No GPU has run it.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
@@ -39,6 +43,12 @@ def top_k(
         raise NotImplementedError(f"takes no empty arrays, got {scores.shape}")
     *batch, S = scores.shape
     rows = jax.lax.stop_gradient(scores).reshape(-1, S)
+    if programs is not None:
+        padded = jnp.pad(rows, ((0, 0), (0, -S % CHUNK)), constant_values=-jnp.inf)
+        chosen = cluster_kernel.select(
+            padded, k=k, warpgroups=warpgroups, programs=programs, interpret=interpret
+        )
+        return chosen[:, :k].reshape(*batch, k)
     chosen_of = functools.partial(_chosen, k=k, warpgroups=warpgroups, interpret=interpret)
     if parts == 1:
         return chosen_of(rows).reshape(*batch, k)

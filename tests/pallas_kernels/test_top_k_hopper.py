@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import top_k
 from pallas_kernels.top_k import mosaic_gpu
-from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.top_k_cases import TopKCases, expected
 
 
@@ -44,6 +44,34 @@ def test_rows_in_parts(parts):
     scores[1, :700] = scores[2, 90:] = -np.inf
     run = functools.partial(mosaic_gpu.top_k, k=300, warpgroups=2, parts=parts, interpret=INTERPRET)
     np.testing.assert_array_equal(jax.jit(run)(scores), expected(scores, 300))
+
+
+@on_gpu
+class TestClusters(TestMosaicGpu):
+    """Two programs per row, and more than a warpgroup keeps in registers with S above 16,384."""
+
+    implementation = staticmethod(functools.partial(mosaic_gpu.top_k, programs=2))
+
+    @pytest.mark.parametrize("S", [20_000, 40_000])
+    def test_long_rows(self, S):
+        scores = np.random.default_rng(6).integers(-300, 300, (3, S)).astype(np.float32)
+        got = jax.jit(functools.partial(self.implementation, k=2048))(scores)
+        np.testing.assert_array_equal(got, expected(scores, 2048))
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    "programs",
+    [1, 2, pytest.param(4, marks=on_gpu), pytest.param(8, marks=on_gpu)],
+)
+def test_clusters(programs):
+    """Ties across parts, parts without a finite score, and fewer finite scores than k."""
+    scores = np.random.default_rng(5).integers(-2, 3, (2, 2300)).astype(np.float32)
+    scores[0, :700] = scores[1, 90:] = -np.inf
+    run = functools.partial(mosaic_gpu.top_k, warpgroups=2, programs=programs, interpret=INTERPRET)
+    for k in (300, 900):
+        got = jax.jit(functools.partial(run, k=k))(scores)
+        np.testing.assert_array_equal(got, expected(scores, k))
 
 
 def test_more_than_the_result_fits_is_refused():
