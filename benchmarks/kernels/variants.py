@@ -59,6 +59,8 @@ def _top_k(**keywords: int) -> dict[str, Variant]:
 
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
+    "scored, one operand ahead": {"mla_decode": _decode(ScoredQueries(ahead=1))},
+    "scored, no prefetch": {"mla_decode": _decode(ScoredQueries(prefetch=0))},
     "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
     "rolled": {
         "grouped_matmul": Variant(

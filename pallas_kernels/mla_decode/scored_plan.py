@@ -33,6 +33,11 @@ class ScoredQueries:
     prefetch: int = 1
     """Key blocks between a page's prefetch into the L2 cache and its copy. 0 for no prefetch."""
 
+    ahead: int | None = None
+    """Operands of eight per block that a scorer loads before it unpacks the first one. The more,
+    the sooner the ring's stage is free, and the more registers it takes. By default as many as
+    spill none."""
+
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
 
@@ -84,6 +89,11 @@ class Plan:
         if not 4 <= stages <= room:
             raise ValueError(f"stages: expected 4 to {room}, got {self.config}")
         return stages
+
+    @property
+    def ahead(self) -> int:
+        """Operands that are loaded before the first one is unpacked."""
+        return self.config.ahead or (4 if self.rows <= 16 else 3)
 
     @property
     def registers(self) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, instruction
+from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline
 
 WARPS, LANES = 4, 32
 SHAPE = WARPS, LANES
