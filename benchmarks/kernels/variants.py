@@ -82,6 +82,12 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             ("bf16",),
         ),
     },
+    "overlapped loads": {
+        "sparse_mla_decode": Variant(
+            sparse_mla_decode.sparse_mla_decode,
+            {"config": SparseConfig(prefetch=False, overlap_loads=True)},
+        ),
+    },
     # Queries of a group, pages of a warpgroup, warpgroups and stages.
     "1 query, 16 pages": _index(1, 16, 2, 4),
     "1 query, 16 pages, 5 stages": _index(1, 16, 2, 5),

@@ -56,7 +56,7 @@ from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
 _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
-_REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
+_REGISTERS, _FLOAT8_REGISTERS, _OVERLAP_REGISTERS = (224, 56), (208, 88), (192, 120)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
@@ -66,6 +66,10 @@ class Config:
 
     prefetch: bool = True
     """Whether tokens are prefetched into the L2 cache before they are copied."""
+
+    overlap_loads: bool = False
+    """Whether the producer over a float8 cache loads half of a block while it unpacks the half
+    before. No GPU has run it."""
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
@@ -95,6 +99,8 @@ def attend(
     rows, tiles = min(TILE, M), -(-M // TILE)
     float8, buffers = tokens.dtype == jnp.uint8, TileMemory.scratch()
     registers = _FLOAT8_REGISTERS if float8 else _REGISTERS
+    if float8 and config.overlap_loads:
+        registers = _OVERLAP_REGISTERS
     gpu, queries = interpret is None, Q // len(block_tables)
 
     def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g, *refs):
@@ -141,7 +147,7 @@ def attend(
             targets = memory.values, memory.rope, penalties_s
             fill_slots(
                 cache, targets, signals, work, (first_piece, piece_count), fetch_queries,
-                prefetch=config.prefetch,
+                prefetch=config.prefetch, overlap_loads=config.overlap_loads,
             )  # fmt: skip
 
         def wait_full(own, half, n):
