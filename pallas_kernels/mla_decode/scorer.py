@@ -156,7 +156,8 @@ def score_blocks(
             words = [scorer_registers.load_words(ring, stage, unit) for unit in range(ahead)]
 
             def release_piece():
-                signals.blocks.arrive(signals.piece_free(stage))
+                loaded = scorer_registers.when_loaded(words[-1], zero, stage)
+                signals.blocks.arrive(signals.piece_free(loaded))
 
             if ahead == units:
                 release_piece()

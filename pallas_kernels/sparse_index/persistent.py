@@ -1,4 +1,4 @@
-"""The persistent Hopper kernel of sparse_index: a producer warp and two consumer warpgroups.
+"""The persistent Hopper kernel of sparse_index: a producer warp and consumer warpgroups.
 
 The matmul is transposed, S^T = K Q^T: the M dimension of wgmma (64) is the tokens of a page, and
 its columns are the heads of a group of queries. So the sum over heads is one over the columns of a
@@ -7,12 +7,12 @@ row.
 A program takes units one after the other. A unit is a range of pages of a sequence, and one group
 of queries or two. The producer copies the unit's queries and pages by TMA, several pages ahead and
 across units, so that the memory never waits for the start of a unit. With two groups, both
-consumers take every page, each for its own group. With one group, which is for few queries, they
-take pages in turn.
+consumers take every page, each for its own group. With one group, which is for few queries, the
+consumers take pages in turn.
 
-A group of more than 128 rows takes several matmuls per page. All of them are started at once, and
-while the tensor cores work on one, the consumer takes the ReLU and the weighted sum of the one
-before. Pages that no query of a unit sees are not read; their scores are -inf.
+A group of more than 128 rows takes several matmuls per page. While the tensor cores work on one,
+the consumer takes the ReLU and the weighted sum of the one before. Pages that no query of a unit
+sees are not read; their scores are -inf.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from pallas_kernels.hopper.warpgroup import first_warp
 from pallas_kernels.sparse_index.registers import store_scores, sum_heads
 
 PAGE, COLUMNS = 64, 128
-CONSUMERS = 2
 _MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thread
-_REGISTERS = 232, 40  # per thread of consumers and producer
+_REGISTERS = {2: (232, 40), 3: (152, 40), 4: (104, 56)}
+"""Per thread of consumers and producer, by the number of consumers."""
 _INTERPRETED_PROGRAMS = 2
 
 
@@ -59,7 +59,13 @@ class Persistent:
     """Groups of a unit: 1, or 2 for one of each consumer."""
 
     stages: int
-    """Pages in the ring buffer, an even number."""
+    """Pages in the ring buffer, a multiple of the consumers."""
+
+    unroll: int = 2
+    """Pages that a consumer takes per iteration, if it overlaps matmuls and sums."""
+
+    consumers: int = 2
+    """Consumer warpgroups, 2 to 4. With two groups there are 2."""
 
 
 class Unit(NamedTuple):
@@ -101,7 +107,8 @@ def score(
     readers = config.groups  # of a page
     parts = _parts(config.queries, J)
     key_copies, q_copies = 1 + float8, 2 * config.groups
-    rings = [(config.stages, key_copies, readers), (2, q_copies, CONSUMERS)]
+    consumers = config.consumers
+    rings = [(config.stages, key_copies, readers), (2, q_copies, consumers)]
     barriers = [Ring.scratch(*each, interpret) for each in rings]
     untiled = float8 and on_gpu
 
@@ -112,7 +119,7 @@ def score(
         # Views of the same memory: copies and wgmma take the untiled one.
         (q_s, keys_s) = (x[1] if untiled else x for x in (q_s, keys_s))
         key_ring = Ring.of(config.stages, readers, refs[: len(barriers[0])], interpret)
-        q_ring = Ring.of(2, CONSUMERS, refs[len(barriers[0]) :], interpret)
+        q_ring = Ring.of(2, consumers, refs[len(barriers[0]) :], interpret)
         q_ring.initialise()
         key_ring.initialise()
         overlap_preceding_kernel(interpret=interpret)
@@ -171,17 +178,17 @@ def score(
 
         def consume() -> None:
             q_ring.release_all()
-            if readers == CONSUMERS:
+            if readers == consumers:
                 key_ring.release_all()
             else:
                 when(wg == 0)(key_ring.release_all)
-            step = CONSUMERS // config.groups  # consumers take every page or every second one
+            step = 1 if config.groups > 1 else consumers  # they share the pages, or the queries
             own = wg if config.groups > 1 else jnp.int32(0)
             row = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=ROW)
             hidden = plgpu.layout_cast(jnp.full((PAGE,), -jnp.inf, jnp.float32), ROW)
 
             def score_unit(i: jax.Array, carry: Any) -> Any:
-                pages_before, loaded, products = carry
+                pages_before, loaded = carry
                 unit, buffer = unit_of(i), loaded & 1
                 group = unit.group + own
                 weights_of_group = weights_s.at[buffer, own]
@@ -195,40 +202,32 @@ def score(
                     where = unit.sequence, query, (unit.first + k) * PAGE
                     store_scores(out_g, where, scores, query < queries, interpret=interpret)
 
-                def score_page(n: jax.Array, carry: Any) -> Any:
-                    state, products = carry
-                    k = skip + n * step
-                    key_ring.wait_full(state)
-                    a: Any = None
-                    if untiled:
-                        a = wgmma.operand_base(keys_s, state.stage * (PAGE * 128))
-                        products = [
-                            wgmma.start_product(a, q_base, 0, first * J * 128, previous)
-                            for (first, _), previous in zip(parts, products, strict=True)
-                        ]
-                    scale = plgpu.layout_cast(scales_s[state.stage], ROW) if float8 else None
-                    position = row + (unit.first + k) * PAGE
-                    results = []
-                    for j, (first, of_part) in enumerate(parts):
-                        later = len(parts) - 1 - j
-                        if untiled:
-                            product = wgmma.wait_for_product(products[j], later=later)
-                        else:
-                            product = multiply(state, buffer, first * J, of_part * J)
-                        if not later:
-                            key_ring.release(state)
-                        results.append(product)
-                        sums = sum_heads(product, weights_of_group, first, J, interpret=interpret)
-                        for t, scores in enumerate(sums, first):
-                            if scale is not None:
-                                scores = scores * scale
-                            visible = unit.length - queries + 1 + group * config.queries + t
-                            store(k, t, jnp.where(position < visible, scores, hidden))
-                    for _ in range(step):
-                        state = key_ring.next(state)
-                    return state, (results if untiled else products)
+                def scale_of(state: PipelineState) -> jax.Array | None:
+                    return plgpu.layout_cast(scales_s[state.stage], ROW) if float8 else None
 
-                def multiply(state: PipelineState, buffer: Any, first: int, width: int) -> Any:
+                def scores_of(k: Any, part: int, product: jax.Array, scale: Any) -> list[jax.Array]:
+                    """Returns the scores of a part's queries."""
+                    first, position = parts[part][0], row + (unit.first + k) * PAGE
+                    sums = sum_heads(product, weights_of_group, first, J, interpret=interpret)
+                    results = []
+                    for t, scores in enumerate(sums, first):
+                        scores = scores if scale is None else scores * scale
+                        visible = unit.length - queries + 1 + group * config.queries + t
+                        results.append(jnp.where(position < visible, scores, hidden))
+                    return results
+
+                def store_all(k: Any, part: int, results: Sequence[jax.Array]) -> None:
+                    for t, scores in enumerate(results, parts[part][0]):
+                        store(k, t, scores)
+
+                def start(part: int, state: PipelineState, previous: jax.Array) -> jax.Array:
+                    keys = wgmma.operand_base(keys_s, state.stage * (PAGE * 128))
+                    offset = parts[part][0] * J * 128
+                    return wgmma.start_product(keys, q_base, 0, offset, previous)
+
+                def multiply(part: int, state: PipelineState) -> jax.Array:
+                    first, width = (n * J for n in parts[part])
+
                     def run(accumulator: Any) -> jax.Array:
                         b = q_s.at[buffer, own, pl.ds(first, width)]
                         plgpu.wgmma(accumulator, keys_s.at[state.stage], b.transpose((1, 0)))
@@ -236,40 +235,92 @@ def score(
 
                     return pl.run_scoped(run, ACC((PAGE, width), jnp.float32))
 
-                def hide_page(k: jax.Array, _: None) -> None:
-                    for t in range(config.queries):
-                        store(k, t, hidden)
+                def score_page(n: jax.Array, state: PipelineState) -> PipelineState:
+                    k = skip + n * step
+                    key_ring.wait_full(state)
+                    scale = scale_of(state)
+                    for part in range(len(parts)):
+                        results = scores_of(k, part, multiply(part, state), scale)
+                        if part == len(parts) - 1:
+                            key_ring.release(state)
+                        store_all(k, part, results)
+                    return after(state)
+
+                def after(state: PipelineState) -> PipelineState:
+                    for _ in range(step):
+                        state = key_ring.next(state)
+                    return state
+
+                def score_pages(n: jax.Array, count: int, state: PipelineState) -> PipelineState:
+                    """Scores ``count`` pages. While the consumer sums one part of a page, the
+                    tensor cores multiply the next part or the next page."""
+                    items = [(page, part) for page in range(count) for part in range(len(parts))]
+                    at_once = min(len(items), max(2, len(parts)))
+                    states = [state]
+                    for _ in range(count):
+                        states.append(after(states[-1]))
+                    running: dict[tuple[int, int], jax.Array] = {}
+
+                    def run(item: tuple[int, int], previous: jax.Array) -> None:
+                        page, part = item
+                        if part == 0:
+                            key_ring.wait_full(states[page])
+                        running[item] = start(part, states[page], previous)
+
+                    for page, part in items[:at_once]:
+                        run((page, part), _zeros(parts[part][1] * J))
+                    for i, (page, part) in enumerate(items):
+                        later, k = min(at_once, len(items) - i) - 1, skip + (n + page) * step
+                        scale = scale_of(states[page])
+                        product = wgmma.wait_for_product(running[page, part], later=later)
+                        if part == len(parts) - 1:
+                            key_ring.release(states[page])
+                        store_all(k, part, scores_of(k, part, product, scale))
+                        if i + at_once < len(items):
+                            run(items[i + at_once], product)
+                    return states[-1]
 
                 # In turn over all units, so that a stage always belongs to the same consumer.
-                skip = (wg - pages_before) & 1 if step > 1 else jnp.int32(0)
-                state = _state(pages_before + skip, config.stages)
-                own_pages = lax.div(unit.seen - skip + (step - 1), jnp.int32(step))
-                _, products = lax.fori_loop(0, own_pages, score_page, (state, products))
+                skip, own_pages = jnp.int32(0), unit.seen
+                if step > 1:
+                    skip = lax.rem(
+                        wg + step - lax.rem(pages_before, jnp.int32(step)), jnp.int32(step)
+                    )
+                    own_pages = lax.div(unit.seen - skip + (step - 1), jnp.int32(step))
+                state, whole = _state(pages_before + skip, config.stages), jnp.int32(0)
+                one_page: Any = score_page
+                if untiled:
+                    whole = lax.div(own_pages, jnp.int32(config.unroll))
+                    state = lax.fori_loop(
+                        0,
+                        whole,
+                        lambda n, state: score_pages(n * config.unroll, config.unroll, state),
+                        state,
+                    )
+                    one_page = lambda n, state: score_pages(n, 1, state)  # noqa: E731
+                lax.fori_loop(whole * config.unroll, own_pages, one_page, state)
                 when(unit.seen > 0)(lambda: q_ring.release(_q_state(loaded)))
-                if step == 1:
-                    lax.fori_loop(unit.seen, unit.in_table, hide_page, None)
-                else:
-                    half = lax.div(unit.in_table - unit.seen, jnp.int32(2))
-                    middle = unit.seen + half
-                    start = jnp.where(wg == 0, unit.seen, middle)
-                    end = jnp.where(wg == 0, middle, unit.in_table)
-                    lax.fori_loop(start, end, hide_page, None)
-                return pages_before + unit.seen, loaded + jnp.where(unit.seen > 0, 1, 0), products
 
-            zeros = [
-                plgpu.layout_cast(jnp.zeros((ROWS, of_part * J), jnp.float32), WGMMA)
-                for _, of_part in (parts if untiled else ())
-            ]
-            lax.fori_loop(0, count, score_unit, (jnp.int32(0), jnp.int32(0), zeros))
+                def hide_page(n: jax.Array, _: None) -> None:
+                    for t in range(config.queries):
+                        store(unit.seen + (n * step + wg if step > 1 else n), t, hidden)
 
-        @when(wg == CONSUMERS)
+                nothing_seen = unit.in_table - unit.seen
+                if step > 1:
+                    nothing_seen = lax.div(nothing_seen - wg + (step - 1), jnp.int32(step))
+                lax.fori_loop(0, nothing_seen, hide_page, None)
+                return pages_before + unit.seen, loaded + jnp.where(unit.seen > 0, 1, 0)
+
+            lax.fori_loop(0, count, score_unit, (jnp.int32(0), jnp.int32(0)))
+
+        @when(wg == consumers)
         def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(_REGISTERS[consumers][1], action="decrease")
             when(first_warp(on_gpu))(produce)
 
-        @when(wg != CONSUMERS)
+        @when(wg != consumers)
         def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            plgpu.set_max_registers(_REGISTERS[consumers][0], action="increase")
             consume()
 
     def tiles(*shape: int) -> Any:
@@ -291,7 +342,7 @@ def score(
         ],
         grid=(programs,),
         grid_names=("program",),
-        num_threads=CONSUMERS + 1,
+        num_threads=consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -304,6 +355,10 @@ def _parts(queries: int, heads: int) -> Sequence[tuple[int, int]]:
     """Returns the first query and the number of queries of each matmul of a group."""
     most = max(1, _MOST_COLUMNS // heads)
     return [(first, min(most, queries - first)) for first in range(0, queries, most)]
+
+
+def _zeros(columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
 
 def _state(n: jax.Array, stages: int) -> PipelineState:
