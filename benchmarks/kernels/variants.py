@@ -70,15 +70,15 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
         ),
     },
-    "without prefetch": {
+    "prefetch": {
         "sparse_mla_decode": Variant(
             sparse_mla_decode.sparse_mla_decode,
-            {"config": SparseConfig(prefetch=False)},
+            {"config": SparseConfig(prefetch=True)},
             ("bf16", "fp8"),
         ),
         "sparse_mla_prefill": Variant(
             sparse_mla_prefill.sparse_mla_prefill,
-            {"config": SparseConfig(prefetch=False)},
+            {"config": SparseConfig(prefetch=True)},
             ("bf16",),
         ),
     },
@@ -88,29 +88,18 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             {"config": SparseConfig(prefetch=False, overlap_loads=True)},
         ),
     },
-    # Queries of a group, pages of a warpgroup, warpgroups and stages.
-    "1 query, 16 pages": _index(1, 16, 2, 4),
-    "1 query, 16 pages, 5 stages": _index(1, 16, 2, 5),
-    "1 query, 32 pages": _index(1, 32, 2, 4),
-    "1 query, 3 warpgroups": _index(1, 11, 3, 4),
-    "1 query, 11 pages, 3 stages": _index(1, 11, 2, 3),
-    "1 query, 1 warpgroup, 32 pages": _index(1, 32, 1, 4),
-    "1 query, 1 warpgroup, 64 pages": _index(1, 64, 1, 3),
-    "2 queries": _index(2, 24, 2, 4),
-    "2 queries, 1 warpgroup": _index(2, 24, 1, 3),
-    "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
-    # Queries of a group, pages and groups of a unit, and stages.
+    # Queries of a group, pages and groups of a unit, stages, pages per iteration, and consumers.
     "persistent, 1 query": _persistent(1, 12, 1, 22),
-    "persistent, 1 query, 16 pages": _persistent(1, 16, 1, 16),
-    "persistent, 4 queries": _persistent(4, 64, 2, 8),
-    "persistent, 4 queries, 32 pages": _persistent(4, 32, 2, 8),
-    "persistent, 2 queries": _persistent(2, 64, 2, 12),
-    "2 warpgroups": _top_k(warpgroups=2),
-    "8 warpgroups": _top_k(warpgroups=8),
-    "4 parts": _top_k(parts=4),
-    "8 parts": _top_k(parts=8),
+    "persistent, 1 query, 4 per iteration": _persistent(1, 16, 1, 22, 4),
+    "persistent, 1 query, 32 pages": _persistent(1, 32, 1, 22),
+    "persistent, 1 query, 3 consumers": _persistent(1, 12, 1, 21, 2, 3),
+    "persistent, 1 query, 4 consumers": _persistent(1, 32, 1, 20, 2, 4),
+    "persistent, 4 queries": _persistent(4, 32, 2, 8),
+    "persistent, 4 queries, 4 per iteration": _persistent(4, 32, 2, 8, 4),
+    "persistent, 4 queries, 1 per iteration": _persistent(4, 32, 2, 8, 1),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
+    "4 programs": _top_k(programs=4),
     "8 programs": _top_k(programs=8),
 }
 """Variants by name and operation."""
