@@ -8,8 +8,9 @@ A trace of requests is replayed as in ``scripts/bench_engine.py``, offline or at
 ``--after`` seconds the profiler records ``--seconds`` of it. ``idle_share`` is the share of that
 time in which no kernel ran. ``pauses`` sorts the pauses by their length: the shortest lie between
 two kernels of a step, and those of more than 20 us, if any, between two steps or where a step waits
-for the host. ``around`` lists the kernels before and after the longer ones. The profiler slows
-launches down, so that an engine without it pauses less.
+for the host. ``around`` lists the kernels before and after the longer ones. While the profiler
+starts, the host launches nothing for a while, so that the first ``--settle`` seconds do not count.
+It slows later launches down, too: an engine without it pauses less.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, default=5120)
     parser.add_argument("--after", type=float, default=4.0, help="seconds before the profile")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of the profile")
+    parser.add_argument("--settle", type=float, default=0.5, help="seconds of it that do not count")
     parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -99,6 +101,13 @@ def pauses(events: Iterable[trace.Event]) -> dict[str, Any]:
     }
 
 
+def settled(events: Iterable[trace.Event], seconds: float) -> list[trace.Event]:
+    """Returns the events that begin at least ``seconds`` after the first one."""
+    events = list(events)
+    first = min((event.start_ns for event in events), default=0.0)
+    return [event for event in events if event.start_ns >= first + seconds * 1e9]
+
+
 def record(seconds: float) -> list[trace.Event]:
     """Returns everything that runs on the device in the next seconds."""
     with tempfile.TemporaryDirectory() as directory:
@@ -128,7 +137,7 @@ def main(words: Sequence[str]) -> int:
             replay, engine, chosen, rate=arguments.rate, count=arguments.count, **options
         )
         time.sleep(arguments.after)
-        events = record(arguments.seconds)
+        events = settled(record(arguments.settle + arguments.seconds), arguments.settle)
         dispatches = engine.stats().since(before).dispatches
         replayed.result()
     result: dict[str, Any] = {

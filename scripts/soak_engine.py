@@ -1,6 +1,8 @@
 """Runs the serving engine at full load for a given time, and fails if anything grows.
 
     python -m scripts.soak_engine --model demo --seconds 3600 --out soak.json
+    python -m scripts.soak_engine --model moonlight-16b --max-running 512 --max-len 5120 \\
+        --cache-tokens device
 
 The load is random: long and short prompts that partly begin alike, sampled and greedy tokens,
 cancellations, time limits, and more requests than the cache has room for. Host and device memory,
@@ -17,6 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from benchmarks.decode import machine, models
 from benchmarks.serving.soak import growth, soak
 from dsv3_jax.engine import Engine
@@ -32,13 +36,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="counts in this time; at least 3")
     parser.add_argument("--max-running", type=int, default=16)
     parser.add_argument("--max-len", type=int, default=512)
-    parser.add_argument("--cache-tokens", type=int, default=4096, help="less than requests need")
+    parser.add_argument(
+        "--cache-tokens",
+        type=_cache_tokens,
+        default=4096,
+        help="less than requests need; 'device' for what fits",
+    )
+    parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--draft", choices=("mtp", "ngram"))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(words)
     if arguments.rounds < 3:
         parser.error(f"--rounds: expected at least 3, got {arguments.rounds}")
     return arguments
+
+
+def _cache_tokens(word: str) -> int | None:
+    return None if word == "device" else int(word)
 
 
 def main(words: Sequence[str]) -> int:
@@ -53,7 +67,7 @@ def main(words: Sequence[str]) -> int:
         draft=arguments.draft,
         max_waiting=64,
     ) as engine:
-        engine.warm_up()
+        engine.warm_up(arguments.store)
         counts = soak(
             engine,
             arguments.seconds,
@@ -68,6 +82,8 @@ def main(words: Sequence[str]) -> int:
         "cores": os.cpu_count(),
         "model": arguments.model,
         "seconds": arguments.seconds,
+        "cache_tokens": stats.cache_tokens,
+        "peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         "preemptions": stats.preemptions,
         "compiled_after_warm_up": stats.compiled_after_warm_up,
         "grown": grown,

@@ -36,6 +36,12 @@ def test_pauses_are_sorted_by_length():
     assert result["pauses"]["over 1000 us"]["share"] == round(2000 / 2200, 4)
 
 
+def test_the_profilers_start_does_not_count():
+    events = [Event("a", "", 1e9 * second, 1e9) for second in (7, 5, 5.4, 5.5)]
+    assert [event.start_ns for event in profile_engine.settled(events, 0.5)] == [7e9, 5.5e9]
+    assert profile_engine.settled([], 0.5) == []
+
+
 def test_a_trace_without_kernels_is_refused():
     with pytest.raises(RuntimeError, match="expected kernels, got none"):
         profile_engine.pauses([])
@@ -45,7 +51,7 @@ def test_a_trace_without_kernels_is_refused():
 def test_the_command(tmp_path):
     out = tmp_path / "pauses.json"
     words = ["--model", "demo", "--max-running", "4", "--max-len", "512", "--scale", "0.1"]
-    words += ["--count", "16", "--after", "0.05", "--seconds", "0.2", "--out", str(out)]
+    words += ["--count", "16", "--after", "0.05", "--settle", "0.05", "--seconds", "0.2", "--out", str(out)]
     assert profile_engine.main(words) == 0
     result = json.loads(out.read_text())
     assert result["traced_s"] > 0
