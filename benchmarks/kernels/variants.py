@@ -14,10 +14,10 @@ from benchmarks.kernels.shapes import Case
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
+from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
-from pallas_kernels.sparse_index.persistent import Persistent
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
 from pallas_kernels.sparse_mla_prefill import mosaic_gpu as sparse_mla_prefill
@@ -49,18 +49,14 @@ def _index(*config: int) -> dict[str, Variant]:
     return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
 
 
-def _persistent(*config: int) -> dict[str, Variant]:
-    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": Persistent(*config)})}
-
-
 def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
 
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
+    "few queries": {"mla_decode": _decode(FewQueries())},
     "scored, one operand ahead": {"mla_decode": _decode(ScoredQueries(ahead=1))},
-    "scored, no prefetch": {"mla_decode": _decode(ScoredQueries(prefetch=0))},
     "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
     "rolled": {
         "grouped_matmul": Variant(
@@ -82,21 +78,9 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             ("bf16",),
         ),
     },
-    "overlapped loads": {
-        "sparse_mla_decode": Variant(
-            sparse_mla_decode.sparse_mla_decode,
-            {"config": SparseConfig(prefetch=False, overlap_loads=True)},
-        ),
-    },
-    # Queries of a group, pages and groups of a unit, stages, pages per iteration, and consumers.
-    "persistent, 1 query": _persistent(1, 12, 1, 22),
-    "persistent, 1 query, 4 per iteration": _persistent(1, 16, 1, 22, 4),
-    "persistent, 1 query, 32 pages": _persistent(1, 32, 1, 22),
-    "persistent, 1 query, 3 consumers": _persistent(1, 12, 1, 21, 2, 3),
-    "persistent, 1 query, 4 consumers": _persistent(1, 32, 1, 20, 2, 4),
-    "persistent, 4 queries": _persistent(4, 32, 2, 8),
-    "persistent, 4 queries, 4 per iteration": _persistent(4, 32, 2, 8, 4),
-    "persistent, 4 queries, 1 per iteration": _persistent(4, 32, 2, 8, 1),
+    # Queries of a group, pages and groups of a unit, stages, and pages per iteration.
+    "units of 12 pages": _index(1, 12, 1, 22, 2),
+    "units of 64 pages": _index(4, 64, 2, 8, 1),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
     "4 programs": _top_k(programs=4),

@@ -23,7 +23,8 @@ _INTERPRETED_STAGES = 8
 class ScoredQueries:
     """Tuning parameters of the kernel for a float8 cache whose unpackers compute the scores.
 
-    It takes any number of query rows, at most MAX_ROWS per program. No call uses it by default.
+    It takes any number of query rows, at most MAX_ROWS per program. It is the default for no more
+    than that.
     """
 
     stages: int | None = None

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.sparse_index import persistent
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import COLUMNS, PAGE, Config, plan, score
-from pallas_kernels.sparse_index.persistent import Persistent
 
 FLOAT8 = jnp.float8_e4m3fn
 
@@ -23,12 +21,12 @@ def sparse_index(
     lengths: Int[Array, " B"],
     *,
     scales: Float32[Array, "P page scale_width"] | None = None,
-    config: Config | Persistent | None = None,
+    config: Config | None = None,
     interpret: Any = None,
 ) -> Float32[Array, "B T S"]:
     """Implements :func:`pallas_kernels.sparse_index`. It has no gradient.
 
-    The tensor cores sum products of float8 with fewer bits than float32 has, about 14.
+    The tensor cores sum products of float8 with fewer bits than float32 has, about 13.
 
     Args:
       config: tuning parameters, by default :func:`plan`'s.
@@ -54,14 +52,12 @@ def sparse_index(
         raise NotImplementedError(f"takes no empty arrays, got pages {pages.shape}")
     if (row := pages.shape[2] * pages.dtype.itemsize) % 128:
         raise NotImplementedError(f"takes tokens of a multiple of 128 bytes, got {row}")
-    config = config or plan(B, T, J, block_tables.shape[1])
+    config = config or plan(B, T, J, block_tables.shape[1], q.dtype.itemsize)
     # Groups of queries are scored together. Pad to whole groups.
-    is_persistent = isinstance(config, Persistent)
-    padded = -T % (config.queries * (config.groups if is_persistent else 1))
+    padded = -T % (config.queries * config.groups)
     q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
     weights = jnp.pad(weights, ((0, 0), (0, padded), (0, 0)))
-    run = persistent.score if is_persistent else score
-    return run(
+    return score(
         q.reshape(B, -1, config.queries * J, D),
         weights.reshape(B, -1, config.queries, J),
         pages,

@@ -56,7 +56,7 @@ from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
 _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
-_REGISTERS, _FLOAT8_REGISTERS, _OVERLAP_REGISTERS = (224, 56), (208, 88), (192, 120)
+_REGISTERS, _FLOAT8_REGISTERS = (224, 56), (192, 120)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
@@ -67,10 +67,6 @@ class Config:
     prefetch: bool | None = None
     """Whether tokens are prefetched into the L2 cache before they are copied. By default only those
     of a bfloat16 cache, for several tiles of heads: there it gains 3 %, and elsewhere it loses."""
-
-    overlap_loads: bool = False
-    """Whether the producer over a float8 cache loads half of a block while it unpacks the half
-    before. No GPU has run it."""
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
@@ -103,8 +99,6 @@ def attend(
     if prefetch is None:
         prefetch = tiles > 1 and not float8
     registers = _FLOAT8_REGISTERS if float8 else _REGISTERS
-    if float8 and config.overlap_loads:
-        registers = _OVERLAP_REGISTERS
     gpu, queries = interpret is None, Q // len(block_tables)
 
     def sparse_mla(ql_g, qr_g, kv_g, tables_g, indices_g, *refs):
@@ -151,7 +145,7 @@ def attend(
             targets = memory.values, memory.rope, penalties_s
             fill_slots(
                 cache, targets, signals, work, (first_piece, piece_count), fetch_queries,
-                prefetch=prefetch, overlap_loads=config.overlap_loads,
+                prefetch=prefetch,
             )  # fmt: skip
 
         def wait_full(own, half, n):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.warpgroup import first_warp, publish
+from pallas_kernels.hopper.warpgroup import first_warp
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.float8_registers import store_half, wait_rope_copies
 from pallas_kernels.mla_decode.kernel_parts import SLOTS
@@ -63,7 +63,6 @@ def fill_slots(
     fetch_queries: Callable[[Any], None],
     *,
     prefetch: bool,
-    overlap_loads: bool,
 ) -> None:
     """Fills the slots with all key blocks of a program, and fetches the queries of its pieces.
 
@@ -73,7 +72,6 @@ def fill_slots(
       pieces: the program's first piece and their number.
       fetch_queries: starts copying the queries of a piece, in one warp.
       prefetch: whether to prefetch each block into the L2 cache before it is copied.
-      overlap_loads: whether to load half of a float8 block while the half before is unpacked.
     """
     (v_s, rope_s, penalties_s), tokens, gpu = targets, cache.tokens, cache.interpret is None
     float8, (first_piece, piece_count) = tokens.dtype == jnp.uint8, pieces
@@ -98,9 +96,7 @@ def fill_slots(
             store_half(v, words, scales, jnp.int32(BLOCK))
             if half:
                 wait_rope_copies()
-            # A fence here would wait for the loads too. The consumers execute one in any case.
-            if not overlap_loads:
-                publish()
+            # A fence here would wait for the loads of the next half too. The consumers execute one.
             signals.full.arrive(2 * slot + half)
             return
         if gpu:
@@ -134,11 +130,8 @@ def fill_slots(
             gather.prefetch_tokens(tokens, next_slots)
         slot, use = n & 1, lax.shift_right_logical(n, jnp.int32(1))
         for half in range(2):
-
-            def fetch_next(half: int = half) -> Any:
-                return fetch(next_slots if half else slots, 1 - half)
-
-            following = fetch_next() if overlap_loads else ()
+            # While this half is unpacked.
+            following = fetch(next_slots if half else slots, 1 - half)
 
             @when(use > 0)
             def _(half=half):
@@ -147,7 +140,7 @@ def fill_slots(
             if half:
                 write_penalties(slot, slots)
             copy(slot, half, slots, fetched)
-            fetched = following if overlap_loads else fetch_next()
+            fetched = following
         is_first = work.is_first_block(first + n)
         when(is_first)(lambda: fetch_when_free(fetched_pieces))
         fetched_pieces = fetched_pieces + is_first.astype(jnp.int32)

@@ -19,16 +19,15 @@ from pallas_kernels import (
 )
 from pallas_kernels.mla_decode import merge_kernel
 from pallas_kernels.sparse_mla_decode import mosaic_gpu
-from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config
 from pallas_kernels.sparse_mla_decode.work import Work, divide
 from pallas_kernels.sparse_mla_prefill import mosaic_gpu as prefill
-from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu, on_gpu
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES, check, device
 from tests.pallas_kernels.sparse_mla_cases import SparseMlaDecodeCases, SparseMlaPrefillCases
 
 
 @functools.cache
-def kernel(programs: int, piece: int | None = None, config: Config | None = None):
+def kernel(programs: int, piece: int | None = None):
     """The back-end with few programs, which the interpreter runs one by one.
 
     Args:
@@ -44,7 +43,7 @@ def kernel(programs: int, piece: int | None = None, config: Config | None = None
             work = Work(B * T, work.pairs, pieces, piece, -(-B * T * pieces // programs))
         return mosaic_gpu.sparse_mla_decode(
             q_latent, q_rope, pages, block_tables, indices, scale=scale, work=work,
-            config=config, interpret=INTERPRET,
+            interpret=INTERPRET,
         )  # fmt: skip
 
     return decode
@@ -90,15 +89,7 @@ class TestMosaicGpu(SparseMlaDecodeCases):
     @pytest.mark.parametrize(
         ("H", "T", "piece"), [(8, 1, None), pytest.param(72, 2, 2, marks=pytest.mark.slow)]
     )
-    @pytest.mark.parametrize(
-        "config",
-        [
-            Config(),
-            pytest.param(Config(prefetch=False, overlap_loads=True), marks=on_gpu),
-        ],
-        ids=["default", "overlapped loads"],
-    )
-    def test_float8_cache(self, H, T, piece, config):
+    def test_float8_cache(self, H, T, piece):
         """Compared with bfloat16 pages of the same values. Unused slots contain NaN."""
         x = self.wide(H=H, T=T)
         pages = jnp.asarray(x.dense.pages, jnp.float32)
@@ -108,7 +99,7 @@ class TestMosaicGpu(SparseMlaDecodeCases):
         want_out, want_lse = dataclasses.replace(x, dense=dense).expected()
         unused = np.isnan(x.dense.pages).any(-1, keepdims=True)
         stored = jnp.where(unused, jnp.uint8(255), stored)
-        op = jax.jit(functools.partial(kernel(3, piece, config), scale=x.dense.scale))
+        op = jax.jit(functools.partial(kernel(3, piece), scale=x.dense.scale))
         q_latent, q_rope, _, tables, _ = x.dense.arrays()
         out, lse = op(q_latent, q_rope, stored, tables, x.indices)
         check(np.asarray(out), want_out, TOLERANCES["bfloat16"])
