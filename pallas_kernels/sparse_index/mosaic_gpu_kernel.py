@@ -77,7 +77,8 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
       itemsize: bytes of a number of the keys.
     """
     most = max(1, _MOST_ROWS // J)
-    groups = 1 if most >= T else CONSUMERS
+    # Two groups of bfloat16 queries do not fit in shared memory.
+    groups = 1 if most >= T or itemsize > 1 else CONSUMERS
     sets = -(-T // (most * groups))
     queries = -(-T // (sets * groups))
     of_queries = 2 * groups * queries * J * (COLUMNS * itemsize + 4)

@@ -49,7 +49,7 @@ _BINS = 2048
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 """(lowest bit, number of bits) of the digits of an integer, from the highest."""
 _TOGETHER = 4  # chunks that are loaded before any is used, to hide the latency of the L2 cache
-_HELD = 8  # chunks of a warpgroup that stay in registers
+_IN_REGISTERS = 8  # chunks of a warpgroup that stay in registers
 _LARGEST = 2**31 - 1
 _MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
 _DIGIT, _LARGER, _TOTAL, _EQUAL = range(4)  # what warpgroups tell each other
@@ -76,7 +76,7 @@ def select(
     share, width = -(-chunks // parts), _BINS // W
     i32 = jnp.int32
 
-    def top_k(scores_g, out_g, counts_g, histograms_s, told_s, scratch_s, barrier, *in_cluster):
+    def top_k(scores_g, out_g, counts_g, histograms_s, messages_s, scratch_s, barrier, *in_cluster):
         overlap_preceding_kernel(interpret=interpret)
         row, wg = lax.axis_index("row"), lax.axis_index("wg")
         rank = lax.axis_index("program") if C > 1 else i32(0)
@@ -103,7 +103,7 @@ def select(
             scores = scores_g[row, pl.ds(jnp.minimum(chunk, chunks - 1) * CHUNK, CHUNK)]
             return ordered(plgpu.layout_cast(scores, layout_of(CHUNK)))
 
-        held = [load(first + j) for j in range(share)] if share <= _HELD else None
+        own_keys = [load(first + j) for j in range(share)] if share <= _IN_REGISTERS else None
 
         def for_chunks(use, carry, smallest):
             """Calls ``use(chunk, keys, smallest, carry)`` for the chunks of this warpgroup's part.
@@ -114,8 +114,8 @@ def select(
             def limit(number):
                 return jnp.where(number < end, smallest, _LARGEST)
 
-            if held is not None:
-                for j, keys in enumerate(held):
+            if own_keys is not None:
+                for j, keys in enumerate(own_keys):
                     carry = use(first + j, keys, limit(first + j), carry)
                 return carry
 
@@ -133,11 +133,11 @@ def select(
         def tell(number, item, value):
             """Stores a number for the other warpgroups of the program."""
             positions = jnp.where(index == 0, filled(CHUNK, 0), filled(CHUNK, -1))
-            target = told_s.at[number, item, wg]
+            target = messages_s.at[number, item, wg]
             scatter(target, positions, filled(CHUNK, value), interpret=interpret)
 
-        def told(number, item):
-            return [told_s[number, item, w, 0] for w in range(W)]
+        def messages(number, item):
+            return [messages_s[number, item, w, 0] for w in range(W)]
 
         def find_digit(number, prefix, wanted, larger_own):
             """Finds the next digit of the integer that is the ``wanted``-th largest with a prefix.
@@ -185,7 +185,7 @@ def select(
             before, of_own = prefix_sums(counts, scratch, interpret=interpret)
             tell(number, _TOTAL, of_own)
             meet_all()
-            totals = told(number, _TOTAL)
+            totals = messages(number, _TOTAL)
             if wanted is None:  # the first pass knows how many there are
                 wanted = jnp.minimum(k, functools.reduce(jnp.add, totals))
             above = functools.reduce(
@@ -196,10 +196,10 @@ def select(
             own_index = plgpu.broadcasted_iota(i32, (width,), 0, layout=layout_of(width))
             positions = jnp.where(at, filled(width, 0), filled(width, -1))
             for item, value in ((_DIGIT, own_index + wg * width), (_LARGER, larger)):
-                scatter(told_s.at[number, item, wg], positions, value, interpret=interpret)
+                scatter(messages_s.at[number, item, wg], positions, value, interpret=interpret)
             meet_all()
-            digit = functools.reduce(jnp.maximum, told(number, _DIGIT))
-            larger = functools.reduce(jnp.maximum, told(number, _LARGER))
+            digit = functools.reduce(jnp.maximum, messages(number, _DIGIT))
+            larger = functools.reduce(jnp.maximum, messages(number, _LARGER))
             nothing = digit < 0  # there is no finite score
             digit = jnp.where(nothing, 2**size - 1, digit)
             own = plgpu.layout_cast(histogram[...], layout_of(_BINS))
@@ -209,16 +209,16 @@ def select(
             return (prefix, wanted_left, larger_own), histogram[digit], wanted
 
         state: Any = i32(0), None, i32(0)
-        found: Any = None
+        chosen_count: Any = None
         for number in range(_PASSES):
             state, equal_own, wanted = find_digit(number, *state)
-            found = wanted if found is None else found
+            chosen_count = wanted if chosen_count is None else chosen_count
         threshold, ties, larger_own = state
 
         tell(_PASSES, _LARGER, larger_own)
         tell(_PASSES, _EQUAL, equal_own)
         meet_all()
-        of_parts = list(zip(told(_PASSES, _LARGER), told(_PASSES, _EQUAL), strict=True))
+        of_parts = list(zip(messages(_PASSES, _LARGER), messages(_PASSES, _EQUAL), strict=True))
         if C > 1:
 
             @when(wg == 0)
@@ -250,7 +250,7 @@ def select(
             @when(part == 0)
             def _():
                 for c in range(0, padded_k, CHUNK):
-                    positions = jnp.where(index + c >= found, index + c, filled(CHUNK, -1))
+                    positions = jnp.where(index + c >= chosen_count, index + c, filled(CHUNK, -1))
                     scatter(target, positions, filled(CHUNK, -1), interpret=None)
         else:
             target[...] = filled(padded_k, -1)
