@@ -51,18 +51,8 @@ def test_a_trace_without_kernels_is_refused():
 def test_the_command(tmp_path):
     out = tmp_path / "pauses.json"
     words = ["--model", "demo", "--max-running", "4", "--max-len", "512", "--scale", "0.1"]
-    words += [
-        "--count",
-        "16",
-        "--after",
-        "0.05",
-        "--settle",
-        "0.05",
-        "--seconds",
-        "0.2",
-        "--out",
-        str(out),
-    ]
+    words += ["--count", "16", "--after", "0.05", "--settle", "0.05", "--seconds", "0.2"]
+    words += ["--out", str(out)]
     assert profile_engine.main(words) == 0
     result = json.loads(out.read_text())
     assert result["traced_s"] > 0

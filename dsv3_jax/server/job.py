@@ -34,17 +34,18 @@ class Job:
         Raises:
           ApiError: a completion failed, was cancelled by the engine, or ran out of time.
         """
+        if len(self.handles) == 1:  # without the tasks and the queue below, which cost every token
+            async for piece in _checked(self.handles[0]):
+                yield 0, piece
+            return
         queue: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue(maxsize=1)
 
         async def forward(index: int, handle: EngineRequest) -> None:
             try:
-                async for piece in handle:
-                    _check_reason(piece.finish_reason)
+                async for piece in _checked(handle):
                     await queue.put((index, piece))
             except ApiError as error:
                 await queue.put((index, error))
-            except _FAILURES as error:
-                await queue.put((index, _failed(error)))
 
         tasks = [asyncio.create_task(forward(*each)) for each in enumerate(self.handles)]
         try:
@@ -89,6 +90,20 @@ class Job:
         if self._on_close is not None:
             self._on_close(self)
             self._on_close = None
+
+
+async def _checked(handle: EngineRequest) -> AsyncIterator[Piece]:
+    """Yields the pieces of one completion.
+
+    Raises:
+      ApiError: as :meth:`Job.pieces`.
+    """
+    try:
+        async for piece in handle:
+            _check_reason(piece.finish_reason)
+            yield piece
+    except _FAILURES as error:
+        raise _failed(error) from None
 
 
 def _failed(error: Exception) -> ApiError:

@@ -138,13 +138,13 @@ def score(
     untiled = float8 and on_gpu
 
     def sparse_index(*refs: Any) -> None:
-        q_g, weights_g, pages_g, tables_g, lengths_g, *refs = refs
-        scales_g, refs = (refs[0], refs[1:]) if float8 else (None, refs)
-        out_g, q_s, weights_s, keys_s, scales_s, *refs = refs
+        q_g, weights_g, pages_g, tables_g, lengths_g, *rest = refs
+        scales_g = rest.pop(0) if float8 else None
+        out_g, q_s, weights_s, keys_s, scales_s, *ring_s = rest
         # Views of the same memory: copies and wgmma take the untiled one.
         (q_s, keys_s) = (x[1] if untiled else x for x in (q_s, keys_s))
-        key_ring = Ring.of(config.stages, readers, refs[: len(barriers[0])], interpret)
-        q_ring = Ring.of(2, CONSUMERS, refs[len(barriers[0]) :], interpret)
+        key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
+        q_ring = Ring.of(2, CONSUMERS, ring_s[len(barriers[0]) :], interpret)
         q_ring.initialise()
         key_ring.initialise()
         overlap_preceding_kernel(interpret=interpret)
@@ -217,7 +217,7 @@ def score(
                 unit, buffer = unit_of(i), loaded & 1
                 group = unit.group + own
                 weights_of_group = weights_s.at[buffer, own]
-                q_base = None
+                q_base: Any = None
                 if untiled:
                     q_base = wgmma.operand_base(q_s, (buffer * config.groups + own) * rows * 128)
                 when(unit.seen > 0)(lambda: q_ring.wait_full(_q_state(loaded)))

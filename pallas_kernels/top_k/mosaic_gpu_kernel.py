@@ -210,6 +210,7 @@ def select(
 
         state: Any = i32(0), None, i32(0)
         chosen_count: Any = None
+        equal_own: Any = None
         for number in range(_PASSES):
             state, equal_own, wanted = find_digit(number, *state)
             chosen_count = wanted if chosen_count is None else chosen_count

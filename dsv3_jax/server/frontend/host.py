@@ -179,13 +179,21 @@ class _Outbox:
                     return
                 marked, self._marked = self._marked, {}
                 requests = [self._open[i] for i in marked if i in self._open]
-            gains = [gain for request in requests if (gain := request.gain()) is not None]
-            ended = [g.id for g in gains if g.completion is not None or g.error is not None]
-            with self._changed:
-                for number in ended:
-                    del self._open[number]
-            if gains:
-                self._send(Gains(gains))
+            # First tokens have a message of their own: they do not wait for the others.
+            for group in (
+                [request for request in requests if request.is_new],
+                [request for request in requests if not request.is_new],
+            ):
+                self._send_gains(group)
+
+    def _send_gains(self, requests: Sequence[_OpenRequest]) -> None:
+        gains = [gain for request in requests if (gain := request.gain()) is not None]
+        ended = [g.id for g in gains if g.completion is not None or g.error is not None]
+        with self._changed:
+            for number in ended:
+                del self._open[number]
+        if gains:
+            self._send(Gains(gains))
 
 
 class _OpenRequest:
@@ -197,13 +205,18 @@ class _OpenRequest:
         self._pieces = 0
         self._drafts = 0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been sent yet."""
+        return not self._pieces
+
     def gain(self) -> Gain | None:
         """Returns what is new, or None."""
         pieces = self.handle.pieces_from(self._pieces)
         error = self.handle.error
         if not pieces and error is None:
             return None
-        is_first = not self._pieces
+        is_first = self.is_new
         self._pieces += len(pieces)
         is_done = bool(pieces) and pieces[-1].finish_reason is not None
         drafts = self.handle.accepted_drafts[self._drafts :]

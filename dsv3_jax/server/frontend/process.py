@@ -26,7 +26,8 @@ from dsv3_jax.tokenizer import Tokenizer
 
 _SWITCH_SECONDS = 0.0005
 """Longest time for which a thread keeps Python's lock while another one waits for it. With the
-default of 5 ms, a launch could come too late while calls are answered."""
+default of 5 ms, a launch could come too late while calls are answered, and a first token while the
+tokens of other streams are sent."""
 
 
 class HttpProcess:
@@ -110,4 +111,5 @@ def _serve_http(
     """The body of the process."""
     # The engine's process owns the devices. This one computes nothing.
     jax.config.update("jax_platforms", "cpu")
+    sys.setswitchinterval(_SWITCH_SECONDS)
     run(RemoteEngine(connection, on_loss=exit_now), tokenizer, settings, bound)
