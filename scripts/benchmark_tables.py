@@ -47,8 +47,22 @@ _TWO_GPUS = (
     "decode_v3_two_gpus_micro_batches_h200",
     "decode_v3_two_gpus_prefill_h200",
 )
-_NOW_DEFAULT = {"unrolled", "four warpgroups"}
-"""Variants of `kernels_first_run_h200` that have become the default since."""
+_NEWER_KERNELS = "kernels_first_run_h200", "kernels_second_run_h200", "kernels_third_run_h200"
+"""Later results replace earlier ones of the same shape."""
+
+_NOW_DEFAULT = (
+    ("", "", "unrolled"),
+    ("top_k", "b1 ", "8 programs"),
+    ("top_k", "b64 ", "2 programs"),
+    ("top_k", "b1024 ", "1 program"),
+    ("sparse_mla_decode", "h16 ", "without prefetch"),
+    ("sparse_mla_prefill", "", "without prefetch"),
+    ("sparse_mla_decode", "", "overlapped loads"),
+    ("sparse_index", "sq1", "persistent, 1 query, 32 pages"),
+    ("sparse_index", "b1 ", "persistent, 4 queries, 1 per iteration"),
+    ("mla_decode", "h16 b", "scored"),
+)
+"""Operation, part of its shape, and the variant that has become the default since."""
 
 _PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200", "decode_v2_h200")
 
@@ -132,16 +146,19 @@ def kernels() -> str:
 
 def newer_kernels() -> str:
     """Returns the newer kernels with the settings that are the default now."""
-    rows = sorted(
-        read("kernels_first_run_h200")["rows"], key=lambda row: (*_kind(row), row["shape"])
-    )
+    newest = {
+        (*_kind(row), row["shape"]): row for name in _NEWER_KERNELS for row in read(name)["rows"]
+    }
+    rows = [newest[key] for key in sorted(newest)]
     return markdown(_KERNEL, (_kernel(_with_new_default(row)) for row in rows))
 
 
 def _with_new_default(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the time of a variant that has become the default since."""
-    for name in _NOW_DEFAULT & set(row.get("variants", {})):
-        us = row["variants"][name]["us"]
+    for op, shape, name in _NOW_DEFAULT:
+        us = row.get("variants", {}).get(name, {}).get("us")
+        if us is None or (op and op != row["op"]) or shape not in row["shape"]:
+            continue
         share = row["roof_fraction"] * row["us"] / us
         return row | {"us": us, "roof_fraction": share, "ratio": row["peer_us"] / us}
     return row

@@ -14,11 +14,13 @@ from benchmarks.kernels.shapes import Case
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
+from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
+from pallas_kernels.sparse_mla_prefill import mosaic_gpu as sparse_mla_prefill
 from pallas_kernels.top_k import mosaic_gpu as top_k
 
 
@@ -53,6 +55,8 @@ def _top_k(**keywords: int) -> dict[str, Variant]:
 
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
+    "few queries": {"mla_decode": _decode(FewQueries())},
+    "scored, one operand ahead": {"mla_decode": _decode(ScoredQueries(ahead=1))},
     "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
     "rolled": {
         "grouped_matmul": Variant(
@@ -62,22 +66,25 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
         ),
     },
-    "without prefetch": {
+    "prefetch": {
         "sparse_mla_decode": Variant(
             sparse_mla_decode.sparse_mla_decode,
-            {"config": SparseConfig(prefetch=False)},
+            {"config": SparseConfig(prefetch=True)},
             ("bf16", "fp8"),
         ),
+        "sparse_mla_prefill": Variant(
+            sparse_mla_prefill.sparse_mla_prefill,
+            {"config": SparseConfig(prefetch=True)},
+            ("bf16",),
+        ),
     },
-    # Queries of a group, pages of a warpgroup, warpgroups and stages.
-    "1 query, 16 pages": _index(1, 16, 2, 4),
-    "1 query, 32 pages": _index(1, 32, 2, 4),
-    "1 query, 3 warpgroups": _index(1, 11, 3, 4),
-    "2 queries": _index(2, 24, 2, 4),
-    "4 queries, 3 warpgroups": _index(4, 12, 3, 3),
-    "2 warpgroups": _top_k(warpgroups=2),
-    "8 warpgroups": _top_k(warpgroups=8),
-    "4 parts": _top_k(parts=4),
+    # Queries of a group, pages and groups of a unit, stages, and pages per iteration.
+    "units of 12 pages": _index(1, 12, 1, 22, 2),
+    "units of 64 pages": _index(4, 64, 2, 8, 1),
+    "1 program": _top_k(programs=1),
+    "2 programs": _top_k(programs=2),
+    "4 programs": _top_k(programs=4),
+    "8 programs": _top_k(programs=8),
 }
 """Variants by name and operation."""
 

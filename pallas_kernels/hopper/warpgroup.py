@@ -1,7 +1,8 @@
-"""Synchronisation of the threads of a warpgroup, and what depends on a thread's warp."""
+"""Synchronisation of threads, and what depends on a thread's warp."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
-from pallas_kernels.hopper.ir import SCALAR, asm, const, i32, inline
+from pallas_kernels.hopper.ir import SCALAR, asm, const, i32, inline, instruction
 
 WARPS = 4
 """Warps per warpgroup."""
@@ -82,3 +83,29 @@ def publish(interpret: Any = None) -> None:
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
     fence()
+
+
+def sync_program(barriers: Sequence[Any], interpret: Any) -> None:
+    """Synchronises all threads of a program, and makes their memory writes visible to each other.
+
+    The interpreter does not have this instruction and uses the first of ``barriers`` instead.
+    """
+    if interpret is not None:
+        plgpu.barrier_arrive(barriers[0])
+        plgpu.barrier_wait(barriers[0])
+        return
+    inline()(lambda: instruction("barrier.cta.sync.aligned 0;"))()
+
+
+def sync_cluster(barriers: Sequence[Any], interpret: Any) -> None:
+    """Does :func:`sync_program` for a cluster. The interpreter uses the last of ``barriers``."""
+    if interpret is not None:
+        plgpu.barrier_arrive(barriers[-1])
+        plgpu.barrier_wait(barriers[-1])
+        return
+
+    def sync() -> None:
+        instruction("barrier.cluster.arrive.release.aligned;")
+        instruction("barrier.cluster.wait.acquire.aligned;")
+
+    inline()(sync)()

@@ -99,15 +99,19 @@ def start_product(
     return start(a, b, previous)
 
 
-def wait_for_product(product: jax.Array) -> jax.Array:
-    """Waits for all products that have been started, and returns this one's result."""
+def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
+    """Waits for a product, and returns its result.
+
+    Args:
+      later: number of products that have been started after it. They may still be running.
+    """
     columns = product.shape[1]
     count = columns // 2
     constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
 
     @inline(WGMMA, returns=_product_type(columns))
     def wait(product: Any) -> Any:
-        text, numbers = "wgmma.wait_group.sync.aligned 0;", _numbers(product)
+        text, numbers = f"wgmma.wait_group.sync.aligned {later};", _numbers(product)
         struct = asm(text, constraints, *numbers, result=_struct(count), effects=True)
         return _product(struct, columns)
 

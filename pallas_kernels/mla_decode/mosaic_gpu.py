@@ -23,7 +23,7 @@ from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_partials
 from pallas_kernels.mla_decode.plan import Config
 from pallas_kernels.mla_decode.schedule import BLOCK, FEW_QUERIES_COSTS, Costs, Schedule, schedule
-from pallas_kernels.mla_decode.scored_plan import ScoredQueries
+from pallas_kernels.mla_decode.scored_plan import MAX_ROWS, ScoredQueries
 
 
 def mla_decode(
@@ -70,7 +70,7 @@ def mla_decode(
     if M % 8 and (M < TILE or isinstance(config, ScoredQueries)):
         raise NotImplementedError(f"takes T * H of {TILE} or more, or a multiple of 8, got {M}")
     if config is None and M <= MAX_QUERY_ROWS:
-        config = FewQueries()
+        config = ScoredQueries() if float8 and M <= MAX_ROWS else FewQueries()
     if isinstance(config, FewQueries) and M > MAX_QUERY_ROWS:
         raise NotImplementedError(
             f"FewQueries takes {MAX_QUERY_ROWS} query rows (T * H) at most, got {M}"

@@ -23,7 +23,8 @@ _INTERPRETED_STAGES = 8
 class ScoredQueries:
     """Tuning parameters of the kernel for a float8 cache whose unpackers compute the scores.
 
-    It takes any number of query rows, at most MAX_ROWS per program. No call uses it by default.
+    It takes any number of query rows, at most MAX_ROWS per program. It is the default for no more
+    than that.
     """
 
     stages: int | None = None
@@ -32,6 +33,11 @@ class ScoredQueries:
 
     prefetch: int = 1
     """Key blocks between a page's prefetch into the L2 cache and its copy. 0 for no prefetch."""
+
+    ahead: int | None = None
+    """Operands of eight per block that a scorer loads before it unpacks the first one. The more,
+    the sooner the ring's stage is free, and the more registers it takes. By default as many as
+    spill none."""
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
@@ -84,6 +90,11 @@ class Plan:
         if not 4 <= stages <= room:
             raise ValueError(f"stages: expected 4 to {room}, got {self.config}")
         return stages
+
+    @property
+    def ahead(self) -> int:
+        """Operands that are loaded before the first one is unpacked."""
+        return self.config.ahead or (4 if self.rows <= 16 else 3)
 
     @property
     def registers(self) -> tuple[int, int, int]:

@@ -152,15 +152,25 @@ def score_blocks(
             ring, slot, units = memory.ring, memory.values.at[own], LATENT // BLOCK
             factors = scorer_registers.load_factors(ring, stage, tokens)
             rope = scorer_registers.load_rope(ring, stage)
-            words = scorer_registers.load_words(ring, stage, 0)
+            ahead = min(plan.ahead, units)
+            words = [scorer_registers.load_words(ring, stage, unit) for unit in range(ahead)]
+
+            def release_piece():
+                loaded = scorer_registers.when_loaded(words[-1], zero, stage)
+                signals.blocks.arrive(signals.piece_free(loaded))
+
+            if ahead == units:
+                release_piece()
             plgpu.wgmma(acc, rope, q_rope.at[zero].T)
             # The matmul of an operand runs while the next one is unpacked. Its registers are stored
             # afterwards, so that they are not used for anything else meanwhile.
             previous: Any = None
             for unit in range(units):
-                operand = scorer_registers.unpack(words, factors, unit)
-                if unit + 1 < units:
-                    words = scorer_registers.load_words(ring, stage, unit + 1)
+                operand = scorer_registers.unpack(words[unit], factors, unit)
+                if unit + ahead < units:
+                    words.append(scorer_registers.load_words(ring, stage, unit + ahead))
+                    if unit + ahead == units - 1:
+                        release_piece()
                 q = q_latent.at[zero, :, pl.ds(scorer_registers.COLUMNS * unit, BLOCK)]
                 plgpu.wgmma(acc, operand, q.T)
                 plgpu.wgmma_wait(1)
@@ -169,7 +179,6 @@ def score_blocks(
                 else:
                     scorer_registers.store_values(slot, previous, unit - 1)
                 previous = operand
-            signals.blocks.arrive(signals.piece_free(stage))
             s = acc[...]
             scorer_registers.store_values(slot, previous, units - 1)
             return s

@@ -16,6 +16,7 @@ Loads have no bank conflicts, because a token's 656 bytes are 16 more than a mul
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -122,6 +123,24 @@ def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
         )
 
     return load(ring, stage, tokens)
+
+
+def when_loaded(words: jax.Array, zero: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns ``number``, when the words are in registers.
+
+    A barrier does not wait for the loads before it, and a copy that waits for the barrier could
+    overwrite what they have not read yet.
+
+    Args:
+      zero: 0, which the compiler does not know.
+    """
+
+    @inline(WGMMA, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def add_nothing(words: Any, zero: Any, number: Any) -> Any:
+        all_words = functools.reduce(arith.ori, words_of(words))
+        return scalar(arith.addi(word(number), arith.andi(all_words, word(zero))))
+
+    return add_nothing(words, zero, number)
 
 
 def unpack(words: jax.Array, factors: jax.Array, unit: int) -> jax.Array:

@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int
 
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
-from pallas_kernels.hopper.warpgroup import meet
+from pallas_kernels.hopper.warpgroup import meet, sync_cluster, sync_program
 from pallas_kernels.route.choice import as_integer, mask_groups, scores_of, to_lanes, top_k
 from pallas_kernels.route.lanes import (
     LANES,
@@ -46,8 +46,6 @@ from pallas_kernels.route.lanes import (
     set_bits,
     store,
     store_rows,
-    sync_cluster,
-    sync_program,
     thread_index,
 )
 from pallas_kernels.route.plan import Plan, plan_of

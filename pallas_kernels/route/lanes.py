@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, instruction
+from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline
 
 WARPS, LANES = 4, 32
 SHAPE = WARPS, LANES
@@ -210,32 +210,6 @@ def store_rows(
         @when(mask[warp, 0])
         def _(warp: int = warp) -> None:
             ref[pl.ds(first[warp, 0], n)] = values[warp, :n]
-
-
-def sync_program(barriers: list[Any], interpret: Any) -> None:
-    """Synchronises all threads of a program, and makes their memory writes visible to each other.
-
-    The interpreter does not have this instruction and uses the first of ``barriers`` instead.
-    """
-    if interpret is not None:
-        plgpu.barrier_arrive(barriers[0])
-        plgpu.barrier_wait(barriers[0])
-        return
-    inline()(lambda: instruction("barrier.cta.sync.aligned 0;"))()
-
-
-def sync_cluster(barriers: list[Any], interpret: Any) -> None:
-    """Does :func:`sync_program` for a cluster. The interpreter uses the last of ``barriers``."""
-    if interpret is not None:
-        plgpu.barrier_arrive(barriers[-1])
-        plgpu.barrier_wait(barriers[-1])
-        return
-
-    def sync() -> None:
-        instruction("barrier.cluster.arrive.release.aligned;")
-        instruction("barrier.cluster.wait.acquire.aligned;")
-
-    inline()(sync)()
 
 
 def maximum(values: list[jax.Array]) -> jax.Array:

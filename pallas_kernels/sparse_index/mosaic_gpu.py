@@ -26,7 +26,7 @@ def sparse_index(
 ) -> Float32[Array, "B T S"]:
     """Implements :func:`pallas_kernels.sparse_index`. It has no gradient.
 
-    The tensor cores sum products of float8 with fewer bits than float32 has, about 14.
+    The tensor cores sum products of float8 with fewer bits than float32 has, about 13.
 
     Args:
       config: tuning parameters, by default :func:`plan`'s.
@@ -52,9 +52,9 @@ def sparse_index(
         raise NotImplementedError(f"takes no empty arrays, got pages {pages.shape}")
     if (row := pages.shape[2] * pages.dtype.itemsize) % 128:
         raise NotImplementedError(f"takes tokens of a multiple of 128 bytes, got {row}")
-    config = config or plan(B, T, J, block_tables.shape[1])
+    config = config or plan(B, T, J, block_tables.shape[1], q.dtype.itemsize)
     # Groups of queries are scored together. Pad to whole groups.
-    padded = -T % config.queries
+    padded = -T % (config.queries * config.groups)
     q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
     weights = jnp.pad(weights, ((0, 0), (0, padded), (0, 0)))
     return score(

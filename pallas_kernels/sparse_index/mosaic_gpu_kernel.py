@@ -1,24 +1,26 @@
-"""The Hopper kernel of sparse_index.
+"""The Hopper kernel of sparse_index: persistent programs of a producer warp and two consumers.
 
-A program scores consecutive pages of a sequence for up to 256 rows, the heads of a group of
-queries. The matmul is transposed, S^T = K Q^T: the M dimension of wgmma (64) is the tokens of a
-page, so that one query fills a tile, and the sum over heads is one over the columns of a row.
+The matmul is transposed, S^T = K Q^T: the M dimension of wgmma (64) is the tokens of a page, and
+its columns are the heads of a group of queries. So the sum over heads is one over the columns of a
+row.
 
-Each warpgroup has a range of the program's pages and works on its own: it copies its pages by TMA
-into a ring buffer, several pages ahead, and takes the matmul, the ReLU and the weighted sum of each
-page in turn. Meanwhile the tensor cores work for the other warpgroups and programs of the
-multiprocessor. Scores are collected in shared memory and copied out at the end. Pages past a
-sequence's length are not read; their scores are -inf.
+A program takes units one after the other. A unit is a range of pages of a sequence, and one group
+of queries or two. The producer copies the unit's queries and pages by TMA, several pages ahead and
+across units, so that the memory never waits for the start of a unit. With two groups, both
+consumers take every page, each for its own group. With one group, which is for few queries, the
+consumers take pages in turn.
 
-For one query per sequence, HBM delivers a page of float8 keys to each multiprocessor every 480
-cycles. Its matmul takes 128 cycles and the sum over heads about 100.
+A group of more than 128 rows takes several matmuls per page. While the tensor cores work on one,
+the consumer takes the ReLU and the weighted sum of the one before. Pages that no query of a unit
+sees are not read; their scores are -inf.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +29,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.tiles import ACC, ROW
-from pallas_kernels.hopper.warpgroup import meet
+from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.ring import PipelineState, Ring
+from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
+from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.sparse_index.registers import store_scores, sum_heads
 
 PAGE, COLUMNS = 64, 128
-_MOST_ROWS = 256  # of one wgmma instruction: heads of all queries of a group
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
-_PROGRAMS_AN_SM = 8  # that the plan aims at, so that ragged lengths balance
-_LEAST_PAGES, _MOST_PAGES = 4, 32  # per warpgroup
-_MOST_SCORES = 48  # pages times queries per warpgroup, whose scores are in shared memory
+CONSUMERS = 2
+_MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thread
+_REGISTERS = 232, 40  # per thread of consumers and producer
+_INTERPRETED_PROGRAMS = 2
+_MOST_ROWS = 256  # heads of all queries of a group
+_MOST_STAGES = 22
+_SHARED_BYTES = 232448 - 8 * 1024  # of a program, less barriers
+_MOST_PAGES, _UNIT_COST = 32, 1  # of a unit: pages, and in units of a page its beginning and end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,25 +54,55 @@ class Config:
     """Tuning parameters that do not change any result."""
 
     queries: int
-    """Queries of a group, whose heads are the columns of one matmul."""
+    """Queries of a group."""
 
     pages: int
-    """Consecutive pages of a warpgroup."""
+    """Pages of a unit."""
 
-    warpgroups: int = 2
-    """Number of warpgroups per program."""
+    groups: int
+    """Groups of a unit: 1, or 2 for one of each consumer."""
 
-    stages: int = 4
-    """Pages in a warpgroup's ring buffer."""
+    stages: int
+    """Pages in the ring buffer, an even number."""
+
+    unroll: int
+    """Pages that a consumer takes per iteration. It overlaps the sums of one with the matmul of
+    the next."""
 
 
-def plan(B: int, T: int, J: int, max_pages: int) -> Config:
-    """Returns the parameters for T queries of J heads in each of B sequences."""
-    groups = -(-T // max(1, _MOST_ROWS // J))
-    queries = -(-T // groups)
-    pages = B * groups * max_pages // (2 * multiprocessors() * _PROGRAMS_AN_SM)
-    most = min(_MOST_PAGES, _MOST_SCORES // queries)
-    return Config(queries, pages=min(most, max(_LEAST_PAGES, pages)))
+def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
+    """Returns the parameters for T queries of J heads in each of B sequences.
+
+    Args:
+      itemsize: bytes of a number of the keys.
+    """
+    most = max(1, _MOST_ROWS // J)
+    # Two groups of bfloat16 queries do not fit in shared memory.
+    groups = 1 if most >= T or itemsize > 1 else CONSUMERS
+    sets = -(-T // (most * groups))
+    queries = -(-T // (sets * groups))
+    of_queries = 2 * groups * queries * J * (COLUMNS * itemsize + 4)
+    room = (_SHARED_BYTES - of_queries) // (PAGE * (COLUMNS * itemsize + 4))
+
+    def cost(pages: int) -> int:
+        """Returns the time of the busiest program."""
+        units = B * sets * -(-max_pages // pages)
+        return -(-units // multiprocessors()) * (pages + _UNIT_COST)
+
+    pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
+    stages = min(room, _MOST_STAGES) // 2 * 2
+    return Config(queries, pages, groups, stages, unroll=2 if groups == 1 else 1)
+
+
+class Unit(NamedTuple):
+    """A range of pages of a sequence, and groups of its queries."""
+
+    sequence: jax.Array
+    group: jax.Array  # the first one
+    first: jax.Array  # page in the table
+    seen: jax.Array  # pages from there on with tokens that a query sees
+    in_table: jax.Array  # pages from there on
+    length: jax.Array  # of the sequence
 
 
 @functools.partial(jax.jit, static_argnames=("queries", "config", "interpret"))
@@ -82,116 +121,283 @@ def score(
     """Scores the tokens of each table for G groups of Tg queries.
 
     Args:
-      queries: number of queries T. The last group may have fewer than the others.
+      queries: number of queries T. The last groups may have fewer than the others.
     """
     B, G, rows, _ = q.shape
-    J, float8 = weights.shape[-1], scales is not None
-    group, own_pages, W, stages = config.queries, config.pages, config.warpgroups, config.stages
+    J, float8, on_gpu = weights.shape[-1], scales is not None, interpret is None
     # Table entries past a sequence's length may be anything; clip them to the page pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
-    chunks = -(-max_pages // (W * own_pages))
+    chunks, sets = -(-max_pages // config.pages), G // config.groups
+    units = B * sets * chunks
+    programs = min(units, multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS)
+    readers = config.groups  # of a page
+    parts = _parts(config.queries, J)
+    key_copies, q_copies = 1 + float8, 2 * config.groups
+    rings = [(config.stages, key_copies, readers), (2, q_copies, CONSUMERS)]
+    barriers = [Ring.scratch(*each, interpret) for each in rings]
+    untiled = float8 and on_gpu
 
-    def sparse_index(*refs):
-        q_g, weights_g, pages_g, tables_g, lengths_g, *refs = refs
-        scales_g, refs = (refs[0], refs[1:]) if float8 else (None, refs)
-        out_g, q_s, weights_s, keys_s, scales_s, out_s, q_full, full = refs
-        b, g, wg = (lax.axis_index(name) for name in ("sequence", "group", "wg"))
-        first_page = (lax.axis_index("chunk") * W + wg) * own_pages
-        length = lengths_g[b]
-        # This warpgroup's pages in the table, and those with tokens of the sequence.
-        in_table = jnp.clip(max_pages - first_page, 0, own_pages)
-        count = jnp.clip(lax.div(length + (PAGE - 1), PAGE) - first_page, 0, in_table)
+    def sparse_index(*refs: Any) -> None:
+        q_g, weights_g, pages_g, tables_g, lengths_g, *rest = refs
+        scales_g = rest.pop(0) if float8 else None
+        out_g, q_s, weights_s, keys_s, scales_s, *ring_s = rest
+        # Views of the same memory: copies and wgmma take the untiled one.
+        (q_s, keys_s) = (x[1] if untiled else x for x in (q_s, keys_s))
+        key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
+        q_ring = Ring.of(2, CONSUMERS, ring_s[len(barriers[0]) :], interpret)
+        q_ring.initialise()
+        key_ring.initialise()
+        overlap_preceding_kernel(interpret=interpret)
+        program, wg = lax.axis_index("program"), lax.axis_index("wg")
+        count = lax.div(units - program + (programs - 1), jnp.int32(programs))
 
-        def fetch(n):
-            """Starts copying the warpgroup's n-th page."""
-            number = jnp.clip(tables_g[b, first_page + n], 0, last_page)
-            stage = wg * stages + lax.rem(n, jnp.int32(stages))
-            plgpu.copy_gmem_to_smem(
-                pages_g.at[number, :, pl.ds(0, COLUMNS)], keys_s.at[stage], full.at[stage]
-            )
-            if scales_g is not None:
-                plgpu.copy_gmem_to_smem(scales_g.at[number], scales_s.at[stage], full.at[stage])
+        def unit_of(i: jax.Array) -> Unit:
+            number = program + i * programs
+            of_pages, rest = lax.rem(number, jnp.int32(chunks)), lax.div(number, jnp.int32(chunks))
+            b, group = lax.div(rest, jnp.int32(sets)), lax.rem(rest, jnp.int32(sets))
+            group, first = group * config.groups, of_pages * config.pages
+            length = lengths_g[b]
+            tokens = length + jnp.minimum((group + config.groups) * config.queries - queries, 0)
+            in_table = jnp.minimum(max_pages - first, config.pages)
+            seen = jnp.clip(lax.div(tokens + (PAGE - 1), jnp.int32(PAGE)) - first, 0, in_table)
+            return Unit(b, group, first, seen, in_table, length)
 
-        def sum_heads(products, t, scale):
-            """Returns a query's scores of a page, from the products of its heads."""
-            products = products[:, t * J : (t + 1) * J]
-            head_weights = plgpu.layout_cast(weights_s[t], _COLUMN)
-            head_weights = lax.broadcast_in_dim(head_weights, products.shape, [1])
-            scores = (jnp.maximum(products, 0.0) * head_weights).sum(axis=1)
-            return scores if scale is None else scores * scale
+        def produce() -> None:
+            def number_of(unit: Unit, k: jax.Array) -> jax.Array:
+                k = jnp.minimum(k, unit.in_table - 1)
+                return jnp.clip(tables_g[unit.sequence, unit.first + k], 0, last_page)
 
-        def score_page(n, _):
-            stage = wg * stages + lax.rem(n, jnp.int32(stages))
-            plgpu.barrier_wait(full.at[stage])
+            def copy_unit(i: jax.Array, carry: Any) -> Any:
+                state, loaded = carry
+                unit = unit_of(i)
 
-            def multiply(acc):
-                plgpu.wgmma(acc, keys_s.at[stage], q_s.transpose((1, 0)))
-                return acc[...]
+                @when(unit.seen > 0)
+                def _() -> None:
+                    copies = []
+                    for n in range(config.groups):
+                        window = unit.sequence, unit.group + n
+                        tile = (*window, pl.ds(0, rows), pl.ds(0, COLUMNS))
+                        copies.append(_tiles_copy(q_g, tile, q_s.at[loaded & 1, n], float8))
+                        whole = (*window, pl.ds(0, config.queries), pl.ds(0, J))
+                        copies.append(_copy(weights_g, whole, weights_s.at[loaded & 1, n]))
+                    q_ring.fill(_q_state(loaded), copies)
 
-            products = pl.run_scoped(multiply, ACC((PAGE, rows), jnp.float32))
-            scale = plgpu.layout_cast(scales_s[stage], ROW) if float8 else None
-            meet(interpret)  # all warps have read the page
-            when(n + stages < count)(lambda: fetch(n + stages))
-            position = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=ROW)
-            position = position + (first_page + n) * PAGE
-            for t in range(group):
-                visible = length - queries + 1 + g * group + t
-                scores = sum_heads(products, t, scale)
-                scores = jnp.where(position < visible, scores, jnp.full_like(scores, -jnp.inf))
-                out_s[wg, t, pl.ds(n * PAGE, PAGE)] = scores
+                def copy_page(k: jax.Array, carry: Any) -> Any:
+                    state, number = carry
+                    tile = number, pl.ds(0, PAGE), pl.ds(0, COLUMNS)
+                    copies = [_tiles_copy(pages_g, tile, keys_s.at[state.stage], float8)]
+                    if float8:
+                        window = number, pl.ds(0, PAGE)
+                        copies.append(_copy(scales_g, window, scales_s.at[state.stage]))
+                    key_ring.fill(state, copies)
+                    # The next number is loaded while the ring is full.
+                    return key_ring.next(state), number_of(unit, k + 1)
 
-        def hide_page(n, _):
-            nothing = plgpu.layout_cast(jnp.full((PAGE,), -jnp.inf, jnp.float32), ROW)
-            for t in range(group):
-                out_s[wg, t, pl.ds(n * PAGE, PAGE)] = nothing
+                carry = state, number_of(unit, jnp.int32(0))
+                state, _ = lax.fori_loop(0, unit.seen, copy_page, carry)
+                return state, loaded + jnp.where(unit.seen > 0, 1, 0)
 
-        def store_page(n, _):
-            """Starts copying the scores of a page to the output."""
-            for t in range(group):
+            state, loaded = lax.fori_loop(0, count, copy_unit, (key_ring.start(), jnp.int32(0)))
+            key_ring.drain(state)
+            q_ring.drain(_q_state(loaded))
 
-                @when(g * group + t < queries)
-                def _(t=t):
-                    plgpu.copy_smem_to_gmem(
-                        out_s.at[wg, t, pl.ds(n * PAGE, PAGE)],
-                        out_g.at[b, g * group + t, pl.ds((first_page + n) * PAGE, PAGE)],
-                        commit_group=False,
+        def consume() -> None:
+            q_ring.release_all()
+            if readers == CONSUMERS:
+                key_ring.release_all()
+            else:
+                when(wg == 0)(key_ring.release_all)
+            step = 1 if config.groups > 1 else CONSUMERS  # they share the pages, or the queries
+            own = wg if config.groups > 1 else jnp.int32(0)
+            row = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=ROW)
+            hidden = plgpu.layout_cast(jnp.full((PAGE,), -jnp.inf, jnp.float32), ROW)
+
+            def score_unit(i: jax.Array, carry: Any) -> Any:
+                pages_before, loaded = carry
+                unit, buffer = unit_of(i), loaded & 1
+                group = unit.group + own
+                weights_of_group = weights_s.at[buffer, own]
+                q_base: Any = None
+                if untiled:
+                    q_base = wgmma.operand_base(q_s, (buffer * config.groups + own) * rows * 128)
+                when(unit.seen > 0)(lambda: q_ring.wait_full(_q_state(loaded)))
+
+                def store(k: jax.Array, t: int, scores: jax.Array) -> None:
+                    query = group * config.queries + t
+                    where = unit.sequence, query, (unit.first + k) * PAGE
+                    store_scores(out_g, where, scores, query < queries, interpret=interpret)
+
+                def scale_of(state: PipelineState) -> jax.Array | None:
+                    return plgpu.layout_cast(scales_s[state.stage], ROW) if float8 else None
+
+                def scores_of(k: Any, part: int, product: jax.Array, scale: Any) -> list[jax.Array]:
+                    """Returns the scores of a part's queries."""
+                    first, position = parts[part][0], row + (unit.first + k) * PAGE
+                    sums = sum_heads(product, weights_of_group, first, J, interpret=interpret)
+                    results = []
+                    for t, scores in enumerate(sums, first):
+                        scores = scores if scale is None else scores * scale
+                        visible = unit.length - queries + 1 + group * config.queries + t
+                        results.append(jnp.where(position < visible, scores, hidden))
+                    return results
+
+                def store_all(k: Any, part: int, results: Sequence[jax.Array]) -> None:
+                    for t, scores in enumerate(results, parts[part][0]):
+                        store(k, t, scores)
+
+                def start(part: int, state: PipelineState, previous: jax.Array) -> jax.Array:
+                    keys = wgmma.operand_base(keys_s, state.stage * (PAGE * 128))
+                    offset = parts[part][0] * J * 128
+                    return wgmma.start_product(keys, q_base, 0, offset, previous)
+
+                def multiply(part: int, state: PipelineState) -> jax.Array:
+                    first, width = (n * J for n in parts[part])
+
+                    def run(accumulator: Any) -> jax.Array:
+                        b = q_s.at[buffer, own, pl.ds(first, width)]
+                        plgpu.wgmma(accumulator, keys_s.at[state.stage], b.transpose((1, 0)))
+                        return accumulator[...]
+
+                    return pl.run_scoped(run, ACC((PAGE, width), jnp.float32))
+
+                def score_page(n: jax.Array, state: PipelineState) -> PipelineState:
+                    k = skip + n * step
+                    key_ring.wait_full(state)
+                    scale = scale_of(state)
+                    for part in range(len(parts)):
+                        results = scores_of(k, part, multiply(part, state), scale)
+                        if part == len(parts) - 1:
+                            key_ring.release(state)
+                        store_all(k, part, results)
+                    return after(state)
+
+                def after(state: PipelineState) -> PipelineState:
+                    for _ in range(step):
+                        state = key_ring.next(state)
+                    return state
+
+                def score_pages(n: jax.Array, count: int, state: PipelineState) -> PipelineState:
+                    """Scores ``count`` pages. While the consumer sums one part of a page, the
+                    tensor cores multiply the next part or the next page."""
+                    items = [(page, part) for page in range(count) for part in range(len(parts))]
+                    at_once = min(len(items), max(2, len(parts)))
+                    states = [state]
+                    for _ in range(count):
+                        states.append(after(states[-1]))
+                    running: dict[tuple[int, int], jax.Array] = {}
+
+                    def run(item: tuple[int, int], previous: jax.Array) -> None:
+                        page, part = item
+                        if part == 0:
+                            key_ring.wait_full(states[page])
+                        running[item] = start(part, states[page], previous)
+
+                    for page, part in items[:at_once]:
+                        run((page, part), _zeros(parts[part][1] * J))
+                    for i, (page, part) in enumerate(items):
+                        later, k = min(at_once, len(items) - i) - 1, skip + (n + page) * step
+                        scale = scale_of(states[page])
+                        product = wgmma.wait_for_product(running[page, part], later=later)
+                        if part == len(parts) - 1:
+                            key_ring.release(states[page])
+                        store_all(k, part, scores_of(k, part, product, scale))
+                        if i + at_once < len(items):
+                            run(items[i + at_once], product)
+                    return states[-1]
+
+                # In turn over all units, so that a stage always belongs to the same consumer.
+                skip, own_pages = jnp.int32(0), unit.seen
+                if step > 1:
+                    skip = lax.rem(
+                        wg + step - lax.rem(pages_before, jnp.int32(step)), jnp.int32(step)
                     )
+                    own_pages = lax.div(unit.seen - skip + (step - 1), jnp.int32(step))
+                state, whole = _state(pages_before + skip, config.stages), jnp.int32(0)
+                one_page: Any = score_page
+                if untiled:
+                    whole = lax.div(own_pages, jnp.int32(config.unroll))
+                    state = lax.fori_loop(
+                        0,
+                        whole,
+                        lambda n, state: score_pages(n * config.unroll, config.unroll, state),
+                        state,
+                    )
+                    one_page = lambda n, state: score_pages(n, 1, state)  # noqa: E731
+                lax.fori_loop(whole * config.unroll, own_pages, one_page, state)
+                when(unit.seen > 0)(lambda: q_ring.release(_q_state(loaded)))
 
-        @when(wg == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(q_g.at[b, g], q_s, q_full)
-            plgpu.copy_gmem_to_smem(weights_g.at[b, g], weights_s, q_full)
+                def hide_page(n: jax.Array, _: None) -> None:
+                    for t in range(config.queries):
+                        store(unit.seen + (n * step + wg if step > 1 else n), t, hidden)
 
-        lax.fori_loop(0, jnp.minimum(count, stages), lambda n, _: fetch(n), None)
-        plgpu.barrier_wait(q_full)
-        lax.fori_loop(0, count, score_page, None)
-        lax.fori_loop(count, in_table, hide_page, None)
-        plgpu.commit_smem()
-        lax.fori_loop(0, in_table, store_page, None)
-        plgpu.commit_smem_to_gmem_group()
-        plgpu.wait_smem_to_gmem(0)
+                nothing_seen = unit.in_table - unit.seen
+                if step > 1:
+                    nothing_seen = lax.div(nothing_seen - wg + (step - 1), jnp.int32(step))
+                lax.fori_loop(0, nothing_seen, hide_page, None)
+                return pages_before + unit.seen, loaded + jnp.where(unit.seen > 0, 1, 0)
 
-    columns = 128 // pages.dtype.itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+            lax.fori_loop(0, count, score_unit, (jnp.int32(0), jnp.int32(0)))
+
+        @when(wg == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            when(first_warp(on_gpu))(produce)
+
+        @when(wg != CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            consume()
+
+    def tiles(*shape: int) -> Any:
+        if not float8:
+            return tiles_of(*shape)
+        return two_views(shape, q.dtype, on_gpu=on_gpu)
+
     arrays = [q, weights, pages, block_tables, lengths, *(() if scales is None else (scales,))]
     return plgpu.kernel(
         sparse_index,
         out_type=jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
         scratch_types=[
-            plgpu.SMEM((rows, COLUMNS), q.dtype, transforms=transforms),
-            plgpu.SMEM((group, J), jnp.float32),
-            plgpu.SMEM((W * stages, PAGE, COLUMNS), q.dtype, transforms=transforms),
-            plgpu.SMEM((W * stages, PAGE), jnp.float32),
-            plgpu.SMEM((W, group, own_pages * PAGE), jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=1 + float8, num_barriers=W * stages),
+            tiles(2, config.groups, rows, COLUMNS),
+            plgpu.SMEM((2, config.groups, config.queries, J), jnp.float32),
+            tiles(config.stages, PAGE, COLUMNS),
+            plgpu.SMEM((config.stages, PAGE), jnp.float32),
+            *barriers[0],
+            *barriers[1],
         ],
-        grid=(B, chunks, G),
-        grid_names=("sequence", "chunk", "group"),
-        num_threads=W,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=CONSUMERS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )(*arrays)
+
+
+def _parts(queries: int, heads: int) -> Sequence[tuple[int, int]]:
+    """Returns the first query and the number of queries of each matmul of a group."""
+    most = max(1, _MOST_COLUMNS // heads)
+    return [(first, min(most, queries - first)) for first in range(0, queries, most)]
+
+
+def _zeros(columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
+
+
+def _state(n: jax.Array, stages: int) -> PipelineState:
+    """Returns the state of a ring for its n-th fill."""
+    return PipelineState(lax.rem(n, jnp.int32(stages)), lax.div(n, jnp.int32(stages)) & 1)
+
+
+def _q_state(n: jax.Array) -> PipelineState:
+    return PipelineState(n & 1, lax.shift_right_logical(n, jnp.int32(1)) & 1)
+
+
+def _tiles_copy(source: Any, window: tuple[Any, ...], target: Any, float8: bool) -> TmaCopy:
+    return TmaCopy(source, window, target, tiled=not float8)
+
+
+def _copy(source: Any, window: tuple[Any, ...], target: Any) -> TmaCopy:
+    return TmaCopy(source, window, target, tiled=False, swizzle=None, contiguous=True)

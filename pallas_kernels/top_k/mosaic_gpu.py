@@ -1,18 +1,17 @@
-"""top_k on Hopper GPUs: radix selection, with one program per row or part of a row."""
+"""top_k on Hopper GPUs: radix selection, with a cluster of programs per row."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
-from pallas_kernels.hopper import require_hopper
-from pallas_kernels.top_k.mosaic_gpu_kernel import CHUNK, MAX_K, select
+from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.top_k.mosaic_gpu_kernel import CHUNK, MAX_K, WARPGROUPS, select
 
-_WARPGROUPS = 4
+_MOST_PROGRAMS = 8  # of a cluster that every Hopper GPU can launch
 
 
 def top_k(
@@ -20,18 +19,15 @@ def top_k(
     k: int,
     *,
     lengths: Int[Array, "*batch"] | None = None,
-    warpgroups: int = _WARPGROUPS,
-    parts: int = 1,
+    programs: int | None = None,
     interpret: Any = None,
 ) -> Int32[Array, "*batch k"]:
     """Implements :func:`pallas_kernels.top_k`.
 
     Args:
-      lengths: see there. Only rows in one part use them.
-      warpgroups: number of warpgroups per program: 1, 2, 4 or 8. They do not affect the result.
-      parts: number of parts of a row that are selected from separately, each by a program. Another
-        one then selects from their results. It is for a few long rows, which leave most
-        multiprocessors without a program. No GPU has run more than one part.
+      lengths: see there.
+      programs: number of programs per row: 1, 2, 4 or 8, by default :func:`plan`'s. It does not
+        affect the result.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
@@ -41,30 +37,22 @@ def top_k(
         raise NotImplementedError(f"takes no empty arrays, got {scores.shape}")
     *batch, S = scores.shape
     rows = jax.lax.stop_gradient(scores).reshape(-1, S)
-    chosen_of = functools.partial(_chosen, k=k, warpgroups=warpgroups, interpret=interpret)
-    if parts == 1:
-        lengths = None if lengths is None else lengths.reshape(-1)
-        return chosen_of(rows, lengths).reshape(*batch, k)
-    width = -(-S // (parts * CHUNK)) * CHUNK
-    rows = jnp.pad(rows, ((0, 0), (0, parts * width - S)), constant_values=-jnp.inf)
-    of_parts = chosen_of(rows.reshape(-1, width)).reshape(-1, parts, k)
-    # In the order of the row, so that ties go to the lower index here too.
-    index = jnp.where(of_parts < 0, -1, of_parts + width * jnp.arange(parts)[:, None])
-    index = index.reshape(-1, parts * k)
-    best = jnp.take_along_axis(rows, jnp.maximum(index, 0), axis=1)
-    of_all = chosen_of(jnp.where(index < 0, -jnp.inf, best))
-    chosen = jnp.take_along_axis(index, jnp.maximum(of_all, 0), axis=1)
-    return jnp.where(of_all < 0, -1, chosen).reshape(*batch, k)
-
-
-def _chosen(
-    rows: Float32[Array, "rows S"],
-    lengths: Int[Array, " rows"] | None = None,
-    *,
-    k: int,
-    warpgroups: int,
-    interpret: Any,
-) -> Int32[Array, "rows k"]:
     # Kernels read whole chunks. Tables of 8 pages of 64 tokens or a multiple need no padding.
-    padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % CHUNK)), constant_values=-jnp.inf)
-    return select(padded, lengths, k=k, warpgroups=warpgroups, interpret=interpret)[:, :k]
+    padded = jnp.pad(rows, ((0, 0), (0, -S % CHUNK)), constant_values=-jnp.inf)
+    programs = programs or plan(len(rows), padded.shape[1])
+    lengths = None if lengths is None else lengths.reshape(-1)
+    chosen = select(padded, lengths, k=k, programs=programs, interpret=interpret)
+    return chosen[:, :k].reshape(*batch, k)
+
+
+def plan(rows: int, S: int) -> int:
+    """Returns the number of programs per row of S scores.
+
+    As many as run at once, if each of their warpgroups has a chunk of scores.
+    """
+    programs = _MOST_PROGRAMS
+    while programs > 1 and (
+        rows * programs > multiprocessors() or programs * WARPGROUPS * CHUNK > S
+    ):
+        programs //= 2
+    return programs

@@ -12,7 +12,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, inline, warp_and_lane
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    asm,
+    const,
+    i32,
+    i64,
+    inline,
+    warp_and_lane,
+)
 
 _PER_REGISTER = 4  # numbers of a thread that are adjacent
 
@@ -50,7 +60,7 @@ def add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> No
 
 
 def scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret: Any) -> None:
-    """Sets ``target[position] = value`` in shared memory for positions that are not negative."""
+    """Sets ``target[position] = value`` for positions that are not negative."""
     if interpret is not None:
         old = target[...]
         positions = jnp.where(positions < 0, old.size, positions)
@@ -59,17 +69,20 @@ def scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret: 
 
     @inline(REF, layout_of(values.size), layout_of(values.size))
     def store(target: Any, positions: Any, values: Any) -> None:
-        base = _shared(target)
-        text = """{
+        is_shared = mgpu.utils.is_smem_ref(target)
+        pointer = mgpu.utils.memref_ptr(target)
+        base = llvm.ptrtoint(i32() if is_shared else i64(), pointer)
+        space, bits, letter = ("shared", 32, "r") if is_shared else ("global", 64, "l")
+        at = "mad.lo.s32 at, $1, 4, $0;" if is_shared else "mad.wide.s32 at, $1, 4, $0;"
+        text = f"""{{
             .reg .pred there;
-            .reg .b32 at;
+            .reg .b{bits} at;
             setp.ge.s32 there, $1, 0;
-            shl.b32 at, $1, 2;
-            add.u32 at, at, $0;
-            @there st.shared.b32 [at], $2;
-        }"""
+            {at}
+            @there st.{space}.b32 [at], $2;
+        }}"""
         for position, value in zip(_numbers(positions), _numbers(values), strict=True):
-            asm(text, "r,r,r,~{memory}", base, position, value, effects=True)
+            asm(text, f"{letter},r,r,~{{memory}}", base, position, value, effects=True)
 
     store(target, positions, values)
 

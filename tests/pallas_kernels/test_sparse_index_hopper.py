@@ -39,28 +39,36 @@ class TestMosaicGpu(SparseIndexCases):
         self.check(self.random((40, 130), J=16, max_pages=19))
 
     @pytest.mark.parametrize(
-        ("T", "queries", "dtype"),
+        ("T", "config", "dtype"),
         [
-            (5, 3, "float8_e4m3fn"),
-            pytest.param(4, 4, "bfloat16", marks=pytest.mark.slow),
-            pytest.param(3, 1, "float8_e4m3fn", marks=pytest.mark.slow),
+            (5, Config(queries=2, pages=4, groups=2, stages=4, unroll=2), "float8_e4m3fn"),
+            (1, Config(queries=1, pages=3, groups=1, stages=4, unroll=2), "float8_e4m3fn"),
+            pytest.param(
+                11,
+                Config(queries=4, pages=5, groups=2, stages=2, unroll=2),
+                "float8_e4m3fn",
+                marks=pytest.mark.slow,
+            ),
+            pytest.param(
+                4,
+                Config(queries=4, pages=3, groups=1, stages=2, unroll=2),
+                "bfloat16",
+                marks=pytest.mark.slow,
+            ),
         ],
     )
-    def test_groups_of_queries(self, T, queries, dtype):
-        """64 heads. The last group lacks a query; more pages per warpgroup than its ring has."""
+    def test_persistent_programs(self, T, config, dtype):
+        """Several units per program. Some have no visible page."""
         x = self.random((75, 36, 0), T=T, J=64, max_pages=9, dtype=dtype)
-        config = Config(queries=queries, pages=5, stages=2)
-        got = x.run(kernel(config))
-        assert got.shape[1] == T
-        self.check_result(x, got)
+        self.check_result(x, x.run(kernel(config)))
 
 
 def test_plan_fills_the_device():
-    """Groups of at most 256 rows; several programs per multiprocessor if there is enough work."""
-    assert plan(64, 1, 64, 512) == Config(queries=1, pages=15)
-    assert plan(64, 5, 64, 512).queries == 3
-    assert plan(1, 4096, 64, 512) == Config(queries=4, pages=12)
-    assert plan(1, 1, 64, 512).pages == 4
+    """Groups of at most 256 rows, and as many units as keep all multiprocessors busy."""
+    assert plan(64, 1, 64, 512, 1) == Config(1, pages=32, groups=1, stages=22, unroll=2)
+    assert plan(64, 5, 64, 512, 1).queries == 3
+    assert plan(1, 4096, 64, 512, 1).queries == 4
+    assert plan(1, 1, 64, 512, 1).pages == 4
 
 
 def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2, width=None):

@@ -9,16 +9,19 @@ import pytest
 
 from pallas_kernels import top_k
 from pallas_kernels.top_k import mosaic_gpu
-from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.top_k_cases import TopKCases, expected
 
 
 @kernel_runs
 class TestMosaicGpu(TopKCases):
-    """Most rows are shorter than the four chunks of 512 scores that two warpgroups load first."""
+    """Most rows are shorter than the chunks of 512 scores that a program's warpgroups have.
+
+    The interpreter runs one program per row, because it may not have threads for more.
+    """
 
     implementation = staticmethod(
-        functools.partial(mosaic_gpu.top_k, warpgroups=8 if ON_GPU else 2, interpret=INTERPRET)
+        functools.partial(mosaic_gpu.top_k, programs=None if ON_GPU else 1, interpret=INTERPRET)
     )
 
     def test_ties_in_several_parts(self):
@@ -36,14 +39,34 @@ class TestMosaicGpu(TopKCases):
         self.check(scores, 600)
 
 
+@on_gpu
+class TestTwoPrograms(TestMosaicGpu):
+    implementation = staticmethod(functools.partial(mosaic_gpu.top_k, programs=2))
+
+    @pytest.mark.parametrize("S", [20_000, 40_000])
+    def test_long_rows(self, S):
+        """A part stays in registers, or is loaded anew in each pass."""
+        self.check(np.random.default_rng(6).integers(-300, 300, (3, S)), 2048)
+
+
 @kernel_runs
-@pytest.mark.parametrize("parts", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_rows_in_parts(parts):
-    """Ties across parts, a part without a finite score, and fewer finite scores than k."""
-    scores = np.random.default_rng(5).integers(-2, 3, (3, 1100)).astype(np.float32)
-    scores[1, :700] = scores[2, 90:] = -np.inf
-    run = functools.partial(mosaic_gpu.top_k, k=300, warpgroups=2, parts=parts, interpret=INTERPRET)
+@pytest.mark.parametrize(
+    "programs", [2, pytest.param(4, marks=on_gpu), pytest.param(8, marks=on_gpu)]
+)
+def test_clusters(programs):
+    """Ties across programs, parts without a finite score, and fewer finite scores than k."""
+    scores = np.random.default_rng(5).integers(-2, 3, (2, 2300)).astype(np.float32)
+    scores[0, :700] = scores[1, 90:] = -np.inf
+    run = functools.partial(mosaic_gpu.top_k, k=300, programs=programs, interpret=INTERPRET)
     np.testing.assert_array_equal(jax.jit(run)(scores), expected(scores, 300))
+    lengths = np.array([2300, 90])
+    np.testing.assert_array_equal(jax.jit(run)(scores, lengths=lengths), expected(scores, 300))
+
+
+def test_plan_fills_the_device():
+    """As many programs as there are multiprocessors, each with enough scores."""
+    assert [mosaic_gpu.plan(*shape) for shape in ((1, 131072), (1, 4096), (64, 32768))] == [8, 2, 2]
+    assert [mosaic_gpu.plan(*shape) for shape in ((67, 32768), (1, 512))] == [1, 1]
 
 
 def test_more_than_the_result_fits_is_refused():
