@@ -92,6 +92,6 @@ def test_lowers_for_cuda(monkeypatch):
 def test_scores_after_the_lengths_are_not_read():
     """Their chunks would be chosen: a row's first chunk has the smallest scores."""
     scores = np.arange(1536, dtype=np.float32)[None]
-    run = functools.partial(mosaic_gpu.top_k, k=100, warpgroups=2, interpret=INTERPRET)
+    run = functools.partial(mosaic_gpu.top_k, k=100, programs=1, interpret=INTERPRET)
     got = jax.jit(run)(scores, lengths=jnp.array([512]))
     np.testing.assert_array_equal(got, expected(scores[:, :512], 100))
