@@ -10,7 +10,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
-from dsv3_jax.layers import attention, context_parallel
+from dsv3_jax.layers import attention_by_heads, context_parallel
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.paged_cache import PageShard
 from dsv3_jax.offline.generator import Generator
@@ -52,7 +52,7 @@ def _small():
     """Sets context blocks to two and three pages, so that outputs of a prompt's chunk are summed
     and those of a decode step gathered."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
+        patch.setattr(attention_by_heads, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
         patch.setattr(context_parallel, "_GATHERED_BYTES", 38_000)
         yield

@@ -12,19 +12,20 @@ are computed in two orders:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, UInt8
+from jaxtyping import Array, Float, Float32, UInt8
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import latent_cache, query_groups
+from dsv3_jax.layers.attention_by_heads import attend_by_heads
 from dsv3_jax.layers.attention_interface import Form
-from dsv3_jax.layers.context_parallel import attend_local, merge_devices, weigh_once
+from dsv3_jax.layers.context_parallel import attend_local, merge_devices
 from dsv3_jax.layers.linear import Linear, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import sharded_linear
@@ -33,7 +34,6 @@ from dsv3_jax.layers.paged_cache import (
     LayerCache,
     LayerCacheSpec,
     LayerPages,
-    PageShard,
     append_batches,
     join_tokens,
     split_tokens,
@@ -41,7 +41,6 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import (
-    merge_attention,
     mla_decode,
     mla_decode_whole_sequences,
     mla_prefill,
@@ -52,10 +51,6 @@ from sharding import Layout
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
 # differs in Moonlight (1e-5).
 _LATENT_NORM_EPS = 1e-6
-
-# Cached tokens, of all sequences together, that a prefill chunk expands at a time: 335 MB of keys
-# and values in DeepSeek-V3. With fewer blocks, a float32 result is read and written less often.
-_CONTEXT_TOKENS = 4096
 
 
 class Projected(NamedTuple):
@@ -352,7 +347,8 @@ class MultiHeadLatentAttention(nnx.Module):
         def keys_values(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.expand(latent_cache.read(self.config, stored, q.dtype))
 
-        return self.attend_by_heads(q, latent, pages, batch.cache, batch.shard, keys_values)
+        scale = self.config.softmax_scale
+        return attend_by_heads(q, latent, pages, batch.cache, batch.shard, keys_values, scale=scale)
 
     def _attend_absorbed(
         self,
@@ -385,61 +381,3 @@ class MultiHeadLatentAttention(nnx.Module):
                 q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
             )
         return out, lse
-
-    def attend_by_heads(
-        self,
-        q: Float[Array, "B T H K"],
-        new: Float[Array, "B T columns"] | UInt8[Array, "B T bytes"],
-        pages: Float[Array, "P page width"] | UInt8[Array, "P page width"],
-        cache: LayerCache,
-        shard: PageShard,
-        keys_values: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-        block_tokens: int | None = None,
-    ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-        """Returns attention with a key and a value per head, and its log-sum-exp.
-
-        The new tokens attend to each other, then, block by block, to the tokens that were cached
-        before on this device.
-
-        Args:
-          new: what ``pages`` store for the new tokens.
-          keys_values: returns every head's keys [B, S, H, K] and values [B, S, H, V] from what the
-            pages store for S tokens, [B, S, columns].
-          block_tokens: cached tokens per block, of all sequences together. None: the number for a
-            prefill chunk.
-        """
-        B, T, _, _ = q.shape
-        scale, page_size = self.config.softmax_scale, cache.page_size
-        out, lse = mla_prefill(
-            q,
-            *keys_values(new),
-            jnp.zeros((B,), jnp.int32),
-            jnp.full((B,), T, jnp.int32),
-            scale=scale,
-        )
-        lse = weigh_once(lse, shard)
-        max_pages = cache.block_tables.shape[1]
-        most_pages = (block_tokens or _CONTEXT_TOKENS) // (B * page_size)
-        block_pages = min(max(most_pages, 1), max_pages)
-        block = block_pages * page_size
-        tables = jnp.pad(cache.block_tables, ((0, 0), (0, -max_pages % block_pages)))
-        # Tokens past the capacity are not cached; without a bound the last pages would count twice.
-        lengths = jnp.minimum(shard.local_lengths(cache.starts), max_pages * page_size)
-        after_block = jnp.full((B,), block, jnp.int32)  # all queries come after the whole block
-
-        def add_block(i: Int[Array, ""], carry: tuple[jax.Array, jax.Array]):
-            table = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
-            cached = pages[table][..., : new.shape[-1]].reshape(B, block, -1)
-            block_lengths = jnp.clip(lengths - i * block, 0, block)
-            keys, values = keys_values(cached.astype(new.dtype))
-            out, lse = mla_prefill(q, keys, values, after_block, block_lengths, scale=scale)
-            return merge_attention(*carry, out.astype(jnp.float32), lse)
-
-        blocks = -(-jnp.max(lengths) // block)
-
-        def with_context(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-            total, lse = jax.lax.fori_loop(0, blocks, add_block, (out.astype(jnp.float32), lse))
-            return total.astype(out.dtype), lse
-
-        # The first chunk of a prompt has no context, and then needs no float32 copy.
-        return jax.lax.cond(blocks > 0, with_context, lambda *none: none, out, lse)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from dsv3_jax.attn_impl import AttnImpl, cached_numbers, check_attn_impl
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.attention_by_heads import attend_by_heads
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.paged_cache import (
     CachedArray,
@@ -45,8 +46,15 @@ class ExpandingAttention(MultiHeadLatentAttention):
         latent = self.latents(x, rotation)
         cache, shard = append({"latent": latent}, cache, None)
         q = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
-        out, _ = self.attend_by_heads(
-            q, latent, cache.pages["latent"], cache, shard, self.expand, _STEP_TOKENS * len(x)
+        out, _ = attend_by_heads(
+            q,
+            latent,
+            cache.pages["latent"],
+            cache,
+            shard,
+            self.expand,
+            scale=self.config.softmax_scale,
+            block_tokens=_STEP_TOKENS * len(x),
         )
         return self.output(out.astype(x.dtype)), cache.pages
 
@@ -66,8 +74,15 @@ class DecompressedAttention(MultiHeadLatentAttention):
         new = jnp.concatenate([keys.reshape(B, T, -1), values.reshape(B, T, -1)], axis=-1)
         cache, shard = append({"keys_values": new}, cache, None)
         block_tokens = None if form == "expanded" else _STEP_TOKENS * B
-        out, _ = self.attend_by_heads(
-            q, new, cache.pages["keys_values"], cache, shard, self._split_heads, block_tokens
+        out, _ = attend_by_heads(
+            q,
+            new,
+            cache.pages["keys_values"],
+            cache,
+            shard,
+            self._split_heads,
+            scale=self.config.softmax_scale,
+            block_tokens=block_tokens,
         )
         return self.output(out.astype(x.dtype)), cache.pages
 
@@ -102,8 +117,15 @@ class CopyingAttention(MultiHeadLatentAttention):
         q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
         cache, shard = append({"latent": latent}, cache, None)
         q = jnp.concatenate([q_latent.astype(x.dtype), q_rope], axis=-1)
-        out, _ = self.attend_by_heads(
-            q, latent, cache.pages["latent"], cache, shard, self._copies, _STEP_TOKENS * len(x)
+        out, _ = attend_by_heads(
+            q,
+            latent,
+            cache.pages["latent"],
+            cache,
+            shard,
+            self._copies,
+            scale=self.config.softmax_scale,
+            block_tokens=_STEP_TOKENS * len(x),
         )
         out = jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32)
         return self.output(out.astype(x.dtype)), cache.pages
