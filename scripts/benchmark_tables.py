@@ -57,7 +57,6 @@ _NOW_DEFAULT = (
     ("top_k", "b1024 ", "1 program"),
     ("sparse_mla_decode", "h16 ", "without prefetch"),
     ("sparse_mla_prefill", "", "without prefetch"),
-    ("sparse_mla_decode", "", "overlapped loads"),
     ("sparse_index", "sq1", "persistent, 1 query, 32 pages"),
     ("sparse_index", "b1 ", "persistent, 4 queries, 1 per iteration"),
     ("mla_decode", "h16 b", "scored"),

@@ -56,7 +56,7 @@ from pallas_kernels.sparse_mla_decode.work import BLOCK, Work
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector with one number per column of a tile
 _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
-_REGISTERS, _FLOAT8_REGISTERS = (224, 56), (192, 120)
+_REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.warpgroup import first_warp, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.float8_registers import store_half, wait_rope_copies
 from pallas_kernels.mla_decode.kernel_parts import SLOTS
@@ -96,7 +96,7 @@ def fill_slots(
             store_half(v, words, scales, jnp.int32(BLOCK))
             if half:
                 wait_rope_copies()
-            # A fence here would wait for the loads of the next half too. The consumers execute one.
+            publish()
             signals.full.arrive(2 * slot + half)
             return
         if gpu:
@@ -130,8 +130,6 @@ def fill_slots(
             gather.prefetch_tokens(tokens, next_slots)
         slot, use = n & 1, lax.shift_right_logical(n, jnp.int32(1))
         for half in range(2):
-            # While this half is unpacked.
-            following = fetch(next_slots if half else slots, 1 - half)
 
             @when(use > 0)
             def _(half=half):
@@ -140,7 +138,7 @@ def fill_slots(
             if half:
                 write_penalties(slot, slots)
             copy(slot, half, slots, fetched)
-            fetched = following
+            fetched = fetch(next_slots if half else slots, 1 - half)
         is_first = work.is_first_block(first + n)
         when(is_first)(lambda: fetch_when_free(fetched_pieces))
         fetched_pieces = fetched_pieces + is_first.astype(jnp.int32)

@@ -49,6 +49,7 @@ _BINS = 2048
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 """(lowest bit, number of bits) of the digits of an integer, from the highest."""
 _TOGETHER = 4  # chunks that are loaded before any is used, to hide the latency of the L2 cache
+_ADDED_TOGETHER = 4  # programs whose counts are loaded at once; with eight, registers spill
 _IN_REGISTERS = 8  # chunks of a warpgroup that stay in registers
 _LARGEST = 2**31 - 1
 _MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
@@ -186,11 +187,18 @@ def select(
             if C > 1:
                 counts_g[row, number, rank, own_bins] = counts
                 meet_cluster()
-                of_all = [
-                    plgpu.layout_cast(counts_g[row, number, r, own_bins], layout_of(width))
-                    for r in range(C)
-                ]
-                counts = functools.reduce(jnp.add, of_all)
+
+                def add_some(i, counts):
+                    of_some = [
+                        plgpu.layout_cast(
+                            counts_g[row, number, i * some + r, own_bins], layout_of(width)
+                        )
+                        for r in range(some)
+                    ]
+                    return functools.reduce(jnp.add, of_some, counts)
+
+                some = min(C, _ADDED_TOGETHER)
+                counts = lax.fori_loop(0, C // some, add_some, filled(width, 0))
             before, of_own = prefix_sums(counts, scratch, interpret=interpret)
             tell(number, _TOTAL, of_own)
             meet_all()
@@ -228,30 +236,33 @@ def select(
         tell(_PASSES, _LARGER, larger_own)
         tell(_PASSES, _EQUAL, equal_own)
         meet_all()
-        of_parts = list(zip(messages(_PASSES, _LARGER), messages(_PASSES, _EQUAL), strict=True))
+        of_program = list(zip(messages(_PASSES, _LARGER), messages(_PASSES, _EQUAL), strict=True))
+        # Larger and equal integers of the parts before this one, first in this program.
+        before = tuple(
+            functools.reduce(
+                jnp.add, [jnp.where(w < wg, pair[i], 0) for w, pair in enumerate(of_program)]
+            )
+            for i in range(2)
+        )
         if C > 1:
 
             @when(wg == 0)
             def _():
                 numbers = filled(CHUNK, 0)
-                for w, pair in enumerate(of_parts):
-                    for i, value in enumerate(pair):
-                        numbers = jnp.where(index == 2 * w + i, filled(CHUNK, value), numbers)
+                for i in range(2):
+                    sum_of_program = functools.reduce(jnp.add, [pair[i] for pair in of_program])
+                    numbers = jnp.where(index == i, filled(CHUNK, sum_of_program), numbers)
                 counts_g[row, _PASSES, rank, pl.ds(0, CHUNK)] = numbers
 
             meet_cluster()
-            of_parts = [
-                tuple(counts_g[row, _PASSES, r, 2 * w + i] for i in range(2))
-                for r in range(C)
-                for w in range(W)
-            ]
-        # Of the parts before this one.
-        before = tuple(
-            functools.reduce(
-                jnp.add, [jnp.where(n < part, pair[i], 0) for n, pair in enumerate(of_parts)]
+            before = tuple(
+                functools.reduce(
+                    jnp.add,
+                    [jnp.where(r < rank, counts_g[row, _PASSES, r, i], 0) for r in range(C)],
+                    of_program_before,
+                )
+                for i, of_program_before in enumerate(before)
             )
-            for i in range(2)
-        )
 
         # The interpreter cannot scatter from several threads: each has its own result.
         target = out_g.at[row, 0 if on_gpu else part]

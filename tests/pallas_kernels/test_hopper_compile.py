@@ -258,7 +258,9 @@ def kernels() -> dict[str, Kernel]:
         for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]
     }
     table |= {
-        f"mla_decode_few_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
+        f"mla_decode_few_float8 h{heads} sq{queries}": decode(
+            queries, heads, float8=True, config=FewQueries()
+        )
         for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3)]
     }
     for config in (FewQueries(unpackers=1), FewQueries(warpgroups=1)):
