@@ -92,7 +92,7 @@ def few_compiled_functions(cleared_at):
     maps = Path("/proc/self/maps")
     if maps.exists() and (
         maps.read_bytes().count(b"\n") > 30_000
-        or _resident_bytes() > cleared_at[-1] + 2_500_000_000
+        or _resident_bytes() > cleared_at[-1] + 4_000_000_000
     ):
         jax.clear_caches()
         gc.collect()
