@@ -215,10 +215,8 @@ class Programs:
             compiling them; see :class:`~dsv3_jax.engine.program_store.ProgramStore`.
         """
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
-        # XLA tunes equal matmuls once per process. A program that samples has those of a greedy
-        # one, and follows later, when they have been tuned. The largest programs compile longest,
-        # so that none of them is left alone at the end.
-        missing.sort(key=lambda s: (s.sampling != "greedy", -s.decodes - s.chunks * s.chunk_tokens))
+        # The largest programs compile longest, so that none of them is left alone at the end.
+        missing.sort(key=lambda s: s.decodes + s.chunks * s.chunk_tokens, reverse=True)
         store = None if directory is None else self._store(state, directory)
         # Lowering is Python and runs in one thread, while others compile.
         with concurrent.futures.ThreadPoolExecutor(initializer=_yield_to_other_threads) as pool:
