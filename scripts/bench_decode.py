@@ -173,7 +173,7 @@ class Bench:
         for layout in self._layouts:
             if layout:  # the shards stay the same
                 model.lay_out(layout)
-            # What every model has comes first, in case the time budget does not suffice.
+            # Steps without drafts are measured first, in case the time budget does not suffice.
             self._all_decodes(model, weights, [None])
             model.use_feed_forward(None)
             for rows, tokens in arguments.prefills:

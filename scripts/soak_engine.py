@@ -52,6 +52,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _cache_tokens(word: str) -> int | None:
+    if word != "device" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of tokens or 'device', got {word!r}")
     return None if word == "device" else int(word)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from dsv3_jax.generation.drafters import DraftContext, Drafts, NgramDrafter
+from dsv3_jax.generation.drafters import DraftContext, Drafts, NgramDrafter, SyntheticDrafter
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
@@ -25,6 +25,9 @@ class SyntheticNgramDrafter:
 
     acceptance: float
     mtp_hidden = None
+
+    def __post_init__(self) -> None:
+        SyntheticDrafter(self.acceptance)  # raises ValueError for a bad rate
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from dsv3_jax.engine.prompt_logprobs import PromptRecord
 from dsv3_jax.generation.completion import Completion, FinishReason, Piece, TopLogprobs
@@ -117,7 +117,7 @@ class EngineRequest:
                     return
             position += len(fresh)
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         """Like :meth:`__iter__`, without blocking the event loop."""
         position = 0
         with self._event(self._listeners) as arrived:

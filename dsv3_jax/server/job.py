@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from dsv3_jax.engine import EngineError, EngineRequest, RequestError
 from dsv3_jax.generation.completion import Completion, Piece
@@ -35,8 +35,9 @@ class Job:
           ApiError: a completion failed, was cancelled by the engine, or ran out of time.
         """
         if len(self.handles) == 1:  # without the tasks and the queue below, which cost every token
-            async for piece in _checked(self.handles[0]):
-                yield 0, piece
+            async with contextlib.aclosing(_checked(self.handles[0])) as pieces:
+                async for piece in pieces:
+                    yield 0, piece
             return
         queue: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue(maxsize=1)
 
@@ -92,16 +93,17 @@ class Job:
             self._on_close = None
 
 
-async def _checked(handle: EngineRequest) -> AsyncIterator[Piece]:
+async def _checked(handle: EngineRequest) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of one completion.
 
     Raises:
       ApiError: as :meth:`Job.pieces`.
     """
     try:
-        async for piece in handle:
-            _check_reason(piece.finish_reason)
-            yield piece
+        async with contextlib.aclosing(aiter(handle)) as pieces:
+            async for piece in pieces:
+                _check_reason(piece.finish_reason)
+                yield piece
     except _FAILURES as error:
         raise _failed(error) from None
 

@@ -58,7 +58,7 @@ class Config:
     programs: int
     """Thread blocks, at most one per multiprocessor."""
     stages: int | None = None
-    """The ring has this number of stages; None takes as many as fit, up to 12."""
+    """Number of stages of the ring buffer. None means as many as fit, at most 12."""
     ahead: Literal["always", "arrived"] = "arrived"
     """The time from which weights of phases after a grid barrier are copied: always, or only when
     this program has arrived at the barrier. Arriving takes longer while copies are in flight."""

@@ -220,7 +220,7 @@ def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> K
 
 
 def selection(rows: int, S: int, k: int = 2048, lengths: bool = False) -> Kernel:
-    """top_k of ``rows`` rows of S scores, or of as many as an array says."""
+    """Returns top_k for a batch of ``rows`` rows of S scores, with an array of lengths if asked."""
     arrays = {"scores": Struct((rows, S), F32)}
     if lengths:
         arrays["lengths"] = Struct((rows,), I32)

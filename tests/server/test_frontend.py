@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import socket
 import threading
@@ -22,8 +23,8 @@ import pytest
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError, RequestError
 from dsv3_jax.engine.prompt_logprobs import PromptRecord
 from dsv3_jax.generation.completion import Completion
-from dsv3_jax.server.frontend.host import EngineHost
-from dsv3_jax.server.frontend.messages import PortableError
+from dsv3_jax.server.frontend.host import EngineHost, _OpenRequest, _Outbox
+from dsv3_jax.server.frontend.messages import Gains, PortableError
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.grammar import GrammarError
 from tests.server.conftest import RunningServer, running
@@ -220,6 +221,27 @@ def test_pieces_of_several_steps_arrive_in_order(idle):
     assert second.prompt_record.logprobs == [None] * 3
     assert [piece.text for piece in second.pieces_from(0)] == ["x"]
     assert not remote._open
+
+
+def test_first_tokens_have_a_message_of_their_own():
+    """They are sent before the tokens of streams that have begun, whichever came first."""
+    messages: queue.Queue[Gains] = queue.Queue()
+    outbox = _Outbox(messages.put)
+    begun, new = (EngineRequest(lambda _: None) for _ in range(2))
+    begun.deliver("a", [1], [0.0], None)
+    outbox._open = {number: _OpenRequest(number, r) for number, r in enumerate((begun, new))}
+    assert outbox._open[0].gain() is not None
+    for number, request in enumerate((begun, new)):
+        request.deliver("b", [2], [0.0], None)
+        outbox._mark(number)
+    thread = threading.Thread(target=outbox.run)
+    thread.start()
+    try:
+        sent = [[gain.id for gain in messages.get(timeout=30).gains] for _ in range(2)]
+    finally:
+        outbox.close()
+        thread.join()
+    assert sent == [[1], [0]]
 
 
 def test_a_refused_submission_leaves_nothing(idle):
