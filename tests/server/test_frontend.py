@@ -144,7 +144,10 @@ def test_a_client_that_goes_away_cancels_its_request(remote):
 def test_probes_and_figures(server, remote):
     assert remote.request("GET", "/health")[0] == 200
     assert remote.engine.step_seconds >= 0
-    assert remote.engine.stats().steps == server.engine.stats().steps
+    before = server.engine.stats().steps  # earlier tests' last steps may still be ending
+    remote_steps = remote.engine.stats().steps
+    assert before <= remote_steps <= server.engine.stats().steps
+    assert remote_steps > 0
     assert b"vllm:generation_tokens_total" in remote.request("GET", "/metrics")[2]
 
 
