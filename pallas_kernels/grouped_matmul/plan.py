@@ -23,6 +23,7 @@ from pallas_kernels.block_quant.reference import FLOAT8
 SCALE_BLOCK = 128
 ATOM = 128  # bytes: a row of a swizzled tile
 CONSUMERS = 2  # consumer warpgroups
+CLUSTER_AXIS = "member"
 _PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
 _EXTRA_SCALES = 32
 
@@ -63,6 +64,15 @@ class Config:
     """float8 with ``tma_scales`` only: whether the loop over K steps takes all stages of the ring
     in one iteration, and finds the scales of the matrices in shared memory, where the producer
     copies them once per tile. It takes fewer instructions, and 5 % less time."""
+
+    overlap_store: bool = False
+    """``unrolled`` only: whether the tensor cores compute the first K step of a tile while the
+    previous tile is stored."""
+
+    paired: bool = False
+    """Whether two thread blocks form a cluster. They compute two M tiles of a group for the same
+    columns, and each copies half of the matrices' rows for both (TMA multicast). Where a group has
+    an odd number of M tiles, the last pair computes one of them twice."""
 
     approximate_silu: bool = False
     """grouped_swiglu only: whether silu uses the GPU's approximate exponential and reciprocal. It
@@ -132,6 +142,24 @@ class Plan:
         return self.float8 and self.config.unrolled
 
     @property
+    def overlap_store(self) -> bool:
+        return self.unrolled and self.config.overlap_store
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster. One tile of the schedule has an M tile for each of them."""
+        return 2 if self.config.paired else 1
+
+    @property
+    def multicast_axis(self) -> str | None:
+        """Cluster axis along which blocks share the rows of the matrices."""
+        return CLUSTER_AXIS if self.config.paired else None
+
+    @property
+    def clusters(self) -> int:
+        return self.blocks // self.cluster
+
+    @property
     def scale_copy_rows(self) -> int:
         """Row scales per TMA copy. A copy starts at a multiple of four rows, and its size must be
         a multiple of 128 bytes."""
@@ -195,9 +223,10 @@ class Plan:
 
     @property
     def panel(self) -> int:
-        """M tiles that are computed for one N tile before the next N tile."""
+        """M tiles of the schedule that are computed for one N tile before the next N tile."""
         tile_bytes = self.config.tile_m * self.k_steps * ATOM
-        return self.config.panel or max(1, _PANEL_BYTES // tile_bytes)
+        tiles = self.config.panel or _PANEL_BYTES // tile_bytes
+        return max(1, tiles // self.cluster)
 
     @property
     def copy_heights(self) -> tuple[int, ...]:
@@ -256,6 +285,10 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
                 f"an unrolled loop takes tma_scales, multiples of {config.stages} and 4 K steps,"
                 f" and more than {SCALE_BLOCK} columns, got {steps} steps, N {N} and {config}"
             )
+    if config.overlap_store and (not config.unrolled or config.copy_heights):
+        raise NotImplementedError(
+            f"a store overlaps with products of an unrolled loop without copy_heights, got {config}"
+        )
     if float8 and config.consumer_split == "m" and config.tile_m != 128:
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.tile_m // 2}")
 

@@ -17,11 +17,30 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.ir import REF, SCALAR, i32, inline, instruction, word
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    const,
+    i32,
+    inline,
+    instruction,
+    warp_and_lane,
+    word,
+)
+
+# Lane l arrives at the barrier of program l. There is no ``.release.cluster``, for which ptxas adds
+# a fence of global memory: only reads precede the arrival, and their results have been used.
+_ARRIVE_AT_ALL = """{
+    .reg .pred p;
+    .reg .b32 remote;
+    setp.lt.u32 p, $1, $2;
+    @p mapa.shared::cluster.u32 remote, $0, $1;
+    @p mbarrier.arrive.shared::cluster.b64 _, [remote];
+}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +57,16 @@ class Barriers:
     """Index in ``memory`` of barrier 0, on a GPU."""
 
     @staticmethod
-    def scratch(count: int, arrivals: int, interpret: Any) -> Any:
-        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies."""
+    def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:
+        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies.
+
+        Args:
+          axis: cluster axis whose programs all arrive at each other's barriers, if any.
+        """
+        if interpret is not None and axis is not None:
+            return plgpu.ClusterBarrier(
+                collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
+            )
         if interpret is not None:
             return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return plgpu.SMEM((2 * count,), jnp.int32)
@@ -83,8 +110,12 @@ class Barriers:
 
         wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
 
-    def arrive(self, i: Any) -> None:
-        """Arrives at barrier i once per warp, when all lanes of the warp have come here."""
+    def arrive(self, i: Any, programs: int = 1) -> None:
+        """Arrives at barrier i once per warp, when all lanes of the warp have come here.
+
+        Args:
+          programs: number of programs in the cluster if it arrives at the barriers of all, or 1.
+        """
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
@@ -92,8 +123,12 @@ class Barriers:
         @inline(REF, SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
             instruction("bar.warp.sync 0xffffffff;")
-            lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
-            _barrier(words, word(barrier)).arrive(predicate=lane)
+            own = _barrier(words, word(barrier))
+            if programs == 1:
+                own.arrive(predicate=mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP))
+                return
+            address = llvm.ptrtoint(i32(), own.get_ptr())
+            instruction(_ARRIVE_AT_ALL, address, warp_and_lane()[1], const(programs))
 
         arrive(self.memory, self._index(i))
 

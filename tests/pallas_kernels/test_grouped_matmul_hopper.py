@@ -95,6 +95,25 @@ def test_unrolled_loops(config, N):
     np.testing.assert_array_equal(out, run(x, back_end(config))[:rows])
 
 
+SCHEDULES = [
+    {"overlap_store": True},
+    {"paired": True},
+    {"overlap_store": True, "paired": True},
+]
+
+
+@kernel_runs
+@pytest.mark.parametrize("settings", slow_except(SCHEDULES, [2]), ids=lambda x: "-".join(x))
+def test_other_schedules(settings):
+    """The sums are the same. Pairs have one M tile, two, or a part of the second. One block has no
+    tile."""
+    config = dataclasses.replace(MANY_TOKENS[0], stages=2, unrolled=True)
+    sizes = (130, 0, 1, 257, 67)
+    x = Inputs.random(sizes, N=320, K=512, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
+    out = run(x, back_end(dataclasses.replace(config, **settings)))
+    np.testing.assert_array_equal(out, run(x, back_end(config)))
+
+
 @kernel_runs
 @pytest.mark.parametrize(
     ("N", "K", "settings"), [(192, 384, {}), (192, 512, {"tma_scales": False}), (128, 512, {})]
