@@ -49,6 +49,27 @@ def _index(*config: int) -> dict[str, Variant]:
     return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
 
 
+def _float8(**settings: bool) -> dict[str, Variant]:
+    """Returns the kernels of many float8 tokens with other settings than the default's."""
+    matmul = dataclasses.replace(grouped_matmul.UNROLLED_FLOAT8, **settings)
+    swiglu = dataclasses.replace(grouped_swiglu.UNROLLED_FLOAT8, **settings)
+    return {
+        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": matmul}),
+        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": swiglu}),
+    }
+
+
+def _bfloat16(**settings: bool) -> dict[str, Variant]:
+    """Returns the kernels of many bfloat16 tokens with other settings than the default's."""
+    matmul = dataclasses.replace(grouped_matmul.MANY_TOKENS_BFLOAT16[0], **settings)
+    swiglu = dataclasses.replace(grouped_swiglu.MANY_TOKENS_BFLOAT16[0], **settings)
+    dtypes = ("bf16",)
+    return {
+        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": matmul}, dtypes),
+        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": swiglu}, dtypes),
+    }
+
+
 def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
@@ -65,6 +86,18 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "grouped_swiglu": Variant(
             grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
         ),
+    },
+    "overlapped store": _float8(overlap_store=True),
+    "pairs": _float8(paired=True),
+    "overlapped store, pairs": _float8(overlap_store=True, paired=True),
+    "overlapped store, pairs, paired sigmoids": {
+        "grouped_swiglu": _float8(overlap_store=True, paired=True, paired_sigmoids=True)[
+            "grouped_swiglu"
+        ]
+    },
+    "bfloat16 pairs": _bfloat16(paired=True),
+    "bfloat16, approximate silu": {
+        "grouped_swiglu": _bfloat16(approximate_silu=True)["grouped_swiglu"]
     },
     "prefetch": {
         "sparse_mla_decode": Variant(

@@ -67,16 +67,19 @@ class Config:
 
     overlap_store: bool = False
     """``unrolled`` only: whether the tensor cores compute the first K step of a tile while the
-    previous tile is stored."""
+    previous tile is stored. No GPU has run it."""
 
     paired: bool = False
     """Whether two thread blocks form a cluster. They compute two M tiles of a group for the same
     columns, and each copies half of the matrices' rows for both (TMA multicast). Where a group has
-    an odd number of M tiles, the last pair computes one of them twice."""
+    an odd number of M tiles, the last pair computes one of them twice. No GPU has run it."""
 
     approximate_silu: bool = False
     """grouped_swiglu only: whether silu uses the GPU's approximate exponential and reciprocal. It
     takes a tenth of the instructions."""
+
+    paired_sigmoids: bool = False
+    """With ``approximate_silu`` only: whether two sigmoids share a reciprocal. No GPU has run it."""
 
     early: bool = False
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch). The
@@ -289,6 +292,8 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
         raise NotImplementedError(
             f"a store overlaps with products of an unrolled loop without copy_heights, got {config}"
         )
+    if config.paired and config.copy_heights:
+        raise NotImplementedError(f"pairs copy whole tiles, got {config}")
     if float8 and config.consumer_split == "m" and config.tile_m != 128:
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.tile_m // 2}")
 

@@ -115,6 +115,30 @@ def test_other_schedules(settings):
 
 
 @kernel_runs
+@pytest.mark.slow
+def test_pairs_of_bfloat16():
+    config = dataclasses.replace(mosaic_gpu.MANY_TOKENS_BFLOAT16[1], stages=2)
+    x = Inputs.random((130, 0, 257), N=192, K=256, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
+    out = run(x, back_end(dataclasses.replace(config, paired=True)))
+    np.testing.assert_array_equal(out, run(x, back_end(config)))
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overlap_store": True}, "a store overlaps with products of an unrolled loop"),
+        ({"paired": True, "copy_heights": (16,)}, "pairs copy whole tiles"),
+    ],
+)
+def test_schedules_that_are_refused(settings, message):
+    x = Inputs.random((3,), N=192, K=512, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
+    config = dataclasses.replace(MANY_TOKENS[0], stages=2, **settings)
+    with pytest.raises(NotImplementedError, match=message):
+        run(x, back_end(config))
+
+
+@kernel_runs
 @pytest.mark.parametrize(
     ("N", "K", "settings"), [(192, 384, {}), (192, 512, {"tma_scales": False}), (128, 512, {})]
 )

@@ -31,8 +31,13 @@ import pytest
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
-from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
+from pallas_kernels.grouped_matmul.mosaic_gpu import (
+    MANY_TOKENS_BFLOAT16,
+    MANY_TOKENS_FLOAT8,
+    UNROLLED_FLOAT8,
+)
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
+from pallas_kernels.grouped_swiglu.mosaic_gpu import UNROLLED_FLOAT8 as SWIGLU_UNROLLED
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
@@ -352,6 +357,7 @@ def kernels() -> dict[str, Kernel]:
         table[shape] = grouped(4096, 8, N, K, FP8, config=MANY_TOKENS_FLOAT8[0])
     shape = "grouped_swiglu fp8 2048 wide, 4096 rows, rolled"
     table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=SWIGLU_FLOAT8[0])
+    table |= other_schedules()
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
@@ -402,6 +408,27 @@ def kernels() -> dict[str, Kernel]:
             },
             {"eps": 1e-6, "programs": 132},
         )
+    return table
+
+
+def other_schedules() -> dict[str, Kernel]:
+    """Returns variants of the kernel for many tokens that no call uses by default."""
+    overlap = dataclasses.replace(UNROLLED_FLOAT8, overlap_store=True)
+    pairs = dataclasses.replace(overlap, paired=True)
+    fused = dataclasses.replace(
+        SWIGLU_UNROLLED, overlap_store=True, paired=True, paired_sigmoids=True
+    )
+    bfloat16 = dataclasses.replace(MANY_TOKENS_BFLOAT16[0], paired=True)
+    table = {}
+    for width, (N, K) in WIDTHS.items():
+        name = f"grouped_matmul fp8 {width} 4096 rows, overlapped store"
+        table[name] = grouped(4096, 8, N, K, FP8, config=overlap)
+        table[f"{name}, pairs"] = grouped(4096, 8, N, K, FP8, config=pairs)
+    table["grouped_matmul bf16 gate_up 4096 rows, pairs"] = grouped(
+        4096, 8, *WIDTHS["gate_up"], BF16, config=bfloat16
+    )
+    name = "grouped_swiglu fp8 2048 wide, 4096 rows, overlapped store, pairs, paired sigmoids"
+    table[name] = swiglu(4096, 8, 2048, 7168, FP8, config=fused)
     return table
 
 
