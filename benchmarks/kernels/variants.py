@@ -74,6 +74,8 @@ def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
 
+_STAGGERED = {"overlap_store": True, "staggered": True}
+
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
     "few queries": {"mla_decode": _decode(FewQueries())},
@@ -89,11 +91,10 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     },
     "overlapped store": _float8(overlap_store=True),
     "pairs": _float8(paired=True),
-    "overlapped store, pairs": _float8(overlap_store=True, paired=True),
-    "overlapped store, pairs, paired sigmoids": {
-        "grouped_swiglu": _float8(overlap_store=True, paired=True, paired_sigmoids=True)[
-            "grouped_swiglu"
-        ]
+    "staggered": _float8(**_STAGGERED),
+    "staggered, pairs": _float8(**_STAGGERED, paired=True),
+    "staggered, pairs, paired sigmoids": {
+        "grouped_swiglu": _float8(**_STAGGERED, paired=True, paired_sigmoids=True)["grouped_swiglu"]
     },
     "bfloat16 pairs": _bfloat16(paired=True),
     "bfloat16, approximate silu": {

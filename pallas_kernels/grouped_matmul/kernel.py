@@ -66,12 +66,13 @@ from pallas_kernels.grouped_matmul.unrolled import (
     zeros,
 )
 from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_column
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROWS
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 
 _INTERPRETED_BLOCKS = 2
 
@@ -121,16 +122,21 @@ def matmul(
         config.stages, plan.copies_per_stage, CONSUMERS, interpret, plan.multicast_axis
     )
     scale_ring_scratch = Ring.scratch(2, count, CONSUMERS, interpret) if plan.unrolled else []
+    turn_scratch = [Barriers.scratch(1, 1, interpret)] if plan.staggered else []
 
     def grouped_matmul(*refs: Any) -> None:
-        end = len(refs) - len(scale_ring_scratch)
+        last = len(refs) - len(turn_scratch)
+        end = last - len(scale_ring_scratch)
         first = end - len(ring_scratch)
         buffers = Buffers.of(plan, refs[:first])
         ring = Ring.of(config.stages, CONSUMERS, refs[first:end], interpret, plan.cluster)
         scale_ring = None
         if plan.unrolled:
-            scale_ring = Ring.of(2, CONSUMERS, refs[end:], interpret)
+            scale_ring = Ring.of(2, CONSUMERS, refs[end:last], interpret)
             scale_ring.initialise()
+        turn = Barriers(refs[last], interpret) if plan.staggered else None
+        if turn is not None:
+            turn.initialise([WARPS], cluster=False)
         ring.initialise()
         overlap_preceding_kernel(config.early, interpret=interpret)
         rows = config.tile_m * plan.cluster
@@ -149,7 +155,7 @@ def matmul(
         @when(warpgroup != CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            Consumer(plan, buffers, tiles, ring, scale_ring, warpgroup).run()
+            Consumer(plan, buffers, tiles, ring, scale_ring, turn, warpgroup).run()
 
     if count == 2:
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
@@ -161,7 +167,7 @@ def matmul(
     kernel = plgpu.kernel(
         grouped_matmul,
         out_type=(out_type, scale_type) if quantize else out_type,
-        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch],
+        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch, *turn_scratch],
         grid=(plan.clusters,),
         grid_names=("block",),
         **cluster,
@@ -198,6 +204,9 @@ class Consumer:
     tiles: TileScheduler
     ring: Ring
     scale_ring: Ring | None
+    turn: Barriers | None
+    """One barrier. Its i-th use ends when consumer 0 has the first product of its i-th tile."""
+
     warpgroup: jax.Array
 
     def run(self) -> None:
@@ -249,18 +258,32 @@ class Consumer:
             unrolled = self.unrolled_tile(i, tile, phase)
             sums, free = unrolled.sum_further_products(product)
             scale_ring.release(tile_state(i))
-            started = unrolled.start_first(unrolled.next_phase, free)
+            started = self.start_first(unrolled, i + 1, unrolled.next_phase, free)
             next_tile = self.tiles.locate(i + 1)
             store_tile(self.plan, self.buffers, self.warpgroup, tile, sums, i)
-            product = finish(started, on_gpu=self.plan.on_gpu)
-            return next_tile, product, unrolled.next_phase
+            return next_tile, self.finish_first(started), unrolled.next_phase
 
         first, start = self.tiles.locate(0), self.ring.start()
         unrolled = self.unrolled_tile(jnp.int32(0), first, start.phase)
-        started = unrolled.start_first(start.phase, zeros(self.plan.warpgroup_tile[1]))
-        carry = first, finish(started, on_gpu=self.plan.on_gpu), start.phase
+        unused = zeros(self.plan.warpgroup_tile[1])
+        started = self.start_first(unrolled, jnp.int32(0), start.phase, unused)
+        carry = first, self.finish_first(started), start.phase
         _, _, phase = lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
         self.ring.release(PipelineState(start.stage, phase))  # of no tile
+
+    def start_first(
+        self, unrolled: UnrolledTile, i: jax.Array, phase: jax.Array, free: jax.Array
+    ) -> jax.Array:
+        """Starts the first product of tile ``i``, as :meth:`UnrolledTile.start_first`."""
+        if (turn := self.turn) is not None:
+            when(self.warpgroup == 1)(lambda: turn.wait(0, i))
+        return unrolled.start_first(phase, free)
+
+    def finish_first(self, started: jax.Array) -> jax.Array:
+        product = finish(started, on_gpu=self.plan.on_gpu)
+        if (turn := self.turn) is not None:
+            when(self.warpgroup == 0)(lambda: turn.arrive(0))
+        return product
 
     def unrolled_tile(self, i: jax.Array, tile: Tile, phase: jax.Array) -> UnrolledTile:
         return UnrolledTile.of(

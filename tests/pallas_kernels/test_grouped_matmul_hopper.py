@@ -98,12 +98,13 @@ def test_unrolled_loops(config, N):
 SCHEDULES = [
     {"overlap_store": True},
     {"paired": True},
-    {"overlap_store": True, "paired": True},
+    {"overlap_store": True, "staggered": True},
+    {"overlap_store": True, "staggered": True, "paired": True},
 ]
 
 
 @kernel_runs
-@pytest.mark.parametrize("settings", slow_except(SCHEDULES, [2]), ids=lambda x: "-".join(x))
+@pytest.mark.parametrize("settings", slow_except(SCHEDULES, [3]), ids=lambda x: "-".join(x))
 def test_other_schedules(settings):
     """The sums are the same. Pairs have one M tile, two, or a part of the second. One block has no
     tile."""
@@ -128,6 +129,7 @@ def test_pairs_of_bfloat16():
     ("settings", "message"),
     [
         ({"overlap_store": True}, "a store overlaps with products of an unrolled loop"),
+        ({"staggered": True}, "consumers are staggered with overlap_store only"),
         ({"paired": True, "copy_heights": (16,)}, "pairs copy whole tiles"),
     ],
 )

@@ -92,7 +92,7 @@ def test_configs(dtype, config):
     check(out[: x.defined], x.expected(), ROUNDINGS * tolerance("bfloat16"))
 
 
-OTHERS = {"overlap_store": True, "paired": True, "paired_sigmoids": True}
+OTHERS = {"overlap_store": True, "staggered": True, "paired": True, "paired_sigmoids": True}
 
 
 @kernel_runs

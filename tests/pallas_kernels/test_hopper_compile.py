@@ -413,21 +413,21 @@ def kernels() -> dict[str, Kernel]:
 
 def other_schedules() -> dict[str, Kernel]:
     """Returns variants of the kernel for many tokens that no call uses by default."""
-    overlap = dataclasses.replace(UNROLLED_FLOAT8, overlap_store=True)
+    overlap = dataclasses.replace(UNROLLED_FLOAT8, overlap_store=True, staggered=True)
     pairs = dataclasses.replace(overlap, paired=True)
     fused = dataclasses.replace(
-        SWIGLU_UNROLLED, overlap_store=True, paired=True, paired_sigmoids=True
+        SWIGLU_UNROLLED, overlap_store=True, staggered=True, paired=True, paired_sigmoids=True
     )
     bfloat16 = dataclasses.replace(MANY_TOKENS_BFLOAT16[0], paired=True)
     table = {}
     for width, (N, K) in WIDTHS.items():
-        name = f"grouped_matmul fp8 {width} 4096 rows, overlapped store"
+        name = f"grouped_matmul fp8 {width} 4096 rows, staggered"
         table[name] = grouped(4096, 8, N, K, FP8, config=overlap)
         table[f"{name}, pairs"] = grouped(4096, 8, N, K, FP8, config=pairs)
     table["grouped_matmul bf16 gate_up 4096 rows, pairs"] = grouped(
         4096, 8, *WIDTHS["gate_up"], BF16, config=bfloat16
     )
-    name = "grouped_swiglu fp8 2048 wide, 4096 rows, overlapped store, pairs, paired sigmoids"
+    name = "grouped_swiglu fp8 2048 wide, 4096 rows, staggered, pairs, paired sigmoids"
     table[name] = swiglu(4096, 8, 2048, 7168, FP8, config=fused)
     return table
 
