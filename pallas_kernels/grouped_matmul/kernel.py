@@ -259,8 +259,8 @@ class Consumer:
             sums, free = unrolled.sum_further_products(product)
             scale_ring.release(tile_state(i))
             started = self.start_first(unrolled, i + 1, unrolled.next_phase, free)
-            next_tile = self.tiles.locate(i + 1)
             store_tile(self.plan, self.buffers, self.warpgroup, tile, sums, i)
+            next_tile = self.tiles.locate(i + 1)  # when the sums' registers are free
             return next_tile, self.finish_first(started), unrolled.next_phase
 
         first, start = self.tiles.locate(0), self.ring.start()

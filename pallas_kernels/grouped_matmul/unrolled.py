@@ -59,9 +59,7 @@ class UnrolledTile:
     """Index of the tile in the block's order."""
 
     tile: Tile
-    row: Any
-    """The warpgroup's first row in a stage's rows of lhs."""
-
+    warpgroup: jax.Array
     first_block: jax.Array
     """First of the two blocks of columns whose scales are in shared memory."""
 
@@ -90,7 +88,7 @@ class UnrolledTile:
         b: Any = buffers.rhs_stages_untiled
         if plan.on_gpu:
             a, b = wgmma.operand_base(a, row * ATOM), wgmma.operand_base(b, 0)
-        return cls(plan, buffers, tiles, ring, index, tile, row, first_block, a, b, phase)
+        return cls(plan, buffers, tiles, ring, index, tile, warpgroup, first_block, a, b, phase)
 
     @property
     def laps(self) -> int:
@@ -171,7 +169,8 @@ class UnrolledTile:
             return wgmma.start_product(self.a, self.b, *offsets, previous)
 
         def multiply(accumulator: Any) -> jax.Array:
-            rows = self.buffers.lhs_stages.at[stage, pl.ds(self.row, ROWS)]
+            row, _ = self.plan.stage_offset(self.warpgroup)
+            rows = self.buffers.lhs_stages.at[stage, pl.ds(row, ROWS)]
             plgpu.wgmma(accumulator, rows, self.buffers.rhs_stages.at[stage].T)
             return accumulator[...]
 
@@ -179,8 +178,9 @@ class UnrolledTile:
 
     def _factors(self, step: Step) -> list[jax.Array]:
         """Returns the scales of a product, one vector of rows for each of the sums."""
+        row, _ = self.plan.stage_offset(self.warpgroup)
         stages = self.buffers.scale_stages
-        rows = staged_row_scales(stages, step.state.stage, self.row, self.tile)
+        rows = staged_row_scales(stages, step.state.stage, row, self.tile)
         return [rows * s for s in self._matrix_scales(step.k)]
 
     def _matrix_scales(self, k: Any) -> list[jax.Array]:

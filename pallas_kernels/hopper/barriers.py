@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
@@ -28,17 +28,23 @@ from pallas_kernels.hopper.ir import (
     i32,
     inline,
     instruction,
+    shared_address,
     warp_and_lane,
     word,
 )
 
-# Lane l arrives at the barrier of program l. There is no ``.release.cluster``, for which ptxas adds
-# a fence of global memory: only reads precede the arrival, and their results have been used.
+# Lane $1 arrives at barrier $3 of program $1, if there are more than that. $0 is the address of all
+# barriers. The index is added last, so that all arrivals share one mapped address. There is no
+# ``.release.cluster``, for which ptxas adds a fence of global memory: only reads precede the
+# arrival, and their results have been used.
 _ARRIVE_AT_ALL = """{
     .reg .pred p;
-    .reg .b32 remote;
+    .reg .b32 program, remote, offset;
     setp.lt.u32 p, $1, $2;
-    @p mapa.shared::cluster.u32 remote, $0, $1;
+    selp.b32 program, $1, 0, p;
+    mapa.shared::cluster.u32 remote, $0, program;
+    shl.b32 offset, $3, 3;
+    add.u32 remote, remote, offset;
     @p mbarrier.arrive.shared::cluster.b64 _, [remote];
 }"""
 
@@ -123,12 +129,13 @@ class Barriers:
         @inline(REF, SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
             instruction("bar.warp.sync 0xffffffff;")
-            own = _barrier(words, word(barrier))
-            if programs == 1:
-                own.arrive(predicate=mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP))
+            if programs > 1:
+                lane = warp_and_lane()[1]
+                operands = shared_address(words), lane, const(programs), word(barrier)
+                instruction(_ARRIVE_AT_ALL, *operands)
                 return
-            address = llvm.ptrtoint(i32(), own.get_ptr())
-            instruction(_ARRIVE_AT_ALL, address, warp_and_lane()[1], const(programs))
+            lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+            _barrier(words, word(barrier)).arrive(predicate=lane)
 
         arrive(self.memory, self._index(i))
 
