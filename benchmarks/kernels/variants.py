@@ -49,7 +49,7 @@ def _index(*config: int) -> dict[str, Variant]:
     return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
 
 
-def _float8(**settings: bool) -> dict[str, Variant]:
+def _float8(**settings: Any) -> dict[str, Variant]:
     """Returns the kernels of many float8 tokens with other settings than the default's."""
     matmul = dataclasses.replace(grouped_matmul.UNROLLED_FLOAT8, **settings)
     swiglu = dataclasses.replace(grouped_swiglu.UNROLLED_FLOAT8, **settings)
@@ -59,7 +59,7 @@ def _float8(**settings: bool) -> dict[str, Variant]:
     }
 
 
-def _bfloat16(**settings: bool) -> dict[str, Variant]:
+def _bfloat16(**settings: Any) -> dict[str, Variant]:
     """Returns the kernels of many bfloat16 tokens with other settings than the default's."""
     matmul = dataclasses.replace(grouped_matmul.MANY_TOKENS_BFLOAT16[0], **settings)
     swiglu = dataclasses.replace(grouped_swiglu.MANY_TOKENS_BFLOAT16[0], **settings)
@@ -74,7 +74,7 @@ def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
 
-_STAGGERED = {"overlap_store": True, "staggered": True}
+_STAGGERED = {"overlap_store": True, "staggered": True, "registers": (240, 24)}
 
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},

@@ -29,15 +29,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
+from benchmarks.kernels.variants import VARIANTS
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
-from pallas_kernels.grouped_matmul.mosaic_gpu import (
-    MANY_TOKENS_BFLOAT16,
-    MANY_TOKENS_FLOAT8,
-    UNROLLED_FLOAT8,
-)
+from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
-from pallas_kernels.grouped_swiglu.mosaic_gpu import UNROLLED_FLOAT8 as SWIGLU_UNROLLED
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
@@ -413,22 +409,15 @@ def kernels() -> dict[str, Kernel]:
 
 def other_schedules() -> dict[str, Kernel]:
     """Returns variants of the kernel for many tokens that no call uses by default."""
-    overlap = dataclasses.replace(UNROLLED_FLOAT8, overlap_store=True, staggered=True)
-    pairs = dataclasses.replace(overlap, paired=True)
-    fused = dataclasses.replace(
-        SWIGLU_UNROLLED, overlap_store=True, staggered=True, paired=True, paired_sigmoids=True
-    )
-    bfloat16 = dataclasses.replace(MANY_TOKENS_BFLOAT16[0], paired=True)
+    N, K = WIDTHS["gate_up"]
     table = {}
-    for width, (N, K) in WIDTHS.items():
-        name = f"grouped_matmul fp8 {width} 4096 rows, staggered"
-        table[name] = grouped(4096, 8, N, K, FP8, config=overlap)
-        table[f"{name}, pairs"] = grouped(4096, 8, N, K, FP8, config=pairs)
-    table["grouped_matmul bf16 gate_up 4096 rows, pairs"] = grouped(
-        4096, 8, *WIDTHS["gate_up"], BF16, config=bfloat16
-    )
-    name = "grouped_swiglu fp8 2048 wide, 4096 rows, staggered, pairs, paired sigmoids"
-    table[name] = swiglu(4096, 8, 2048, 7168, FP8, config=fused)
+    for name, dtype in (("fp8", FP8), ("bf16", BF16)):
+        for variant in sorted(VARIANTS):
+            for op, one in VARIANTS[variant].items():
+                if op.startswith("grouped") and name in one.dtypes and variant != "rolled":
+                    make, width = (grouped, N) if op == "grouped_matmul" else (swiglu, N // 2)
+                    case = f"{op} {name} {width}x{K} 4096 rows: {variant}"
+                    table[case] = make(4096, 8, width, K, dtype, **one.keywords)
     return table
 
 
