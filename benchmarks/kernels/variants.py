@@ -97,9 +97,6 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "grouped_swiglu": _float8(**_STAGGERED, paired=True, paired_sigmoids=True)["grouped_swiglu"]
     },
     "bfloat16 pairs": _bfloat16(paired=True),
-    "bfloat16, approximate silu": {
-        "grouped_swiglu": _bfloat16(approximate_silu=True)["grouped_swiglu"]
-    },
     "prefetch": {
         "sparse_mla_decode": Variant(
             sparse_mla_decode.sparse_mla_decode,

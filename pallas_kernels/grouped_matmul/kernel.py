@@ -122,10 +122,10 @@ def matmul(
         config.stages, plan.copies_per_stage, CONSUMERS, interpret, plan.multicast_axis
     )
     scale_ring_scratch = Ring.scratch(2, count, CONSUMERS, interpret) if plan.unrolled else []
-    turn_scratch = [Barriers.scratch(1, 1, interpret)] if plan.staggered else []
+    done_scratch = [Barriers.scratch(1, 1, interpret)] if plan.staggered else []
 
     def grouped_matmul(*refs: Any) -> None:
-        last = len(refs) - len(turn_scratch)
+        last = len(refs) - len(done_scratch)
         end = last - len(scale_ring_scratch)
         first = end - len(ring_scratch)
         buffers = Buffers.of(plan, refs[:first])
@@ -134,9 +134,9 @@ def matmul(
         if plan.unrolled:
             scale_ring = Ring.of(2, CONSUMERS, refs[end:last], interpret)
             scale_ring.initialise()
-        turn = Barriers(refs[last], interpret) if plan.staggered else None
-        if turn is not None:
-            turn.initialise([WARPS], cluster=False)
+        first_done = Barriers(refs[last], interpret) if plan.staggered else None
+        if first_done is not None:
+            first_done.initialise([WARPS], cluster=False)
         ring.initialise()
         overlap_preceding_kernel(config.early, interpret=interpret)
         rows = config.tile_m * plan.cluster
@@ -155,7 +155,7 @@ def matmul(
         @when(warpgroup != CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            Consumer(plan, buffers, tiles, ring, scale_ring, turn, warpgroup).run()
+            Consumer(plan, buffers, tiles, ring, scale_ring, first_done, warpgroup).run()
 
     if count == 2:
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
@@ -167,7 +167,7 @@ def matmul(
     kernel = plgpu.kernel(
         grouped_matmul,
         out_type=(out_type, scale_type) if quantize else out_type,
-        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch, *turn_scratch],
+        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch, *done_scratch],
         grid=(plan.clusters,),
         grid_names=("block",),
         **cluster,
@@ -204,7 +204,7 @@ class Consumer:
     tiles: TileScheduler
     ring: Ring
     scale_ring: Ring | None
-    turn: Barriers | None
+    first_done: Barriers | None
     """One barrier. Its i-th use ends when consumer 0 has the first product of its i-th tile."""
 
     warpgroup: jax.Array
@@ -216,10 +216,10 @@ class Consumer:
         if self.plan.overlap_store:
             self.run_overlapped()
         else:
-            self.run_in_turn()
+            self.run_separately()
         plgpu.wait_smem_to_gmem(0)
 
-    def run_in_turn(self) -> None:
+    def run_separately(self) -> None:
         """Stores each tile before the first product of the next one."""
 
         def compute_tile(i: jax.Array, carry: Any) -> Any:
@@ -275,14 +275,14 @@ class Consumer:
         self, unrolled: UnrolledTile, i: jax.Array, phase: jax.Array, free: jax.Array
     ) -> jax.Array:
         """Starts the first product of tile ``i``, as :meth:`UnrolledTile.start_first`."""
-        if (turn := self.turn) is not None:
-            when(self.warpgroup == 1)(lambda: turn.wait(0, i))
+        if (first_done := self.first_done) is not None:
+            when(self.warpgroup == 1)(lambda: first_done.wait(0, i))
         return unrolled.start_first(phase, free)
 
     def finish_first(self, started: jax.Array) -> jax.Array:
         product = finish(started, on_gpu=self.plan.on_gpu)
-        if (turn := self.turn) is not None:
-            when(self.warpgroup == 0)(lambda: turn.arrive(0))
+        if (first_done := self.first_done) is not None:
+            when(self.warpgroup == 0)(lambda: first_done.arrive(0))
         return product
 
     def unrolled_tile(self, i: jax.Array, tile: Tile, phase: jax.Array) -> UnrolledTile:

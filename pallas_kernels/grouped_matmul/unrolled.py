@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
     stage: int
     phase: Any
-    """Of the stage's barriers."""
+    """Phase of the stage's barriers."""
 
     @property
     def state(self) -> PipelineState:
