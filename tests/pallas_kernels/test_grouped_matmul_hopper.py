@@ -105,7 +105,7 @@ def test_unrolled_loops(config, N):
         ({"overlap_store": True, "staggered": True}, (130, 0, 3), 192),
         ({"overlap_store": True, "staggered": True, "paired": True}, (129, 0, 257), 256),
     ],
-    ids=lambda x: "-".join(map(str, x)),
+    ids=lambda x: str(x) if isinstance(x, int) else "-".join(map(str, x)),
 )
 def test_other_schedules(settings, sizes, N):
     """The sums are the same, in the same order. In a pair, the second tile is full, has one row, or
