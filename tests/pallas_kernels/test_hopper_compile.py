@@ -31,6 +31,7 @@ import pytest
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
+from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
@@ -150,7 +151,7 @@ def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -
     return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, options)
 
 
-def few_tokens(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
+def few_tokens(rows: int, groups: int, N: int, K: int, form: str, **options: Any) -> Kernel:
     """grouped_matmul with ``rows`` bfloat16 rows per group and quantized matrices."""
     dtype, columns = {"int8": (jnp.int8, K), "int4": (jnp.uint8, K // 2), "fp8": (FP8, K)}[form]
     block = {"int8": (1, K), "int4": (1, 128), "fp8": (128, 128)}[form]
@@ -162,8 +163,17 @@ def few_tokens(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
             "group_sizes": Struct((groups,), I32),
             "rhs_scale": Struct((groups, -(-N // block[0]), -(-K // block[1])), F32),
         },
-        {"block_shape": block},
+        {"block_shape": block, **options},
     )
+
+
+def w4a8(rows: int, groups: int, N: int, K: int) -> Kernel:
+    """grouped_matmul with ``rows`` float8 rows per group, and int4 matrices."""
+    arrays = dict(few_tokens(rows, groups, N, K, "int4").arrays)
+    arrays["lhs"] = Struct((rows * groups, K), FP8)
+    arrays["lhs_scale"] = Struct((rows * groups, K // 128), F32)
+    options = {"block_shape": (1, 128)}
+    return Kernel("pallas_kernels.grouped_matmul.w4a8", arrays, options, function="grouped_matmul")
 
 
 def few_tokens_swiglu(rows: int, groups: int, F: int, K: int, form: str) -> Kernel:
@@ -328,6 +338,15 @@ def kernels() -> dict[str, Kernel]:
             table[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
                 rows, 1, 1536, 7168, form
             )
+    # Settings that are not the default.
+    for name, (rows, config) in FEW_TOKENS.items():
+        shape = f"grouped_matmul int4 by bf16 {rows} rows, {name}"
+        table[shape] = few_tokens(rows, 8, 4096, 7168, "int4", config=config)
+    for form in ("int8", "fp8"):
+        config = FewTokens(4, (8,), 4, tokens_in_order=True)
+        shape = f"grouped_matmul {form} by bf16 1 rows, in order"
+        table[shape] = few_tokens(1, 8, 4096, 7168, form, config=config)
+    table |= {f"grouped_matmul w4a8 {rows} rows": w4a8(rows, 8, 4096, 7168) for rows in (64, 4096)}
     # One matrix: warpgroups share a tile.
     for form in ("int8", "int4", "fp8"):
         for rows in (1, 16, 64):
@@ -404,6 +423,25 @@ def kernels() -> dict[str, Kernel]:
         )
     return table
 
+
+_EARLY: Any = {"early": True, "leader_barriers": True}
+# Rows per group and setting.
+FEW_TOKENS = {
+    "early": (16, FewTokens(4, (8, 16, 32), **_EARLY)),
+    "scales by TMA": (16, FewTokens(4, (8, 16, 32), tma_scales=True)),
+    "in order": (16, FewTokens(4, (8, 16, 32), max_mma_tokens=32, tokens_in_order=True)),
+    "all": (
+        16,
+        FewTokens(
+            4, (8, 16, 32), max_mma_tokens=32, tma_scales=True, tokens_in_order=True, **_EARLY
+        ),
+    ),
+    "all with shared tiles": (
+        1,
+        FewTokens(4, (8,), 4, tma_scales=True, tokens_in_order=True, **_EARLY),
+    ),
+    "all with wgmma": (64, FewTokens(2, (16, 32, 64), tma_scales=True, **_EARLY)),
+}
 
 # Tokens, columns, dtype, and rows of each projection.
 PROJECTED = {
