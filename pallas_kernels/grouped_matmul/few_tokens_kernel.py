@@ -44,6 +44,7 @@ from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.loads import when_rows_are_loaded
 from pallas_kernels.hopper.tiles import ACC
 from pallas_kernels.hopper.warpgroup import first_warp
 
@@ -176,7 +177,7 @@ class Consumer:
                 if is_scaled_after
                 else self.load_scales(tile.group, tile.matrix, feature, step + k_warpgroups)
             )
-            ring.full.wait(stage, lax.div(first_fill + k, jnp.int32(plan.stages)))
+            ring.full.wait(stage, ring.use(first_fill + k))
             if plan.config.tma_scales:
                 step_scales = self.copied_scales(i, tile.k_slice, k, step)
             slot = stage * k_warpgroups + self.k_part
@@ -192,6 +193,10 @@ class Consumer:
                 # The interpreter requires a fence between reading a stage and the copy that
                 # overwrites it. On a GPU the weights are in registers by now.
                 plgpu.commit_smem()
+            elif plan.config.tma_scales:
+                # A block has fewer than 2^24 tiles, but the compiler does not know that.
+                zero = lax.shift_right_logical(i, jnp.int32(24))
+                stage = when_rows_are_loaded(stage, zero, *step_scales)
             ring.empty.arrive(stage)
             return total, next_scales
 

@@ -7,6 +7,7 @@ what its own eight int4 weights, or twice four others, are multiplied with.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -56,8 +57,8 @@ def multiply(
     def product(packed, x):
         f32 = ir.F32Type.get()
         address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x))
-        addresses = _addresses_in_order(format) if in_order else _matrix_addresses()
-        addresses = [arith.addi(address, each) for each in addresses]
+        find = functools.partial(_addresses_in_order, format) if in_order else _matrix_addresses
+        addresses = find(address)
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         sums: list[list[Any]] = [[zero] * 4 for _ in range(tokens // 8)]
         operands = [
@@ -99,21 +100,21 @@ def multiply(
     return product(packed, x)
 
 
-def _matrix_addresses() -> list[Any]:
-    """Returns a lane's offset for ldmatrix, for each half of a block of 64 columns.
+def _matrix_addresses(x: Any) -> list[Any]:
+    """Returns a lane's addresses for ldmatrix, for each half of a block of 64 columns from x on.
 
     ldmatrix loads four 8 x 8 matrices: 32 columns of 8 tokens. Lane l provides the address of 16
     bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of the 32.
     """
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     row, eight = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
+    x = arith.addi(x, arith.muli(row, const(128)))
     chunk = arith.muli(arith.xori(row, eight), const(16))
-    base = arith.muli(row, const(128))
-    return [arith.addi(base, chunk), arith.addi(base, arith.xori(chunk, const(64)))]
+    return [arith.addi(x, chunk), arith.addi(x, arith.xori(chunk, const(64)))]
 
 
-def _addresses_in_order(format: str) -> list[Any]:
-    """Returns a lane's offsets of its 16 bytes of token l // 4, in the order of its operands.
+def _addresses_in_order(format: str, x: Any) -> list[Any]:
+    """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands.
 
     Lane l has the weights of a quarter l % 4 of a column block: 32 columns of int4, whose quarters
     2 and 3 are in a second block of 64 columns of the tokens; 16 columns otherwise. Rows of 128
@@ -128,8 +129,8 @@ def _addresses_in_order(format: str) -> list[Any]:
     else:
         first = arith.muli(quarter, const(2))
         chunks = [arith.addi(first, const(half)) for half in range(2)]
-    row = arith.muli(token, const(128))
-    return [arith.addi(row, arith.muli(arith.xori(chunk, token), const(16))) for chunk in chunks]
+    x = arith.addi(x, arith.muli(token, const(128)))
+    return [arith.addi(x, arith.muli(arith.xori(chunk, token), const(16))) for chunk in chunks]
 
 
 def _upper_half() -> Any:

@@ -81,6 +81,10 @@ class Stages:
         scales = [1] * self.plan.scale_stages if config.tma_scales else []
         self.full.initialise([*arrivals, *scales], cluster=False)
 
+    def use(self, fill: Any) -> Any:
+        """Returns the index of a fill's use of its stage, or 0 if Pallas' barriers count uses."""
+        return lax.div(fill, jnp.int32(self.plan.stages)) if self.plan.leads else 0
+
     def tokens(self, n: int, width: int, slot: Any, tiled: bool) -> Any:
         """Returns the tokens of a slot, [blocks of x, width, 64], in the view of width n."""
         if not self.plan.on_gpu:
@@ -163,7 +167,7 @@ def produce(
 
             @when(fill >= stages)
             def _():
-                ring.empty.wait(stage, lax.div(fill, jnp.int32(stages)) - 1)
+                ring.empty.wait(stage, ring.use(fill) - 1)
 
             if config.tma_scales:
                 is_first = lax.rem(k, jnp.int32(plan.fills_per_scale_copy)) == 0
@@ -205,8 +209,7 @@ def produce(
     def drain(j, carry):
         @when(fill + j >= stages)
         def _():
-            use = lax.div(fill + j, jnp.int32(stages))
-            ring.empty.wait(lax.rem(fill + j, jnp.int32(stages)), use - 1)
+            ring.empty.wait(lax.rem(fill + j, jnp.int32(stages)), ring.use(fill + j) - 1)
 
         return carry
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import reference, w4a8_kernel
-from pallas_kernels.grouped_matmul.w4a8_kernel import BLOCK, Config
+from pallas_kernels.grouped_matmul.w4a8_kernel import BLOCK, FEATURES, Config
 from pallas_kernels.hopper import multiprocessors, require_hopper
 
 _INTERPRETED_BLOCKS = 2
@@ -130,8 +130,8 @@ def arranged_matmul(
 def check_shapes(lhs: jax.Array, values: jax.Array) -> None:
     """Raises NotImplementedError for rows or shapes that the kernel does not support."""
     (_, K), N = lhs.shape, values.shape[1]
-    if lhs.dtype != FLOAT8 or 0 in (lhs.size, values.size) or K % BLOCK or N % w4a8_kernel.FEATURES:
+    if lhs.dtype != FLOAT8 or 0 in (lhs.size, values.size) or K % BLOCK or N % FEATURES:
         raise NotImplementedError(
-            f"takes {FLOAT8} rows, N in {w4a8_kernel.FEATURES}, K in {BLOCK} and no empty arrays,"
+            f"takes {jnp.dtype(FLOAT8)} rows, N in {FEATURES}, K in {BLOCK} and no empty arrays,"
             f" got {lhs.dtype} {lhs.shape} by {values.shape}"
         )

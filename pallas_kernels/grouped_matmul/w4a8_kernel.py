@@ -222,7 +222,7 @@ def consume(memory: Stages, tiles: Tiles, out: Any, warpgroup: Any, *, on_gpu: b
     def compute_tile(i: Any, state: PipelineState) -> PipelineState:
         _, token, tokens, feature = tiles.locate(i)
 
-        def step(_: Any, state: PipelineState, carry: Any) -> Any:
+        def step(i: Any, state: PipelineState, carry: Any) -> Any:
             ring.wait_full(state)
             stage = state.stage
             packed = memory.weights.at[stage, pl.ds(first_row, ROWS)]
@@ -234,35 +234,39 @@ def consume(memory: Stages, tiles: Tiles, out: Any, warpgroup: Any, *, on_gpu: b
                 )
                 columns = x_scales[pl.ds(token & 3, width)]
                 factors = memory.scales[stage, pl.ds(first_row, ROWS)][:, None] * columns[None]
-                ring.release(state)
-                return carry + product * factors
-            sums, product = carry
+                sums, previous = carry
+                when(i > 0)(lambda: ring.release(previous))
+                return sums + product * factors, state
+            sums, product, previous = carry
             weights = registers.unpack(packed)
             base = wgmma.operand_base(memory.x, stage * (width * BLOCK))
             started = wgmma.start_product_of_registers(weights, base, product)
+            # An arrival does not wait for loads of scales that have not been used yet. Those of the
+            # previous step have been: this product takes the registers of the one they scaled.
+            when(i > 0)(lambda: ring.release(previous))
             rows = plgpu.layout_cast(memory.scales[stage, pl.ds(first_row, ROWS)], ROW)
             columns = registers.load_columns(x_scales, token & 3, width)
             rows = rows * registers.UNPACKED_SCALE
             factors = spread_rows(rows, width) * spread_columns(columns, ROWS)
             product = wgmma.wait_for_product(started)
             keep(weights)
-            ring.release(state)
-            return sums + product * factors, product
+            return sums + product * factors, product, state
 
-        carry = (zeros, zeros) if on_gpu else zeros
+        carry = (zeros, zeros, state) if on_gpu else (zeros, state)
         state, carry = ring.loop(memory.steps, step, state, carry)
-        sums = (carry[0] if on_gpu else carry).astype(jnp.bfloat16)
-        column = feature + first_row
+        store_tile(carry[0].astype(jnp.bfloat16), token, tokens, feature + first_row)
+        ring.release(carry[-1])
+        return state
+
+    def store_tile(sums: jax.Array, token: Any, tokens: Any, column: Any) -> None:
         if on_gpu:
             target = out.at[pl.ds(token, width), pl.ds(column, ROWS)]
             store_transposed(target, sums, tokens, column_blocks=1)
-            return state
+            return
         for n in range(width):
 
             @when(n < tokens)
             def _(n=n):
                 out[token + n, pl.ds(column, ROWS)] = sums[:, n]
-
-        return state
 
     lax.fori_loop(0, tiles.count(), compute_tile, ring.start())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -13,7 +14,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.hopper.ir import REF, SCALAR, array, const, inline, wgmma_row, word
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    const,
+    i32,
+    inline,
+    item,
+    scalar,
+    wgmma_row,
+    word,
+)
 from pallas_kernels.hopper.tiles import ROW, ROWS
 
 # jax 0.10 requires an index here, jax 0.12 does not accept one.
@@ -60,6 +72,31 @@ def load_column(
         return array(registers, (ROWS,), ROW)
 
     return load(numbers, first, column)
+
+
+def when_rows_are_loaded(number: jax.Array, zero: jax.Array, *rows: jax.Array) -> jax.Array:
+    """Returns ``number`` when the vectors, float32 [64] in the ROW layout, are in registers.
+
+    An arrival at a barrier does not wait for loads whose results have not been used yet. If its
+    index depends on them, a copy that waits for the barrier cannot overwrite what they read.
+
+    Args:
+      zero: 0, which the compiler does not know.
+    """
+
+    @inline(
+        SCALAR,
+        SCALAR,
+        *(ROW for _ in rows),
+        returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+    )
+    def add_nothing(number: Any, zero: Any, *rows: Any) -> Any:
+        registers = [item(each, 0) for vector in rows for each in vector.registers.flat]
+        words = [arith.bitcast(i32(), each) for each in registers]
+        nothing = arith.andi(functools.reduce(arith.ori, words), word(zero))
+        return scalar(arith.addi(word(number), nothing))
+
+    return add_nothing(number, zero, *rows)
 
 
 def load_with_layout(ref: Any, layout: Any) -> jax.Array:

@@ -278,5 +278,5 @@ def test_scales_that_are_not_copied(format, K, block_shape):
 
 
 def test_tokens_in_order_take_no_wgmma():
-    with pytest.raises(ValueError, match="at most 16 tokens.*got 32"):
+    with pytest.raises(ValueError, match=r"at most 16 tokens.*got 32"):
         Config(4, (16, 32), tokens_in_order=True)
