@@ -22,7 +22,11 @@ SCALES_PER_COPY = 8
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile configuration of the few-token kernel."""
+    """Tile configuration of the few-token kernel.
+
+    No GPU has run ``early``, ``leader_barriers``, ``tma_scales`` and ``tokens_in_order`` yet. They
+    have been interpreted and compiled.
+    """
 
     warpgroups: int = 4
     """Number of consumer warpgroups (1-4). Each computes 64 output features."""

@@ -148,15 +148,15 @@ def produce(
         barriers.fill(i, copies, scope=mgpu.ThreadSubset.WARPGROUP)
 
     def copy_scales(i: Any, tile: Tile, k: Any) -> None:
-        assert ring.scales_full is not None
-        slot, _ = ring.scale_slot(i, k)
+        full, (slot, _) = ring.scales_full, ring.scale_slot(i, k)
+        assert full is not None
         first = plan.first_scale(tile.k_slice, lax.div(k, jnp.int32(plan.fills_per_scale_copy)))
         window = tile.group, pl.ds(tile.feature, features), pl.ds(first, SCALES_PER_COPY)
         target = ring.scales.at[slot]
         for_matrix(
             plan,
             tile.matrix,
-            lambda n: start(ring.scales_full, slot, scales_g[n], None, (window, target)),
+            lambda n: start(full, slot, scales_g[n], None, (window, target)),
         )
 
     def copy_tile(i, fill):
