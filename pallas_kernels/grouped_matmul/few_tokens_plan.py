@@ -216,15 +216,15 @@ def scale_stages(weights: Weights, config: Config, stages: int) -> int:
     fills, per_copy = fills_per_tile(weights, config), fills_per_scale_copy(weights, config)
     of_tile = [min(per_copy, fills - first) for first in range(0, fills, per_copy)]
     count = 1
-    while (
-        min(
+    while True:
+        # Fills of the copies between one and the copy that overwrites it; the least of all copies.
+        between = [
             sum(of_tile[(first + i) % len(of_tile)] for i in range(1, count))
             for first in range(len(of_tile))
-        )
-        < stages - 1
-    ):
+        ]
+        if min(between) >= stages - 1:
+            return count
         count += 1
-    return count
 
 
 @dataclasses.dataclass(frozen=True)

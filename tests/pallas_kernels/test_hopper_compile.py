@@ -28,7 +28,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
+from benchmarks.kernels.machine_code import (
+    digest,
+    disassemble,
+    listing_of,
+    main_loops,
+    nvdisasm,
+    ptx_of,
+    unfinished_loads,
+)
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
@@ -57,6 +65,9 @@ MOST_SPILLED = {
 # Instructions per tensor core instruction of a main loop, relative to the record. ptxas schedules
 # the same work differently from version to version.
 MOST_INSTRUCTIONS = 1.03
+# Kernels, by name, that use what they load from shared memory before they release it. Those whose
+# warpgroups share tiles arrive at a barrier of their sums too, which their next tile waits for.
+FINISHES_LOADS = re.compile("w4a8|rows, (scales by TMA|all( with wgmma)?)$")
 RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
@@ -626,6 +637,11 @@ def test_kernels(op, tmp_path, subtests):
             pytest.skip("needs nvdisasm: the package nvidia-cuda-nvdisasm")
         faults = instruction_faults(compiled)
         assert not faults, "\n".join(faults)
+    with subtests.test("scales have been loaded before their buffer is released"):
+        if nvdisasm() is None:
+            pytest.skip("needs nvdisasm: the package nvidia-cuda-nvdisasm")
+        faults = load_faults(compiled)
+        assert not faults, "\n".join(faults)
 
 
 def instruction_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
@@ -646,6 +662,17 @@ def instruction_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
                 counts = [(loop.instructions, loop.tensor) for loop in loops]
                 faults += [f"{name}: {fault}" for fault in loop_faults(before["loops"], counts)]
     return faults
+
+
+def load_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns loads that may be unfinished at an arrival, of kernels that wait for all loads."""
+    return [
+        f"{name}: expected a use before an arrival at a barrier of {load}"
+        for name, result in compiled.items()
+        if FINISHES_LOADS.search(name)
+        for ptx in ptx_of(result.get("report", "")).values()
+        for load in unfinished_loads(listing_of(ptx))
+    ]
 
 
 def loop_faults(before: list[list[int]], after: list[tuple[int, int]]) -> list[str]:
