@@ -87,11 +87,14 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         ),
     },
     "early": _few_tokens(early=True),
-    "leader barriers": _few_tokens(early=True, leader_barriers=True),
-    "scales by TMA": _few_tokens(early=True, leader_barriers=True, tma_scales=True),
-    "tokens in order": _few_tokens(tokens_in_order=True),
+    "finished loads": _few_tokens(finish_loads=True),
+    "leader barriers": _few_tokens(early=True, leader_barriers=True, finish_loads=True),
+    "scales by TMA": _few_tokens(
+        early=True, leader_barriers=True, finish_loads=True, tma_scales=True
+    ),
+    "tokens in order": _few_tokens(finish_loads=True, tokens_in_order=True),
     "few tokens, all": _few_tokens(
-        early=True, leader_barriers=True, tma_scales=True, tokens_in_order=True
+        early=True, leader_barriers=True, finish_loads=True, tma_scales=True, tokens_in_order=True
     ),
     "prefetch": {
         "sparse_mla_decode": Variant(

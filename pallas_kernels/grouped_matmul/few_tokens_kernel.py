@@ -44,7 +44,7 @@ from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
-from pallas_kernels.hopper.loads import when_rows_are_loaded
+from pallas_kernels.hopper.loads import when_computed
 from pallas_kernels.hopper.tiles import ACC
 from pallas_kernels.hopper.warpgroup import first_warp
 
@@ -193,10 +193,10 @@ class Consumer:
                 # The interpreter requires a fence between reading a stage and the copy that
                 # overwrites it. On a GPU the weights are in registers by now.
                 plgpu.commit_smem()
-            elif plan.config.tma_scales:
+            elif plan.finishes_loads:
                 # A block has fewer than 2^24 tiles, but the compiler does not know that.
                 zero = lax.shift_right_logical(i, jnp.int32(24))
-                stage = when_rows_are_loaded(stage, zero, *step_scales)
+                stage = when_computed(stage, zero, total)
             ring.empty.arrive(stage)
             return total, next_scales
 

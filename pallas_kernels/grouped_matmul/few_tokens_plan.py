@@ -24,8 +24,8 @@ SCALES_PER_COPY = 8
 class Config:
     """Tile configuration of the few-token kernel.
 
-    No GPU has run ``early``, ``leader_barriers``, ``tma_scales`` and ``tokens_in_order`` yet. They
-    have been interpreted and compiled.
+    No GPU has run ``early``, ``leader_barriers``, ``tma_scales``, ``finish_loads`` and
+    ``tokens_in_order`` yet. They have been interpreted and compiled.
     """
 
     warpgroups: int = 4
@@ -61,6 +61,11 @@ class Config:
     tma_scales: bool = False
     """Whether TMA copies the scales of several K steps to shared memory. Otherwise every thread
     loads its rows' scales from global memory, 4 bytes of each row and block of columns."""
+
+    finish_loads: bool = False
+    """Whether a stage is released only when everything that was loaded from it has been used. An
+    arrival at a barrier does not wait for a load, so without it only the time that a copy takes
+    keeps the copy from overwriting what has not been loaded yet. ``tma_scales`` implies it."""
 
     tokens_in_order: bool = False
     """Whether the kernel reads the tokens as they are. Otherwise XLA first permutes their columns,
@@ -265,6 +270,11 @@ class Plan:
     def leads(self) -> bool:
         """Whether leaders arrive at barriers. The interpreter has only Pallas' own barriers."""
         return self.config.leader_barriers and self.on_gpu
+
+    @property
+    def finishes_loads(self) -> bool:
+        """Whether stages are released when what was loaded from them has been used."""
+        return self.config.finish_loads or self.config.tma_scales
 
     @property
     def stages(self) -> int:

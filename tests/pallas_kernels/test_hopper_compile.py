@@ -67,7 +67,9 @@ MOST_SPILLED = {
 MOST_INSTRUCTIONS = 1.03
 # Kernels, by name, that use what they load from shared memory before they release it. Those whose
 # warpgroups share tiles arrive at a barrier of their sums too, which their next tile waits for.
-FINISHES_LOADS = re.compile("w4a8|rows, (scales by TMA|all( with wgmma)?)$")
+FINISHES_LOADS = re.compile(
+    "w4a8|16 rows, (early|scales by TMA|in order|finished loads|all)$|with wgmma"
+)
 RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
@@ -435,12 +437,16 @@ def kernels() -> dict[str, Kernel]:
     return table
 
 
-_EARLY: Any = {"early": True, "leader_barriers": True}
+_EARLY: Any = {"early": True, "leader_barriers": True, "finish_loads": True}
 # Rows per group and setting.
 FEW_TOKENS = {
     "early": (16, FewTokens(4, (8, 16, 32), **_EARLY)),
     "scales by TMA": (16, FewTokens(4, (8, 16, 32), tma_scales=True)),
-    "in order": (16, FewTokens(4, (8, 16, 32), max_mma_tokens=32, tokens_in_order=True)),
+    "in order": (
+        16,
+        FewTokens(4, (8, 16, 32), max_mma_tokens=32, tokens_in_order=True, finish_loads=True),
+    ),
+    "finished loads": (16, FewTokens(4, (8, 16, 32), finish_loads=True)),
     "all": (
         16,
         FewTokens(
