@@ -136,7 +136,7 @@ def unfinished_loads(listing: str) -> list[str]:
     that of branches.
     """
     loading: dict[str, set[str]] = {}
-    found = []
+    unfinished = []
     for line in listing.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None:
@@ -152,9 +152,9 @@ def unfinished_loads(listing: str) -> list[str]:
             number = int(first[0][1:])
             loading[opcode + operands] = {f"R{number + i}" for i in range(width)}
         elif opcode.startswith("SYNCS.ARRIVE"):
-            found += loading
+            unfinished += loading
             loading = {}
-    return found
+    return unfinished
 
 
 def parse(listing: str) -> list[Instruction]:
