@@ -10,9 +10,16 @@ import numpy as np
 
 from benchmarks.kernels import sparse_inputs
 from benchmarks.kernels.sparse_inputs import Arrays, Host, options
-from benchmarks.kernels.sparse_shapes import PAGE, Index, SparseAttention, SparseCase, TopK
+from benchmarks.kernels.sparse_shapes import (
+    INDEX_COLUMNS,
+    PAGE,
+    Index,
+    SparseAttention,
+    SparseCase,
+    TopK,
+)
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
-from pallas_kernels.sparse_index import blocked
+from pallas_kernels.sparse_index import blocked, scaled_pages
 from pallas_kernels.sparse_mla_decode import reference as decode
 from pallas_kernels.sparse_mla_prefill import reference as prefill
 from pallas_kernels.top_k import reference as top_k
@@ -78,12 +85,11 @@ def build_ragged(case: SparseCase, key: jax.Array, host: Host) -> tuple[Arrays, 
     assert used is not None
     if isinstance(case, Index):
         want = comparable(case, (blocked.sparse_index(**arrays), None))
-        nan = jnp.asarray(jnp.nan, arrays["pages"].dtype)
-        poisoned = {
-            "pages": jnp.where(used[..., None], arrays["pages"], nan),
-            "scales": jnp.where(used[..., None], arrays["scales"], jnp.nan),
-        }
-        return arrays | poisoned, want
+        keys, scales = scaled_pages.split(arrays["pages"], INDEX_COLUMNS)
+        keys = jnp.where(used[..., None], keys, jnp.asarray(jnp.nan, keys.dtype))
+        scales = jnp.where(used, scales, jnp.nan)[..., None]
+        pages = scaled_pages.pages_of(scaled_pages.token_bytes(keys, scales))
+        return arrays | {"pages": pages}, want
     want = _attend(case, arrays)
     if case.op == "sparse_mla_prefill":
         latents = jnp.where(used[..., None], arrays["latents"], jnp.nan)

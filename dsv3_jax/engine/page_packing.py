@@ -83,7 +83,7 @@ class PagePacker:
         numbers = jax.ShapeDtypeStruct((PAGES_PER_COPY,), np.int32, sharding=everywhere)
         page = tuple(
             jax.ShapeDtypeStruct(
-                (sum(array.width for array in of_size) * format.page_size,),
+                (sum(array.numbers(format.page_size) for array in of_size),),
                 f"u{size}",
                 sharding=everywhere,
             )
@@ -129,7 +129,7 @@ class PagePacker:
             return tuple(jax.device_put([part.reshape(-1) for part in pinned], self._home))
         parts, begin = [], 0
         for size, arrays in self._sizes:
-            end = begin + sum(array.width for array in arrays) * self._page_size * size
+            end = begin + sum(array.numbers(self._page_size) for array in arrays) * size
             parts.append(payload[begin:end].view(f"u{size}"))
             begin = end
         return tuple(jax.device_put(parts, self._everywhere))
@@ -192,8 +192,8 @@ class PagePacker:
         for (size, of_size), *parts in zip(self._sizes, *contents, strict=True):
             packed, begin = jnp.stack(parts), 0
             for array in of_size:
-                end = begin + array.width * self._page_size
-                rows = packed[:, begin:end].reshape(len(pages), self._page_size, array.width)
+                end = begin + array.numbers(self._page_size)
+                rows = packed[:, begin:end].reshape(len(pages), -1, array.width)
                 old = arrays[array.name]
                 # A CPU would scatter bfloat16 as float32.
                 bits = jax.lax.bitcast_convert_type(old, f"u{size}")

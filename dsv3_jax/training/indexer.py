@@ -165,7 +165,7 @@ def _by_block(
     B, T, _ = x.shape
     latent, keys, q = jax.lax.stop_gradient(_attention_arrays(attention, x, rotation))
     index_queries = attention.indexer.queries(x, latent, rotation)
-    entries = attention.indexer.entries(x, rotation)
+    pages = attention.indexer.whole_pages(x, rotation)
     step = min(T, _QUERIES_PER_BLOCK)
     count = -(-T // step)
     one_page_each = jnp.arange(B, dtype=jnp.int32)[:, None]
@@ -182,7 +182,7 @@ def _by_block(
         scores = sparse_index(
             index_q,
             weights,
-            entries["index_key"],
+            pages["index_key"],
             one_page_each,
             lengths,
             implementation="reference",  # it has a gradient

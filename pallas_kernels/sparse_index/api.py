@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sparse_index import blocked, mosaic_gpu, reference
@@ -17,11 +17,10 @@ BACKENDS = {
 def sparse_index(
     q: Float[Array, "B T J D"],
     weights: Float32[Array, "B T J"],
-    pages: Float[Array, "P page width"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P rows width"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
-    scales: Float32[Array, "P page scale_width"] | None = None,
     implementation: Implementation = None,
 ) -> Float32[Array, "B T S"]:
     """Scores every cached token for each query (DeepSeek-V3.2 report, equation 1).
@@ -37,10 +36,10 @@ def sparse_index(
         into ``weights``.
       weights: weight of each head. They may be negative.
       pages: the layer's indexer keys. Token s of sequence b is in page ``block_tables[b, s //
-        page]`` at slot ``s % page``. Columns past D are ignored.
+        page]`` at slot ``s % page``. Columns past D are ignored. If uint8, the keys are float8 and
+        each page has their scales too, see :mod:`~pallas_kernels.sparse_index.scaled_pages`.
       block_tables: page numbers. Entries past a sequence's length may be anything.
       lengths: cached tokens per sequence, *including* its T queries, as for ``mla_decode``.
-      scales: for float8 keys, the scale of each key, in column 0.
       implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Returns:
@@ -60,5 +59,4 @@ def sparse_index(
         pages,
         block_tables,
         lengths,
-        scales=scales,
     )

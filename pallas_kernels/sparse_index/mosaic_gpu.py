@@ -5,22 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.sparse_index.mosaic_gpu_kernel import COLUMNS, PAGE, Config, plan, score
-
-FLOAT8 = jnp.float8_e4m3fn
+from pallas_kernels.sparse_index.mosaic_gpu_kernel import (
+    COLUMNS,
+    PAGE,
+    SCALED_ROWS,
+    Config,
+    plan,
+    score,
+)
+from pallas_kernels.sparse_index.scaled_pages import KEY_DTYPE
 
 
 def sparse_index(
     q: Float[Array, "B T J D"],
     weights: Float32[Array, "B T J"],
-    pages: Float[Array, "P page width"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P rows width"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
-    scales: Float32[Array, "P page scale_width"] | None = None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float32[Array, "B T S"]:
@@ -34,17 +39,16 @@ def sparse_index(
     """
     require_hopper(interpret)
     B, T, J, D = q.shape
-    if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, FLOAT8):
+    of_pages = {jnp.dtype(jnp.bfloat16): jnp.bfloat16, jnp.dtype(KEY_DTYPE): jnp.uint8}
+    if pages.dtype != of_pages.get(q.dtype):
         raise NotImplementedError(
-            f"takes queries and keys of bfloat16 or float8_e4m3fn, got {q.dtype} and {pages.dtype}"
+            "takes queries and pages of bfloat16, or queries of float8_e4m3fn and pages of uint8,"
+            f" got {q.dtype} and {pages.dtype}"
         )
-    if (scales is None) != (q.dtype == jnp.bfloat16):
-        raise NotImplementedError(f"takes scales of float8 keys only, got {q.dtype}")
-    if scales is not None and scales.shape[-1] != 1:
-        raise NotImplementedError(f"takes scales of width 1, got {scales.shape[-1]}")
-    if (pages.shape[1], D) != (PAGE, COLUMNS):
+    rows = SCALED_ROWS if pages.dtype == jnp.uint8 else PAGE
+    if (shape := (pages.shape[1], D)) != (rows, COLUMNS):
         raise NotImplementedError(
-            f"takes pages of {PAGE} tokens and keys of {COLUMNS} columns, got {(pages.shape[1], D)}"
+            f"takes pages of {PAGE} tokens, {rows} rows, and keys of {COLUMNS} columns, got {shape}"
         )
     if J % 8 or not 0 < J <= 256:
         raise NotImplementedError(f"takes 8 to 256 heads in multiples of 8, got {J}")
@@ -63,7 +67,6 @@ def sparse_index(
         pages,
         block_tables.astype(jnp.int32),
         lengths.astype(jnp.int32),
-        None if scales is None else scales[..., 0],
         queries=T,
         config=config,
         interpret=interpret,

@@ -10,6 +10,9 @@ across units, so that the memory never waits for the start of a unit. With two g
 consumers take every page, each for its own group. With one group, which is for few queries, the
 consumers take pages in turn.
 
+A page of float8 keys ends with their scales, so one copy brings both to a stage of the ring. The
+hardware swizzles the scales like the keys.
+
 A group of more than 128 rows takes several matmuls per page. While the tensor cores work on one,
 the consumer takes the ReLU and the weighted sum of the one before. Pages that no query of a unit
 sees are not read; their scores are -inf.
@@ -27,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.branch import when
@@ -36,9 +39,12 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
 from pallas_kernels.hopper.warpgroup import first_warp
-from pallas_kernels.sparse_index.registers import store_scores, sum_heads
+from pallas_kernels.sparse_index.registers import key_scales, store_scores, sum_heads
+from pallas_kernels.sparse_index.scaled_pages import KEY_DTYPE, scale_rows
 
 PAGE, COLUMNS = 64, 128
+SCALED_ROWS = PAGE + scale_rows(PAGE, COLUMNS)
+_STAGE_ROWS = -(-SCALED_ROWS // 8) * 8  # a stage begins at a multiple of 1,024 bytes
 CONSUMERS = 2
 _MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thread
 _REGISTERS = 232, 40  # per thread of consumers and producer
@@ -82,7 +88,8 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     sets = -(-T // (most * groups))
     queries = -(-T // (sets * groups))
     of_queries = 2 * groups * queries * J * (COLUMNS * itemsize + 4)
-    room = (_SHARED_BYTES - of_queries) // (PAGE * (COLUMNS * itemsize + 4))
+    of_stage = (_STAGE_ROWS if itemsize == 1 else PAGE) * COLUMNS * itemsize
+    room = (_SHARED_BYTES - of_queries) // of_stage
 
     def cost(pages: int) -> int:
         """Returns the time of the busiest program."""
@@ -109,10 +116,9 @@ class Unit(NamedTuple):
 def score(
     q: Float[Array, "B G rows D"],
     weights: Float32[Array, "B G Tg J"],
-    pages: Float[Array, "P page width"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page_rows width"],
     block_tables: Int32[Array, "B max_pages"],
     lengths: Int32[Array, " B"],
-    scales: Float32[Array, "P page"] | None,
     *,
     queries: int,
     config: Config,
@@ -124,7 +130,7 @@ def score(
       queries: number of queries T. The last groups may have fewer than the others.
     """
     B, G, rows, _ = q.shape
-    J, float8, on_gpu = weights.shape[-1], scales is not None, interpret is None
+    J, float8, on_gpu = weights.shape[-1], q.dtype == KEY_DTYPE, interpret is None
     # Table entries past a sequence's length may be anything; clip them to the page pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
     chunks, sets = -(-max_pages // config.pages), G // config.groups
@@ -132,17 +138,15 @@ def score(
     programs = min(units, multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS)
     readers = config.groups  # of a page
     parts = _parts(config.queries, J)
-    key_copies, q_copies = 1 + float8, 2 * config.groups
-    rings = [(config.stages, key_copies, readers), (2, q_copies, CONSUMERS)]
+    page_rows = SCALED_ROWS if float8 else PAGE
+    rings = [(config.stages, 1, readers), (2, 2 * config.groups, CONSUMERS)]
     barriers = [Ring.scratch(*each, interpret) for each in rings]
     untiled = float8 and on_gpu
 
     def sparse_index(*refs: Any) -> None:
-        q_g, weights_g, pages_g, tables_g, lengths_g, *rest = refs
-        scales_g = rest.pop(0) if float8 else None
-        out_g, q_s, weights_s, keys_s, scales_s, *ring_s = rest
+        q_g, weights_g, pages_g, tables_g, lengths_g, out_g, q_s, weights_s, keys_s, *ring_s = refs
         # Views of the same memory: copies and wgmma take the untiled one.
-        (q_s, keys_s) = (x[1] if untiled else x for x in (q_s, keys_s))
+        q_s = q_s[1] if untiled else q_s
         key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
         q_ring = Ring.of(2, CONSUMERS, ring_s[len(barriers[0]) :], interpret)
         q_ring.initialise()
@@ -184,12 +188,11 @@ def score(
 
                 def copy_page(k: jax.Array, carry: Any) -> Any:
                     state, number = carry
-                    tile = number, pl.ds(0, PAGE), pl.ds(0, COLUMNS)
-                    copies = [_tiles_copy(pages_g, tile, keys_s.at[state.stage], float8)]
+                    page = number, pl.ds(0, page_rows), pl.ds(0, COLUMNS)
+                    stage = keys_s.at[state.stage]
                     if float8:
-                        window = number, pl.ds(0, PAGE)
-                        copies.append(_copy(scales_g, window, scales_s.at[state.stage]))
-                    key_ring.fill(state, copies)
+                        stage = stage.at[pl.ds(0, page_rows)]
+                    key_ring.fill(state, [_tiles_copy(pages_g, page, stage, float8)])
                     # The next number is loaded while the ring is full.
                     return key_ring.next(state), number_of(unit, k + 1)
 
@@ -228,7 +231,7 @@ def score(
                     store_scores(out_g, where, scores, query < queries, interpret=interpret)
 
                 def scale_of(state: PipelineState) -> jax.Array | None:
-                    return plgpu.layout_cast(scales_s[state.stage], ROW) if float8 else None
+                    return key_scales(keys_s, state.stage, interpret=interpret) if float8 else None
 
                 def scores_of(k: Any, part: int, product: jax.Array, scale: Any) -> list[jax.Array]:
                     """Returns the scores of a part's queries."""
@@ -246,12 +249,17 @@ def score(
                         store(k, t, scores)
 
                 def start(part: int, state: PipelineState, previous: jax.Array) -> jax.Array:
-                    keys = wgmma.operand_base(keys_s, state.stage * (PAGE * 128))
+                    keys = wgmma.operand_base(keys_s, state.stage * (_STAGE_ROWS * COLUMNS))
                     offset = parts[part][0] * J * 128
                     return wgmma.start_product(keys, q_base, 0, offset, previous)
 
                 def multiply(part: int, state: PipelineState) -> jax.Array:
                     first, width = (n * J for n in parts[part])
+                    if float8:  # interpreted
+                        keys = lax.bitcast_convert_type(keys_s[state.stage, :PAGE], KEY_DTYPE)
+                        columns = q_s[buffer, own, first : first + width]
+                        f32 = jnp.float32
+                        return lax.dot(keys.astype(f32), columns.astype(f32).T)
 
                     def run(accumulator: Any) -> jax.Array:
                         b = q_s.at[buffer, own, pl.ds(first, width)]
@@ -348,20 +356,17 @@ def score(
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
             consume()
 
-    def tiles(*shape: int) -> Any:
-        if not float8:
-            return tiles_of(*shape)
-        return two_views(shape, q.dtype, on_gpu=on_gpu)
-
-    arrays = [q, weights, pages, block_tables, lengths, *(() if scales is None else (scales,))]
+    q_shape, keys = (2, config.groups, rows, COLUMNS), tiles_of(config.stages, PAGE, COLUMNS)
+    if float8:
+        swizzle = (plgpu.SwizzleTransform(COLUMNS),) if on_gpu else ()
+        keys = plgpu.SMEM((config.stages, _STAGE_ROWS, COLUMNS), jnp.uint8, transforms=swizzle)
     return plgpu.kernel(
         sparse_index,
         out_type=jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
         scratch_types=[
-            tiles(2, config.groups, rows, COLUMNS),
+            two_views(q_shape, q.dtype, on_gpu=on_gpu) if float8 else tiles_of(*q_shape),
             plgpu.SMEM((2, config.groups, config.queries, J), jnp.float32),
-            tiles(config.stages, PAGE, COLUMNS),
-            plgpu.SMEM((config.stages, PAGE), jnp.float32),
+            keys,
             *barriers[0],
             *barriers[1],
         ],
@@ -373,7 +378,7 @@ def score(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(*arrays)
+    )(q, weights, pages, block_tables, lengths)
 
 
 def _parts(queries: int, heads: int) -> Sequence[tuple[int, int]]:

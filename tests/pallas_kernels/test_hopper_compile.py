@@ -215,7 +215,7 @@ def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> K
         "lengths": Struct((rows,), I32),
     }
     if dtype == FP8:
-        arrays["scales"] = Struct((rows * pages, 64, 1), F32)
+        arrays["pages"] = Struct((rows * pages, 66, 128), jnp.uint8)
     return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, {})
 
 

@@ -68,20 +68,18 @@ def test_plan_fills_the_device():
     assert plan(64, 1, 64, 512, 1) == Config(1, pages=32, groups=1, stages=22, unroll=2)
     assert plan(64, 5, 64, 512, 1).queries == 3
     assert plan(1, 4096, 64, 512, 1).queries == 4
+    assert plan(1, 4096, 64, 512, 1).stages == 8
     assert plan(1, 1, 64, 512, 1).pages == 4
 
 
-def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2, width=None):
-    scales = None if scales is None else jnp.ones((8, page, scales), jnp.float32)
+def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", stored=None, B=2, width=None):
+    """Returns arguments. ``page`` is the number of rows of a page."""
     return (
-        (
-            jnp.ones((B, T, J, D), dtype),
-            jnp.ones((B, T, J), jnp.float32),
-            jnp.ones((8, page, width or D), dtype),
-            jnp.zeros((B, 4), jnp.int32),
-            jnp.ones(B, jnp.int32),
-        ),
-        scales,
+        jnp.ones((B, T, J, D), dtype),
+        jnp.ones((B, T, J), jnp.float32),
+        jnp.ones((8, page, width or D), stored or dtype),
+        jnp.zeros((B, 4), jnp.int32),
+        jnp.ones(B, jnp.int32),
     )
 
 
@@ -93,27 +91,27 @@ def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2, width=
         ({"D": 64}, r"got \(64, 64\)"),
         ({"J": 12}, "got 12"),
         ({"width": 160}, "a multiple of 128 bytes, got 320"),
-        ({"dtype": "float8_e4m3fn"}, "scales of float8 keys only, got float8_e4m3fn"),
-        ({"dtype": "float8_e4m3fn", "scales": 128}, "width 1, got 128"),
+        ({"dtype": "float8_e4m3fn"}, "got float8_e4m3fn and float8_e4m3fn"),
+        ({"stored": "uint8"}, "got bfloat16 and uint8"),
+        ({"dtype": "float8_e4m3fn", "stored": "uint8"}, r"66 rows.*got \(64, 128\)"),
+        ({"dtype": "float8_e4m3fn", "stored": "uint8", "page": 67}, r"got \(67, 128\)"),
     ],
 )
 def test_refusals(changes, message):
-    given, scales = arrays(**changes)
     with pytest.raises(NotImplementedError, match=message):
-        mosaic_gpu.sparse_index(*given, scales=scales, interpret=object())
+        mosaic_gpu.sparse_index(*arrays(**changes), interpret=object())
 
 
 @off_gpu
 def test_no_gpu():
-    given, _ = arrays()
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
-        sparse_index(*given, implementation="mosaic_gpu")
+        sparse_index(*arrays(), implementation="mosaic_gpu")
 
 
 def test_lowers_for_cuda(monkeypatch):
     """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
-    given, scales = arrays(T=2, dtype="float8_e4m3fn", scales=1)
-    f = jax.jit(functools.partial(mosaic_gpu.sparse_index, scales=scales))
-    text = f.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    given = arrays(T=2, dtype="float8_e4m3fn", stored="uint8", page=66)
+    traced = jax.jit(mosaic_gpu.sparse_index).trace(*given)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
