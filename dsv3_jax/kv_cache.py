@@ -38,7 +38,7 @@ from dsv3_jax.layers.paged_cache import (
     tokens_per_page,
 )
 from dsv3_jax.quantization import CacheDtype
-from pallas_kernels import page_width, target
+from pallas_kernels import target
 from sharding import Layout
 
 DEFAULT_PAGE_SIZE = 64
@@ -120,7 +120,7 @@ class PagePool:
             return tuple(
                 {
                     name: jnp.zeros(
-                        (num_pages, array.rows(page_size), page_width(array.width, platform)),
+                        (num_pages, *array.page_shape(page_size, platform)),
                         array.dtype,
                         device=sharding,
                     )
@@ -141,13 +141,13 @@ class PagePool:
         for arrays, expected in zip(self.layers, spec.layers, strict=True):
             widths = {name: array.shape[-1] for name, array in arrays.items()}
             rows = {name: array.shape[1] for name, array in arrays.items()}
-            allowed = {
-                name: sorted({page_width(array.width, platform) for platform in ("cpu", "tpu")})
+            shapes = {
+                name: [array.page_shape(self.page_size, platform) for platform in ("cpu", "tpu")]
                 for name, array in expected.items()
             }
+            allowed = {name: sorted({shape[1] for shape in each}) for name, each in shapes.items()}
             if widths.keys() != allowed.keys() or any(
-                width not in allowed[name] or rows[name] != expected[name].rows(self.page_size)
-                for name, width in widths.items()
+                (rows[name], width) not in shapes[name] for name, width in widths.items()
             ):
                 expected_arrays = ", ".join(
                     f"{name} of {' or '.join(map(str, each))} columns"

@@ -117,7 +117,7 @@ def test_random_caches_are_of_the_format_that_attention_reads(cache_dtype):
         latents = np.asarray(latent_cache.read(config, layer["latent"], jnp.float32))
         keys, scales = layer["index_key"], jnp.ones((5, 8))
         if cache_dtype is not None:
-            keys, scales = scaled_pages.split(keys, 32)
+            keys, scales = scaled_pages.split(keys, 32, 8)
         keys = np.asarray(keys, np.float32) * scales[..., None]
         for values in (latents, keys):
             assert values.shape[:2] == (5, 8)

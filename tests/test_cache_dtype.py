@@ -75,11 +75,12 @@ def test_bytes_of_a_token(config, cache_dtype, expected):
 
 @pytest.mark.parametrize(
     ("cache_dtype", "latent", "key"),
-    [(None, 1280, 256), ("fp8_index", 1280, 132), ("fp8", 768, 132)],
+    [(None, 1280, 256), ("fp8_index", 1280, 144), ("fp8", 768, 144)],
 )
 def test_bytes_of_a_token_on_a_tpu(cache_dtype, latent, key):
-    """Latents are padded for the kernel, and scales of keys are not. The planner, an engine that
-    sizes its cache, and the arrays agree; test_tpu_compile_sparse.py asks the compiler."""
+    """Latents are padded for the kernel, and pages of 66 rows of keys and scales to 72. Planner,
+    arrays, and an engine that sizes its cache agree; test_tpu_compile_sparse.py asks the compiler.
+    """
     spec = CacheSpec.of_config(V32, jnp.bfloat16, cache_dtype=cache_dtype)
     expected = V32.num_hidden_layers * (latent + key)
     assert page_bytes(spec, 64, "tpu") == 64 * expected
@@ -160,7 +161,7 @@ def test_keys_are_quantized_as_published():
     # Keys of 16 columns: the scales of the eight tokens of a page take two rows.
     np.testing.assert_array_equal(pages[:, :8], entries[..., :D])
     np.testing.assert_array_equal(pages[:, 8:], entries[..., D:].reshape(2, 2, D))
-    keys, scales = map(np.asarray, scaled_pages.split(pages, D))
+    keys, scales = map(np.asarray, scaled_pages.split(pages, D, 8))
     rotated = exact @ (hadamard(D) / np.sqrt(D))
     scale = np.abs(rotated).max(axis=-1, keepdims=True) / 448
     np.testing.assert_allclose(scales[..., None], scale, rtol=1e-6)

@@ -186,7 +186,7 @@ def test_a_write_changes_only_its_own_slots():
     # With scales: four rows of values, then 16 bytes of scales in six rows.
     scaled = jnp.zeros((5, 10, 3), jnp.uint8)
     values = jnp.broadcast_to(jnp.arange(1, 8, dtype=jnp.uint8), (3, 3, 7))
-    got = np.asarray(write_scaled(scaled, tables, positions, valid, values))
+    got = np.asarray(write_scaled(scaled, tables, positions, valid, values, PAGE))
     for page in range(5):
         keys, scales = got[page, :4], got[page, 4:].reshape(-1)
         written = page in (2, 3)  # the last slot

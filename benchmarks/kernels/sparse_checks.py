@@ -84,8 +84,8 @@ def build_ragged(case: SparseCase, key: jax.Array, host: Host) -> tuple[Arrays, 
         return arrays, comparable(case, (top_k.top_k(**arrays, **options(case)), None))
     assert used is not None
     if isinstance(case, Index):
-        want = comparable(case, (blocked.sparse_index(**arrays), None))
-        keys, scales = scaled_pages.split(arrays["pages"], INDEX_COLUMNS)
+        want = comparable(case, (blocked.sparse_index(**arrays, **options(case)), None))
+        keys, scales = scaled_pages.split(arrays["pages"], INDEX_COLUMNS, PAGE)
         keys = jnp.where(used[..., None], keys, jnp.asarray(jnp.nan, keys.dtype))
         scales = jnp.where(used, scales, jnp.nan)[..., None]
         pages = scaled_pages.pages_of(scaled_pages.token_bytes(keys, scales))
@@ -127,7 +127,7 @@ def spot(case: SparseCase, arrays: Arrays, result: Checked) -> tuple[Checked, Ch
     }
     if isinstance(case, Index):
         some |= {name: arrays[name][rows, t] for name in ("q", "weights")}
-        want = blocked.sparse_index(**some)
+        want = blocked.sparse_index(**some, **options(case))
         return comparable(case, (out[rows, t], None)), comparable(case, (want, None))
     some |= {name: arrays[name][rows, t] for name in ("q_latent", "q_rope", "indices")}
     if case.op == "sparse_mla_prefill":

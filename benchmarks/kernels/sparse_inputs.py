@@ -87,4 +87,6 @@ def options(case: SparseCase) -> dict[str, Any]:
     """Returns the op's keyword arguments that are not arrays."""
     if isinstance(case, TopK):
         return {"k": case.k}
+    if isinstance(case, Index):
+        return {"page_size": PAGE}
     return {"scale": 192**-0.5} if isinstance(case, SparseAttention) else {}

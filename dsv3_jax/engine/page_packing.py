@@ -180,7 +180,8 @@ class PagePacker:
             for array in of_size:
                 bits = jax.lax.bitcast_convert_type(arrays[array.name], f"u{size}")
                 rows = bits.at[self._local(pages, len(bits))].get(mode="clip")
-                columns.append(rows[..., : array.width].reshape(len(pages), -1))
+                rows = rows[:, : array.rows or self._page_size, : array.width]
+                columns.append(rows.reshape(len(pages), -1))
             packed.append(jnp.concatenate(columns, axis=1))
         return [tuple(part[i : i + 1] for part in packed) for i in range(len(pages))]
 
@@ -197,7 +198,8 @@ class PagePacker:
                 old = arrays[array.name]
                 # A CPU would scatter bfloat16 as float32.
                 bits = jax.lax.bitcast_convert_type(old, f"u{size}")
-                rows = jnp.pad(rows, ((0, 0), (0, 0), (0, old.shape[-1] - array.width)))
+                lacking = old.shape[1] - rows.shape[1], old.shape[2] - array.width
+                rows = jnp.pad(rows, ((0, 0), *((0, n) for n in lacking)))
                 bits = bits.at[self._local(pages, len(old))].set(rows, mode="drop")
                 written[array.name] = jax.lax.bitcast_convert_type(bits, old.dtype)
                 begin = end

@@ -236,13 +236,14 @@ def _scores(
     """
     B, T = queries.weights.shape[:2]
     keys = pages["index_key"]
+    page_size = shard.page_size if keys.dtype == jnp.uint8 else None
     if shard.num_shards == 1:
-        return sparse_index(*queries, keys, block_tables, starts + T)
+        return sparse_index(*queries, keys, block_tables, starts + T, page_size=page_size)
     assert layout is not None
     # Which of a device's tokens a query sees follows from positions, and is masked below: here
     # every query sees all of them.
     local = shard.local_lengths(starts + T) + T - 1
-    scores = sparse_index(*queries, keys, block_tables, local)
+    scores = sparse_index(*queries, keys, block_tables, local, page_size=page_size)
     gathered = layout.all_gather(scores, "cached_tokens")
     by_page = gathered.reshape(shard.num_shards, B, T, -1, shard.page_size)
     scores = by_page.transpose(1, 2, 3, 0, 4).reshape(B, T, -1)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, Shaped, UInt8
 
 from pallas_kernels import page_width
-from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, scale_rows, tokens_of
+from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, padded_rows, scale_rows
 from sharding import Layout
 
 PAGE_AXES = (("batch", "cached_tokens"),)
@@ -41,10 +41,18 @@ class CachedArray(NamedTuple):
         """Returns the number of rows of a page: one per token, and those of the scales."""
         return page_size + (scale_rows(page_size, self.width) if self.is_scaled else 0)
 
+    def page_shape(self, page_size: int, platform: str) -> tuple[int, int]:
+        """Returns rows and columns of a page on ``cpu``, ``gpu`` or ``tpu``, where it may be larger
+        than what is cached."""
+        rows = self.rows(page_size)
+        if self.is_scaled:
+            rows = padded_rows(rows, platform)
+        return rows, page_width(self.width, platform)
+
     def page_bytes(self, page_size: int, platform: str = "cpu") -> int:
         """Returns the bytes of a page on ``cpu``, ``gpu`` or ``tpu``."""
-        width = page_width(self.width, platform)
-        return self.rows(page_size) * width * np.dtype(self.dtype).itemsize
+        rows, width = self.page_shape(page_size, platform)
+        return rows * width * np.dtype(self.dtype).itemsize
 
 
 LayerCacheSpec = dict[str, CachedArray]
@@ -52,8 +60,8 @@ LayerCacheSpec = dict[str, CachedArray]
 
 LayerPages = dict[str, Shaped[Array, "P _ _"]]
 """One layer's page arrays, by the names of its :data:`LayerCacheSpec`. Pages have a row per token;
-those of a scaled array have more. Arrays may be wider than their spec, see
-:func:`pallas_kernels.page_width`. Unwritten slots are zero."""
+those of a scaled array have more. Arrays may be larger than their spec, see
+:meth:`CachedArray.page_shape`. Unwritten slots are zero."""
 
 
 def tokens_per_page(pages: LayerPages) -> int:
@@ -160,9 +168,10 @@ def append(
     where = cache.block_tables, positions, written
     pages = {}
     for name, values in new.items():
-        is_scaled = cache.pages[name].shape[1] > cache.page_size
-        write_values = write_scaled if is_scaled else write
-        pages[name] = write_values(cache.pages[name], *where, values)
+        if cache.pages[name].shape[1] == cache.page_size:
+            pages[name] = write(cache.pages[name], *where, values)
+        else:
+            pages[name] = write_scaled(cache.pages[name], *where, values, cache.page_size)
     return cache._replace(pages=pages), shard
 
 
@@ -232,15 +241,15 @@ def write_scaled(
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     values: UInt8[Array, "B T bytes"],
+    page_size: int,
 ) -> UInt8[Array, "P rows width"]:
     """Stores the values and scales of ``valid`` tokens in a scaled array, as :func:`write` does.
 
     Args:
       values: D bytes of each token, then four of its scale.
     """
-    P, rows, width = pages.shape
+    P, _, width = pages.shape
     D = values.shape[-1] - SCALE_BYTES
-    page_size = tokens_of(rows, D)
     page = _page_numbers(P, page_size, block_tables, positions, valid)
     slot = positions % page_size
     keys = jnp.pad(values[..., :D], ((0, 0), (0, 0), (0, width - D)))

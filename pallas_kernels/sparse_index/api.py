@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
@@ -21,6 +22,7 @@ def sparse_index(
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
+    page_size: int | None = None,
     implementation: Implementation = None,
 ) -> Float32[Array, "B T S"]:
     """Scores every cached token for each query (DeepSeek-V3.2 report, equation 1).
@@ -40,6 +42,7 @@ def sparse_index(
         each page has their scales too, see :mod:`~pallas_kernels.sparse_index.scaled_pages`.
       block_tables: page numbers. Entries past a sequence's length may be anything.
       lengths: cached tokens per sequence, *including* its T queries, as for ``mla_decode``.
+      page_size: tokens per page of uint8. Other pages have one row per token.
       implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Returns:
@@ -47,9 +50,13 @@ def sparse_index(
       are summed in float32.
 
     Raises:
-      ValueError: ``implementation`` names no back-end.
+      ValueError: pages of uint8 have no ``page_size``, or ``implementation`` names no back-end.
       NotImplementedError: no selected back-end takes these arguments.
     """
+    if (page_size is None) != (pages.dtype != jnp.uint8):
+        raise ValueError(
+            f"page_size: expected it with pages of uint8 only, got {page_size} with {pages.dtype}"
+        )
     return dispatch(
         "sparse_index",
         BACKENDS,
@@ -59,4 +66,5 @@ def sparse_index(
         pages,
         block_tables,
         lengths,
+        page_size=page_size,
     )

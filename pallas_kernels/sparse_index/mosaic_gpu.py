@@ -26,6 +26,7 @@ def sparse_index(
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
+    page_size: int | None = None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float32[Array, "B T S"]:
@@ -34,6 +35,7 @@ def sparse_index(
     The tensor cores sum products of float8 with fewer bits than float32 has, about 13.
 
     Args:
+      page_size: see there.
       config: tuning parameters, by default :func:`plan`'s.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
@@ -45,10 +47,13 @@ def sparse_index(
             "takes queries and pages of bfloat16, or queries of float8_e4m3fn and pages of uint8,"
             f" got {q.dtype} and {pages.dtype}"
         )
-    rows = SCALED_ROWS if pages.dtype == jnp.uint8 else PAGE
-    if (shape := (pages.shape[1], D)) != (rows, COLUMNS):
+    if (shape := (page_size or pages.shape[1], D)) != (PAGE, COLUMNS):
         raise NotImplementedError(
-            f"takes pages of {PAGE} tokens, {rows} rows, and keys of {COLUMNS} columns, got {shape}"
+            f"takes pages of {PAGE} tokens and keys of {COLUMNS} columns, got {shape}"
+        )
+    if page_size is not None and pages.shape[1] < SCALED_ROWS:
+        raise NotImplementedError(
+            f"takes {SCALED_ROWS} rows of keys and scales, got {pages.shape[1]}"
         )
     if J % 8 or not 0 < J <= 256:
         raise NotImplementedError(f"takes 8 to 256 heads in multiples of 8, got {J}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.sparse_index import scaled_pages
 
@@ -15,14 +15,11 @@ def sparse_index(
     pages: Float[Array, "P page width"] | UInt8[Array, "P rows width"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
+    *,
+    page_size: int | None = None,
 ) -> Float32[Array, "B T S"]:
-    return score(q, weights, pages, block_tables, lengths, first=jnp.int32(0))
-
-
-def page_size_of(pages: Shaped[Array, "P rows width"], D: int) -> int:
-    """Returns the tokens per page. Pages of uint8 have scales in their last rows."""
-    rows = pages.shape[1]
-    return scaled_pages.tokens_of(rows, D) if pages.dtype == jnp.uint8 else rows
+    first = jnp.int32(0)
+    return score(q, weights, pages, block_tables, lengths, page_size=page_size, first=first)
 
 
 def score(
@@ -32,6 +29,7 @@ def score(
     block_tables: Int[Array, "B some_pages"],
     lengths: Int[Array, " B"],
     *,
+    page_size: int | None,
     first: Int[Array, ""],
 ) -> Float32[Array, "B T S"]:
     """Scores the tokens of a slice of the block table.
@@ -39,13 +37,13 @@ def score(
     Args:
       block_tables: the slice.
       first: position of the slice's first token.
-      q, weights, pages, lengths: as :func:`sparse_index` takes them.
+      q, weights, pages, lengths, page_size: as :func:`sparse_index` takes them.
     """
     B, T, _, D = q.shape
     # mode="clip": entries past a sequence's length may be anything. They are masked below.
     keys, scales = pages.at[block_tables].get(mode="clip"), None
-    if pages.dtype == jnp.uint8:
-        keys, scales = scaled_pages.split(keys, D)
+    if page_size is not None:
+        keys, scales = scaled_pages.split(keys, D, page_size)
         # XLA multiplies no float8 arrays on every platform.
         q, keys = q.astype(jnp.float32), keys.astype(jnp.float32)
     keys = keys.reshape(B, -1, keys.shape[-1])[..., :D]

@@ -3,7 +3,7 @@
 With keys of D columns, a page of n tokens is uint8 ``[n + s, D]``. Its first n rows are the keys in
 float8_e4m3fn. The others are the n float32 scales one after the other, padded with zeros to whole
 rows. The page of 64 tokens of 128 columns has 66 rows: 132 bytes per token, and no padding. It is
-contiguous, so a kernel copies keys and scales at once.
+contiguous, so a kernel copies keys and scales at once. Pages may have more rows, which are ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ def scale_rows(page_size: int, columns: int) -> int:
     return -(-page_size * SCALE_BYTES // columns)
 
 
-def tokens_of(rows: int, columns: int) -> int:
-    """Returns the number of tokens of a page with this number of rows."""
-    return rows * columns // (columns + SCALE_BYTES)
+def padded_rows(rows: int, platform: str) -> int:
+    """Returns the number of rows that cache pages should have on ``cpu``, ``gpu`` or ``tpu``.
+
+    On a TPU it is a multiple of 8. Otherwise XLA stores the rows of a page far apart, and copies
+    all pages before it reads some of them.
+    """
+    return -(-rows // 8) * 8 if platform == "tpu" else rows
 
 
 def token_bytes(
@@ -45,18 +49,19 @@ def pages_of(tokens: UInt8[Array, "P page bytes"]) -> UInt8[Array, "P rows D"]:
 
 
 def split(
-    pages: UInt8[Array, "*P rows width"], columns: int
+    pages: UInt8[Array, "*P rows width"], columns: int, page_size: int
 ) -> tuple[Float[Array, "*P page D"], Float32[Array, "*P page"]]:
     """Returns the keys and scales of pages.
 
     Args:
       pages: columns past D are ignored.
       columns: D.
+      page_size: tokens per page.
     """
-    *batch, rows, _ = pages.shape
-    n = tokens_of(rows, columns)
-    pages = pages[..., :columns]
-    scales = pages[..., n:, :].reshape(*batch, -1)[..., : n * SCALE_BYTES]
+    *batch, _, _ = pages.shape
+    n, pages = page_size, pages[..., :columns]
+    end = n + scale_rows(n, columns)
+    scales = pages[..., n:end, :].reshape(*batch, -1)[..., : n * SCALE_BYTES]
     scales = scales.reshape(*batch, n, SCALE_BYTES)
     keys = jax.lax.bitcast_convert_type(pages[..., :n, :], KEY_DTYPE)
     return keys, jax.lax.bitcast_convert_type(scales, jnp.float32)

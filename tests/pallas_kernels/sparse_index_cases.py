@@ -34,7 +34,7 @@ class Inputs:
     dtype: str
     scales: Array | None = None
     unused: int = 0
-    """Columns of wider pages with scales that are no keys."""
+    """Columns of wider pages with scales that are no keys, and as many rows."""
 
     @classmethod
     def random(
@@ -76,7 +76,7 @@ class Inputs:
         pages = device(self.pages, self.dtype)
         if self.scales is not None:
             pages = pages_of(token_bytes(pages, device(self.scales, "float32")))
-            unused = ((0, 0), (0, 0), (0, self.unused))
+            unused = ((0, 0), (0, self.unused), (0, self.unused))
             pages = jnp.pad(pages, unused, constant_values=0xFF)  # NaN
         arrays = (
             device(self.q, self.dtype),
@@ -85,7 +85,8 @@ class Inputs:
             jax.device_put(self.block_tables),
             device(self.lengths, "int32"),
         )
-        return np.asarray(compiled(implementation)(*arrays))
+        page_size = None if self.scales is None else self.pages.shape[1]
+        return np.asarray(compiled(implementation, page_size)(*arrays))
 
     def expected(self, products_of: Callable[[Array, Array], Array] = np.matmul) -> Array:
         """Returns scores [B, T, S], computed key by key in float64.
@@ -123,10 +124,11 @@ def tensor_core_products(q: Array, key: Array) -> Array:
 
 
 @functools.cache
-def compiled(implementation: Operation):
+def compiled(implementation: Operation, page_size: int | None):
     if callable(implementation):
-        return jax.jit(implementation)
-    return jax.jit(functools.partial(sparse_index, implementation=implementation))
+        return jax.jit(functools.partial(implementation, page_size=page_size))
+    partial = functools.partial(sparse_index, page_size=page_size, implementation=implementation)
+    return jax.jit(partial)
 
 
 class SparseIndexCases:

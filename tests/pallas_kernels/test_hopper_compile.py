@@ -216,7 +216,8 @@ def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> K
     }
     if dtype == FP8:
         arrays["pages"] = Struct((rows * pages, 66, 128), jnp.uint8)
-    return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, {})
+    options = {"page_size": 64} if dtype == FP8 else {}
+    return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, options)
 
 
 def selection(rows: int, S: int, k: int = 2048, lengths: bool = False) -> Kernel:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dsv3_jax.layers.paged_cache import write_scaled
+from dsv3_jax.layers.paged_cache import CachedArray, write_scaled
 from pallas_kernels import sparse_index, sparse_mla_decode, sparse_mla_prefill, top_k
 from tests.pallas_kernels.tpu_topology import compile_for, needs_libtpu
 
@@ -35,7 +35,7 @@ def index(B, T, dtype):
     """Arguments of sparse_index with 64 heads."""
     pages, tables = cache(B, dtype, 128)
     if dtype != BF16:
-        pages = shape((pages.shape[0], PAGE + 2, 128), jnp.uint8)
+        pages = shape((pages.shape[0], PAGE + 8, 128), jnp.uint8)
     return shape((B, T, 64, 128), dtype), shape((B, T, 64), F32), pages, tables, shape((B,), I32)
 
 
@@ -57,22 +57,26 @@ def test_sparse_prefill():
 
 @pytest.mark.parametrize("dtype", [BF16, jnp.float8_e4m3fn])
 def test_index(dtype):
-    check(compile_for(CHIP, sparse_index, *index(8, 2, dtype)), 2**28)
+    f = functools.partial(sparse_index, page_size=None if dtype == BF16 else PAGE)
+    check(compile_for(CHIP, f, *index(8, 2, dtype)), 2**28)
 
 
-def test_float8_keys_take_132_bytes_a_token():
-    """XLA pads neither keys nor their scales, and a step that writes and reads them copies
-    neither."""
+def test_float8_keys_take_144_bytes_a_token():
+    """132 of them are keys and scales; pages of 66 rows are padded to 72. XLA pads no more, and a
+    step that writes and reads them copies neither."""
     B, P = 8, 8 * CONTEXT // PAGE
     q, weights, pages, tables, lengths = index(B, 1, jnp.float8_e4m3fn)
 
     def step(pages, q, weights, tables, lengths, new):
-        pages = write_scaled(pages, tables, lengths[:, None] - 1, jnp.ones((B, 1), bool), new)
-        return pages, sparse_index(q, weights, pages, tables, lengths)
+        where = tables, lengths[:, None] - 1, jnp.ones((B, 1), bool)
+        pages = write_scaled(pages, *where, new, PAGE)
+        return pages, sparse_index(q, weights, pages, tables, lengths, page_size=PAGE)
 
     alone = compile_for(CHIP, lambda pages: pages[0], pages)
     arguments = alone.memory_analysis().argument_size_in_bytes
-    assert 132 <= arguments / (P * PAGE) < 133
+    spec = CachedArray(128, jnp.uint8, is_scaled=True)
+    assert pages.shape[1:] == spec.page_shape(PAGE, "tpu")
+    assert 144 <= arguments / (P * PAGE) < 145
     new = shape((B, 1, 132), jnp.uint8)
     program = compile_for(CHIP, step, pages, q, weights, tables, lengths, new)
     memory = program.memory_analysis()
