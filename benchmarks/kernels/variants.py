@@ -45,7 +45,7 @@ def _decode(config: Any) -> Variant:
     return Variant(mla_decode.mla_decode, {"config": config})
 
 
-def _index(*config: int) -> dict[str, Variant]:
+def _index(*config: int | None) -> dict[str, Variant]:
     return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
 
 
@@ -81,6 +81,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     # Queries of a group, pages and groups of a unit, stages, and pages per iteration.
     "units of 12 pages": _index(1, 12, 1, 22, 2),
     "units of 64 pages": _index(4, 64, 2, 8, 1),
+    "equal shares": _index(4, None, 2, 8, 1),
+    "equal shares, 1 query": _index(1, None, 1, 22, 2),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
     "4 programs": _top_k(programs=4),

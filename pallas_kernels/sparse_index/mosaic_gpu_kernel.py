@@ -4,14 +4,12 @@ The matmul is transposed, S^T = K Q^T: the M dimension of wgmma (64) is the toke
 its columns are the heads of a group of queries. So the sum over heads is one over the columns of a
 row.
 
-A program takes units one after the other. A unit is a range of pages of a sequence, and one group
-of queries or two. The producer copies the unit's queries and pages by TMA, several pages ahead and
-across units, so that the memory never waits for the start of a unit. With two groups, both
-consumers take every page, each for its own group. With one group, which is for few queries, the
-consumers take pages in turn.
-
-A page of float8 keys ends with their scales, so one copy brings both to a stage of the ring. The
-hardware swizzles the scales like the keys.
+A program takes units one after the other (:mod:`units`). A unit is a range of pages of a sequence,
+and one group of queries or two. The producer copies the unit's queries and pages by TMA, several
+pages ahead and across units, so that the memory never waits for the start of a unit. With two
+groups, both consumers take every page, each for its own group. With one group, which is for few
+queries, the consumers take pages in turn. A page of float8 keys ends with their scales, so one copy
+brings both to a stage of the ring. The hardware swizzles the scales like the keys.
 
 A group of more than 128 rows takes several matmuls per page. While the tensor cores work on one,
 the consumer takes the ReLU and the weighted sum of the one before. Pages that no query of a unit
@@ -23,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +37,12 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
 from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.sparse_index import units
 from pallas_kernels.sparse_index.registers import key_scales, store_scores, sum_heads
 from pallas_kernels.sparse_index.scaled_pages import KEY_DTYPE, scale_rows
+from pallas_kernels.sparse_index.units import PAGE, ROW_COST, Unit
 
-PAGE, COLUMNS = 64, 128
+COLUMNS = 128
 SCALED_ROWS = PAGE + scale_rows(PAGE, COLUMNS)
 _STAGE_ROWS = -(-SCALED_ROWS // 8) * 8  # a stage begins at a multiple of 1,024 bytes
 CONSUMERS = 2
@@ -52,7 +52,7 @@ _INTERPRETED_PROGRAMS = 2
 _MOST_ROWS = 256  # heads of all queries of a group
 _MOST_STAGES = 22
 _SHARED_BYTES = 232448 - 8 * 1024  # of a program, less barriers
-_MOST_PAGES, _UNIT_COST = 32, 1  # of a unit: pages, and in units of a page its beginning and end
+_MOST_PAGES = 32  # of a unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Config:
     queries: int
     """Queries of a group."""
 
-    pages: int
-    """Pages of a unit."""
+    pages: int | None
+    """Pages of a unit. None divides all pages into equal shares, see :mod:`units`."""
 
     groups: int
     """Groups of a unit: 1, or 2 for one of each consumer."""
@@ -93,23 +93,12 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
 
     def cost(pages: int) -> int:
         """Returns the time of the busiest program."""
-        units = B * sets * -(-max_pages // pages)
-        return -(-units // multiprocessors()) * (pages + _UNIT_COST)
+        count = B * sets * -(-max_pages // pages)
+        return -(-count // multiprocessors()) * (pages + ROW_COST)
 
     pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
     stages = min(room, _MOST_STAGES) // 2 * 2
     return Config(queries, pages, groups, stages, unroll=2 if groups == 1 else 1)
-
-
-class Unit(NamedTuple):
-    """A range of pages of a sequence, and groups of its queries."""
-
-    sequence: jax.Array
-    group: jax.Array  # the first one
-    first: jax.Array  # page in the table
-    seen: jax.Array  # pages from there on with tokens that a query sees
-    in_table: jax.Array  # pages from there on
-    length: jax.Array  # of the sequence
 
 
 @functools.partial(jax.jit, static_argnames=("queries", "config", "interpret"))
@@ -133,9 +122,10 @@ def score(
     J, float8, on_gpu = weights.shape[-1], q.dtype == KEY_DTYPE, interpret is None
     # Table entries past a sequence's length may be anything; clip them to the page pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
-    chunks, sets = -(-max_pages // config.pages), G // config.groups
-    units = B * sets * chunks
-    programs = min(units, multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS)
+    work = units.Work(B, G // config.groups, config.groups, config.queries, queries, max_pages)
+    programs = multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS
+    if config.pages is not None:
+        programs = min(programs, B * work.sets * -(-max_pages // config.pages))
     readers = config.groups  # of a page
     parts = _parts(config.queries, J)
     page_rows = SCALED_ROWS if float8 else PAGE
@@ -153,23 +143,16 @@ def score(
         key_ring.initialise()
         overlap_preceding_kernel(interpret=interpret)
         program, wg = lax.axis_index("program"), lax.axis_index("wg")
-        count = lax.div(units - program + (programs - 1), jnp.int32(programs))
-
-        def unit_of(i: jax.Array) -> Unit:
-            number = program + i * programs
-            of_pages, rest = lax.rem(number, jnp.int32(chunks)), lax.div(number, jnp.int32(chunks))
-            b, group = lax.div(rest, jnp.int32(sets)), lax.rem(rest, jnp.int32(sets))
-            group, first = group * config.groups, of_pages * config.pages
-            length = lengths_g[b]
-            tokens = length + jnp.minimum((group + config.groups) * config.queries - queries, 0)
-            in_table = jnp.minimum(max_pages - first, config.pages)
-            seen = jnp.clip(lax.div(tokens + (PAGE - 1), jnp.int32(PAGE)) - first, 0, in_table)
-            return Unit(b, group, first, seen, in_table, length)
+        of_program = program, programs, lengths_g
+        if config.pages is None:
+            count, unit_of = units.equal_shares(work, *of_program)
+        else:
+            count, unit_of = units.in_turn(work, config.pages, *of_program)
 
         def produce() -> None:
             def number_of(unit: Unit, k: jax.Array) -> jax.Array:
-                k = jnp.minimum(k, unit.in_table - 1)
-                return jnp.clip(tables_g[unit.sequence, unit.first + k], 0, last_page)
+                k = jnp.minimum(unit.first + k, max_pages - 1)
+                return jnp.clip(tables_g[unit.sequence, k], 0, last_page)
 
             def copy_unit(i: jax.Array, carry: Any) -> Any:
                 state, loaded = carry

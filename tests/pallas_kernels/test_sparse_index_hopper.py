@@ -4,11 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import sparse_index
-from pallas_kernels.sparse_index import mosaic_gpu
+from pallas_kernels.sparse_index import mosaic_gpu, units
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config, plan
+from pallas_kernels.sparse_index.units import ROW_COST, Unit, Work
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES
 from tests.pallas_kernels.sparse_index_cases import SparseIndexCases, tensor_core_products
@@ -43,6 +45,7 @@ class TestMosaicGpu(SparseIndexCases):
         [
             (5, Config(queries=2, pages=4, groups=2, stages=4, unroll=2), "float8_e4m3fn"),
             (1, Config(queries=1, pages=3, groups=1, stages=4, unroll=2), "float8_e4m3fn"),
+            (5, Config(queries=1, pages=None, groups=2, stages=2, unroll=1), "float8_e4m3fn"),
             pytest.param(
                 11,
                 Config(queries=4, pages=5, groups=2, stages=2, unroll=2),
@@ -61,6 +64,70 @@ class TestMosaicGpu(SparseIndexCases):
         """Several units per program. Some have no visible page."""
         x = self.random((75, 36, 0), T=T, J=64, max_pages=9, dtype=dtype)
         self.check_result(x, x.run(kernel(config)))
+
+
+def loads(work, divide, lengths, programs):
+    """Checks that units score each page of each row once and hide each other page once. Returns the
+    pages of each program, with the cost of its units."""
+    most = work.sequences * work.sets * work.max_pages // programs + work.sets * work.sequences
+
+    @jax.jit
+    def units_of_all(lengths):
+        def of_program(program):
+            count, unit_of = divide(program, programs, lengths)
+            return count, jax.vmap(unit_of)(jnp.arange(most))
+
+        return jax.vmap(of_program)(jnp.arange(programs))
+
+    scored = np.zeros((work.sequences, work.sets, work.max_pages), int)
+    hidden, pages = scored.copy(), []
+    counts, of_programs = units_of_all(jnp.asarray(lengths, jnp.int32))
+    of_programs = [np.asarray(each) for each in of_programs]
+    for program, count in enumerate(np.asarray(counts)):
+        assert count <= most
+        cost = 0
+        for i in range(count):
+            unit = Unit(*(each[program, i] for each in of_programs))
+            row = unit.sequence, unit.group // work.groups
+            scored[*row, unit.first : unit.first + unit.seen] += 1
+            hidden[*row, unit.first + unit.seen : unit.first + unit.in_table] += 1
+            cost += int(unit.seen + ROW_COST if unit.seen > 0 else 0)
+        pages.append(cost)
+    assert (scored + hidden == 1).all()
+    for b, length in enumerate(lengths):
+        for s in range(work.sets):
+            later = work.queries - min((s + 1) * work.groups * work.group_queries, work.queries)
+            seen = min(max(-(-(length - later) // 64), 0), work.max_pages)
+            assert (scored[b, s, :seen] == 1).all()
+            assert not scored[b, s, seen:].any()
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("work", "lengths", "programs"),
+    [
+        (Work(1, 64, 2, 4, 512, 64), [4096], 12),
+        (Work(3, 9, 2, 3, 53, 9), [0, 577, 60], 7),
+        (Work(2, 1, 1, 2, 2, 40), [2560, 5000], 13),  # a length past the table's end
+        (Work(2, 2, 2, 1, 3, 1), [1, 2], 9),  # more programs than pages
+    ],
+)
+def test_divisions_score_every_page_once(work, lengths, programs):
+    """Shares are equal to about a page per row; units in turn need not be."""
+    in_turn = loads(work, functools.partial(units.in_turn, work, 5), lengths, programs)
+    shares = loads(work, functools.partial(units.equal_shares, work), lengths, programs)
+    assert sum(shares) >= sum(in_turn) - len(in_turn) * work.sequences * work.sets
+    assert max(shares) <= np.mean(shares) * 1.1 + 4
+
+
+def test_shares_balance_queries_that_see_different_numbers_of_pages():
+    """4,096 queries of 8,192 tokens, on 132 multiprocessors: the first chunks of a row are always
+    the same programs' turn."""
+    work, lengths = Work(1, 512, 2, 4, 4096, 128), [8192]
+    in_turn = max(loads(work, functools.partial(units.in_turn, work, 32), lengths, 132))
+    shares = max(loads(work, functools.partial(units.equal_shares, work), lengths, 132))
+    assert in_turn == 16 * 33
+    assert shares <= 382
 
 
 def test_plan_fills_the_device():
