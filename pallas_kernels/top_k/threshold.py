@@ -17,7 +17,9 @@ from pallas_kernels import target
 
 _LANES = 128
 _DIGIT_BITS = 4
-_CHUNK_BYTES = 64 << 20  # of intermediate arrays with k rows of lanes or blocks
+
+CHUNK_BYTES = 32 << 20
+"""Bytes of intermediate arrays, for some rows at a time."""
 
 
 def top_k(
@@ -39,14 +41,29 @@ def select(
         return jnp.full((*batch, k), -1, jnp.int32)
     scores = jax.lax.stop_gradient(scores).reshape(-1, S)
     padded = jnp.pad(scores, ((0, 0), (0, -S % _LANES)), constant_values=-jnp.inf)
-    blocks = padded.shape[1] // _LANES
-    rows = max(1, _CHUNK_BYTES // (k * (4 * _LANES + 2 * blocks)))
-    chosen = _chosen(padded, k)
-    if rows >= len(chosen):
-        indices = _indices(chosen, k)
-    else:
-        indices = jax.lax.map(lambda row: _indices(row[None], k)[0], chosen, batch_size=rows)
+    rows = min(len(padded), max(1, CHUNK_BYTES // _row_bytes(padded.shape[1], k)))
+    if rows == len(padded):
+        return _select(padded, k).reshape(*batch, k)
+
+    def select_some(i: Int[Array, ""], indices: Int32[Array, "R k"]) -> Int32[Array, "R k"]:
+        # The last rows may overlap those before.
+        first = jnp.minimum(i * rows, len(padded) - rows)
+        some = jax.lax.dynamic_slice_in_dim(padded, first, rows)
+        return jax.lax.dynamic_update_slice_in_dim(indices, _select(some, k), first, axis=0)
+
+    initial = jnp.zeros((len(padded), k), jnp.int32)
+    indices = jax.lax.fori_loop(0, -(-len(padded) // rows), select_some, initial)
     return indices.reshape(*batch, k)
+
+
+def _row_bytes(S: int, k: int) -> int:
+    """Returns the bytes of intermediate arrays per row: integers in the order of the scores, and a
+    block of each selected score as matmuls read and return it."""
+    return 2 * 4 * S + k * (4 * _LANES + 2 * (S // _LANES))
+
+
+def _select(scores: Float32[Array, "R S"], k: int) -> Int32[Array, "R k"]:
+    return _indices(_chosen(scores, k), k)
 
 
 def _chosen(scores: Float32[Array, "R S"], k: int) -> Bool[Array, "R S"]:

@@ -53,10 +53,10 @@ class TestTopKThreshold(TopKCases):
     implementation = staticmethod(threshold.select)
 
     def test_rows_in_chunks(self, monkeypatch):
-        """Indices of few rows at a time, and of as many as there are."""
+        """The last three of seven rows overlap those before."""
         scores = jax.random.normal(jax.random.key(4), (7, 300))
         whole = np.asarray(threshold.select(scores, 50))
-        monkeypatch.setattr(threshold, "_CHUNK_BYTES", 3 * 50 * 520)
+        monkeypatch.setattr(threshold, "CHUNK_BYTES", 3 * threshold._row_bytes(384, 50))
         np.testing.assert_array_equal(threshold.select(scores, 50), whole)
         np.testing.assert_array_equal(whole, expected(np.asarray(scores), 50))
 
