@@ -187,8 +187,8 @@ BREAKS: dict[str, Break] = {
     ),
     "an indexer key stays after a rewind": Break(
         "dsv3_jax/layers/paged_cache.py",
-        "*where, values)\n    return cache",
-        '*where, values)\n    key = "index_key"\n    if key in pages:\n'
+        "*where, values, cache.page_size)\n    return cache",
+        '*where, values, cache.page_size)\n    key = "index_key"\n    if key in pages:\n'
         "        old = cache.pages[key]\n"
         "        pages[key] = old + (old == 0) * pages[key]\n    return cache",
         ("tests/test_sparse_attention.py",),
