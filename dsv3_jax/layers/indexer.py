@@ -137,7 +137,7 @@ class Indexer(nnx.Module):
     def whole_pages(
         self, x: Float[Array, "B T D_model"], rotation: Rotation
     ) -> dict[str, Shaped[Array, "B _ _"]]:
-        """Returns the page arrays of whole sequences, each of which is one page of T tokens."""
+        """Returns the page arrays of whole sequences, one page of T tokens for each."""
         entries = self.entries(x, rotation)
         if self.float8_keys:
             entries["index_key"] = scaled_pages.pages_of(entries["index_key"])

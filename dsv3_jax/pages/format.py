@@ -34,7 +34,7 @@ class PageArray:
     """Rows per page, if they are more than its tokens."""
 
     def numbers(self, page_size: int) -> int:
-        """Returns the numbers of a page of so many tokens."""
+        """Returns how many numbers a page has."""
         return (self.rows or page_size) * self.width
 
     @property

@@ -62,6 +62,11 @@ def sparse_index(
     if (row := pages.shape[2] * pages.dtype.itemsize) % 128:
         raise NotImplementedError(f"takes tokens of a multiple of 128 bytes, got {row}")
     config = config or plan(B, T, J, block_tables.shape[1], q.dtype.itemsize)
+    tokens = B * -(-T // config.queries) * (block_tables.shape[1] + 1) * PAGE
+    if config.pages is None and tokens >= 2**30:
+        raise NotImplementedError(
+            f"equal shares: takes fewer than 2^30 tokens in all, got {tokens}"
+        )
     # Groups of queries are scored together. Pad to whole groups.
     padded = -T % (config.queries * config.groups)
     q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))

@@ -1,4 +1,4 @@
-"""Division of sparse_index among programs: which pages of which queries each of them scores.
+"""Division of the pages that sparse_index scores among the programs of its kernel.
 
 A row is a set of queries that are scored together, of one sequence: ``groups * group_queries``
 queries. There are two divisions:
@@ -106,13 +106,11 @@ def equal_shares(work: Work, program: jax.Array, programs: int, lengths: Any) ->
 
     def find(b: jax.Array, carry: Any) -> Any:
         """Keeps the last sequences that begin by ``begin`` and ``end``, and the tokens before."""
-        before, *found = carry
+        before, *results = carry
         places = []
-        for position, (b_found, before_found) in zip((begin, end), found, strict=True):
+        for position, (old_b, old_before) in zip((begin, end), results, strict=True):
             is_later = before <= position
-            places.append(
-                (jnp.where(is_later, b, b_found), jnp.where(is_later, before, before_found))
-            )
+            places.append((jnp.where(is_later, b, old_b), jnp.where(is_later, before, old_before)))
         return before + total_of(b), *places
 
     zero = jnp.int32(0)

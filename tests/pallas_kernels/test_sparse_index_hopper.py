@@ -169,6 +169,18 @@ def test_refusals(changes, page_size, message):
         mosaic_gpu.sparse_index(*arrays(**changes), page_size=page_size, interpret=object())
 
 
+def test_equal_shares_of_too_many_tokens():
+    """Positions are 32-bit integers."""
+    config = Config(1, None, 1, 4, 1)
+    f = functools.partial(mosaic_gpu.sparse_index, config=config, interpret=object())
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(T=1)]
+    shapes[3] = jax.ShapeDtypeStruct((2, 2**23), jnp.int32)
+    with pytest.raises(
+        NotImplementedError, match=r"fewer than 2\^30 tokens in all, got 1073741952"
+    ):
+        jax.eval_shape(f, *shapes)
+
+
 @off_gpu
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
