@@ -1,10 +1,10 @@
 """top_k on TPUs in ordinary XLA operations, without a sort.
 
-XLA compiles a sort of thousands of numbers for seconds, once for every layer of a model. Here the
-k-th largest score is found digit by digit in the bits of the scores, and matmuls with zeros and
-ones count the selected scores up to each position and bring their indices to the front. All counts
-are exact: zeros, ones and numbers up to 128 are exact in bfloat16, and sums of them in float32. No
-TPU has run it yet.
+A sort of the scores and their positions takes twice the memory of the scores. Here the k-th largest
+score is found digit by digit in the bits of the scores, and matmuls with zeros and ones count the
+selected scores up to each position and bring their indices to the front. All counts are exact:
+zeros, ones and numbers up to 128 are exact in bfloat16, and sums of them in float32. No TPU has run
+it yet.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ BREAKS: dict[str, Break] = {
     ),
     "a record's format leaves out the rows of its scales": Break(
         "dsv3_jax/pages/format.py",
-        "*([array.rows] if array.rows else [])",
-        "",
+        "array.dtype, *([array.rows] if array.rows else [])]",
+        "array.dtype]",
         ("tests/pages/test_record.py",),
     ),
     "an indexer key stays after a rewind": Break(
@@ -225,8 +225,8 @@ BREAKS: dict[str, Break] = {
     ),
     "a query sees one token more, for which the indexer has no key yet": Break(
         "dsv3_jax/layers/indexer.py",
-        "sparse_index(*queries, keys, block_tables, starts + T, scales=scales)",
-        "sparse_index(*queries, keys, block_tables, starts + T + 1, scales=scales)",
+        "sparse_index(*queries, keys, block_tables, starts + T, page_size=page_size)",
+        "sparse_index(*queries, keys, block_tables, starts + T + 1, page_size=page_size)",
         ("tests/test_sparse_attention.py",),
     ),
     "the indexer has no ReLU": Break(
