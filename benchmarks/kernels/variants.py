@@ -45,8 +45,11 @@ def _decode(config: Any) -> Variant:
     return Variant(mla_decode.mla_decode, {"config": config})
 
 
-def _index(*config: int | None) -> dict[str, Variant]:
-    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
+def _index(
+    queries: int, pages: int | None, groups: int, stages: int, unroll: int
+) -> dict[str, Variant]:
+    config = IndexConfig(queries, pages, groups, stages, unroll)
+    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": config})}
 
 
 def _top_k(**keywords: int) -> dict[str, Variant]:
