@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
+from benchmarks.kernels.variants import VARIANTS
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
@@ -362,6 +363,7 @@ def kernels() -> dict[str, Kernel]:
         table[shape] = grouped(4096, 8, N, K, FP8, config=MANY_TOKENS_FLOAT8[0])
     shape = "grouped_swiglu fp8 2048 wide, 4096 rows, rolled"
     table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=SWIGLU_FLOAT8[0])
+    table |= other_schedules()
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
@@ -412,6 +414,20 @@ def kernels() -> dict[str, Kernel]:
             },
             {"eps": 1e-6, "programs": 132},
         )
+    return table
+
+
+def other_schedules() -> dict[str, Kernel]:
+    """Returns variants of the kernel for many tokens that no call uses by default."""
+    N, K = WIDTHS["gate_up"]
+    table = {}
+    for name, dtype in (("fp8", FP8), ("bf16", BF16)):
+        for variant in sorted(VARIANTS):
+            for op, one in VARIANTS[variant].items():
+                if op.startswith("grouped") and name in one.dtypes and variant != "rolled":
+                    make, width = (grouped, N) if op == "grouped_matmul" else (swiglu, N // 2)
+                    case = f"{op} {name} {width}x{K} 4096 rows: {variant}"
+                    table[case] = make(4096, 8, width, K, dtype, **one.keywords)
     return table
 
 
