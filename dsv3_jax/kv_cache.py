@@ -31,9 +31,14 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import index_cache_spec
 from dsv3_jax.layers.latent_cache import latent_cache_spec
-from dsv3_jax.layers.paged_cache import PAGE_AXES, LayerCacheSpec, LayerPages
+from dsv3_jax.layers.paged_cache import (
+    PAGE_AXES,
+    LayerCacheSpec,
+    LayerPages,
+    tokens_per_page,
+)
 from dsv3_jax.quantization import CacheDtype
-from pallas_kernels import page_width, target
+from pallas_kernels import target
 from sharding import Layout
 
 DEFAULT_PAGE_SIZE = 64
@@ -85,7 +90,7 @@ class PagePool:
     """The page arrays of all layers. Page p of every array belongs to the same sequence."""
 
     layers: tuple[LayerPages, ...]
-    """Named arrays [P, page, width] of each decoder layer. Written by ``DeepSeekV3.extend``."""
+    """Named arrays [P, rows, width] of each decoder layer. Written by ``DeepSeekV3.extend``."""
 
     mtp: tuple[LayerPages, ...] = ()
     """Named arrays of the MTP layer that drafts, or empty. Written by ``DeepSeekV3.extend_mtp``.
@@ -115,7 +120,7 @@ class PagePool:
             return tuple(
                 {
                     name: jnp.zeros(
-                        (num_pages, page_size, page_width(array.width, platform)),
+                        (num_pages, *array.page_shape(page_size, platform)),
                         array.dtype,
                         device=sharding,
                     )
@@ -129,24 +134,30 @@ class PagePool:
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return next(iter(self.layers[0].values())).shape[1]
+        return tokens_per_page(self.layers[0])
 
     def check_spec(self, spec: CacheSpec) -> None:
         """Raises ValueError unless the pool has the page arrays that ``spec`` lists."""
         for arrays, expected in zip(self.layers, spec.layers, strict=True):
             widths = {name: array.shape[-1] for name, array in arrays.items()}
-            allowed = {
-                name: sorted({page_width(array.width, platform) for platform in ("cpu", "tpu")})
+            rows = {name: array.shape[1] for name, array in arrays.items()}
+            shapes = {
+                name: [array.page_shape(self.page_size, platform) for platform in ("cpu", "tpu")]
                 for name, array in expected.items()
             }
+            allowed = {name: sorted({shape[1] for shape in each}) for name, each in shapes.items()}
             if widths.keys() != allowed.keys() or any(
-                width not in allowed[name] for name, width in widths.items()
+                (rows[name], width) not in shapes[name] for name, width in widths.items()
             ):
                 expected_arrays = ", ".join(
                     f"{name} of {' or '.join(map(str, each))} columns"
+                    + (" with scales" if expected[name].is_scaled else "")
                     for name, each in allowed.items()
                 )
-                got = ", ".join(f"{name} of {width}" for name, width in widths.items())
+                got = ", ".join(
+                    f"{name} of {width}" + (" with scales" if rows[name] > self.page_size else "")
+                    for name, width in widths.items()
+                )
                 raise ValueError(
                     f"cache: expected page arrays {expected_arrays}, got {got};"
                     " DeepSeekV3.cache_spec returns what the model caches"

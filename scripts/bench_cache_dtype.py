@@ -27,7 +27,7 @@ import numpy as np
 import dsv3_jax
 from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.files import atomic_write
-from dsv3_jax.kv_cache import CacheSpec
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec
 from dsv3_jax.quantization import CacheDtype
 from dsv3_jax.training.batches import held_out_batches, target_count
 from dsv3_jax.training.corpus import Corpus, is_held_out, pack, read_corpus
@@ -73,7 +73,7 @@ def main() -> None:
         form = cache_dtype or "bf16"
         spec = CacheSpec.of_config(config, "bfloat16", cache_dtype=cache_dtype)
         bytes_per_token = sum(
-            array.width * np.dtype(array.dtype).itemsize
+            array.page_bytes(DEFAULT_PAGE_SIZE) // DEFAULT_PAGE_SIZE
             for layer in spec.layers
             for array in layer.values()
         )

@@ -105,7 +105,7 @@ CASES = (
     ),
     *_both(Case(_V3, "tpu:tpu7x:4x4x4", "tpu_pod", "decode", 1024, 4096, "fp8"), 16, 4096),
     *_steps(Case(_V3, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 8192, "fp8")),
-    Case(_V32, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 8192, "fp8", 4),
+    Case(_V32, "tpu:v5p:4x4x8", "tpu_pod", "decode", 1024, 8192, "fp8"),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "fp8"),
     Case(_V3, "tpu:v5e:16x16", "tpu_pod", "decode", 1024, 4096, "int4"),
     *_both(Case(_MOON, "tpu:v5e:2x2", "dp_attention_ep", "decode", 64, 4096), 4, 1024),

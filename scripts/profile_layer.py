@@ -96,7 +96,7 @@ def run_of(
         shape((B,), jnp.int32),
         shape((B, T), jnp.bool_),
         {
-            name: shape((B * per_row, DEFAULT_PAGE_SIZE, array.width), array.dtype)
+            name: shape((B * per_row, *array.page_shape(DEFAULT_PAGE_SIZE, "gpu")), array.dtype)
             for name, array in CacheSpec.of_config(config, dtype).layers[0].items()
         },
     ]

@@ -25,6 +25,7 @@ from dsv3_jax.plan.roofline import cached_token_bytes
 from dsv3_jax.plan.target import Target
 from dsv3_jax.quantization import CacheDtype
 from pallas_kernels import dequantize_latent, quantize_latent
+from pallas_kernels.sparse_index import scaled_pages
 from sharding import make_layout
 from tests.support.checkpoints import (
     random_tensors,
@@ -46,7 +47,7 @@ TOKENS = np.random.default_rng(3).integers(0, 160, (BATCH, LENGTH))
 
 
 def token_bytes(layer: LayerCacheSpec) -> int:
-    return sum(array.width * np.dtype(array.dtype).itemsize for array in layer.values())
+    return sum(array.page_bytes(64) // 64 for array in layer.values())
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,12 @@ def test_bytes_of_a_token(config, cache_dtype, expected):
 
 @pytest.mark.parametrize(
     ("cache_dtype", "latent", "key"),
-    [(None, 1280, 256), ("fp8_index", 1280, 132), ("fp8", 768, 132)],
+    [(None, 1280, 256), ("fp8_index", 1280, 144), ("fp8", 768, 144)],
 )
 def test_bytes_of_a_token_on_a_tpu(cache_dtype, latent, key):
-    """Latents are padded for the kernel, and scales of keys are not. The planner, an engine that
-    sizes its cache, and the arrays agree; test_tpu_compile_sparse.py asks the compiler."""
+    """Latents are padded for the kernel, and pages of 66 rows of keys and scales to 72. Planner,
+    arrays, and an engine that sizes its cache agree; test_tpu_compile_sparse.py asks the compiler.
+    """
     spec = CacheSpec.of_config(V32, jnp.bfloat16, cache_dtype=cache_dtype)
     expected = V32.num_hidden_layers * (latent + key)
     assert page_bytes(spec, 64, "tpu") == 64 * expected
@@ -154,18 +156,22 @@ def test_keys_are_quantized_as_published():
     rotation = rotation_at(config, jnp.broadcast_to(jnp.arange(8), (2, 8)))
     exact = np.asarray(indexer.entries(x, rotation)["index_key"], np.float64)
     indexer.use_float8_keys()
-    got = {name: np.asarray(each) for name, each in indexer.entries(x, rotation).items()}
-    D = exact.shape[-1]
+    (entries,) = indexer.entries(x, rotation).values()
+    D, pages = exact.shape[-1], scaled_pages.pages_of(entries)
+    # Keys of 16 columns: the scales of the eight tokens of a page take two rows.
+    np.testing.assert_array_equal(pages[:, :8], entries[..., :D])
+    np.testing.assert_array_equal(pages[:, 8:], entries[..., D:].reshape(2, 2, D))
+    keys, scales = map(np.asarray, scaled_pages.split(pages, D, 8))
     rotated = exact @ (hadamard(D) / np.sqrt(D))
     scale = np.abs(rotated).max(axis=-1, keepdims=True) / 448
-    np.testing.assert_allclose(got["index_scale"], scale, rtol=1e-6)
+    np.testing.assert_allclose(scales[..., None], scale, rtol=1e-6)
     nearest = (rotated / scale).astype(ml_dtypes.float8_e4m3fn)
-    assert np.mean(got["index_key"] == nearest) > 0.99  # others lie between two values
-    back = got["index_key"].astype(np.float64) * got["index_scale"]
+    assert np.mean(keys == nearest) > 0.99  # others lie between two values
+    back = keys.astype(np.float64) * scales[..., None]
     assert relative_error(back @ hadamard(D).T / np.sqrt(D), exact) < 0.04
-    pages = PagePool.empty(CacheSpec.of_config(V32, "bfloat16", cache_dtype="fp8_index"), 2)
-    keys, scales = (pages.layers[0][name] for name in ("index_key", "index_scale"))
-    assert keys[0].nbytes + scales[0].nbytes == 64 * 132
+    pool = PagePool.empty(CacheSpec.of_config(V32, "bfloat16", cache_dtype="fp8_index"), 2)
+    assert pool.layers[0]["index_key"].shape == (2, 66, 128)
+    assert pool.layers[0]["index_key"][0].nbytes == 64 * 132
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from dsv3_jax import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.inspection import capture
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, SequenceTables
-from dsv3_jax.layers.paged_cache import write
+from dsv3_jax.layers.paged_cache import write, write_scaled
 from dsv3_jax.model import DeepSeekV3
 from sharding import make_layout
 from tests.support.checkpoints import tiny_config
@@ -183,3 +183,15 @@ def test_a_write_changes_only_its_own_slots():
     valid = jnp.array([[True, True, True], [True, True, True], [True, True, False]])
     out = write(pages, tables, positions, valid, jnp.ones((3, 3, 3)))
     assert np.argwhere(np.asarray(out)[..., 0]).tolist() == [[2, 3], [3, 3]]
+    # With scales: four rows of values, then 16 bytes of scales in six rows.
+    scaled = jnp.zeros((5, 10, 3), jnp.uint8)
+    values = jnp.broadcast_to(jnp.arange(1, 8, dtype=jnp.uint8), (3, 3, 7))
+    got = np.asarray(write_scaled(scaled, tables, positions, valid, values, PAGE))
+    for page in range(5):
+        keys, scales = got[page, :4], got[page, 4:].reshape(-1)
+        written = page in (2, 3)  # the last slot
+        np.testing.assert_array_equal(keys[3], [1, 2, 3] if written else 0)
+        np.testing.assert_array_equal(scales[12:16], [4, 5, 6, 7] if written else 0)
+        assert not keys[:3].any()
+        assert not scales[:12].any()
+        assert not scales[16:].any()

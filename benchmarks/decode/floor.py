@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.paged_cache import LayerCacheSpec
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.plan.weights import parameter_shards, read_bytes
@@ -46,7 +47,9 @@ def _cache_bytes(spec: LayerCacheSpec, cached: int, topk: int | None) -> int:
     """Returns the bytes that one query reads from a layer's cache of ``cached`` tokens."""
     attended = cached if topk is None else min(cached, topk)
     return sum(
-        array.width * jnp.dtype(array.dtype).itemsize * (attended if name == "latent" else cached)
+        array.page_bytes(DEFAULT_PAGE_SIZE)
+        * (attended if name == "latent" else cached)
+        // DEFAULT_PAGE_SIZE
         for name, array in spec.items()
     )
 

@@ -10,9 +10,16 @@ import numpy as np
 
 from benchmarks.kernels import sparse_inputs
 from benchmarks.kernels.sparse_inputs import Arrays, Host, options
-from benchmarks.kernels.sparse_shapes import PAGE, Index, SparseAttention, SparseCase, TopK
+from benchmarks.kernels.sparse_shapes import (
+    INDEX_COLUMNS,
+    PAGE,
+    Index,
+    SparseAttention,
+    SparseCase,
+    TopK,
+)
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
-from pallas_kernels.sparse_index import blocked
+from pallas_kernels.sparse_index import blocked, scaled_pages
 from pallas_kernels.sparse_mla_decode import reference as decode
 from pallas_kernels.sparse_mla_prefill import reference as prefill
 from pallas_kernels.top_k import reference as top_k
@@ -77,13 +84,12 @@ def build_ragged(case: SparseCase, key: jax.Array, host: Host) -> tuple[Arrays, 
         return arrays, comparable(case, (top_k.top_k(**arrays, **options(case)), None))
     assert used is not None
     if isinstance(case, Index):
-        want = comparable(case, (blocked.sparse_index(**arrays), None))
-        nan = jnp.asarray(jnp.nan, arrays["pages"].dtype)
-        poisoned = {
-            "pages": jnp.where(used[..., None], arrays["pages"], nan),
-            "scales": jnp.where(used[..., None], arrays["scales"], jnp.nan),
-        }
-        return arrays | poisoned, want
+        want = comparable(case, (blocked.sparse_index(**arrays, **options(case)), None))
+        keys, scales = scaled_pages.split(arrays["pages"], INDEX_COLUMNS, PAGE)
+        keys = jnp.where(used[..., None], keys, jnp.asarray(jnp.nan, keys.dtype))
+        scales = jnp.where(used, scales, jnp.nan)[..., None]
+        pages = scaled_pages.pages_of(scaled_pages.token_bytes(keys, scales))
+        return arrays | {"pages": pages}, want
     want = _attend(case, arrays)
     if case.op == "sparse_mla_prefill":
         latents = jnp.where(used[..., None], arrays["latents"], jnp.nan)
@@ -121,7 +127,7 @@ def spot(case: SparseCase, arrays: Arrays, result: Checked) -> tuple[Checked, Ch
     }
     if isinstance(case, Index):
         some |= {name: arrays[name][rows, t] for name in ("q", "weights")}
-        want = blocked.sparse_index(**some)
+        want = blocked.sparse_index(**some, **options(case))
         return comparable(case, (out[rows, t], None)), comparable(case, (want, None))
     some |= {name: arrays[name][rows, t] for name in ("q_latent", "q_rope", "indices")}
     if case.op == "sparse_mla_prefill":

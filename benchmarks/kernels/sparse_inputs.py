@@ -20,6 +20,7 @@ from benchmarks.kernels.sparse_shapes import (
     TopK,
 )
 from pallas_kernels import quantize_latent
+from pallas_kernels.sparse_index.scaled_pages import pages_of, token_bytes
 
 Arrays = dict[str, jax.Array]
 Host = dict[str, np.ndarray]
@@ -50,11 +51,11 @@ def build(case: SparseCase, key: jax.Array, host_arrays: Arrays) -> Arrays:
     pages, T = B * -(-case.cached // PAGE), case.queries
     if isinstance(case, Index):
         scales = jax.random.uniform(keys[3], (pages, PAGE, 1), jnp.float32, 0.5, 2.0)
+        index_keys = normal(2, pages, PAGE, INDEX_COLUMNS, dtype=jnp.float8_e4m3fn)
         return host_arrays | {
             "q": normal(0, B, T, INDEX_HEADS, INDEX_COLUMNS, dtype=jnp.float8_e4m3fn),
             "weights": normal(1, B, T, INDEX_HEADS, dtype=jnp.float32),
-            "pages": normal(2, pages, PAGE, INDEX_COLUMNS, dtype=jnp.float8_e4m3fn),
-            "scales": scales,
+            "pages": pages_of(token_bytes(index_keys, scales)),
         }
     arrays = {
         "q_latent": normal(0, B, T, case.heads, LATENT),
@@ -86,4 +87,6 @@ def options(case: SparseCase) -> dict[str, Any]:
     """Returns the op's keyword arguments that are not arrays."""
     if isinstance(case, TopK):
         return {"k": case.k}
+    if isinstance(case, Index):
+        return {"page_size": PAGE}
     return {"scale": 192**-0.5} if isinstance(case, SparseAttention) else {}

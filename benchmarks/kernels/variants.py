@@ -65,8 +65,11 @@ def _few_tokens(**settings: Any) -> dict[str, Variant]:
     return {"grouped_matmul": Variant(matmul, {}, ("int4", "int8"))}
 
 
-def _index(*config: int) -> dict[str, Variant]:
-    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
+def _index(
+    queries: int, pages: int | None, groups: int, stages: int, unroll: int
+) -> dict[str, Variant]:
+    config = IndexConfig(queries, pages, groups, stages, unroll)
+    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": config})}
 
 
 def _float8(**settings: Any) -> dict[str, Variant]:
@@ -142,6 +145,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     # Queries of a group, pages and groups of a unit, stages, and pages per iteration.
     "units of 12 pages": _index(1, 12, 1, 22, 2),
     "units of 64 pages": _index(4, 64, 2, 8, 1),
+    "equal shares": _index(4, None, 2, 8, 1),
+    "equal shares, 1 query": _index(1, None, 1, 22, 2),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
     "4 programs": _top_k(programs=4),

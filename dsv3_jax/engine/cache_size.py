@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 
 from dsv3_jax.kv_cache import CacheSpec
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
-from pallas_kernels import page_width, target
+from pallas_kernels import target
 
 _FREE_SHARE = 0.85
 """Share of the device's free memory that a cache of default size takes. The rest is for the
@@ -69,7 +68,7 @@ def default_pages(free: int, page_bytes: int) -> int:
 def page_bytes(spec: CacheSpec, page_size: int, platform: str) -> int:
     """Returns the bytes of a page in all layers, on ``cpu``, ``gpu`` or ``tpu``."""
     return sum(
-        page_size * page_width(array.width, platform) * np.dtype(array.dtype).itemsize
+        array.page_bytes(page_size, platform)
         for layer in (*spec.layers, *spec.mtp)
         for array in layer.values()
     )

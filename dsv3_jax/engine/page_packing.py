@@ -83,7 +83,7 @@ class PagePacker:
         numbers = jax.ShapeDtypeStruct((PAGES_PER_COPY,), np.int32, sharding=everywhere)
         page = tuple(
             jax.ShapeDtypeStruct(
-                (sum(array.width for array in of_size) * format.page_size,),
+                (sum(array.numbers(format.page_size) for array in of_size),),
                 f"u{size}",
                 sharding=everywhere,
             )
@@ -129,7 +129,7 @@ class PagePacker:
             return tuple(jax.device_put([part.reshape(-1) for part in pinned], self._home))
         parts, begin = [], 0
         for size, arrays in self._sizes:
-            end = begin + sum(array.width for array in arrays) * self._page_size * size
+            end = begin + sum(array.numbers(self._page_size) for array in arrays) * size
             parts.append(payload[begin:end].view(f"u{size}"))
             begin = end
         return tuple(jax.device_put(parts, self._everywhere))
@@ -180,7 +180,8 @@ class PagePacker:
             for array in of_size:
                 bits = jax.lax.bitcast_convert_type(arrays[array.name], f"u{size}")
                 rows = bits.at[self._local(pages, len(bits))].get(mode="clip")
-                columns.append(rows[..., : array.width].reshape(len(pages), -1))
+                rows = rows[:, : array.rows or self._page_size, : array.width]
+                columns.append(rows.reshape(len(pages), -1))
             packed.append(jnp.concatenate(columns, axis=1))
         return [tuple(part[i : i + 1] for part in packed) for i in range(len(pages))]
 
@@ -192,12 +193,13 @@ class PagePacker:
         for (size, of_size), *parts in zip(self._sizes, *contents, strict=True):
             packed, begin = jnp.stack(parts), 0
             for array in of_size:
-                end = begin + array.width * self._page_size
-                rows = packed[:, begin:end].reshape(len(pages), self._page_size, array.width)
+                end = begin + array.numbers(self._page_size)
+                rows = packed[:, begin:end].reshape(len(pages), -1, array.width)
                 old = arrays[array.name]
                 # A CPU would scatter bfloat16 as float32.
                 bits = jax.lax.bitcast_convert_type(old, f"u{size}")
-                rows = jnp.pad(rows, ((0, 0), (0, 0), (0, old.shape[-1] - array.width)))
+                lacking = old.shape[1] - rows.shape[1], old.shape[2] - array.width
+                rows = jnp.pad(rows, ((0, 0), *((0, n) for n in lacking)))
                 bits = bits.at[self._local(pages, len(old))].set(rows, mode="drop")
                 written[array.name] = jax.lax.bitcast_convert_type(bits, old.dtype)
                 begin = end

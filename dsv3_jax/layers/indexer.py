@@ -10,7 +10,8 @@ first R dimensions of queries and keys are rotated by the angles of attention, b
 layout: the pairs are (x0, x_{R/2}), ..., unless ``indexer_rope_interleave`` is set.
 
 Keys are cached in the dtype of the activations. DeepSeek's own inference caches them in float8
-(:meth:`Indexer.use_float8_keys`): 128 bytes and a scale of four per token.
+(:meth:`Indexer.use_float8_keys`): 128 bytes and a scale of four per token, all keys of a page and
+then all its scales in one array.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt8
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.linear import Linear
@@ -31,6 +32,7 @@ from dsv3_jax.layers.paged_cache import CachedArray, LayerCacheSpec, LayerPages,
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import BlockQuantization, Quantization
 from pallas_kernels import block_quant, sparse_index, top_k
+from pallas_kernels.sparse_index import scaled_pages
 from sharding import Layout
 
 _KEY_NORM_EPS = 1e-6
@@ -53,7 +55,7 @@ def index_cache_spec(
 ) -> LayerCacheSpec:
     """Returns what an indexer caches: nothing in models without one.
 
-    In float8 a page has the values of all its tokens in one array, and their scales in another.
+    In float8 they are a scaled array.
 
     Raises:
       ValueError: ``index_head_dim`` is not a power of two, so that there is no Hadamard matrix for
@@ -65,10 +67,7 @@ def index_cache_spec(
         return {"index_key": CachedArray(D, dtype)}
     if D & (D - 1):
         raise ValueError(f"index_head_dim: expected a power of two for float8 keys, got {D}")
-    return {
-        "index_key": CachedArray(D, jnp.float8_e4m3fn),
-        "index_scale": CachedArray(1, jnp.float32),
-    }
+    return {"index_key": CachedArray(D, jnp.uint8, is_scaled=True)}
 
 
 class Indexer(nnx.Module):
@@ -128,13 +127,21 @@ class Indexer(nnx.Module):
 
     def entries(
         self, x: Float[Array, "B T D_model"], rotation: Rotation
-    ) -> dict[str, Float[Array, "B T _"]]:
+    ) -> dict[str, Float[Array, "B T _"] | UInt8[Array, "B T _"]]:
         """Returns what the cache stores for each token, by the names of :meth:`cache_spec`."""
         keys = self._rotate(self.k_norm(self.wk(x)), rotation)
         if not self.float8_keys:
             return {"index_key": keys}
-        keys, scale = self._quantize(keys)
-        return {"index_key": keys, "index_scale": scale}
+        return {"index_key": scaled_pages.token_bytes(*self._quantize(keys))}
+
+    def whole_pages(
+        self, x: Float[Array, "B T D_model"], rotation: Rotation
+    ) -> dict[str, Shaped[Array, "B _ _"]]:
+        """Returns the page arrays of whole sequences, one page of T tokens for each."""
+        entries = self.entries(x, rotation)
+        if self.float8_keys:
+            entries["index_key"] = scaled_pages.pages_of(entries["index_key"])
+        return entries
 
     def select(
         self,
@@ -228,14 +235,15 @@ def _scores(
     Where devices share the tokens of a sequence, each scores its own, and all gather the scores.
     """
     B, T = queries.weights.shape[:2]
-    keys, scales = pages["index_key"], pages.get("index_scale")
+    keys = pages["index_key"]
+    page_size = shard.page_size if keys.dtype == jnp.uint8 else None
     if shard.num_shards == 1:
-        return sparse_index(*queries, keys, block_tables, starts + T, scales=scales)
+        return sparse_index(*queries, keys, block_tables, starts + T, page_size=page_size)
     assert layout is not None
     # Which of a device's tokens a query sees follows from positions, and is masked below: here
     # every query sees all of them.
     local = shard.local_lengths(starts + T) + T - 1
-    scores = sparse_index(*queries, keys, block_tables, local, scales=scales)
+    scores = sparse_index(*queries, keys, block_tables, local, page_size=page_size)
     gathered = layout.all_gather(scores, "cached_tokens")
     by_page = gathered.reshape(shard.num_shards, B, T, -1, shard.page_size)
     scores = by_page.transpose(1, 2, 3, 0, 4).reshape(B, T, -1)

@@ -2,6 +2,10 @@
 
 Token s of a sequence is cached in page ``block_table[s // page_size]`` at slot ``s % page_size``.
 All arrays of a layer, and all layers, use the same page numbers.
+
+A scaled array has a float8 value per number and a float32 scale per token. Its pages are uint8: the
+values of all tokens of a page, then their scales, see
+:mod:`pallas_kernels.sparse_index.scaled_pages`.
 """
 
 from __future__ import annotations
@@ -10,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped, UInt8
 
+from pallas_kernels import page_width
+from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, padded_rows, scale_rows
 from sharding import Layout
 
 PAGE_AXES = (("batch", "cached_tokens"),)
@@ -24,16 +31,42 @@ class CachedArray(NamedTuple):
     """Description of one page array: what it stores for each token."""
 
     width: int
-    """Numbers per token."""
+    """Numbers per token, without a scale."""
     dtype: DTypeLike
+    """That of the array. A scaled one is uint8."""
+    is_scaled: bool = False
+    """Whether each token has a float32 scale, after the values of all tokens of its page."""
+
+    def rows(self, page_size: int) -> int:
+        """Returns the number of rows of a page: one per token, and those of the scales."""
+        return page_size + (scale_rows(page_size, self.width) if self.is_scaled else 0)
+
+    def page_shape(self, page_size: int, platform: str) -> tuple[int, int]:
+        """Returns rows and columns of a page on ``cpu``, ``gpu`` or ``tpu``, where it may be larger
+        than what is cached."""
+        rows = self.rows(page_size)
+        if self.is_scaled:
+            rows = padded_rows(rows, platform)
+        return rows, page_width(self.width, platform)
+
+    def page_bytes(self, page_size: int, platform: str = "cpu") -> int:
+        """Returns the bytes of a page on ``cpu``, ``gpu`` or ``tpu``."""
+        rows, width = self.page_shape(page_size, platform)
+        return rows * width * np.dtype(self.dtype).itemsize
 
 
 LayerCacheSpec = dict[str, CachedArray]
 """The page arrays of one layer, by name. An attention's ``cache_spec`` returns it."""
 
-LayerPages = dict[str, Shaped[Array, "P page _"]]
-"""One layer's page arrays, by the names of its :data:`LayerCacheSpec`. Arrays may be wider than
-their spec, see :func:`pallas_kernels.page_width`. Unwritten slots are zero."""
+LayerPages = dict[str, Shaped[Array, "P _ _"]]
+"""One layer's page arrays, by the names of its :data:`LayerCacheSpec`. Pages have a row per token;
+those of a scaled array have more. Arrays may be larger than their spec, see
+:meth:`CachedArray.page_shape`. Unwritten slots are zero."""
+
+
+def tokens_per_page(pages: LayerPages) -> int:
+    """Returns the page size. No layer has scaled arrays only."""
+    return min(array.shape[1] for array in pages.values())
 
 
 class LayerCache(NamedTuple):
@@ -50,7 +83,7 @@ class LayerCache(NamedTuple):
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return next(iter(self.pages.values())).shape[1]
+        return tokens_per_page(self.pages)
 
 
 def join_tokens(batches: Sequence[Shaped[Array, "_ _ *rest"]]) -> Shaped[Array, "_ _ *rest"]:
@@ -121,7 +154,8 @@ def append(
     """Writes T new tokens per sequence after the cached ones, if they belong to this device.
 
     Args:
-      new: what each page array stores for the new tokens.
+      new: what each page array stores for the new tokens. For a scaled array these are the bytes
+        that :func:`~pallas_kernels.sparse_index.scaled_pages.token_bytes` returns.
       layout: the layout of the device, or None.
 
     Returns:
@@ -131,10 +165,13 @@ def append(
     T = cache.valid.shape[1]
     is_local, positions = shard.local_positions(cache.starts[:, None] + jnp.arange(T))
     written = cache.valid & is_local
-    pages = {
-        name: write(cache.pages[name], cache.block_tables, positions, written, values)
-        for name, values in new.items()
-    }
+    where = cache.block_tables, positions, written
+    pages = {}
+    for name, values in new.items():
+        if cache.pages[name].shape[1] == cache.page_size:
+            pages[name] = write(cache.pages[name], *where, values)
+        else:
+            pages[name] = write_scaled(cache.pages[name], *where, values, cache.page_size)
     return cache._replace(pages=pages), shard
 
 
@@ -194,8 +231,44 @@ def write(
     """
     P, page_size, width = pages.shape
     values = jnp.pad(values, ((0, 0), (0, 0), (0, width - values.shape[-1])))
+    page = _page_numbers(P, page_size, block_tables, positions, valid)
+    return pages.at[page, positions % page_size].set(values.astype(pages.dtype), mode="drop")
+
+
+def write_scaled(
+    pages: UInt8[Array, "P rows width"],
+    block_tables: Int[Array, "B max_pages"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    values: UInt8[Array, "B T bytes"],
+    page_size: int,
+) -> UInt8[Array, "P rows width"]:
+    """Stores the values and scales of ``valid`` tokens in a scaled array, as :func:`write` does.
+
+    Args:
+      values: D bytes of each token, then four of its scale.
+    """
+    P, _, width = pages.shape
+    D = values.shape[-1] - SCALE_BYTES
+    page = _page_numbers(P, page_size, block_tables, positions, valid)
+    slot = positions % page_size
+    keys = jnp.pad(values[..., :D], ((0, 0), (0, 0), (0, width - D)))
+    pages = pages.at[page, slot].set(keys, mode="drop")
+    # A scale is not cut between rows unless D is no multiple of its bytes.
+    byte = slot[..., None] * SCALE_BYTES + jnp.arange(SCALE_BYTES)
+    row, column = page_size + byte // D, byte % D
+    return pages.at[page[..., None], row, column].set(values[..., D:], mode="drop")
+
+
+def _page_numbers(
+    P: int,
+    page_size: int,
+    block_tables: Int[Array, "B max_pages"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> Int[Array, "B T"]:
+    """Returns the pages of tokens, or P, which is out of bounds, for those to be dropped."""
     number, max_pages = positions // page_size, block_tables.shape[1]
     page = jnp.take_along_axis(block_tables, number, axis=1, mode="clip")
-    # P is out of bounds and therefore dropped; a negative number would count from the end.
-    page = jnp.where(valid & (number < max_pages) & (page >= 0), page, P)
-    return pages.at[page, positions % page_size].set(values.astype(pages.dtype), mode="drop")
+    # A negative number would count from the end.
+    return jnp.where(valid & (number < max_pages) & (page >= 0), page, P)

@@ -61,7 +61,7 @@ class SparseAttention(MultiHeadLatentAttention):
         q_nope, q_rope = self.queries(query_latent, rotation)
         indices = self.indexer.select(
             self.indexer.queries(x, query_latent, rotation),
-            self.indexer.entries(x, rotation),  # each sequence is one page
+            self.indexer.whole_pages(x, rotation),
             jnp.arange(B, dtype=jnp.int32)[:, None],
             jnp.zeros((B,), jnp.int32),
             PageShard(page_size=T),

@@ -1,9 +1,9 @@
 """The arrays of one cache page, and the order in which a record stores them.
 
-A record has one contiguous payload: for each array the values of the page's tokens, in the width
-that the model caches. The pool may be wider (576 numbers are stored as 640 on a TPU) and divided
-over devices; a payload never is. Engines with other layouts and platforms can therefore exchange
-records.
+A record has one contiguous payload: for each array the rows of the page, in the width that the
+model caches. A row is what the array stores for a token, or has the scales of several tokens. The
+pool may be wider (576 numbers are stored as 640 on a TPU) and divided over devices; a payload never
+is. Engines with other layouts and platforms can therefore exchange records.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ class PageArray:
     """Numbers per token."""
     dtype: str
     """Name of the dtype, for example ``bfloat16``."""
+    rows: int | None = None
+    """Rows per page, if they are more than its tokens."""
+
+    def numbers(self, page_size: int) -> int:
+        """Returns how many numbers a page has."""
+        return (self.rows or page_size) * self.width
 
     @property
     def itemsize(self) -> int:
@@ -50,7 +56,12 @@ class PageFormat:
     def of(cls, spec: CacheSpec, page_size: int) -> PageFormat:
         """Returns the format of a model's pages."""
         arrays = [
-            PageArray(f"{group}.{number}.{name}", array.width, np.dtype(array.dtype).name)
+            PageArray(
+                f"{group}.{number}.{name}",
+                array.width,
+                np.dtype(array.dtype).name,
+                array.rows(page_size) if array.is_scaled else None,
+            )
             for group, layers in (("layers", spec.layers), ("mtp", spec.mtp))
             for number, layer in enumerate(layers)
             for name, array in layer.items()
@@ -65,14 +76,17 @@ class PageFormat:
           ValueError, TypeError, KeyError: the description has another structure.
         """
         arrays = tuple(
-            PageArray(str(name), int(width), np.dtype(dtype).name)
-            for name, width, dtype in value["arrays"]
+            PageArray(str(name), int(width), np.dtype(dtype).name, *map(int, rows))
+            for name, width, dtype, *rows in value["arrays"]
         )
         return cls(int(value["page_size"]), arrays)
 
     def as_json(self) -> dict[str, Any]:
         """Returns a description in JSON's types."""
-        arrays = [[array.name, array.width, array.dtype] for array in self.arrays]
+        arrays = [
+            [array.name, array.width, array.dtype, *([array.rows] if array.rows else [])]
+            for array in self.arrays
+        ]
         return {"page_size": self.page_size, "arrays": arrays}
 
     @property
@@ -83,15 +97,15 @@ class PageFormat:
     @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of a payload."""
-        return sum(self.page_size * array.width * array.itemsize for array in self.arrays)
+        return sum(array.numbers(self.page_size) * array.itemsize for array in self.arrays)
 
     def split(self, payload: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns views of a payload, [page, width] by the name of the array."""
+        """Returns views of a payload, [rows, width] by the name of the array."""
         views, begin = {}, 0
         for array in self.arrays:
-            end = begin + self.page_size * array.width * array.itemsize
+            end = begin + array.numbers(self.page_size) * array.itemsize
             values = payload[begin:end].view(np.dtype(array.dtype))
-            views[array.name] = values.reshape(self.page_size, array.width)
+            views[array.name] = values.reshape(-1, array.width)
             begin = end
         return views
 
@@ -101,7 +115,7 @@ class PageFormat:
         Raises:
           ValueError: arrays differ from the format in their names, shapes or dtypes.
         """
-        expected = {a.name: ((self.page_size, a.width), a.dtype) for a in self.arrays}
+        expected = {a.name: ((a.rows or self.page_size, a.width), a.dtype) for a in self.arrays}
         got = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
         if got != expected:
             raise ValueError(f"page: expected arrays {expected}, got {got}")

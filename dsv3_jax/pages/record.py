@@ -57,7 +57,7 @@ class PageRecord:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Views of its contents, [page, width] by the name of the array."""
+        """Views of its contents, [rows, width] by the name of the array."""
         return self.format.split(self.payload)
 
     @property

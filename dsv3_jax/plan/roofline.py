@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dsv3_jax.accounting import flops_per_token
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.network import traffic
 from dsv3_jax.plan.weights import ModelShard
-from pallas_kernels import page_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +182,8 @@ def cached_token_bytes(deployment: Deployment, *, selected: float = 1.0) -> floa
     """
     spec, platform = deployment.cache_spec, deployment.target.platform
     return sum(
-        page_width(array.width, platform)
-        * jnp.dtype(array.dtype).itemsize
+        array.page_bytes(DEFAULT_PAGE_SIZE, platform)
+        / DEFAULT_PAGE_SIZE
         * (selected if name == "latent" else 1)
         for layer in (*spec.layers, *spec.mtp)
         for name, array in layer.items()

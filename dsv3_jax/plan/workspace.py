@@ -21,6 +21,7 @@ from dsv3_jax.layers.indexer import SCORE_BYTES
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
+from pallas_kernels.top_k.threshold import CHUNK_BYTES
 from sharding import Layout, default_capacity, default_pairs_per_call
 from sharding.token_packer import FLOAT8_BLOCK
 
@@ -91,13 +92,16 @@ def _selection_bytes(shard: ModelShard, deployment: Deployment, M: int) -> int:
 
     The scores of as many queries as fit ``SCORE_BYTES`` are in memory at a time, but at least those
     of one query per sequence. XLA sorts them together with their positions; our kernel for GPUs
-    reads them where they are.
+    reads them where they are, and so do our operations for TPUs, which also have intermediate
+    results for some queries at a time.
     """
     topk, context = shard.shapes.config.index_topk, deployment.max_len
     if topk is None or context <= topk:
         return 0
     of_a_query = 4 * context * shard.local_batch(deployment.batch)
     scores = min(4 * context * M, max(SCORE_BYTES, of_a_query))
+    if deployment.target.platform == "tpu":
+        return scores + CHUNK_BYTES
     has_kernel = deployment.target.platform == "gpu" and deployment.target.chip.has_kernels
     return (1 if has_kernel else _SORTED_SCORES) * scores
 

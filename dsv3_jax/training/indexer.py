@@ -165,7 +165,7 @@ def _by_block(
     B, T, _ = x.shape
     latent, keys, q = jax.lax.stop_gradient(_attention_arrays(attention, x, rotation))
     index_queries = attention.indexer.queries(x, latent, rotation)
-    entries = attention.indexer.entries(x, rotation)
+    index_keys = attention.indexer.whole_pages(x, rotation)["index_key"]
     step = min(T, _QUERIES_PER_BLOCK)
     count = -(-T // step)
     one_page_each = jnp.arange(B, dtype=jnp.int32)[:, None]
@@ -182,9 +182,10 @@ def _by_block(
         scores = sparse_index(
             index_q,
             weights,
-            entries["index_key"],
+            index_keys,
             one_page_each,
             lengths,
+            page_size=None if index_keys.dtype != jnp.uint8 else T,
             implementation="reference",  # it has a gradient
         )
         visible = jnp.arange(T) <= (first + jnp.arange(step))[:, None]

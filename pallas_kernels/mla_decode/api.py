@@ -22,11 +22,9 @@ def page_width(columns: int, platform: str) -> int:
     """Returns the width that cache pages should have for tokens of ``columns`` = C + R numbers.
 
     On a TPU it is a multiple of 128. XLA gives narrower pages a layout that the kernel does not
-    read, and copies all pages before every call. A single number per token, such as the scale of an
-    indexer key, stays as it is: no kernel reads it, and XLA places the numbers of 128 pages next to
-    each other. Padded, a float32 would take 512 bytes.
+    read, and copies all pages before every call.
     """
-    if platform != "tpu" or columns == 1:
+    if platform != "tpu":
         return columns
     return -(-columns // 128) * 128
 

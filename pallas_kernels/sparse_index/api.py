@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Float32, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sparse_index import blocked, mosaic_gpu, reference
@@ -17,11 +18,11 @@ BACKENDS = {
 def sparse_index(
     q: Float[Array, "B T J D"],
     weights: Float32[Array, "B T J"],
-    pages: Float[Array, "P page width"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P rows width"],
     block_tables: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
-    scales: Float32[Array, "P page scale_width"] | None = None,
+    page_size: int | None = None,
     implementation: Implementation = None,
 ) -> Float32[Array, "B T S"]:
     """Scores every cached token for each query (DeepSeek-V3.2 report, equation 1).
@@ -37,10 +38,11 @@ def sparse_index(
         into ``weights``.
       weights: weight of each head. They may be negative.
       pages: the layer's indexer keys. Token s of sequence b is in page ``block_tables[b, s //
-        page]`` at slot ``s % page``. Columns past D are ignored.
+        page]`` at slot ``s % page``. Columns past D are ignored. If uint8, the keys are float8 and
+        each page has their scales too, see :mod:`~pallas_kernels.sparse_index.scaled_pages`.
       block_tables: page numbers. Entries past a sequence's length may be anything.
       lengths: cached tokens per sequence, *including* its T queries, as for ``mla_decode``.
-      scales: for float8 keys, the scale of each key, in column 0.
+      page_size: tokens per page of uint8. Other pages have one row per token.
       implementation: back-end name, or names in order of preference; see ``dispatch``.
 
     Returns:
@@ -48,9 +50,13 @@ def sparse_index(
       are summed in float32.
 
     Raises:
-      ValueError: ``implementation`` names no back-end.
+      ValueError: pages of uint8 have no ``page_size``, or ``implementation`` names no back-end.
       NotImplementedError: no selected back-end takes these arguments.
     """
+    if (page_size is None) != (pages.dtype != jnp.uint8):
+        raise ValueError(
+            f"page_size: expected it with pages of uint8 only, got {page_size} with {pages.dtype}"
+        )
     return dispatch(
         "sparse_index",
         BACKENDS,
@@ -60,5 +66,5 @@ def sparse_index(
         pages,
         block_tables,
         lengths,
-        scales=scales,
+        page_size=page_size,
     )

@@ -4,11 +4,12 @@ The matmul is transposed, S^T = K Q^T: the M dimension of wgmma (64) is the toke
 its columns are the heads of a group of queries. So the sum over heads is one over the columns of a
 row.
 
-A program takes units one after the other. A unit is a range of pages of a sequence, and one group
-of queries or two. The producer copies the unit's queries and pages by TMA, several pages ahead and
-across units, so that the memory never waits for the start of a unit. With two groups, both
-consumers take every page, each for its own group. With one group, which is for few queries, the
-consumers take pages in turn.
+A program takes units one after the other (:mod:`units`). A unit is a range of pages of a sequence,
+and one group of queries or two. The producer copies the unit's queries and pages by TMA, several
+pages ahead and across units, so that the memory never waits for the start of a unit. With two
+groups, both consumers take every page, each for its own group. With one group, which is for few
+queries, the consumers take pages in turn. A page of float8 keys ends with their scales, so one copy
+brings both to a stage of the ring. The hardware swizzles the scales like the keys.
 
 A group of more than 128 rows takes several matmuls per page. While the tensor cores work on one,
 the consumer takes the ReLU and the weighted sum of the one before. Pages that no query of a unit
@@ -20,14 +21,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.branch import when
@@ -36,9 +37,14 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
 from pallas_kernels.hopper.warpgroup import first_warp
-from pallas_kernels.sparse_index.registers import store_scores, sum_heads
+from pallas_kernels.sparse_index import units
+from pallas_kernels.sparse_index.registers import key_scales, store_scores, sum_heads
+from pallas_kernels.sparse_index.scaled_pages import KEY_DTYPE, scale_rows
+from pallas_kernels.sparse_index.units import PAGE, ROW_COST, Unit
 
-PAGE, COLUMNS = 64, 128
+COLUMNS = 128
+SCALED_ROWS = PAGE + scale_rows(PAGE, COLUMNS)
+_STAGE_ROWS = -(-SCALED_ROWS // 8) * 8  # a stage begins at a multiple of 1,024 bytes
 CONSUMERS = 2
 _MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thread
 _REGISTERS = 232, 40  # per thread of consumers and producer
@@ -46,7 +52,7 @@ _INTERPRETED_PROGRAMS = 2
 _MOST_ROWS = 256  # heads of all queries of a group
 _MOST_STAGES = 22
 _SHARED_BYTES = 232448 - 8 * 1024  # of a program, less barriers
-_MOST_PAGES, _UNIT_COST = 32, 1  # of a unit: pages, and in units of a page its beginning and end
+_MOST_PAGES = 32  # of a unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +62,8 @@ class Config:
     queries: int
     """Queries of a group."""
 
-    pages: int
-    """Pages of a unit."""
+    pages: int | None
+    """Pages of a unit. None divides all pages into equal shares, see :mod:`units`."""
 
     groups: int
     """Groups of a unit: 1, or 2 for one of each consumer."""
@@ -82,37 +88,26 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     sets = -(-T // (most * groups))
     queries = -(-T // (sets * groups))
     of_queries = 2 * groups * queries * J * (COLUMNS * itemsize + 4)
-    room = (_SHARED_BYTES - of_queries) // (PAGE * (COLUMNS * itemsize + 4))
+    of_stage = (_STAGE_ROWS if itemsize == 1 else PAGE) * COLUMNS * itemsize
+    room = (_SHARED_BYTES - of_queries) // of_stage
 
     def cost(pages: int) -> int:
         """Returns the time of the busiest program."""
-        units = B * sets * -(-max_pages // pages)
-        return -(-units // multiprocessors()) * (pages + _UNIT_COST)
+        count = B * sets * -(-max_pages // pages)
+        return -(-count // multiprocessors()) * (pages + ROW_COST)
 
     pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
     stages = min(room, _MOST_STAGES) // 2 * 2
     return Config(queries, pages, groups, stages, unroll=2 if groups == 1 else 1)
 
 
-class Unit(NamedTuple):
-    """A range of pages of a sequence, and groups of its queries."""
-
-    sequence: jax.Array
-    group: jax.Array  # the first one
-    first: jax.Array  # page in the table
-    seen: jax.Array  # pages from there on with tokens that a query sees
-    in_table: jax.Array  # pages from there on
-    length: jax.Array  # of the sequence
-
-
 @functools.partial(jax.jit, static_argnames=("queries", "config", "interpret"))
 def score(
     q: Float[Array, "B G rows D"],
     weights: Float32[Array, "B G Tg J"],
-    pages: Float[Array, "P page width"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page_rows width"],
     block_tables: Int32[Array, "B max_pages"],
     lengths: Int32[Array, " B"],
-    scales: Float32[Array, "P page"] | None,
     *,
     queries: int,
     config: Config,
@@ -124,48 +119,40 @@ def score(
       queries: number of queries T. The last groups may have fewer than the others.
     """
     B, G, rows, _ = q.shape
-    J, float8, on_gpu = weights.shape[-1], scales is not None, interpret is None
+    J, float8, on_gpu = weights.shape[-1], q.dtype == KEY_DTYPE, interpret is None
     # Table entries past a sequence's length may be anything; clip them to the page pool.
     last_page, max_pages = pages.shape[0] - 1, block_tables.shape[1]
-    chunks, sets = -(-max_pages // config.pages), G // config.groups
-    units = B * sets * chunks
-    programs = min(units, multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS)
+    work = units.Work(B, G // config.groups, config.groups, config.queries, queries, max_pages)
+    programs = multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS
+    if config.pages is not None:
+        programs = min(programs, B * work.sets * -(-max_pages // config.pages))
     readers = config.groups  # of a page
     parts = _parts(config.queries, J)
-    key_copies, q_copies = 1 + float8, 2 * config.groups
-    rings = [(config.stages, key_copies, readers), (2, q_copies, CONSUMERS)]
+    page_rows = SCALED_ROWS if float8 else PAGE
+    rings = [(config.stages, 1, readers), (2, 2 * config.groups, CONSUMERS)]
     barriers = [Ring.scratch(*each, interpret) for each in rings]
     untiled = float8 and on_gpu
 
     def sparse_index(*refs: Any) -> None:
-        q_g, weights_g, pages_g, tables_g, lengths_g, *rest = refs
-        scales_g = rest.pop(0) if float8 else None
-        out_g, q_s, weights_s, keys_s, scales_s, *ring_s = rest
+        q_g, weights_g, pages_g, tables_g, lengths_g, out_g, q_s, weights_s, keys_s, *ring_s = refs
         # Views of the same memory: copies and wgmma take the untiled one.
-        (q_s, keys_s) = (x[1] if untiled else x for x in (q_s, keys_s))
+        q_s = q_s[1] if untiled else q_s
         key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
         q_ring = Ring.of(2, CONSUMERS, ring_s[len(barriers[0]) :], interpret)
         q_ring.initialise()
         key_ring.initialise()
         overlap_preceding_kernel(interpret=interpret)
         program, wg = lax.axis_index("program"), lax.axis_index("wg")
-        count = lax.div(units - program + (programs - 1), jnp.int32(programs))
-
-        def unit_of(i: jax.Array) -> Unit:
-            number = program + i * programs
-            of_pages, rest = lax.rem(number, jnp.int32(chunks)), lax.div(number, jnp.int32(chunks))
-            b, group = lax.div(rest, jnp.int32(sets)), lax.rem(rest, jnp.int32(sets))
-            group, first = group * config.groups, of_pages * config.pages
-            length = lengths_g[b]
-            tokens = length + jnp.minimum((group + config.groups) * config.queries - queries, 0)
-            in_table = jnp.minimum(max_pages - first, config.pages)
-            seen = jnp.clip(lax.div(tokens + (PAGE - 1), jnp.int32(PAGE)) - first, 0, in_table)
-            return Unit(b, group, first, seen, in_table, length)
+        of_program = program, programs, lengths_g
+        if config.pages is None:
+            count, unit_of = units.equal_shares(work, *of_program)
+        else:
+            count, unit_of = units.in_turn(work, config.pages, *of_program)
 
         def produce() -> None:
             def number_of(unit: Unit, k: jax.Array) -> jax.Array:
-                k = jnp.minimum(k, unit.in_table - 1)
-                return jnp.clip(tables_g[unit.sequence, unit.first + k], 0, last_page)
+                k = jnp.minimum(unit.first + k, max_pages - 1)
+                return jnp.clip(tables_g[unit.sequence, k], 0, last_page)
 
             def copy_unit(i: jax.Array, carry: Any) -> Any:
                 state, loaded = carry
@@ -184,12 +171,11 @@ def score(
 
                 def copy_page(k: jax.Array, carry: Any) -> Any:
                     state, number = carry
-                    tile = number, pl.ds(0, PAGE), pl.ds(0, COLUMNS)
-                    copies = [_tiles_copy(pages_g, tile, keys_s.at[state.stage], float8)]
+                    page = number, pl.ds(0, page_rows), pl.ds(0, COLUMNS)
+                    stage = keys_s.at[state.stage]
                     if float8:
-                        window = number, pl.ds(0, PAGE)
-                        copies.append(_copy(scales_g, window, scales_s.at[state.stage]))
-                    key_ring.fill(state, copies)
+                        stage = stage.at[pl.ds(0, page_rows)]
+                    key_ring.fill(state, [_tiles_copy(pages_g, page, stage, float8)])
                     # The next number is loaded while the ring is full.
                     return key_ring.next(state), number_of(unit, k + 1)
 
@@ -228,7 +214,7 @@ def score(
                     store_scores(out_g, where, scores, query < queries, interpret=interpret)
 
                 def scale_of(state: PipelineState) -> jax.Array | None:
-                    return plgpu.layout_cast(scales_s[state.stage], ROW) if float8 else None
+                    return key_scales(keys_s, state.stage, interpret=interpret) if float8 else None
 
                 def scores_of(k: Any, part: int, product: jax.Array, scale: Any) -> list[jax.Array]:
                     """Returns the scores of a part's queries."""
@@ -246,12 +232,17 @@ def score(
                         store(k, t, scores)
 
                 def start(part: int, state: PipelineState, previous: jax.Array) -> jax.Array:
-                    keys = wgmma.operand_base(keys_s, state.stage * (PAGE * 128))
+                    keys = wgmma.operand_base(keys_s, state.stage * (_STAGE_ROWS * COLUMNS))
                     offset = parts[part][0] * J * 128
                     return wgmma.start_product(keys, q_base, 0, offset, previous)
 
                 def multiply(part: int, state: PipelineState) -> jax.Array:
                     first, width = (n * J for n in parts[part])
+                    if float8:  # interpreted
+                        keys = lax.bitcast_convert_type(keys_s[state.stage, :PAGE], KEY_DTYPE)
+                        columns = q_s[buffer, own, first : first + width]
+                        f32 = jnp.float32
+                        return lax.dot(keys.astype(f32), columns.astype(f32).T)
 
                     def run(accumulator: Any) -> jax.Array:
                         b = q_s.at[buffer, own, pl.ds(first, width)]
@@ -348,20 +339,17 @@ def score(
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
             consume()
 
-    def tiles(*shape: int) -> Any:
-        if not float8:
-            return tiles_of(*shape)
-        return two_views(shape, q.dtype, on_gpu=on_gpu)
-
-    arrays = [q, weights, pages, block_tables, lengths, *(() if scales is None else (scales,))]
+    q_shape, keys = (2, config.groups, rows, COLUMNS), tiles_of(config.stages, PAGE, COLUMNS)
+    if float8:
+        swizzle = (plgpu.SwizzleTransform(COLUMNS),) if on_gpu else ()
+        keys = plgpu.SMEM((config.stages, _STAGE_ROWS, COLUMNS), jnp.uint8, transforms=swizzle)
     return plgpu.kernel(
         sparse_index,
         out_type=jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
         scratch_types=[
-            tiles(2, config.groups, rows, COLUMNS),
+            two_views(q_shape, q.dtype, on_gpu=on_gpu) if float8 else tiles_of(*q_shape),
             plgpu.SMEM((2, config.groups, config.queries, J), jnp.float32),
-            tiles(config.stages, PAGE, COLUMNS),
-            plgpu.SMEM((config.stages, PAGE), jnp.float32),
+            keys,
             *barriers[0],
             *barriers[1],
         ],
@@ -373,7 +361,7 @@ def score(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(*arrays)
+    )(q, weights, pages, block_tables, lengths)
 
 
 def _parts(queries: int, heads: int) -> Sequence[tuple[int, int]]:

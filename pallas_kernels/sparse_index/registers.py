@@ -29,8 +29,10 @@ from pallas_kernels.hopper.ir import (
     word,
 )
 from pallas_kernels.hopper.tiles import ROW, ROWS, WGMMA, spread_columns
+from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, scale_rows
 
 _COLUMN = WGMMA.reduce(0)
+_UNTILED = plgpu.RefType((plgpu.SwizzleTransform(128),))
 
 
 def sum_heads(
@@ -84,6 +86,39 @@ def sum_heads(
         return tuple(results)
 
     return add(products, weights)
+
+
+def key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:
+    """Returns the scales of a page's keys, float32 [64] with one per token.
+
+    Args:
+      stages: uint8 [stages, rows, 128] in shared memory. After 64 keys the rows have the scales.
+    """
+    if interpret is not None:
+        scales = stages[stage, ROWS : ROWS + scale_rows(ROWS, stages.shape[2])]
+        scales = jax.lax.bitcast_convert_type(scales.reshape(ROWS, SCALE_BYTES), jnp.float32)
+        return plgpu.layout_cast(scales, ROW)
+
+    @inline(_UNTILED, SCALAR, returns=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW))
+    def load(stages: Any, stage: Any) -> Any:
+        _, rows, columns = ir.MemRefType(stages.type).shape
+        begin = arith.addi(arith.muli(word(stage), const(rows)), const(ROWS))
+        begin = arith.addi(shared_address(stages), arith.muli(begin, const(columns)))
+        # Row i of the page is swizzled: its 16 bytes number j are at number j ^ (i % 8). The scales
+        # of 32 tokens are in row 64, those of the others in row 65.
+        row = wgmma_row()
+        second = arith.shrui(row, const(5))
+        at = arith.xori(arith.shli(row, const(2)), arith.shli(second, const(4)))
+        address = arith.addi(begin, at)
+        registers = []
+        for half in range(2):  # eight tokens later, in the same row
+            text = f"ld.shared.f32 $0, [$1 + {32 * half}];"
+            f32 = ir.F32Type.get()
+            x = asm(text, "=f,r,~{memory}", address, result=f32, effects=True)
+            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), x))
+        return array(registers, (ROWS,), ROW)
+
+    return load(stages, jnp.asarray(stage, jnp.int32))
 
 
 def store_scores(

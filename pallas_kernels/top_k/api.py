@@ -5,9 +5,13 @@ from __future__ import annotations
 from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.top_k import mosaic_gpu, reference
+from pallas_kernels.top_k import mosaic_gpu, reference, threshold
 
-BACKENDS = {"mosaic_gpu": mosaic_gpu.top_k, "reference": reference.top_k}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.top_k,
+    "threshold": threshold.top_k,
+    "reference": reference.top_k,
+}
 
 
 def top_k(

@@ -15,7 +15,12 @@ from sharding import make_layout
 SPEC = CacheSpec(
     (
         {"latent": CachedArray(6, jnp.bfloat16), "scale": CachedArray(1, jnp.float32)},
-        {"latent": CachedArray(6, jnp.bfloat16), "key": CachedArray(3, jnp.float8_e4m3fn)},
+        {
+            "latent": CachedArray(6, jnp.bfloat16),
+            "key": CachedArray(3, jnp.float8_e4m3fn),
+            # Four keys of five bytes, and four rows with the scales and four bytes of padding.
+            "scaled": CachedArray(5, jnp.uint8, is_scaled=True),
+        },
     ),
     ({"latent": CachedArray(7, jnp.uint8)},),
 )

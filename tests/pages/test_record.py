@@ -65,6 +65,32 @@ class TestEncode:
             assert again.address == address
             assert again.payload.tobytes() == record.payload.tobytes()
 
+    def test_pages_with_rows_of_scales(self):
+        """Their rows are part of the format. A record from before, which has scales in an array of
+        their own, is another cache's."""
+        identity = CacheIdentity(
+            "a model", PageFormat(4, (PageArray("layers.0.index_key", 8, "uint8", rows=6),)), 1
+        )
+        address = identity.addresses(PROMPT)[0]
+        record = record_of(address, identity)
+        again = PageRecord.decode(record.encode())
+        again.check(identity, address)
+        ((name, array),) = again.arrays.items()
+        assert (name, array.shape) == ("layers.0.index_key", (6, 8))
+        again = PageRecord.of(identity, address, {name: array})
+        assert again.payload.tobytes() == record.payload.tobytes()
+        before = PageFormat(
+            4,
+            (
+                PageArray("layers.0.index_scale", 1, "float32"),
+                PageArray("layers.0.index_key", 8, "float8_e4m3fn"),
+            ),
+        )
+        old = record_of(address, CacheIdentity("a model", before, 1))
+        assert old.num_bytes == record.num_bytes
+        with pytest.raises(PageError, match=r"rows=6.*, got .*layers\.0\.index_scale"):
+            PageRecord.decode(old.encode()).check(identity, address)
+
     def test_it_is_made_of_logical_arrays(self):
         record = record_of(IDENTITY.addresses(PROMPT)[0])
         shapes = {name: (x.shape, x.dtype.name) for name, x in record.arrays.items()}

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pallas_kernels import sparse_index
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.sparse_index.scaled_pages import pages_of, token_bytes
 from tests.pallas_kernels.numerics import TOLERANCES, Array, check, device, random_e4m3, rounded
 
 _STRAY_ENTRIES = (10**6, -1, 0, -(10**6), 2**31 - 1)
@@ -32,6 +33,8 @@ class Inputs:
     lengths: tuple[int, ...]
     dtype: str
     scales: Array | None = None
+    unused: int = 0
+    """Columns of wider pages with scales that are no keys, and as many rows."""
 
     @classmethod
     def random(
@@ -70,15 +73,20 @@ class Inputs:
         )
 
     def run(self, implementation: Operation) -> Array:
+        pages = device(self.pages, self.dtype)
+        if self.scales is not None:
+            pages = pages_of(token_bytes(pages, device(self.scales, "float32")))
+            unused = ((0, 0), (0, self.unused), (0, self.unused))
+            pages = jnp.pad(pages, unused, constant_values=0xFF)  # NaN
         arrays = (
             device(self.q, self.dtype),
             device(self.weights, "float32"),
-            device(self.pages, self.dtype),
+            pages,
             jax.device_put(self.block_tables),
             device(self.lengths, "int32"),
         )
-        scales = None if self.scales is None else device(self.scales, "float32")
-        return np.asarray(compiled(implementation)(*arrays, scales=scales))
+        page_size = None if self.scales is None else self.pages.shape[1]
+        return np.asarray(compiled(implementation, page_size)(*arrays))
 
     def expected(self, products_of: Callable[[Array, Array], Array] = np.matmul) -> Array:
         """Returns scores [B, T, S], computed key by key in float64.
@@ -116,10 +124,11 @@ def tensor_core_products(q: Array, key: Array) -> Array:
 
 
 @functools.cache
-def compiled(implementation: Operation):
+def compiled(implementation: Operation, page_size: int | None):
     if callable(implementation):
-        return jax.jit(implementation)
-    return jax.jit(functools.partial(sparse_index, implementation=implementation))
+        return jax.jit(functools.partial(implementation, page_size=page_size))
+    partial = functools.partial(sparse_index, page_size=page_size, implementation=implementation)
+    return jax.jit(partial)
 
 
 class SparseIndexCases:
@@ -172,6 +181,10 @@ class SparseIndexCases:
 
     def test_float8_keys_with_scales(self):
         self.check(self.random((21, 2), T=2, dtype="float8_e4m3fn"))
+
+    def test_float8_keys_in_wider_pages(self):
+        x = self.random((21, 2), T=2, dtype="float8_e4m3fn")
+        self.check(dataclasses.replace(x, unused=128))
 
     def test_wider_pages(self):
         x = self.random((21, 2), T=2)

@@ -48,6 +48,7 @@ from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
+from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule
 
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
@@ -229,7 +230,9 @@ def sparse_prefill(queries: int, heads: int, keys: int) -> Kernel:
     return Kernel("pallas_kernels.sparse_mla_prefill.mosaic_gpu", arrays, {"scale": 192**-0.5})
 
 
-def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> Kernel:
+def index(
+    queries: int, rows: int, pages: int, dtype: Any, heads: int = 64, **options: Any
+) -> Kernel:
     """sparse_index of ``rows`` sequences with ``pages`` pages each."""
     arrays = {
         "q": Struct((rows, queries, heads, 128), dtype),
@@ -239,8 +242,9 @@ def index(queries: int, rows: int, pages: int, dtype: Any, heads: int = 64) -> K
         "lengths": Struct((rows,), I32),
     }
     if dtype == FP8:
-        arrays["scales"] = Struct((rows * pages, 64, 1), F32)
-    return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, {})
+        arrays["pages"] = Struct((rows * pages, 66, 128), jnp.uint8)
+        options["page_size"] = 64
+    return Kernel("pallas_kernels.sparse_index.mosaic_gpu", arrays, options)
 
 
 def selection(rows: int, S: int, k: int = 2048, lengths: bool = False) -> Kernel:
@@ -318,6 +322,12 @@ def kernels() -> dict[str, Kernel]:
         for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
             shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
             table[shape] = index(queries, rows, pages, dtype)
+    for name, rows, queries, config in [
+        ("1x4096 of 128", 1, 4096, IndexConfig(4, None, 2, 8, 1)),
+        ("64x1 of 128", 64, 1, IndexConfig(1, None, 1, 22, 2)),
+    ]:
+        shape = f"sparse_index fp8 {name} pages in equal shares"
+        table[shape] = index(queries, rows, 128, FP8, config=config)
     table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
     table |= {
         "top_k 64 rows of 32768": selection(64, 32768),

@@ -4,11 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import sparse_index
-from pallas_kernels.sparse_index import mosaic_gpu
+from pallas_kernels.sparse_index import mosaic_gpu, units
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config, plan
+from pallas_kernels.sparse_index.units import ROW_COST, Unit, Work
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES
 from tests.pallas_kernels.sparse_index_cases import SparseIndexCases, tensor_core_products
@@ -43,6 +45,7 @@ class TestMosaicGpu(SparseIndexCases):
         [
             (5, Config(queries=2, pages=4, groups=2, stages=4, unroll=2), "float8_e4m3fn"),
             (1, Config(queries=1, pages=3, groups=1, stages=4, unroll=2), "float8_e4m3fn"),
+            (5, Config(queries=1, pages=None, groups=2, stages=2, unroll=1), "float8_e4m3fn"),
             pytest.param(
                 11,
                 Config(queries=4, pages=5, groups=2, stages=2, unroll=2),
@@ -63,57 +66,132 @@ class TestMosaicGpu(SparseIndexCases):
         self.check_result(x, x.run(kernel(config)))
 
 
+def loads(work, divide, lengths, programs):
+    """Checks that units score each page of each row once and hide each other page once. Returns the
+    pages of each program, with the cost of its units."""
+    most = work.sequences * work.sets * work.max_pages // programs + work.sets * work.sequences
+
+    @jax.jit
+    def units_of_all(lengths):
+        def of_program(program):
+            count, unit_of = divide(program, programs, lengths)
+            return count, jax.vmap(unit_of)(jnp.arange(most))
+
+        return jax.vmap(of_program)(jnp.arange(programs))
+
+    scored = np.zeros((work.sequences, work.sets, work.max_pages), int)
+    hidden, pages = scored.copy(), []
+    counts, of_programs = units_of_all(jnp.asarray(lengths, jnp.int32))
+    of_programs = [np.asarray(each) for each in of_programs]
+    for program, count in enumerate(np.asarray(counts)):
+        assert count <= most
+        cost = 0
+        for i in range(count):
+            unit = Unit(*(each[program, i] for each in of_programs))
+            row = unit.sequence, unit.group // work.groups
+            scored[*row, unit.first : unit.first + unit.seen] += 1
+            hidden[*row, unit.first + unit.seen : unit.first + unit.in_table] += 1
+            cost += int(unit.seen + ROW_COST if unit.seen > 0 else 0)
+        pages.append(cost)
+    assert (scored + hidden == 1).all()
+    for b, length in enumerate(lengths):
+        for s in range(work.sets):
+            later = work.queries - min((s + 1) * work.groups * work.group_queries, work.queries)
+            seen = min(max(-(-(length - later) // 64), 0), work.max_pages)
+            assert (scored[b, s, :seen] == 1).all()
+            assert not scored[b, s, seen:].any()
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("work", "lengths", "programs"),
+    [
+        (Work(1, 64, 2, 4, 512, 64), [4096], 12),
+        (Work(3, 9, 2, 3, 53, 9), [0, 577, 60], 7),
+        (Work(2, 1, 1, 2, 2, 40), [2560, 5000], 13),  # a length past the table's end
+        (Work(2, 2, 2, 1, 3, 1), [1, 2], 9),  # more programs than pages
+    ],
+)
+def test_divisions_score_every_page_once(work, lengths, programs):
+    """Shares are equal to about a page per row; units in turn need not be."""
+    in_turn = loads(work, functools.partial(units.in_turn, work, 5), lengths, programs)
+    shares = loads(work, functools.partial(units.equal_shares, work), lengths, programs)
+    assert sum(shares) >= sum(in_turn) - len(in_turn) * work.sequences * work.sets
+    assert max(shares) <= np.mean(shares) * 1.1 + 4
+
+
+def test_shares_balance_queries_that_see_different_numbers_of_pages():
+    """4,096 queries of 8,192 tokens, on 132 multiprocessors: the first chunks of a row are always
+    the same programs' turn."""
+    work, lengths = Work(1, 512, 2, 4, 4096, 128), [8192]
+    in_turn = max(loads(work, functools.partial(units.in_turn, work, 32), lengths, 132))
+    shares = max(loads(work, functools.partial(units.equal_shares, work), lengths, 132))
+    assert in_turn == 16 * 33
+    assert shares <= 382
+
+
 def test_plan_fills_the_device():
     """Groups of at most 256 rows, and as many units as keep all multiprocessors busy."""
     assert plan(64, 1, 64, 512, 1) == Config(1, pages=32, groups=1, stages=22, unroll=2)
     assert plan(64, 5, 64, 512, 1).queries == 3
     assert plan(1, 4096, 64, 512, 1).queries == 4
+    assert plan(1, 4096, 64, 512, 1).stages == 8
     assert plan(1, 1, 64, 512, 1).pages == 4
 
 
-def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", scales=None, B=2, width=None):
-    scales = None if scales is None else jnp.ones((8, page, scales), jnp.float32)
+def arrays(T=1, J=64, D=128, page=64, dtype="bfloat16", stored=None, B=2, width=None):
+    """Returns arguments. ``page`` is the number of rows of a page."""
     return (
-        (
-            jnp.ones((B, T, J, D), dtype),
-            jnp.ones((B, T, J), jnp.float32),
-            jnp.ones((8, page, width or D), dtype),
-            jnp.zeros((B, 4), jnp.int32),
-            jnp.ones(B, jnp.int32),
-        ),
-        scales,
+        jnp.ones((B, T, J, D), dtype),
+        jnp.ones((B, T, J), jnp.float32),
+        jnp.ones((8, page, width or D), stored or dtype),
+        jnp.zeros((B, 4), jnp.int32),
+        jnp.ones(B, jnp.int32),
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "page_size", "message"),
     [
-        ({"dtype": "float32"}, "got float32"),
-        ({"page": 32}, r"got \(32, 128\)"),
-        ({"D": 64}, r"got \(64, 64\)"),
-        ({"J": 12}, "got 12"),
-        ({"width": 160}, "a multiple of 128 bytes, got 320"),
-        ({"dtype": "float8_e4m3fn"}, "scales of float8 keys only, got float8_e4m3fn"),
-        ({"dtype": "float8_e4m3fn", "scales": 128}, "width 1, got 128"),
+        ({"dtype": "float32"}, None, "got float32"),
+        ({"page": 32}, None, r"got \(32, 128\)"),
+        ({"D": 64}, None, r"got \(64, 64\)"),
+        ({"J": 12}, None, "got 12"),
+        ({"width": 160}, None, "a multiple of 128 bytes, got 320"),
+        ({"dtype": "float8_e4m3fn"}, None, "got float8_e4m3fn and float8_e4m3fn"),
+        ({"stored": "uint8"}, 64, "got bfloat16 and uint8"),
+        ({"dtype": "float8_e4m3fn", "stored": "uint8"}, 32, r"got \(32, 128\)"),
+        ({"dtype": "float8_e4m3fn", "stored": "uint8"}, 64, "takes 66 rows .* got 64"),
     ],
 )
-def test_refusals(changes, message):
-    given, scales = arrays(**changes)
+def test_refusals(changes, page_size, message):
     with pytest.raises(NotImplementedError, match=message):
-        mosaic_gpu.sparse_index(*given, scales=scales, interpret=object())
+        mosaic_gpu.sparse_index(*arrays(**changes), page_size=page_size, interpret=object())
+
+
+def test_equal_shares_of_too_many_tokens():
+    """Positions are 32-bit integers."""
+    config = Config(1, None, 1, 4, 1)
+    f = functools.partial(mosaic_gpu.sparse_index, config=config, interpret=object())
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(T=1)]
+    shapes[3] = jax.ShapeDtypeStruct((2, 2**23), jnp.int32)
+    with pytest.raises(
+        NotImplementedError, match=r"fewer than 2\^30 tokens in all, got 1073741952"
+    ):
+        jax.eval_shape(f, *shapes)
 
 
 @off_gpu
 def test_no_gpu():
-    given, _ = arrays()
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
-        sparse_index(*given, implementation="mosaic_gpu")
+        sparse_index(*arrays(), implementation="mosaic_gpu")
 
 
 def test_lowers_for_cuda(monkeypatch):
     """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
-    given, scales = arrays(T=2, dtype="float8_e4m3fn", scales=1)
-    f = jax.jit(functools.partial(mosaic_gpu.sparse_index, scales=scales))
-    text = f.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    given = arrays(T=2, dtype="float8_e4m3fn", stored="uint8", page=66)
+    f = functools.partial(mosaic_gpu.sparse_index, page_size=64)
+    traced = jax.jit(f).trace(*given)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

@@ -16,6 +16,7 @@ from pallas_kernels import (
     top_k,
 )
 from pallas_kernels.sparse_index import blocked
+from pallas_kernels.top_k import threshold
 from tests.pallas_kernels.numerics import central_difference, check_slope, device
 from tests.pallas_kernels.sparse_index_cases import SparseIndexCases
 from tests.pallas_kernels.sparse_mla_cases import (
@@ -23,7 +24,7 @@ from tests.pallas_kernels.sparse_mla_cases import (
     SparseMlaDecodeCases,
     SparseMlaPrefillCases,
 )
-from tests.pallas_kernels.top_k_cases import TopKCases
+from tests.pallas_kernels.top_k_cases import TopKCases, expected
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,6 +45,31 @@ class TestIndexBlocked(SparseIndexCases):
 
 class TestTopKReference(TopKCases):
     implementation = "reference"
+
+
+class TestTopKThreshold(TopKCases):
+    """The one for TPUs, on the CPU."""
+
+    implementation = staticmethod(threshold.select)
+
+    def test_rows_in_chunks(self, monkeypatch):
+        """The last three of seven rows overlap those before."""
+        scores = jax.random.normal(jax.random.key(4), (7, 300))
+        whole = np.asarray(threshold.select(scores, 50))
+        monkeypatch.setattr(threshold, "CHUNK_BYTES", 3 * threshold._row_bytes(384, 50))
+        np.testing.assert_array_equal(threshold.select(scores, 50), whole)
+        np.testing.assert_array_equal(whole, expected(np.asarray(scores), 50))
+
+    def test_long_rows_of_equal_scores(self):
+        """Counts that bfloat16 would round."""
+        scores = np.zeros((1, 3001), np.float32)
+        scores[0, -3:] = 1
+        self.check(scores, 2500)
+
+
+def test_top_k_on_tpus_only():
+    with pytest.raises(NotImplementedError, match="is for TPUs, this is cpu"):
+        top_k(jnp.zeros((1, 4)), 2, implementation="threshold")
 
 
 def test_top_k_of_nothing_is_refused():

@@ -17,7 +17,7 @@ def selected_tokens(attention: SparseAttention, x: jax.Array, rotation: Rotation
     def select(state: nnx.State, x: jax.Array, rotation: Rotation) -> jax.Array:
         module = nnx.merge(graph, state)
         queries = module.indexer.queries(x, module.query_latent(x), rotation)
-        entries = module.indexer.entries(x, rotation)
+        entries = module.indexer.whole_pages(x, rotation)
         start, table = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.int32)
         return module.indexer.select(queries, entries, table, start, PageShard(x.shape[1]))
 

@@ -1,0 +1,142 @@
+"""Division of the pages that sparse_index scores among the programs of its kernel.
+
+A row is a set of queries that are scored together, of one sequence: ``groups * group_queries``
+queries. There are two divisions:
+
+* Units of a fixed number of pages, which the programs take in turn. Where most units are full this
+  costs little. But queries of one sequence see different numbers of pages, and a program whose
+  turns fall on the first pages of every row has more to do than one whose turns fall on the last.
+* Equal shares: the pages of all rows in order, cut into as many pieces as there are programs. A
+  program finds its own piece from the lengths. Pieces are measured in tokens, so that sums have a
+  closed form, and a row counts ``ROW_COST`` pages more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PAGE = 64
+ROW_COST = 1  # the beginning and end of a row or unit, in pages
+
+
+class Unit(NamedTuple):
+    """A range of pages of a sequence, and groups of its queries."""
+
+    sequence: jax.Array
+    group: jax.Array  # the first one
+    first: jax.Array  # page in the table
+    seen: jax.Array  # pages from there on with tokens that a query sees
+    in_table: jax.Array  # pages from there on
+    length: jax.Array  # of the sequence
+
+
+Units = tuple[jax.Array, Callable[[jax.Array], Unit]]
+"""The number of a program's units, and the function that returns the i-th."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Sizes of the whole operation."""
+
+    sequences: int
+    sets: int
+    """Rows of a sequence."""
+    groups: int
+    """Groups of queries of a row."""
+    group_queries: int
+    """Queries of a group. The last groups of a sequence may have fewer."""
+    queries: int
+    """Queries of a sequence."""
+    max_pages: int
+
+    def seen_pages(self, length: jax.Array, group: jax.Array) -> jax.Array:
+        """Returns the pages that the row with this first group sees."""
+        last = (group + self.groups) * self.group_queries
+        tokens = length + jnp.minimum(last - self.queries, 0)
+        return jnp.clip(lax.div(tokens + (PAGE - 1), jnp.int32(PAGE)), 0, self.max_pages)
+
+
+def in_turn(work: Work, pages: int, program: jax.Array, programs: int, lengths: Any) -> Units:
+    """Returns every ``programs``-th unit of ``pages`` pages."""
+    chunks, sets = -(-work.max_pages // pages), work.sets
+    units = work.sequences * sets * chunks
+    count = lax.div(units - program + (programs - 1), jnp.int32(programs))
+
+    def unit_of(i: jax.Array) -> Unit:
+        number = program + i * programs
+        of_pages, rest = lax.rem(number, jnp.int32(chunks)), lax.div(number, jnp.int32(chunks))
+        b, group = lax.div(rest, jnp.int32(sets)), lax.rem(rest, jnp.int32(sets))
+        group, first = group * work.groups, of_pages * pages
+        length = lengths[b]
+        in_table = jnp.minimum(work.max_pages - first, pages)
+        seen = jnp.clip(work.seen_pages(length, group) - first, 0, in_table)
+        return Unit(b, group, first, seen, in_table, length)
+
+    return count, unit_of
+
+
+def equal_shares(work: Work, program: jax.Array, programs: int, lengths: Any) -> Units:
+    """Returns the rows of a program's share. Of the first and the last one it may have a part.
+
+    The program with the last page of a row also has those pages that no query sees.
+    """
+    sets, rows = work.sets, work.sequences * work.sets
+    row_queries = work.groups * work.group_queries
+
+    def tokens_before(b: jax.Array, row: jax.Array) -> jax.Array:
+        """Returns the tokens of the first rows of a sequence, with the cost of each row."""
+        before = jnp.clip(lengths[b] - work.queries, 0, work.max_pages * PAGE)
+        triangle = lax.div(row * (row + 1), jnp.int32(2))
+        return row * (before + ROW_COST * PAGE) + row_queries * triangle
+
+    def total_of(b: jax.Array) -> jax.Array:
+        return tokens_before(b, jnp.int32(sets))
+
+    n = jnp.int32(work.sequences)
+    total = lax.fori_loop(0, n, lambda b, sum: sum + total_of(b), jnp.int32(0))
+    share = lax.div(total + (programs - 1), jnp.int32(programs))
+    begin = share * program
+    end = begin + share
+
+    def find(b: jax.Array, carry: Any) -> Any:
+        """Keeps the last sequences that begin by ``begin`` and ``end``, and the tokens before."""
+        before, *results = carry
+        places = []
+        for position, (old_b, old_before) in zip((begin, end), results, strict=True):
+            is_later = before <= position
+            places.append((jnp.where(is_later, b, old_b), jnp.where(is_later, before, old_before)))
+        return before + total_of(b), *places
+
+    zero = jnp.int32(0)
+    _, first, last = lax.fori_loop(0, n, find, (zero, (zero, zero), (zero, zero)))
+
+    def locate(position: jax.Array, b: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the row of a position, of all rows, and the page in it."""
+        row, step = zero, 1 << (sets - 1).bit_length()
+        while step := step // 2:
+            is_later = (row + step < sets) & (before + tokens_before(b, row + step) <= position)
+            row = jnp.where(is_later, row + step, row)
+        page = lax.div(position - before - tokens_before(b, row), jnp.int32(PAGE))
+        is_past = position >= total
+        return jnp.where(is_past, rows, b * sets + row), jnp.where(is_past, 0, page)
+
+    (first_row, first_page), (last_row, last_page) = locate(begin, *first), locate(end, *last)
+
+    def unit_of(i: jax.Array) -> Unit:
+        row = first_row + i
+        b, group = lax.div(row, jnp.int32(sets)), lax.rem(row, jnp.int32(sets)) * work.groups
+        length = lengths[b]
+        visible = work.seen_pages(length, group)
+        start = jnp.where(i == 0, jnp.minimum(first_page, visible), 0)
+        stop = jnp.where(row == last_row, jnp.minimum(last_page, visible), visible)
+        in_table = jnp.where(row == last_row, stop, work.max_pages) - start
+        return Unit(b, group, start, stop - start, in_table, length)
+
+    # The last row is another program's too, unless it is past the end.
+    return jnp.minimum(last_row + 1, rows) - first_row, unit_of
