@@ -194,8 +194,31 @@ def write(
     """
     P, page_size, width = pages.shape
     values = jnp.pad(values, ((0, 0), (0, 0), (0, width - values.shape[-1])))
+    page = _page_of(block_tables, positions, valid, page_size)
+    # P is out of bounds and therefore dropped; a negative number would count from the end.
+    page = jnp.where(page < 0, P, page)
+    return pages.at[page, positions % page_size].set(values.astype(pages.dtype), mode="drop")
+
+
+def new_slots(cache: LayerCache) -> Int[Array, "B T"]:
+    """Returns where :func:`append` stores the new tokens of a cache that is not sharded.
+
+    They are numbers of slots, page by page. The slot of a token that is dropped is -1.
+    """
+    P, page_size = next(iter(cache.pages.values())).shape[:2]
+    positions = cache.starts[:, None] + jnp.arange(cache.valid.shape[1])
+    page = _page_of(cache.block_tables, positions, cache.valid, page_size)
+    slots = page * page_size + positions % page_size
+    return jnp.where((page < 0) | (page >= P), -1, slots)
+
+
+def _page_of(
+    block_tables: Int[Array, "B max_pages"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    page_size: int,
+) -> Int[Array, "B T"]:
+    """Returns the page of each position, -1 for tokens to drop and past the block table."""
     number, max_pages = positions // page_size, block_tables.shape[1]
     page = jnp.take_along_axis(block_tables, number, axis=1, mode="clip")
-    # P is out of bounds and therefore dropped; a negative number would count from the end.
-    page = jnp.where(valid & (number < max_pages) & (page >= 0), page, P)
-    return pages.at[page, positions % page_size].set(values.astype(pages.dtype), mode="drop")
+    return jnp.where(valid & (number < max_pages), page, -1)
