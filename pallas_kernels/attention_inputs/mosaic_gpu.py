@@ -76,10 +76,6 @@ def make_plan(
             f"takes bfloat16 activations, W_UK and pages, got {x.dtype}, {weights.w_uk.dtype} and"
             f" {pages.dtype}"
         )
-    if pages.shape[2] % ROWS:
-        raise NotImplementedError(
-            f"takes pages with a multiple of {ROWS} columns, got {pages.shape[2]}"
-        )
     names: tuple[PhaseName, ...] = "q_proj", "kv_a_proj", "q_a_proj"
     dtypes: dict[PhaseName, Any] = {}
     for name in names:
@@ -90,7 +86,7 @@ def make_plan(
             raise NotImplementedError(
                 f"takes projections of {x.dtype}, or float8_e4m3fn with scales, got {dtype}"
             )
-    return Plan.of(
+    plan = Plan.of(
         tokens=x.shape[0],
         width=x.shape[1],
         q_rank=0 if weights.q_a_proj is None else weights.q_a_proj.weight.shape[0],
@@ -103,3 +99,8 @@ def make_plan(
         config=config,
         interpret=interpret,
     )
+    if pages.shape[2] % ROWS:
+        raise NotImplementedError(
+            f"takes pages with a multiple of {ROWS} columns, got {pages.shape[2]}"
+        )
+    return plan

@@ -192,7 +192,7 @@ def test_pieces_of_w_uk():
     assert [plan.pieces.heads * plan.pieces.per_head for plan in (moonlight, v3)] == [128, 128]
     assert [plan.pieces.steps for plan in (moonlight, v3)] == [1, 8]
     assert [plan.config.ahead for plan in (moonlight, v3)] == ["always", "arrived"]
-    assert (moonlight.most_stages, moonlight.stages.count) == (9, 11)
+    assert (moonlight.most_stages, moonlight.stages.count) == (9, 12)
     assert plan_of(dataclasses.replace(V3, tokens=8)).stages.count == 4
 
 
