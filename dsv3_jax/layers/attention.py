@@ -177,8 +177,8 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def attend_absorbed(
         self, queries: AbsorbedQueries, caches: Sequence[LayerCache]
-    ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
-        """Does :meth:`attend_batches` after everything that comes before attention itself.
+    ) -> Float[Array, "_ _ H C"]:
+        """Returns attention's output before W_UV, after all that comes before attention itself.
 
         Args:
           caches: without the new tokens, which are in ``queries.pages``. On one device.
@@ -189,7 +189,7 @@ class MultiHeadLatentAttention(nnx.Module):
             AppendedTokens({}, cache._replace(pages=pages), PageShard(page_size))
             for cache in caches
         ]
-        return self._attend_latents(q_latent, q_rope, appended, q_latent.dtype), pages
+        return self._attend_latents(q_latent, q_rope, appended)[0]
 
     def _attend_batches(
         self,
@@ -203,13 +203,15 @@ class MultiHeadLatentAttention(nnx.Module):
         pages = appended[0].cache.pages
         if "expanded" not in forms:
             q_nope, q_rope = queries
-            return self._attend_latents(self._fold(q_nope), q_rope, appended, dtype), pages
+            out, lse = self._attend_latents(self._fold(q_nope), q_rope, appended)
+            out = merge_devices(self.unfold(out, dtype), lse, self.layout)
+            return out.astype(dtype), pages
         outputs = []
         for i, batch in enumerate(appended):
             q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
             if forms[i] == "absorbed":
                 out, lse = self._attend_absorbed(self._fold(q_nope), q_rope, batch)
-                out = self._unfold(out, dtype)
+                out = self.unfold(out, dtype)
             else:
                 out, lse = self._attend_expanded(q_nope, q_rope, batch)
             outputs.append(merge_devices(out, lse, self.layout).astype(dtype))
@@ -220,9 +222,8 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent: Float[Array, "_ _ H C"],
         q_rope: Float[Array, "_ _ H R"],
         appended: Sequence[AppendedTokens],
-        dtype: DTypeLike,
-    ) -> Float[Array, "_ _ H V"]:
-        """Attends in absorbed form, with one matmul for all batches' tokens on each side of it."""
+    ) -> tuple[Float[Array, "_ _ H C"], Float32[Array, "_ _ H"]]:
+        """Attends in absorbed form, so that one matmul for all batches is on each side of it."""
         caches = [batch.cache for batch in appended]
         q_latents, q_ropes = (split_tokens(q, caches) for q in (q_latent, q_rope))
         outs, lses = zip(
@@ -232,8 +233,7 @@ class MultiHeadLatentAttention(nnx.Module):
             ),
             strict=True,
         )
-        out = self._unfold(join_tokens(outs), dtype)
-        return merge_devices(out, join_tokens(lses), self.layout).astype(dtype)
+        return join_tokens(outs), join_tokens(lses)
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
         """Returns the array that the layer caches, see :mod:`latent_cache`."""
@@ -331,7 +331,7 @@ class MultiHeadLatentAttention(nnx.Module):
             return out.astype(q_nope.dtype)
         return per_head_matmul(q_nope, w_uk, contracted=1, dtype=q_nope.dtype)
 
-    def _unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
+    def unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
         """Returns attention's output multiplied by W_UV, summed in float32.
 
         The result has ``dtype``, or float32 where devices merge their parts of it.

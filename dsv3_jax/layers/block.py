@@ -167,8 +167,8 @@ class DecoderLayer(nnx.Module):
         valid = join_tokens([cache.valid for cache in caches])
         prepared = self._before_attention(x, rotation, caches, forms, counter)
         if isinstance(prepared, AbsorbedQueries):
-            heads, pages = self.self_attn.attend_absorbed(prepared, caches)
-            y, stats = self._feed_forward(x, None, valid, heads, counter)
+            latents, pages = self.self_attn.attend_absorbed(prepared, caches), prepared.pages
+            y, stats = self._feed_forward(x, None, valid, None, counter, latents)
         elif prepared is not None:
             heads, pages = self.self_attn.attend_projected(prepared, rotation, caches, forms)
             y, stats = self._feed_forward(x, None, valid, heads, counter)
@@ -208,19 +208,31 @@ class DecoderLayer(nnx.Module):
         valid: Bool[Array, "B T"] | None,
         heads: Float[Array, "B T H V"] | None = None,
         counter: Any = None,
+        latents: Float[Array, "B T H C"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum.
 
         Args:
           attended: attention's output, or None if ``heads`` has it before its projection.
           counter: see :meth:`extend_batches`.
+          latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
         """
-        arrays = x, attended, valid, heads
-        separate = functools.partial(self._feed_forward_separately, *arrays)
-        kernel = functools.partial(second_half.in_one_kernel, self, *arrays, counter)
+
+        def values() -> Float[Array, "B T H V"] | None:
+            return heads if latents is None else self.self_attn.unfold(latents, x.dtype)
+
+        def separate() -> Any:
+            return self._feed_forward_separately(x, attended, valid, values())
+
+        def kernel() -> Any:
+            return second_half.in_one_kernel(self, x, attended, valid, values(), counter)
+
+        def with_w_uv() -> Any:
+            return second_half.in_one_kernel(self, x, attended, valid, heads, counter, latents)
+
         # Without a cache, a result may be differentiated.
         preferred = heads is not None and second_half.is_preferred(self, x.shape[0] * x.shape[1])
-        kernels = {"mosaic_gpu": kernel, "around_attention": kernel}
+        kernels = {"mosaic_gpu": kernel, "around_attention": with_w_uv}
         return self._dispatch("a layer's second half", separate, kernels, preferred)
 
     def _dispatch(

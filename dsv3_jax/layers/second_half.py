@@ -181,11 +181,13 @@ def in_one_kernel(
     valid: Bool[Array, "B T"] | None,
     heads: Float[Array, "B T H V"] | None,
     counter: Any = None,
+    latents: Float[Array, "B T H C"] | None = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
 
     Args:
       counter: from :func:`shared_counter`.
+      latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
@@ -193,6 +195,8 @@ def in_one_kernel(
     _check_one_device(layer)
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
+    if latents is not None:
+        heads, options["w_uv"] = latents, layer.self_attn.up_projections(x.dtype).w_uv
     if attended is None:
         assert heads is not None
         attended, options["o_proj"] = heads, projection(layer.self_attn.o_proj)

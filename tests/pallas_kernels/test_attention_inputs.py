@@ -334,6 +334,7 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, monkeypatch):
         )
 
     def second_half(*arrays, **options):
+        assert options["w_uv"].shape == (2, 64, 128)
         config = None if ON_GPU else FeedForward(2, stages=3)
         return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
 

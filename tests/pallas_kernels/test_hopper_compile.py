@@ -474,6 +474,11 @@ def feed_forward_layers() -> dict[str, Layer]:
     # With attention's output projection.
     layers["moonlight o_proj"] = dataclasses.replace(moonlight, attention=2048)
     layers["v3 o_proj"] = dataclasses.replace(v3, tokens=2, attention=16384)
+    # And with W_UV before it.
+    for name in ("moonlight", "v3"):
+        layer = layers[f"{name} o_proj"]
+        heads = layer.attention // 128
+        layers[f"{name} w_uv"] = dataclasses.replace(layer, heads=heads, latent=512)
     return layers
 
 
