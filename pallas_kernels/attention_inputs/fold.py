@@ -59,8 +59,9 @@ def add_products(
     """Adds the products of a stage's rows to the warpgroup's sums.
 
     Args:
-      stage: reference to the stage's bytes, of which each half is eight rows of ``row_bytes``; in
-        the interpreter to its numbers, [halves, rows, columns].
+      stage: reference to the stage's bytes; in the interpreter to its numbers, [halves, rows,
+        columns].
+      row_bytes: an eighth of the bytes of half a stage.
       queries_s: flat float32 [M N] in shared memory, the head's queries.
       step: index of the stage in its piece.
     """

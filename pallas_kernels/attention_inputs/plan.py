@@ -32,7 +32,7 @@ class Phase:
     barriers: int = 0
     """Grid barriers before this phase."""
     operand: Operand | None = None
-    """Of a projection."""
+    """The matrix of a projection."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ class AttentionWeights(NamedTuple):
     """The weights that are used before attention itself."""
 
     norm: Float[Array, " D"]
-    """Of the layer's input."""
+    """The weights of the norm of the layer's input."""
     q_proj: Projection
     """[H (N + R), D], or q_b_proj [H (N + R), Q] if there is a q_a_proj. A head's last R rows are
     rotated."""
@@ -30,7 +30,7 @@ class AttentionWeights(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What attention itself reads."""
+    """The queries and the cache that attention itself reads."""
 
     q_latent: Float[Array, "M H C"]
     q_rope: Float[Array, "M H R"]

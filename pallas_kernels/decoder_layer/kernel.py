@@ -40,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decoder_layer.plan import Plan
-from pallas_kernels.decoder_layer.program import SIGNALS, Program
+from pallas_kernels.decoder_layer.program import Program
 from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import CONSUMERS, Totals
 from pallas_kernels.decoder_layer.units import Refs
@@ -156,7 +156,7 @@ def _flat_scales(matrices: Any) -> Any:
 def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
     """Returns the scratch types by what they are for."""
     f32 = jnp.float32
-    signals = [Barriers.scratch(SIGNALS, CONSUMERS, interpret)]
+    signals = [Barriers.scratch(plan.signals, CONSUMERS, interpret)]
     return {
         "stages": plan.stages.scratch(),
         "ring": Ring.scratch(plan.stages.count, 2, CONSUMERS, interpret),

@@ -180,6 +180,11 @@ class Plan:
         return entries[passed + (not self.attention) + (not self.heads)]
 
     @property
+    def signals(self) -> int:
+        """Signals to the producer: that the experts are chosen, and one for each grid barrier."""
+        return 1 + max(3, self.phases[-1].barriers)
+
+    @property
     def own_units(self) -> int:
         """The most units of w_uv that a program has. They are consecutive."""
         phase = self.phases[0]

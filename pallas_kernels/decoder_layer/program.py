@@ -41,8 +41,7 @@ from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
 
-_CHOSEN, _ARRIVED = 0, 1  # barriers: the experts are chosen; arrived at grid barriers 0, 1, 2, 3
-SIGNALS = 5
+_CHOSEN, _ARRIVED = 0, 1  # signals: the experts are chosen; arrived at grid barriers 0, 1, ...
 
 
 class Program:
@@ -70,7 +69,7 @@ class Program:
 
     def run(self) -> None:
         self.stream.ring.initialise()
-        self.signals.initialise([CONSUMERS * WARPS] * SIGNALS, cluster=False)
+        self.signals.initialise([CONSUMERS * WARPS] * self.plan.signals, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
 
         @when(self.wg == CONSUMERS)

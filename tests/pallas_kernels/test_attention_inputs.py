@@ -1,6 +1,7 @@
 """attention_inputs: the reference in float64, the kernel in Pallas' interpreter."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from tests.support.checkpoints import tiny_config
 
 FLOAT32, BFLOAT16, FLOAT8 = "float32", "bfloat16", "float8_e4m3fn"
 EPS, LATENT_EPS = 1e-5, 1e-6
-OPTIONS = {"eps": EPS, "latent_eps": LATENT_EPS}
+OPTIONS: dict[str, Any] = {"eps": EPS, "latent_eps": LATENT_EPS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +309,7 @@ def test_kernel(attention, settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("q_rank", [None, 128])
 def test_a_models_tokens_are_those_of_the_plain_path(q_rank, monkeypatch):
-    """Two sequences, of which one has a token less. Then a step with a token for each."""
+    """A step of two sequences with different numbers of tokens, and one with a token for each."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, num_hidden_layers=1, first_k_dense_replace=1,
         num_nextn_predict_layers=0, num_attention_heads=2, num_key_value_heads=2,

@@ -120,16 +120,20 @@ def test_the_kernel_is_not_the_default():
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-SHARED = {
-    "moonlight": MOONLIGHT,
-    "v3": V3,
-    "moonlight w_uv": dataclasses.replace(MOONLIGHT, attention=2048, heads=16, latent=512),
-    "v3 w_uv": dataclasses.replace(V3, attention=16384, heads=128, latent=512),
-}
+W_UV = [
+    dataclasses.replace(MOONLIGHT, attention=2048, heads=16, latent=512),
+    dataclasses.replace(V3, attention=16384, heads=128, latent=512),
+]
+SHARED = [
+    pytest.param(MOONLIGHT, id="moonlight"),
+    pytest.param(V3, id="v3"),
+    pytest.param(W_UV[0], id="moonlight w_uv", marks=pytest.mark.slow),
+    pytest.param(W_UV[1], id="v3 w_uv", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("programs", [132, 7])
-@pytest.mark.parametrize("layer", SHARED.values(), ids=list(SHARED))
+@pytest.mark.parametrize("layer", SHARED)
 def test_programs_share_every_unit_once(layer, programs):
     """Every matrix' groups of eight output features, or 16 in w_uv, in every phase."""
     plan = plan_of(layer, programs)
