@@ -91,7 +91,7 @@ class EngineRequest:
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Has a function called whenever a piece, or the end, has arrived. It is called in the
-        engine's thread, which waits for it."""
+        thread that brings it, usually the engine's, which waits for it."""
         with self._changed:
             self._listeners.append(listener)
 
@@ -148,8 +148,12 @@ class EngineRequest:
     def _event(self, listeners: list[Callable[[], None]]) -> Iterator[asyncio.Event]:
         """Returns an event of the running event loop that is set when listeners are called."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
+        thread = threading.get_ident()
 
         def listener() -> None:
+            if threading.get_ident() == thread:
+                event.set()
+                return
             # An event loop that was closed in the meantime refuses: then nobody waits any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(event.set)
@@ -175,7 +179,7 @@ class EngineRequest:
             begin = end
         return pieces
 
-    # Called by the engine's thread.
+    # Called by one thread: the engine's, or one that receives from another process.
 
     def deliver(
         self,

@@ -82,6 +82,8 @@ def create_app(
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Compiles while the server answers probes, and closes the engine at the end."""
     service: Service = app.state.service
+    if isinstance(service.engine, RemoteEngine):
+        service.engine.deliver_in(asyncio.get_running_loop())
     warm_up = asyncio.create_task(service.warm_up())
     try:
         yield

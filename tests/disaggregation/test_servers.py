@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender
 from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.step_plan import Phase
+from dsv3_jax.engine.step_plan import Phase, ScheduledRequest
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers
@@ -241,18 +243,26 @@ def ask_all(engine: Engine) -> list[EngineRequest]:
     return handles + engine.submit_all([[3] * 40], max_new_tokens=30, ignore_eos=True, **settings)
 
 
-def preempt_all(engine: Engine) -> int:
-    """Preempts what decodes on an engine, whose cache then loses all pages. Returns how many."""
+@contextlib.contextmanager
+def preempting(engine: Engine, most: int) -> Iterator[list[ScheduledRequest]]:
+    """Preempts what decodes before every third step, about ``most`` times in all. The engine's
+    cache then loses all pages. Yields the preempted requests."""
     scheduler = engine._loop._scheduler
+    (shard,), schedule, calls, preempted = scheduler.shards, scheduler.schedule, 0, []
 
-    def change() -> int:
-        (shard,) = scheduler.shards
-        decoding = [request for request in shard.running if request.phase is Phase.DECODE]
-        for request in decoding:
-            shard.preempt(request)
-        return len(decoding)
+    def preempt_and_schedule(*args: Any, **settings: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if not calls % 3 and len(preempted) < most:
+            decoding = [request for request in shard.running if request.phase is Phase.DECODE]
+            for request in decoding:
+                shard.preempt(request)
+            preempted.extend(decoding)
+            scheduler.clear_prefix_cache()
+        return schedule(*args, **settings)
 
-    return engine._loop.between_steps(change, clears_prefix_cache=True)
+    with mock.patch.object(scheduler, "schedule", preempt_and_schedule):
+        yield preempted
 
 
 def _ids(top: list[list[tuple[int, float]]] | None) -> list[list[int]] | None:
@@ -270,11 +280,10 @@ def test_a_request_keeps_what_it_asked_for(prefill, decode, remote, is_preempted
     prefill.engine.clear_prefix_cache(tiers=False)
     decode.clear_prefix_cache(tiers=False)
     pages, reloaded = remote.figures.pages, decode.stats().reloaded_tokens
-    handles = ask_all(decode)
-    preempted = 0
-    while is_preempted and preempted < 2 * len(handles) and not all(h.is_done for h in handles):
-        preempted += preempt_all(decode)
-        time.sleep(0.05)
+    with preempting(decode, 2 * len(expected) if is_preempted else 0) as preempted:
+        handles = ask_all(decode)
+        for handle in handles:
+            handle.result(60)
     for handle, one in zip(handles, expected, strict=True):
         done, right = handle.result(60), one.result(60)
         assert (done.tokens, done.finish_reason) == (right.tokens, right.finish_reason)
@@ -286,7 +295,7 @@ def test_a_request_keeps_what_it_asked_for(prefill, decode, remote, is_preempted
             np.testing.assert_allclose(got[1:], wanted[1:], atol=1e-4)
     assert remote.figures.pages > pages
     if is_preempted:
-        assert preempted > len(handles) / 2
+        assert len(preempted) > len(handles) / 2
         assert decode.stats().reloaded_tokens > reloaded
     wait_until_idle(prefill, decode, remote)
 

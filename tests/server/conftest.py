@@ -102,10 +102,12 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(count(), self.loop).result(30)
 
     def wait_until_idle(self) -> None:
-        """Waits until no request is open, neither here nor in the engine."""
-        for _ in range(500):
+        """Waits until no request is open, neither here nor in the engine, and no step is under way:
+        a request keeps its cache pages until the last step that it is in has ended."""
+        for _ in range(3000):
             stats = self.engine.stats()
-            if not (self.service.admission.open or stats.running or stats.waiting):
+            in_engine = stats.running or stats.waiting or stats.cache_usage
+            if not (self.service.admission.open or in_engine):
                 return
             time.sleep(0.01)
         raise AssertionError(f"open: {self.service.admission.open}, {self.engine.stats()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -13,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError, RequestE
 from dsv3_jax.engine.prompt_logprobs import PromptRecord
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.server.frontend.host import EngineHost, _OpenRequest, _Outbox
-from dsv3_jax.server.frontend.messages import Gains, PortableError
+from dsv3_jax.server.frontend.messages import Gain, Gains, Hello, PortableError, Reply
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.grammar import GrammarError
 from tests.server.conftest import RunningServer, running
@@ -144,10 +145,8 @@ def test_a_client_that_goes_away_cancels_its_request(remote):
 def test_probes_and_figures(server, remote):
     assert remote.request("GET", "/health")[0] == 200
     assert remote.engine.step_seconds >= 0
-    before = server.engine.stats().steps  # earlier tests' last steps may still be ending
-    remote_steps = remote.engine.stats().steps
-    assert before <= remote_steps <= server.engine.stats().steps
-    assert remote_steps > 0
+    remote.wait_until_idle()
+    assert remote.engine.stats().steps == server.engine.stats().steps > 0
     assert b"vllm:generation_tokens_total" in remote.request("GET", "/metrics")[2]
 
 
@@ -224,6 +223,64 @@ def test_pieces_of_several_steps_arrive_in_order(idle):
     assert second.prompt_record.logprobs == [None] * 3
     assert [piece.text for piece in second.pieces_from(0)] == ["x"]
     assert not remote._open
+
+
+def test_a_message_calls_the_loop_once():
+    """Its readers are woken up in its own thread, and an end comes after what came before it."""
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send(Hello(300, (0,)))
+    remote = RemoteEngine(ours, on_loss=lambda: None)
+    submitted: queue.Queue[Sequence[int]] = queue.Queue()
+
+    def accept() -> None:
+        call = theirs.recv()
+        submitted.put(call.arguments[0].ids)
+        theirs.send(Reply(call.number, None, None))
+
+    async def read() -> tuple[list[str], int]:
+        loop, calls = asyncio.get_running_loop(), 0
+        call_soon = loop.call_soon_threadsafe
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return call_soon(*arguments)
+
+        async def text(handle: EngineRequest) -> str:
+            pieces = aiter(handle)
+            piece = await anext(pieces)
+            with pytest.raises(EngineError, match="its process has ended"):
+                await anext(pieces)
+            return piece.text
+
+        threading.Thread(target=accept).start()
+        readers = [asyncio.create_task(text(each)) for each in remote.submit_all(["a"], n=20)]
+        await asyncio.sleep(0)  # they wait for their first piece
+        loop.call_soon_threadsafe = counted  # pyright: ignore[reportAttributeAccessIssue]
+        remote.deliver_in(loop)
+        ids = submitted.get(timeout=SECONDS)
+        gains = [Gain(i, "x", [7], [-1.0], None, [], None, None, None) for i in ids]
+        theirs.send(Gains(gains))
+        theirs.close()
+        return await asyncio.gather(*readers), calls
+
+    texts, calls = asyncio.run(read())
+    assert texts == ["x"] * 20
+    assert calls == 2  # the message, and the end of the process
+    assert not remote._open
+
+
+def test_what_a_closed_loop_does_not_take_arrives(idle):
+    engine, remote, _ = idle
+    loop = asyncio.new_event_loop()
+    loop.close()
+    remote.deliver_in(loop)
+    (handle,) = remote.submit_all(["a"])
+    engine.handles[0].deliver("b", [1], [0.0], None)
+    engine.handles[0].fail(RequestError("request: broken"))
+    with pytest.raises(RequestError, match="broken"):
+        handle.result(SECONDS)
+    assert [piece.text for piece in handle.pieces_from(0)] == ["b"]
 
 
 def test_first_tokens_have_a_message_of_their_own():

@@ -141,6 +141,7 @@ BAD_SCHEMAS = [
 
 @pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS, ids=[m for _, m in BAD_SCHEMAS])
 def test_bad_schemas_are_refused(server, schema, message):
+    server.wait_until_idle()
     before, began = server.engine.stats().steps, time.monotonic()
     fields = body(response_format=schema_format(schema))
     status, error = server.refused("/v1/chat/completions", fields)

@@ -65,6 +65,7 @@ def check_error(error: dict[str, str], path: str, content: bytes) -> None:
 
 @pytest.mark.parametrize("path", VALID)
 def test_malformed_bodies(server, path):
+    server.wait_until_idle()
     steps = server.engine.stats().steps
     for content in RAW:
         assert check(server, path, content) == 400, content[:80]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import threading
@@ -49,10 +50,19 @@ class RemoteEngine:
         self._open: dict[int, EngineRequest] = {}
         self._failure: EngineError | None = None
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         hello: Hello = connection.recv()
         self.vocab_size, self.end_tokens = hello
         self._reader = threading.Thread(target=self._read, name="dsv3-remote-engine", daemon=True)
         self._reader.start()
+
+    def deliver_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Makes requests gain their tokens in the thread of ``loop``, one call for each message.
+
+        Readers in this loop are then woken up directly. Otherwise every token of every request
+        writes to the loop's socket, and both threads compete for Python's lock meanwhile.
+        """
+        self._loop = loop
 
     def submit_all(
         self,
@@ -155,8 +165,7 @@ class RemoteEngine:
             while True:
                 message = self._connection.recv()
                 if isinstance(message, Gains):
-                    for gain in message.gains:
-                        self._deliver(gain)
+                    self._in_loop(self._deliver, message)
                 elif isinstance(message, Reply):
                     self._take(message)
                 elif isinstance(message, Failed):
@@ -176,7 +185,20 @@ class RemoteEngine:
         else:
             future.set_result(reply.result)
 
-    def _deliver(self, gain: Gain) -> None:
+    def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function in the loop's thread, in order, or here if no loop runs."""
+        if self._loop is not None:
+            # A loop that is closed refuses. Nobody reads in it any more.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function, *arguments)
+                return
+        function(*arguments)
+
+    def _deliver(self, gains: Gains) -> None:
+        for gain in gains.gains:
+            self._deliver_one(gain)
+
+    def _deliver_one(self, gain: Gain) -> None:
         handle = self._open.get(gain.id)
         if handle is None:
             return
@@ -194,12 +216,15 @@ class RemoteEngine:
 
     def _fail_all(self, failure: EngineError) -> None:
         self._failure = self._failure or failure
-        for handle in list(self._open.values()):
-            handle.fail(EngineError(str(failure)))
-        self._open.clear()
         for reply in list(self._replies.values()):
             if not reply.done():
                 reply.set_exception(EngineError(str(failure)))
+        self._in_loop(self._fail_open, failure)  # after what they have gained before
+
+    def _fail_open(self, failure: EngineError) -> None:
+        for handle in list(self._open.values()):
+            handle.fail(EngineError(str(failure)))
+        self._open.clear()
 
 
 class RemoteGrammars:
