@@ -189,7 +189,7 @@ def store_totals(
         first = lax.axis_index("wg") * half
         for t in range(pieces.tokens):
             at = t * pieces.width + first
-            total = sum(partials_s[pl.ds(wg * size + at, half)] for wg in range(CONSUMERS))
+            total: Any = sum(partials_s[pl.ds(wg * size + at, half)] for wg in range(CONSUMERS))
             out_g[pl.ds(start + t * stride + first, half)] = total.astype(out_g.dtype)
         return
 
@@ -211,7 +211,7 @@ def store_totals(
                 )
                 pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(partials), [index], f32)
                 two = ir.VectorType.get((2,), f32)
-                total = None
+                total: Any = None
                 for part in range(4 * CONSUMERS // pieces.groups):
                     distance = const(part * pieces.groups * pieces.tokens * _GROUP)
                     at = mgpu.utils.getelementptr(pointer, [distance], f32)

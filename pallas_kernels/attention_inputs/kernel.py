@@ -86,7 +86,7 @@ def attention_inputs(
         memory = {}
         for name, types in scratch.items():
             memory[name], refs = refs[: len(types)], refs[len(types) :]
-        arrays = dict.fromkeys(results) | stored | {"pages": pages_g}
+        arrays: Any = dict.fromkeys(results) | stored | {"pages": pages_g}
         Program(plan, Refs(**given, **arrays), memory, counter_g, interpret).run()
 
     kernel = plgpu.kernel(

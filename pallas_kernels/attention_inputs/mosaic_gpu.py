@@ -86,12 +86,13 @@ def make_plan(
             raise NotImplementedError(
                 f"takes projections of {x.dtype}, or float8_e4m3fn with scales, got {dtype}"
             )
+    H, N, C = weights.w_uk.shape
     plan = Plan.of(
         tokens=x.shape[0],
         width=x.shape[1],
         q_rank=0 if weights.q_a_proj is None else weights.q_a_proj.weight.shape[0],
         rope=2 * cos.shape[1],
-        w_uk=weights.w_uk.shape,
+        w_uk=(H, N, C),
         weight_dtypes=dtypes,
         eps=eps,
         latent_eps=latent_eps,
