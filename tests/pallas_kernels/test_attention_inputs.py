@@ -271,7 +271,13 @@ def run(attention, arguments, **settings):
     return mosaic_gpu.attention_inputs(**arguments, **OPTIONS, config=config, interpret=INTERPRET)
 
 
-@pytest.mark.parametrize("attention", [case for case, _ in CASES.values()], ids=list(CASES))
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if case.q_rank else [])
+        for name, (case, _) in CASES.items()
+    ],
+)
 def test_reference(attention):
     weights = FLOAT8 if attention.weights == FLOAT8 else FLOAT32
     attention = dataclasses.replace(attention, dtype=FLOAT32, weights=weights)
