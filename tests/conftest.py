@@ -57,6 +57,7 @@ def pytest_generate_tests(metafunc):
 def own_compile_cache():
     """Restores the suite's compilation cache after tests of the command, which sets its own."""
     names = (
+        "jax_enable_compilation_cache",
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
         "jax_persistent_cache_min_entry_size_bytes",

@@ -26,6 +26,7 @@ _ENTRY = re.compile(r"\.visible \.entry (\w+)")
 _LABEL = re.compile(r"^(\.L\w+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+((?:@!?U?P\w+\s+)?)([A-Z][\w.]*)(.*);")
 _BRANCH = re.compile(r"([^`]*)`\((\.L\w+)\)")
+_REGISTER = re.compile(r"\bR\d+\b")
 _TENSOR = re.compile(r"[HQIB](G?)MMA\.")
 
 
@@ -103,7 +104,12 @@ def nvdisasm() -> str | None:
 
 
 def disassemble(ptx: str) -> list[Instruction]:
-    """Returns the machine code for sm_90a.
+    """Returns the machine code for sm_90a; raises as :func:`listing_of`."""
+    return parse(listing_of(ptx))
+
+
+def listing_of(ptx: str) -> str:
+    """Returns nvdisasm's listing of the machine code for sm_90a.
 
     Raises:
       FileNotFoundError: there is no ptxas or no nvdisasm.
@@ -119,7 +125,36 @@ def disassemble(ptx: str) -> list[Instruction]:
         listing = subprocess.run(
             [tool, "-c", str(binary)], check=True, capture_output=True, text=True
         )
-    return parse(listing.stdout)
+    return listing.stdout
+
+
+def unfinished_loads(listing: str) -> list[str]:
+    """Returns the loads from shared memory that may be unfinished at an arrival at a barrier.
+
+    An arrival does not wait for a load. What is loaded must have been used before it, or a copy
+    that waits for the barrier may overwrite it first. Only the order of the listing counts, not
+    that of branches.
+    """
+    loading: dict[str, set[str]] = {}
+    unfinished = []
+    for line in listing.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        opcode, operands = match[2], match[3]
+        named = set(_REGISTER.findall(operands))
+        loading = {load: result for load, result in loading.items() if not result & named}
+        if opcode.startswith(("LDS", "LDSM")):
+            first = _REGISTER.search(operands)
+            assert first is not None, line
+            count = {".64": 2, ".128": 4, ".M88.4": 4}
+            width = next((n for suffix, n in count.items() if suffix in opcode), 1)
+            number = int(first[0][1:])
+            loading[opcode + operands] = {f"R{number + i}" for i in range(width)}
+        elif opcode.startswith("SYNCS.ARRIVE"):
+            unfinished += loading
+            loading = {}
+    return unfinished
 
 
 def parse(listing: str) -> list[Instruction]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.kernels.shapes import Case
+from pallas_kernels.grouped_matmul import few_tokens
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
@@ -45,13 +46,55 @@ def _decode(config: Any) -> Variant:
     return Variant(mla_decode.mla_decode, {"config": config})
 
 
+def _few_tokens(**settings: Any) -> dict[str, Variant]:
+    """Returns the variant of integer matrices with ``settings`` instead of the default ones."""
+
+    def matmul(lhs: Any, rhs: Any, *args: Any, block_shape: Any, **arrays: Any) -> Any:
+        weights = few_tokens.weights_of(rhs, lhs.shape[1], block_shape)
+        config = few_tokens.default_config(len(lhs), len(rhs), weights)
+        options = dict(settings)
+        if options.get("tokens_in_order"):
+            options["max_mma_tokens"] = config.max_tokens
+        if weights.is_scaled_last:
+            options.pop("tma_scales", None)
+        config = dataclasses.replace(config, **options)
+        return grouped_matmul.grouped_matmul(
+            lhs, rhs, *args, **arrays, block_shape=block_shape, config=config
+        )
+
+    return {"grouped_matmul": Variant(matmul, {}, ("int4", "int8"))}
+
+
 def _index(*config: int) -> dict[str, Variant]:
     return {"sparse_index": Variant(sparse_index.sparse_index, {"config": IndexConfig(*config)})}
+
+
+def _float8(**settings: Any) -> dict[str, Variant]:
+    """Returns the kernels of many float8 tokens with other settings than the default's."""
+    matmul = dataclasses.replace(grouped_matmul.UNROLLED_FLOAT8, **settings)
+    swiglu = dataclasses.replace(grouped_swiglu.UNROLLED_FLOAT8, **settings)
+    return {
+        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": matmul}),
+        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": swiglu}),
+    }
+
+
+def _bfloat16(**settings: Any) -> dict[str, Variant]:
+    """Returns the kernels of many bfloat16 tokens with other settings than the default's."""
+    matmul = dataclasses.replace(grouped_matmul.MANY_TOKENS_BFLOAT16[0], **settings)
+    swiglu = dataclasses.replace(grouped_swiglu.MANY_TOKENS_BFLOAT16[0], **settings)
+    dtypes = ("bf16",)
+    return {
+        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": matmul}, dtypes),
+        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": swiglu}, dtypes),
+    }
 
 
 def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
+
+_STAGGERED = {"overlap_store": True, "staggered": True, "registers": (240, 24)}
 
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
@@ -66,6 +109,24 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
         ),
     },
+    "overlapped store": _float8(overlap_store=True),
+    "pairs": _float8(paired=True),
+    "staggered": _float8(**_STAGGERED),
+    "staggered, pairs": _float8(**_STAGGERED, paired=True),
+    "staggered, pairs, paired sigmoids": {
+        "grouped_swiglu": _float8(**_STAGGERED, paired=True, paired_sigmoids=True)["grouped_swiglu"]
+    },
+    "bfloat16 pairs": _bfloat16(paired=True),
+    "early": _few_tokens(early=True),
+    "finished loads": _few_tokens(finish_loads=True),
+    "leader barriers": _few_tokens(early=True, leader_barriers=True, finish_loads=True),
+    "scales by TMA": _few_tokens(
+        early=True, leader_barriers=True, finish_loads=True, tma_scales=True
+    ),
+    "tokens in order": _few_tokens(finish_loads=True, tokens_in_order=True),
+    "few tokens, all": _few_tokens(
+        early=True, leader_barriers=True, finish_loads=True, tma_scales=True, tokens_in_order=True
+    ),
     "prefetch": {
         "sparse_mla_decode": Variant(
             sparse_mla_decode.sparse_mla_decode,

@@ -119,8 +119,11 @@ def make_engine(
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
     """Loads the model and its tokenizer."""
-    compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
+    if arguments.program_store is not None and jax.default_backend() == "cpu":
+        _disable_compile_cache(arguments)
+    else:
+        compile_cache.enable(arguments.compile_cache)
     began = time.perf_counter()
     with StatusLine(f"loading {arguments.model}"), _refused_if_too_large(arguments.model):
         model, tokenizer = load(
@@ -134,6 +137,18 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
     print(f"dsv3: loaded {arguments.model} in {seconds:.1f} s", file=sys.stderr, flush=True)
     assert tokenizer is not None
     return model, tokenizer
+
+
+def _disable_compile_cache(arguments: argparse.Namespace) -> None:
+    """Disables JAX's cache. On CPUs its programs cannot be stored again, see
+    :meth:`dsv3_jax.engine.program_store.ProgramStore.save`."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    if arguments.compile_cache is not None:
+        print(
+            "dsv3: on CPUs --program-store keeps the programs, and --compile-cache is not used",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ they are stored. The matmul is transposed, ``out^T = W x^T``: 64 weight rows are
 the tensor core instruction, and the few tokens of a group are its N dimension.
 
 This file chooses the configuration and prepares the operands. The kernel is in
-``few_tokens_kernel``, code for single threads in ``few_tokens_registers``, tile and weight layout
-in ``few_tokens_plan``.
+``few_tokens_kernel``, code for single threads in ``few_tokens_registers`` and ``few_tokens_mma``,
+tile and weight layout in ``few_tokens_plan``.
 """
 
 from __future__ import annotations
@@ -106,14 +106,18 @@ def grouped_matmuls(
         raise NotImplementedError(
             f"takes bfloat16 rows and int8, int4 or float8 matrices, got {lhs.dtype}, {first.dtype}"
         )
-    (M, K), (G, N) = lhs.shape, first.shape[:2]
-    weights = Weights.of(_FORMATS[jnp.dtype(first.dtype)], N, K, block_shape)
+    (M, K), G = lhs.shape, len(first)
+    weights = weights_of(first, K, block_shape)
     if config is None:
         config = default_config(M, G, weights, len(matrices))
     # A tile's tokens are copied whole. TMA fills with zeros past the end; the interpreter does not.
     rows = max(M, config.max_tokens) if interpret is None else M + config.max_tokens
+    if config.tokens_in_order:
+        tokens = jnp.pad(lhs, ((0, rows - M), (0, 0)))
+    else:
+        tokens = permute_columns(lhs, weights, rows)
     partial_results = few_tokens_kernel.matmul(
-        permute_columns(lhs, weights, rows),
+        tokens,
         tuple(matrices),
         tuple(scales),
         group_sizes,
@@ -126,6 +130,16 @@ def grouped_matmuls(
     if len(partial_results) == 1:
         return partial_results[0]
     return jnp.sum(partial_results, axis=0).astype(lhs.dtype)
+
+
+def weights_of(matrices: reference.Matrices, K: int, block_shape: tuple[int, int]) -> Weights:
+    """Returns the layout of int8, int4 or float8_e4m3fn matrices with K columns.
+
+    Raises:
+      NotImplementedError: N, K or the scale blocks are not multiples of what :class:`Weights`
+        requires.
+    """
+    return Weights.of(_FORMATS[jnp.dtype(matrices.dtype)], matrices.shape[1], K, block_shape)
 
 
 def permute_columns(

@@ -35,6 +35,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.grouped_matmul import few_tokens_registers as registers
 from pallas_kernels.grouped_matmul.few_tokens_epilogue import Reduction, store
+from pallas_kernels.grouped_matmul.few_tokens_mma import multiply
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Plan, Weights
 from pallas_kernels.grouped_matmul.few_tokens_ring import Stages, produce
 from pallas_kernels.grouped_matmul.few_tokens_tiles import Tile, Tiles, for_width
@@ -42,7 +43,10 @@ from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.keep import keep
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.loads import when_computed
 from pallas_kernels.hopper.tiles import ACC
+from pallas_kernels.hopper.warpgroup import first_warp
 
 # Registers per thread of the (producer, consumers), by number of consumer warpgroups.
 _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
@@ -52,7 +56,7 @@ _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
     jax.jit, static_argnames=("M", "weights", "config", "thread_blocks", "interpret")
 )
 def matmul(
-    x: BFloat16[Array, "blocks rows 64"],
+    x: BFloat16[Array, "blocks rows 64"] | BFloat16[Array, "rows K"],
     matrices: Sequence[Matrices],
     scales: Sequence[Float32[Array, "G Nb Kb"]],
     group_sizes: Int[Array, " G"],
@@ -68,7 +72,8 @@ def matmul(
     The results of several matrices are concatenated along the last axis.
 
     Args:
-      x: tokens, as :func:`few_tokens.permute_columns` returns them.
+      x: tokens, as :func:`few_tokens.permute_columns` returns them, or with ``tokens_in_order``
+        as they are. Rows up to the width of a tile or, in the interpreter, up to M and that width.
       thread_blocks: number of thread blocks in the grid.
 
     Returns:
@@ -77,7 +82,8 @@ def matmul(
     plan = Plan(
         weights, config, M, len(matrices), scales[0].shape[2], thread_blocks, interpret is None
     )
-    gpu, consumers, matrix_count = plan.on_gpu, config.warpgroups, plan.matrices
+    gpu, consumers, matrix_count = plan.on_gpu, plan.consumers, plan.matrices
+    ring_scratch = Stages.scratch(plan, matrices[0].dtype)
 
     def few_tokens(x_g, *refs):
         w_g, scale_g, refs = (
@@ -85,15 +91,18 @@ def matmul(
             refs[matrix_count : 2 * matrix_count],
             refs[2 * matrix_count :],
         )
-        sizes_g, out_g, x_s, w_s, full, empty, *reduction = refs
+        sizes_g, out_g, *refs = refs
+        ring, reduction = Stages.of(plan, refs[: len(ring_scratch)]), refs[len(ring_scratch) :]
+        ring.initialise()
+        overlap_preceding_kernel(config.early, interpret=interpret)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
         tiles = Tiles(plan, GroupTiles(sizes_g, config.max_tokens, on_gpu=gpu), block)
-        ring = Stages(plan, x_s, w_s, full, empty)
 
         @when(warpgroup == consumers)
         def _produce():
             plgpu.set_max_registers(_REGISTERS[consumers][0], action="decrease")
-            produce(plan, tiles, ring, x_g, w_g)
+            is_called = first_warp(True) if plan.leads else True
+            when(is_called)(lambda: produce(plan, tiles, ring, x_g, w_g, scale_g))
 
         @when(warpgroup < consumers)
         def _consume():
@@ -108,12 +117,7 @@ def matmul(
     return plgpu.kernel(
         few_tokens,
         out_type=jax.ShapeDtypeStruct((config.split_k, M, matrix_count * weights.N), dtype),
-        scratch_types=[
-            *Stages.scratch(plan, matrices[0].dtype),
-            plgpu.Barrier(num_arrivals=2 * config.k_warpgroups, num_barriers=plan.stages),
-            plgpu.Barrier(num_arrivals=consumers, num_barriers=plan.stages),
-            *Reduction.scratch(plan),
-        ],
+        scratch_types=[*ring_scratch, *Reduction.scratch(plan)],
         grid=(thread_blocks,),
         grid_names=("sm",),
         num_threads=consumers + 1,
@@ -161,6 +165,8 @@ class Consumer:
             tokens = jnp.where(feature < tile.own_feature, 0, tokens)
         first_fill = i * fills
         first_step = tile.k_slice * (fills * k_warpgroups) + self.k_part
+        # Scales that TMA copies are read when they are needed. Others are loaded one step ahead.
+        is_scaled_after = weights.is_scaled_last or plan.config.tma_scales
 
         def k_step(k, carry):
             total, step_scales = carry
@@ -168,10 +174,12 @@ class Consumer:
             step = first_step + k * k_warpgroups
             next_scales = (
                 step_scales
-                if weights.is_scaled_last
+                if is_scaled_after
                 else self.load_scales(tile.group, tile.matrix, feature, step + k_warpgroups)
             )
-            plgpu.barrier_wait(ring.full.at[stage])
+            ring.full.wait(stage, ring.use(first_fill + k))
+            if plan.config.tma_scales:
+                step_scales = self.copied_scales(i, tile.k_slice, k, step)
             slot = stage * k_warpgroups + self.k_part
             firsts = range(0, weights.column_blocks, weights.blocks_per_scale)
             for j, first in enumerate(firsts):
@@ -185,13 +193,19 @@ class Consumer:
                 # The interpreter requires a fence between reading a stage and the copy that
                 # overwrites it. On a GPU the weights are in registers by now.
                 plgpu.commit_smem()
-            plgpu.barrier_arrive(ring.empty.at[stage])
+            elif plan.finishes_loads:
+                # A block has fewer than 2^24 tiles, but the compiler does not know that.
+                zero = lax.shift_right_logical(i, jnp.int32(24))
+                stage = when_computed(stage, zero, total)
+            ring.empty.arrive(stage)
             return total, next_scales
 
         total = jnp.zeros((64, width), jnp.float32)
         if plan.on_gpu:
             total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
-        first_scales = self.load_scales(tile.group, tile.matrix, feature, first_step)
+        first_scales = ()
+        if not plan.config.tma_scales:
+            first_scales = self.load_scales(tile.group, tile.matrix, feature, first_step)
         total, last_scales = lax.fori_loop(0, fills, k_step, (total, first_scales))
         if weights.is_scaled_last:
             total = _scaled(total, last_scales[0])
@@ -204,6 +218,26 @@ class Consumer:
             finish(total)
         else:
             self.reduction.reduce(total, i, self.warpgroup, self.k_part, finish, on_gpu=plan.on_gpu)
+
+    def copied_scales(self, i: Any, k_slice: Any, k: Any, step: Any) -> tuple[Any, ...]:
+        """Returns the scales of a K step from shared memory, as :meth:`load_scales` does.
+
+        Args:
+          i: index of the tile in its thread block.
+          k: index of the fill in its tile.
+        """
+        plan, ring, count = self.plan, self.ring, self.plan.weights.scales_per_step
+        assert ring.scales_full is not None
+        full, (slot, use) = ring.scales_full, ring.scale_slot(i, k)
+        per_copy = jnp.int32(plan.fills_per_scale_copy)
+        when(lax.rem(k, per_copy) == 0)(lambda: full.wait(slot, use))
+        first = plan.first_scale(k_slice, lax.div(k, per_copy))
+        index = jnp.minimum(step * count, plan.scales - count) - first
+        rows = pl.ds(self.first_row, 64)
+        if not plan.on_gpu:
+            return tuple(ring.scales[slot, rows, index + j] for j in range(count))
+        scales = ring.scales.at[slot, rows]
+        return registers.load_copied_scales(scales, index, count, plan.weights.column_blocks)
 
     def load_scales(self, group: Any, matrix: Any, feature: Any, step: Any) -> tuple[Any, ...]:
         """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks.
@@ -245,7 +279,11 @@ class Consumer:
         if not self.plan.on_gpu:
             values = ring.weights[slot, rows]
             unpacked = [
-                registers.unpack_in_interpreter(values[:, 64 * b : 64 * b + 64], weights.format)
+                registers.unpack_in_interpreter(
+                    values[:, 64 * b : 64 * b + 64],
+                    weights.format,
+                    in_order=config.tokens_in_order,
+                )
                 for b in blocks
             ]
             x_end = weights.block_columns // 64 * (first + weights.blocks_per_scale)
@@ -259,8 +297,14 @@ class Consumer:
         packed = ring.weights.at[slot, rows]
         if width <= config.max_mma_tokens:
             tokens = ring.tokens(n, width, slot, tiled=False)
-            return registers.multiply(
-                packed, tokens, weights.format, blocks, weights.column_blocks, width
+            return multiply(
+                packed,
+                tokens,
+                weights.format,
+                blocks,
+                weights.column_blocks,
+                width,
+                in_order=config.tokens_in_order,
             )
 
         def multiply_with_wgmma(accumulator):

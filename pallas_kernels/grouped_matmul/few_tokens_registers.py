@@ -5,7 +5,7 @@ of a tensor core instruction. In an operand of 64 weight rows, thread ``lane`` o
 rows, ``lane // 4`` and ``lane // 4 + 8``, and 4 of each 16 columns. Which weight rows and columns
 these stand for is free, as long as the tokens and the result agree. The kernel uses an order in
 which no value has to move between threads: ``few_tokens.permute_columns`` defines the columns, and
-``_row_of_thread`` the rows.
+``row_of_thread`` the rows. Tokens whose columns are not permuted take a few instructions more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
 
 
-def _row_of_thread(column_blocks: int) -> tuple[Any, Any]:
+def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
     """Returns the first of a thread's two rows, of 64, and ``lane % 4``.
 
     Rows of 128 bytes are swizzled by the low three bits of their index. A quarter of a warp reads
@@ -109,15 +109,41 @@ def _unpack_float8(word: Any) -> list:
 _UNPACK = {"int8": _unpack_int8, "int4": _unpack_int4, "float8": _unpack_float8}
 
 
-def _load_operands(packed: Any, format: str, block: int, column_blocks: int) -> list[list]:
+# Words with neighbouring columns in two halves, for the first pair of _UNPACK, and of int4 also for
+# the third one: int4's half bytes 0 to 3 and 1 to 4, then 4 to 7 and 5 to 7; bytes 0 and 1, then 2
+# and 3.
+_IN_ORDER_INT4 = (
+    "{ .reg .b32 t; shl.b32 t, $1, 12; prmt.b32 $0, $1, t, 0x7610; }",
+    "{ .reg .b32 t; shr.u32 t, $1, 20; prmt.b32 $0, $1, t, 0x5432; }",
+)
+_IN_ORDER_BYTES = ("prmt.b32 $0, $1, 0, 0x4140;", "prmt.b32 $0, $1, 0, 0x4342;")
+
+
+def _unpack_in_order(word: Any, format: str) -> list:
+    """Returns a word's numbers as the pairs (0, 1), (2, 3) and so on."""
+    pairs = []
+    for text in _IN_ORDER_INT4 if format == "int4" else _IN_ORDER_BYTES:
+        unpacked = _UNPACK[format](asm(text, "=r,r", word, result=i32()))
+        pairs += unpacked[0:3:2] if format == "int4" else unpacked[:1]
+    return pairs
+
+
+def load_operands(
+    packed: Any, format: str, block: int, column_blocks: int, *, in_order: bool = False
+) -> list[list]:
     """Loads and unpacks a thread's weights of one column block of its two rows.
+
+    Args:
+      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted. With
+        int4, half of the threads return their words in the order 2, 3, 0, 1. They read the tokens
+        in that order, so that a quarter of a warp reads from different banks.
 
     Returns:
       For each 16 columns, the four registers of the operand: upper row, lower row, and both again 8
       columns further on.
     """
     base = mgpu.utils.memref_ptr(packed)
-    row, quarter = _row_of_thread(column_blocks)
+    row, quarter = row_of_thread(column_blocks)
     chunk = quarter
     if column_blocks == 2:
         chunk = arith.xori(arith.xori(quarter, arith.andi(row, const(7))), const(4 * block))
@@ -128,7 +154,11 @@ def _load_operands(packed: Any, format: str, block: int, column_blocks: int) -> 
         pointer = _offset(base, arith.addi(offset, const(half * 8 * 64 * column_blocks)), 1)
         loaded = llvm.load(four, pointer, alignment=16)
         words = [llvm.extractelement(loaded, const(i)) for i in range(4)]
-        rows.append([pair for word in words for pair in _UNPACK[format](word)])
+        if in_order and format == "int4":
+            swaps = arith.cmpi(arith.CmpIPredicate.uge, quarter, const(2))
+            words = [arith.select(swaps, words[i ^ 2], words[i]) for i in range(4)]
+        pairs = [_unpack_in_order(w, format) if in_order else _UNPACK[format](w) for w in words]
+        rows.append([pair for word in pairs for pair in word])
     upper, lower = rows
     return [[upper[i], lower[i], upper[i + 1], lower[i + 1]] for i in range(0, len(upper), 2)]
 
@@ -143,84 +173,18 @@ def unpack(packed: Any, format: str, block: int, column_blocks: int) -> tuple[ja
     count = 2 if format == "int4" else 1
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
 
-    @inline(plgpu.RefType(_swizzle(column_blocks)), returns=(result,) * count)
+    @inline(plgpu.RefType(swizzle(column_blocks)), returns=(result,) * count)
     def load(packed):
         bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
-        operands = _load_operands(packed, format, block, column_blocks)
+        operands = load_operands(packed, format, block, column_blocks)
         flat = [llvm.bitcast(bf16x2, pair) for operand in operands for pair in operand]
         return tuple(array(flat[b * 16 : (b + 1) * 16], (64, 64), layout) for b in range(count))
 
     return load(packed)
 
 
-def _swizzle(column_blocks: int) -> tuple:
+def swizzle(column_blocks: int) -> tuple:
     return (plgpu.SwizzleTransform(128),) if column_blocks == 2 else ()
-
-
-_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
-_LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-
-
-def multiply(
-    packed: Any, x: Any, format: str, blocks: range, column_blocks: int, tokens: int
-) -> jax.Array:
-    """Multiplies column blocks of 64 packed weight rows with the tokens, using mma.sync.
-
-    Each warp multiplies its own 16 rows.
-
-    Args:
-      packed: the weights of a K step in shared memory.
-      x: [blocks, tokens, 64] in shared memory: the columns of the whole step.
-      blocks: consecutive column blocks, which are summed.
-
-    Returns:
-      float32 [64, tokens].
-    """
-    layout = plgpu.Layout.WGMMA
-
-    @inline(
-        plgpu.RefType(_swizzle(column_blocks)),
-        plgpu.RefType(_swizzle(2)),
-        returns=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=layout),
-    )
-    def product(packed, x):
-        f32 = ir.F32Type.get()
-        # ldmatrix loads four 8 x 8 matrices: 32 columns of 8 tokens. Lane l provides the address of
-        # 16 bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of the 32.
-        lane = arith.andi(mgpu.utils.thread_idx(), const(31))
-        row, eight = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
-        address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x))
-        address = arith.addi(address, arith.muli(row, const(128)))
-        chunk = arith.muli(arith.xori(row, eight), const(16))
-        halves = [arith.addi(address, chunk), arith.addi(address, arith.xori(chunk, const(64)))]
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-        sums: list[list[Any]] = [[zero] * 4 for _ in range(tokens // 8)]
-        operands = [a for b in blocks for a in _load_operands(packed, format, b, column_blocks)]
-        first = blocks.start * (8 if format == "int4" else 4)
-        four_words = llvm.StructType.get_literal([i32()] * 4)
-        four_sums = llvm.StructType.get_literal([f32] * 4)
-        for s in range(0, len(operands), 2):  # 32 columns
-            x_block, half = divmod((first + s) // 2, 2)
-            for n in range(tokens // 8):
-                source = arith.addi(halves[half], const((x_block * tokens + 8 * n) * 128))
-                loaded = asm(_LDMATRIX, "=r,=r,=r,=r,r", source, result=four_words, effects=True)
-                b = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
-                for d in range(2):
-                    result = asm(
-                        _MMA,
-                        "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r",
-                        *sums[n],
-                        *operands[s + d],
-                        *b[2 * d : 2 * d + 2],
-                        result=four_sums,
-                    )
-                    sums[n] = [llvm.extractvalue(f32, result, [i]) for i in range(4)]
-        pair = ir.VectorType.get((2,), f32)
-        flat = [vector.from_elements(pair, r[i : i + 2]) for r in sums for i in (0, 2)]
-        return array(flat, (64, tokens), layout)
-
-    return product(packed, x)
 
 
 def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
@@ -231,7 +195,7 @@ def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
     def load(ref):
         (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
-        row, _ = _row_of_thread(column_blocks)
+        row, _ = row_of_thread(column_blocks)
         f32 = ir.F32Type.get()
         registers = []
         for half in range(2):
@@ -249,6 +213,48 @@ def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
     return load(scales)
 
 
+def load_copied_scales(
+    scales: Any, first: jax.Array, count: int, column_blocks: int
+) -> tuple[jax.Array, ...]:
+    """Loads ``count`` (1 or 2) scales of each of 64 weight rows from shared memory.
+
+    Args:
+      scales: float32 [64, scales of a copy].
+      first: index of the first one, a multiple of ``count``.
+
+    Returns:
+      float32 [64], one array per scale.
+    """
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    result = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout)
+
+    @inline(REF, SCALAR, returns=(result,) * count)
+    def load(ref, first):
+        stride = ir.MemRefType(ref.type).shape[1]
+        row, _ = row_of_thread(column_blocks)
+        index = arith.addi(arith.muli(row, const(stride)), first.registers.item())
+        pointer = _offset(mgpu.utils.memref_ptr(ref), index, 4)
+        vectors = [
+            llvm.load(
+                ir.VectorType.get((count,), ir.F32Type.get()),
+                _offset(pointer, const(4 * stride * 8 * half), 1),
+                alignment=4 * count,
+            )
+            for half in range(2)
+        ]
+        one = ir.VectorType.get((1,), ir.F32Type.get())
+        return tuple(
+            array(
+                [vector.broadcast(one, llvm.extractelement(v, const(j))) for v in vectors],
+                (64,),
+                layout,
+            )
+            for j in range(count)
+        )
+
+    return load(scales, jnp.asarray(first, jnp.int32))
+
+
 def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_blocks: int) -> None:
     """Stores the first ``tokens`` columns of [64, width] to rows of [width, 64] in global memory.
 
@@ -262,7 +268,7 @@ def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_bloc
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         tokens = tokens.registers.item()
-        row, quarter = _row_of_thread(column_blocks)
+        row, quarter = row_of_thread(column_blocks)
         first = arith.muli(quarter, const(2))
         column = _offset(base, row, size)
         registers = values.registers.flat
@@ -331,8 +337,10 @@ def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
     return [_offset(base, const(1024 * j), 1) for j in range(pairs)]
 
 
-def unpack_in_interpreter(packed: jax.Array, format: str) -> jax.Array:
-    """Unpacks a column block of 64 weight rows in jax.numpy, in the column order of :func:`unpack`.
+def unpack_in_interpreter(packed: jax.Array, format: str, *, in_order: bool) -> jax.Array:
+    """Unpacks a column block of 64 weight rows in jax.numpy.
+
+    The columns have the order of :func:`unpack`, or their own if ``in_order``.
 
     Returns:
       float32 [64, 1, 64], or [64, 2, 64] of int4.
@@ -340,8 +348,10 @@ def unpack_in_interpreter(packed: jax.Array, format: str) -> jax.Array:
     if format != "int4":
         # (thread, word, pair, half)
         values = packed.astype(jnp.float32).reshape(64, 4, 4, 2, 2)
-        return values.transpose(0, 2, 4, 1, 3).reshape(64, 1, 64)
+        axes = (0, 1, 2, 3, 4) if in_order else (0, 2, 4, 1, 3)
+        return values.transpose(axes).reshape(64, 1, 64)
     integers = packed.astype(jnp.int32)
     nibbles = jnp.stack([integers & 15, integers >> 4], axis=-1)
     values = ((nibbles ^ 8) - 8).astype(jnp.float32).reshape(64, 4, 2, 2, 2, 2, 2)
-    return values.transpose(0, 2, 3, 5, 6, 1, 4).reshape(64, 2, 64)
+    axes = (0, 1, 2, 3, 4, 5, 6) if in_order else (0, 2, 3, 5, 6, 1, 4)
+    return values.transpose(axes).reshape(64, 2, 64)

@@ -47,7 +47,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.grouped_matmul.buffers import Buffers, scratch
 from pallas_kernels.grouped_matmul.epilogue import store_tile
 from pallas_kernels.grouped_matmul.plan import (
-    ATOM,
+    CLUSTER_AXIS,
     CONSUMERS,
     SCALE_BLOCK,
     Config,
@@ -57,13 +57,22 @@ from pallas_kernels.grouped_matmul.plan import (
 )
 from pallas_kernels.grouped_matmul.producer import produce, tile_state
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, Tile, TileScheduler
-from pallas_kernels.hopper import multiprocessors, wgmma
+from pallas_kernels.grouped_matmul.unrolled import (
+    UnrolledTile,
+    add_scaled,
+    finish,
+    staged_row_scales,
+    zero_sums,
+    zeros,
+)
+from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_column
 from pallas_kernels.hopper.ring import PipelineState, Ring
-from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.tiles import ACC, ROWS
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 
 _INTERPRETED_BLOCKS = 2
 
@@ -104,26 +113,38 @@ def matmul(
     on_gpu = interpret is None
     # The interpreter starts a thread of the host for each warpgroup of each block.
     blocks = config.blocks or (multiprocessors() if on_gpu else _INTERPRETED_BLOCKS)
+    blocks -= blocks % 2 if config.paired else 0
     plan = Plan(config, M, N, K, float8, count, quantize, blocks, on_gpu)
     if lhs_scale is not None and plan.tma_scales:
         padding = max(-M % 4, plan.scale_copy_rows - M)
         lhs_scale = jnp.pad(lhs_scale, ((0, padding), (0, 0))).T
-    ring_scratch = Ring.scratch(config.stages, plan.copies_per_stage, CONSUMERS, interpret)
-
+    ring_scratch = Ring.scratch(
+        config.stages, plan.copies_per_stage, CONSUMERS, interpret, plan.multicast_axis
+    )
     scale_ring_scratch = Ring.scratch(2, count, CONSUMERS, interpret) if plan.unrolled else []
+    done_scratch = [Barriers.scratch(1, 1, interpret)] if plan.staggered else []
 
     def grouped_matmul(*refs: Any) -> None:
-        end = len(refs) - len(scale_ring_scratch)
+        last = len(refs) - len(done_scratch)
+        end = last - len(scale_ring_scratch)
         first = end - len(ring_scratch)
         buffers = Buffers.of(plan, refs[:first])
-        ring, scale_ring = Ring.of(config.stages, CONSUMERS, refs[first:end], interpret), None
+        ring = Ring.of(config.stages, CONSUMERS, refs[first:end], interpret, plan.cluster)
+        scale_ring = None
         if plan.unrolled:
-            scale_ring = Ring.of(2, CONSUMERS, refs[end:], interpret)
+            scale_ring = Ring.of(2, CONSUMERS, refs[end:last], interpret)
             scale_ring.initialise()
+        first_done = Barriers(refs[last], interpret) if plan.staggered else None
+        if first_done is not None:
+            first_done.initialise([WARPS], cluster=False)
         ring.initialise()
         overlap_preceding_kernel(config.early, interpret=interpret)
-        group_tiles = GroupTiles(buffers.group_sizes, config.tile_m, on_gpu=on_gpu)
-        tiles = TileScheduler(plan, group_tiles, group_tiles.count(), lax.axis_index("block"))
+        rows = config.tile_m * plan.cluster
+        group_tiles = GroupTiles(buffers.group_sizes, rows, on_gpu=on_gpu)
+        member = lax.axis_index(CLUSTER_AXIS) if config.paired else None
+        tiles = TileScheduler(
+            plan, group_tiles, group_tiles.count(), lax.axis_index("block"), member
+        )
         warpgroup = lax.axis_index("warpgroup")
 
         @when(warpgroup == CONSUMERS)
@@ -134,18 +155,22 @@ def matmul(
         @when(warpgroup != CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            Consumer(plan, buffers, tiles, ring, scale_ring, warpgroup).run()
+            Consumer(plan, buffers, tiles, ring, scale_ring, first_done, warpgroup).run()
 
     if count == 2:
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
     out_type = jax.ShapeDtypeStruct((M, N), plan.out_dtype)
     scale_type = jax.ShapeDtypeStruct((M, N // SCALE_BLOCK), jnp.float32)
+    cluster: Any = {}
+    if config.paired:
+        cluster = {"cluster": (plan.cluster,), "cluster_names": (CLUSTER_AXIS,)}
     kernel = plgpu.kernel(
         grouped_matmul,
         out_type=(out_type, scale_type) if quantize else out_type,
-        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch],
-        grid=(plan.blocks,),
+        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch, *done_scratch],
+        grid=(plan.clusters,),
         grid_names=("block",),
+        **cluster,
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -179,18 +204,31 @@ class Consumer:
     tiles: TileScheduler
     ring: Ring
     scale_ring: Ring | None
+    first_done: Barriers | None
+    """One barrier. Its i-th use ends when consumer 0 has the first product of its i-th tile."""
+
     warpgroup: jax.Array
 
     def run(self) -> None:
         self.ring.release_all()
         if self.scale_ring is not None:
             self.scale_ring.release_all()
+        if self.plan.overlap_store:
+            self.run_overlapped()
+        else:
+            self.run_separately()
+        plgpu.wait_smem_to_gmem(0)
+
+    def run_separately(self) -> None:
+        """Stores each tile before the first product of the next one."""
 
         def compute_tile(i: jax.Array, carry: Any) -> Any:
             tile, scales, state = carry
             if self.scale_ring is not None:
                 self.scale_ring.wait_full(tile_state(i))
-                sums, next_tile, state = self.unrolled_loop(i, tile, state)
+                unrolled = self.unrolled_tile(i, tile, state.phase)
+                sums, next_tile = unrolled.sum_products()
+                state = PipelineState(state.stage, unrolled.next_phase)
                 self.scale_ring.release(tile_state(i))
             elif self.plan.float8:
                 sums, next_tile, state = self.float8_loop(i, tile, scales, state)
@@ -208,7 +246,49 @@ class Consumer:
         first = self.tiles.locate(0)
         carry = first, first_scales(first), self.ring.start()
         lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
-        plgpu.wait_smem_to_gmem(0)
+
+    def run_overlapped(self) -> None:
+        """Stores each tile during the first product of the next one. See :mod:`unrolled`."""
+        assert self.scale_ring is not None
+        scale_ring = self.scale_ring
+
+        def compute_tile(i: jax.Array, carry: Any) -> Any:
+            tile, product, phase = carry
+            scale_ring.wait_full(tile_state(i))
+            unrolled = self.unrolled_tile(i, tile, phase)
+            sums, free = unrolled.sum_further_products(product)
+            scale_ring.release(tile_state(i))
+            started = self.start_first(unrolled, i + 1, unrolled.next_phase, free)
+            store_tile(self.plan, self.buffers, self.warpgroup, tile, sums, i)
+            next_tile = self.tiles.locate(i + 1)  # when the sums' registers are free
+            return next_tile, self.finish_first(started), unrolled.next_phase
+
+        first, start = self.tiles.locate(0), self.ring.start()
+        unrolled = self.unrolled_tile(jnp.int32(0), first, start.phase)
+        unused = zeros(self.plan.warpgroup_tile[1])
+        started = self.start_first(unrolled, jnp.int32(0), start.phase, unused)
+        carry = first, self.finish_first(started), start.phase
+        _, _, phase = lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
+        self.ring.release(PipelineState(start.stage, phase))  # of no tile
+
+    def start_first(
+        self, unrolled: UnrolledTile, i: jax.Array, phase: jax.Array, free: jax.Array
+    ) -> jax.Array:
+        """Starts the first product of tile ``i``, as :meth:`UnrolledTile.start_first`."""
+        if (first_done := self.first_done) is not None:
+            when(self.warpgroup == 1)(lambda: first_done.wait(0, i))
+        return unrolled.start_first(phase, free)
+
+    def finish_first(self, started: jax.Array) -> jax.Array:
+        product = finish(started, on_gpu=self.plan.on_gpu)
+        if (first_done := self.first_done) is not None:
+            when(self.warpgroup == 0)(lambda: first_done.arrive(0))
+        return product
+
+    def unrolled_tile(self, i: jax.Array, tile: Tile, phase: jax.Array) -> UnrolledTile:
+        return UnrolledTile.of(
+            self.plan, self.buffers, self.tiles, self.ring, self.warpgroup, i, tile, phase
+        )
 
     def prefetch_tile(self, i: jax.Array, step: jax.Array, next_tile: Tile) -> Tile:
         """Locates the next tile in the first K step: it takes half a microsecond."""
@@ -265,84 +345,13 @@ class Consumer:
                 prefetched = self.prefetch_tile(tile_index, i, next_tile)
                 product = accumulator[...]
                 self.ring.release(state)
-                return _add_scaled(sums, product, factors), next_scales, prefetched
+                return add_scaled(sums, product, factors), next_scales, prefetched
 
             return pl.run_scoped(multiply_and_scale, ACC((ROWS, columns), jnp.float32))
 
-        carry = _zero_sums(plan), scales, tile
+        carry = zero_sums(plan), scales, tile
         state, (sums, _, next_tile) = self.ring.loop(plan.k_steps, step, state, carry)
         return sums, next_tile, state
-
-    def unrolled_loop(self, tile_index: jax.Array, tile: Tile, state: PipelineState) -> _Result:
-        """Computes :meth:`float8_loop` with all stages of the ring in one iteration.
-
-        So stages, and addresses of what they contain, are constants. The last iteration is
-        separate: it locates the next tile.
-
-        Args:
-          state: the next one, at stage 0.
-        """
-        plan, config, (_, columns) = self.plan, self.plan.config, self.plan.warpgroup_tile
-        row, _ = plan.stage_offset(self.warpgroup)
-        first_block = plan.first_scale_block(tile.column)
-        matrix_scales = self.buffers.matrix_scale_tiles
-        a: Any = self.buffers.lhs_stages_untiled
-        b: Any = self.buffers.rhs_stages_untiled
-        if plan.on_gpu:
-            a, b = wgmma.operand_base(a, row * ATOM), wgmma.operand_base(b, 0)
-
-        def rhs_scales(k: jax.Array) -> list[jax.Array]:
-            scales = []
-            for matrix in range(plan.matrices):
-                first, second = (matrix_scales[tile_index & 1, matrix, n, k] for n in range(2))
-                for c in range(0, plan.out_columns, plan.scale_width):
-                    is_second = lax.div(tile.column + c, SCALE_BLOCK) > first_block
-                    if plan.out_columns > SCALE_BLOCK and c in (0, SCALE_BLOCK):
-                        scales.append(second if c else first)  # a tile has columns of both blocks
-                    else:
-                        scales.append(jnp.where(is_second, second, first))
-            return scales
-
-        def step(stage: int, k: Any, phase: Any, carry: Any, is_last: bool) -> Any:
-            sums, product = carry
-            here = PipelineState(jnp.int32(stage), phase)
-            self.ring.wait_full(here)
-
-            def meanwhile() -> tuple[list[jax.Array], Tile]:
-                rows = self.lhs_scales(tile, Scales(None, ()), here)
-                factors = [rows * s for s in rhs_scales(k)]
-                return factors, self.tiles.locate(tile_index + 1) if is_last else tile
-
-            if plan.on_gpu:
-                offsets = stage * config.tile_m * ATOM, stage * config.tile_n * ATOM
-                started = wgmma.start_product(a, b, *offsets, product)
-                factors, next_tile = meanwhile()
-                product = wgmma.wait_for_product(started)
-            else:
-
-                def multiply(accumulator: Any) -> Any:
-                    rows = self.buffers.lhs_stages.at[stage, pl.ds(row, ROWS)]
-                    plgpu.wgmma(accumulator, rows, self.buffers.rhs_stages.at[stage].T)
-                    return *meanwhile(), accumulator[...]
-
-                accumulator = ACC((ROWS, columns), jnp.float32)
-                factors, next_tile, product = pl.run_scoped(multiply, accumulator)
-            self.ring.release(here)
-            return (_add_scaled(sums, product, factors), product), next_tile
-
-        def lap(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
-            """Takes one K step per stage."""
-            phase, next_tile = state.phase ^ (n & 1), tile
-            for stage in range(config.stages):
-                last = is_last and stage == config.stages - 1
-                carry, next_tile = step(stage, n * config.stages + stage, phase, carry, last)
-            return carry, next_tile
-
-        laps = plan.k_steps // config.stages
-        carry = _zero_sums(plan), _zeros(columns)
-        carry = lax.fori_loop(0, laps - 1, lambda n, carry: lap(n, carry, False)[0], carry)
-        (sums, _), next_tile = lap(jnp.int32(laps - 1), carry, True)
-        return sums, next_tile, PipelineState(state.stage, state.phase ^ (laps & 1))
 
     def load_scales(self, tile: Tile, step: jax.Array | int) -> Scales:
         """Loads the scales of a K step from global memory."""
@@ -364,24 +373,4 @@ class Consumer:
         if scales.lhs is not None:
             return scales.lhs
         row, _ = self.plan.stage_offset(self.warpgroup)
-        rows = self.buffers.scale_stages[state.stage, pl.ds(row + (tile.row & 3), ROWS)]
-        return plgpu.layout_cast(rows, ROW)
-
-
-def _zero_sums(plan: Plan) -> tuple[jax.Array, ...]:
-    return (_zeros(plan.scale_width),) * (plan.warpgroup_tile[1] // plan.scale_width)
-
-
-def _zeros(columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
-
-
-def _add_scaled(
-    sums: tuple[jax.Array, ...], product: jax.Array, factors: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """Adds a product to sums of as many columns each, times a factor per sum and row."""
-    width = product.shape[1] // len(sums)
-    return tuple(
-        s + product[:, j * width : (j + 1) * width] * spread_rows(f, width)
-        for j, (s, f) in enumerate(zip(sums, factors, strict=True))
-    )
+        return staged_row_scales(self.buffers.scale_stages, state.stage, row, tile)

@@ -23,6 +23,7 @@ from pallas_kernels.block_quant.reference import FLOAT8
 SCALE_BLOCK = 128
 ATOM = 128  # bytes: a row of a swizzled tile
 CONSUMERS = 2  # consumer warpgroups
+CLUSTER_AXIS = "member"
 _PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
 _EXTRA_SCALES = 32
 
@@ -64,9 +65,26 @@ class Config:
     in one iteration, and finds the scales of the matrices in shared memory, where the producer
     copies them once per tile. It takes fewer instructions, and 5 % less time."""
 
+    overlap_store: bool = False
+    """``unrolled`` only: whether the tensor cores compute the first K step of a tile while the
+    previous tile is stored. No GPU has run it."""
+
+    staggered: bool = False
+    """``overlap_store`` only: whether the second consumer starts the first product of a tile when
+    the first consumer's is done. Then one adds a product to its sums while the tensor cores compute
+    the other's. Otherwise both add at the same time. No GPU has run it."""
+
+    paired: bool = False
+    """Whether two thread blocks form a cluster. They compute two M tiles of a group for the same
+    columns, and each copies half of the matrices' rows for both (TMA multicast). Where a group has
+    an odd number of M tiles, the last pair computes one of them twice. No GPU has run it."""
+
     approximate_silu: bool = False
     """grouped_swiglu only: whether silu uses the GPU's approximate exponential and reciprocal. It
     takes a tenth of the instructions."""
+
+    paired_sigmoids: bool = False
+    """``approximate_silu`` only: whether two sigmoids share a reciprocal. No GPU has run it."""
 
     early: bool = False
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch). The
@@ -132,6 +150,28 @@ class Plan:
         return self.float8 and self.config.unrolled
 
     @property
+    def overlap_store(self) -> bool:
+        return self.unrolled and self.config.overlap_store
+
+    @property
+    def staggered(self) -> bool:
+        return self.overlap_store and self.config.staggered
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster. One tile of the schedule has an M tile for each of them."""
+        return 2 if self.config.paired else 1
+
+    @property
+    def multicast_axis(self) -> str | None:
+        """Cluster axis along which blocks share the rows of the matrices."""
+        return CLUSTER_AXIS if self.config.paired else None
+
+    @property
+    def clusters(self) -> int:
+        return self.blocks // self.cluster
+
+    @property
     def scale_copy_rows(self) -> int:
         """Row scales per TMA copy. A copy starts at a multiple of four rows, and its size must be
         a multiple of 128 bytes."""
@@ -195,9 +235,10 @@ class Plan:
 
     @property
     def panel(self) -> int:
-        """M tiles that are computed for one N tile before the next N tile."""
+        """M tiles of the schedule that are computed for one N tile before the next N tile."""
         tile_bytes = self.config.tile_m * self.k_steps * ATOM
-        return self.config.panel or max(1, _PANEL_BYTES // tile_bytes)
+        tiles = self.config.panel or _PANEL_BYTES // tile_bytes
+        return max(1, tiles // self.cluster)
 
     @property
     def copy_heights(self) -> tuple[int, ...]:
@@ -256,6 +297,14 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
                 f"an unrolled loop takes tma_scales, multiples of {config.stages} and 4 K steps,"
                 f" and more than {SCALE_BLOCK} columns, got {steps} steps, N {N} and {config}"
             )
+    if config.overlap_store and (not config.unrolled or config.copy_heights):
+        raise NotImplementedError(
+            f"a store overlaps with products of an unrolled loop without copy_heights, got {config}"
+        )
+    if config.staggered and not config.overlap_store:
+        raise NotImplementedError(f"consumers are staggered with overlap_store only, got {config}")
+    if config.paired and config.copy_heights:
+        raise NotImplementedError(f"pairs copy whole tiles, got {config}")
     if float8 and config.consumer_split == "m" and config.tile_m != 128:
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.tile_m // 2}")
 

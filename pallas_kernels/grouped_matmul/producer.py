@@ -32,7 +32,8 @@ def produce(
             if width < config.tile_n:
                 b = buffers.rhs_stages_untiled.at[state.stage, pl.ds(stage_row, width)]
             window = (tile.group, pl.ds(tile.column + column, width), k)
-            copies.append(TmaCopy(buffers.matrices[matrix], window, b, tiled=False, swizzle=ATOM))
+            options: Any = {"tiled": False, "swizzle": ATOM, "multicast": plan.multicast_axis}
+            copies.append(TmaCopy(buffers.matrices[matrix], window, b, **options))
         a = buffers.lhs_stages_untiled.at[state.stage]
         if rows < config.tile_m:
             a = buffers.lhs_stages_untiled.at[state.stage, pl.ds(0, rows)]
@@ -69,7 +70,11 @@ def produce(
 
         return ring.loop(plan.k_steps, fill, state, ())[0]
 
-    ring.drain(lax.fori_loop(0, tiles.count(), copy_tile, ring.start()))
+    state = lax.fori_loop(0, tiles.count(), copy_tile, ring.start())
+    if plan.overlap_store:  # the consumers start the first product of a tile after the last one
+        copy_stage(tiles.locate(tiles.count()), jnp.int32(0), state, plan.copy_heights[-1])
+        state = ring.next(state)
+    ring.drain(state)
     if scale_ring is not None:
         scale_ring.drain(tile_state(tiles.count()))
 

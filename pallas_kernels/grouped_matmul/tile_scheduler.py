@@ -205,19 +205,22 @@ class TileScheduler:
     m_tiles: jax.Array
     """Number of tiles along M, over all groups."""
 
-    block: jax.Array
-    """Index of this thread block."""
+    cluster: jax.Array
+    """Index of this thread block's cluster, or of the block itself."""
+
+    member: jax.Array | None = None
+    """Index of this thread block in its cluster of two."""
 
     def count(self) -> jax.Array:
         """Returns the number of this block's tiles."""
-        blocks, total = jnp.int32(self.plan.blocks), self.m_tiles * self.plan.n_tiles
-        return lax.div(total - self.block + (blocks - 1), blocks)
+        clusters, total = jnp.int32(self.plan.clusters), self.m_tiles * self.plan.n_tiles
+        return lax.div(total - self.cluster + (clusters - 1), clusters)
 
     def locate(self, i: jax.Array | int) -> Tile:
         """Returns this block's i-th tile. Past the last, it has no rows."""
         plan = self.plan
         n_tiles = jnp.int32(plan.n_tiles)
-        tile = self.block + i * jnp.int32(plan.blocks)
+        tile = self.cluster + i * jnp.int32(plan.clusters)
         if plan.panel == 1:
             m_tile = lax.div(tile, n_tiles)
             n_tile = tile - m_tile * n_tiles
@@ -231,7 +234,20 @@ class TileScheduler:
             m_tile = first + tile - n_tile * height
         column = n_tile * jnp.int32(plan.out_columns)
         return Tile(
-            *self.group_tiles.locate(m_tile),
+            *self._own(*self.group_tiles.locate(m_tile)),
             jnp.minimum(column, plan.N - plan.out_columns),
             column,
         )
+
+    def _own(
+        self, group: jax.Array, row: jax.Array, rows: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns this block's share of the rows of a cluster.
+
+        Without rows of its own, it has the first row of the cluster's.
+        """
+        if self.member is None:
+            return group, row, rows
+        before = self.member * jnp.int32(self.plan.config.tile_m)
+        own = jnp.clip(rows - before, 0, self.plan.config.tile_m)
+        return group, row + jnp.where(own > 0, before, 0), own

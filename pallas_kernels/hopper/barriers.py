@@ -21,7 +21,32 @@ from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.ir import REF, SCALAR, i32, inline, instruction, word
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    const,
+    i32,
+    inline,
+    instruction,
+    shared_address,
+    warp_and_lane,
+    word,
+)
+
+# Lane $1 arrives at barrier $3 of program $1, if there are more than that. $0 is the address of all
+# barriers. The index is added last, so that all arrivals share one mapped address. There is no
+# ``.release.cluster``, for which ptxas adds a fence of global memory: only reads precede the
+# arrival, and their results have been used.
+_ARRIVE_AT_ALL = """{
+    .reg .pred p;
+    .reg .b32 program, remote, offset;
+    setp.lt.u32 p, $1, $2;
+    selp.b32 program, $1, 0, p;
+    mapa.shared::cluster.u32 remote, $0, program;
+    shl.b32 offset, $3, 3;
+    add.u32 remote, remote, offset;
+    @p mbarrier.arrive.shared::cluster.b64 _, [remote];
+}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +63,16 @@ class Barriers:
     """Index in ``memory`` of barrier 0, on a GPU."""
 
     @staticmethod
-    def scratch(count: int, arrivals: int, interpret: Any) -> Any:
-        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies."""
+    def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:
+        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies.
+
+        Args:
+          axis: cluster axis whose programs all arrive at each other's barriers, if any.
+        """
+        if interpret is not None and axis is not None:
+            return plgpu.ClusterBarrier(
+                collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
+            )
         if interpret is not None:
             return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return plgpu.SMEM((2 * count,), jnp.int32)
@@ -83,8 +116,12 @@ class Barriers:
 
         wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
 
-    def arrive(self, i: Any) -> None:
-        """Arrives at barrier i once per warp, when all lanes of the warp have come here."""
+    def arrive(self, i: Any, programs: int = 1) -> None:
+        """Arrives at barrier i once per warp, when all lanes of the warp have come here.
+
+        Args:
+          programs: number of programs in the cluster if it arrives at the barriers of all, or 1.
+        """
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
@@ -92,6 +129,11 @@ class Barriers:
         @inline(REF, SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
             instruction("bar.warp.sync 0xffffffff;")
+            if programs > 1:
+                lane = warp_and_lane()[1]
+                operands = shared_address(words), lane, const(programs), word(barrier)
+                instruction(_ARRIVE_AT_ALL, *operands)
+                return
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             _barrier(words, word(barrier)).arrive(predicate=lane)
 

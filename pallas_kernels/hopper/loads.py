@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -13,8 +14,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.hopper.ir import REF, SCALAR, array, const, inline, wgmma_row, word
-from pallas_kernels.hopper.tiles import ROW, ROWS
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    const,
+    i32,
+    inline,
+    item,
+    scalar,
+    wgmma_row,
+    word,
+)
+from pallas_kernels.hopper.tiles import ROW, ROWS, WGMMA
 
 # jax 0.10 requires an index here, jax 0.12 does not accept one.
 _ALL_OF_IT: dict[str, Any] = (
@@ -60,6 +72,26 @@ def load_column(
         return array(registers, (ROWS,), ROW)
 
     return load(numbers, first, column)
+
+
+def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Array:
+    """Returns ``number`` when ``sums`` have been computed, float32 in the layout of an accumulator.
+
+    An arrival at a barrier does not wait for loads whose results have not been used yet. If its
+    index depends on sums of what was loaded, a copy that waits for the barrier cannot overwrite it
+    first. One of two neighbouring sums is waited for, which depends on the same loads as the other.
+
+    Args:
+      zero: 0, which the compiler does not know.
+    """
+
+    @inline(SCALAR, SCALAR, WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def add_nothing(number: Any, zero: Any, sums: Any) -> Any:
+        words = [arith.bitcast(i32(), item(each, 0)) for each in sums.registers.flat]
+        nothing = arith.andi(functools.reduce(arith.ori, words), word(zero))
+        return scalar(arith.addi(word(number), nothing))
+
+    return add_nothing(number, zero, sums)
 
 
 def load_with_layout(ref: Any, layout: Any) -> jax.Array:

@@ -49,18 +49,29 @@ class Ring:
     empty: Barriers
     """One barrier per stage."""
 
+    programs: int = 1
+    """Programs of a cluster whose consumers release each stage, because each copies to all."""
+
     @staticmethod
-    def scratch(stages: int, copies: int, consumers: int, interpret: Any) -> list[Any]:
+    def scratch(
+        stages: int, copies: int, consumers: int, interpret: Any, axis: str | None = None
+    ) -> list[Any]:
         """Returns the scratch types of a ring with ``copies`` TMA copies per stage.
 
         On a GPU all barriers are in one array, because each array takes 1 KiB.
+
+        Args:
+          axis: cluster axis along which the copies are multicast, if any.
         """
         if interpret is None:
             return [Barriers.scratch(2 * stages, 0, None)]
-        return [Barriers.scratch(stages, arrivals, interpret) for arrivals in (copies, consumers)]
+        full = Barriers.scratch(stages, copies, interpret)
+        return [full, Barriers.scratch(stages, consumers, interpret, axis)]
 
     @classmethod
-    def of(cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any) -> Ring:
+    def of(
+        cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any, programs: int = 1
+    ) -> Ring:
         """Returns the ring whose barriers are the references that :meth:`scratch` allocated."""
         first_empty = stages if interpret is None else 0
         full, empty = memory[0], memory[-1]
@@ -69,12 +80,14 @@ class Ring:
             consumers,
             Barriers(full, interpret),
             Barriers(empty, interpret, first=first_empty),
+            programs,
         )
 
     def initialise(self) -> None:
-        """Initialises the barriers. Every thread of the block calls it before any other use."""
-        arrivals = [1] * self.stages + [self.consumers * WARPS] * self.stages
-        self.full.initialise(arrivals, cluster=False)
+        """Initialises the barriers. Every thread of the cluster calls it before any other use."""
+        releases = self.programs * self.consumers * WARPS
+        arrivals = [1] * self.stages + [releases] * self.stages
+        self.full.initialise(arrivals, cluster=self.programs > 1)
 
     def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
         """Waits until the stage is empty, and starts its copies. One warp of the producer calls
@@ -96,7 +109,7 @@ class Ring:
             # The memory model requires a fence between reading a stage and the copy that overwrites
             # it, and the interpreter checks that. On a GPU the values are in registers by now.
             plgpu.commit_smem()
-        self.empty.arrive(state.stage)
+        self.empty.arrive(state.stage, self.programs)
 
     def start(self) -> PipelineState:
         """Returns the first state."""

@@ -99,6 +99,47 @@ def start_product(
     return start(a, b, previous)
 
 
+def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) -> jax.Array:
+    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands, with A in registers.
+
+    A must stay in its registers until the product is complete: see :func:`keep.keep`.
+
+    Returns:
+      float32 [64, columns], as :func:`start_product` does.
+
+    Args:
+      a: 16 words per thread, as a bfloat16 array [64, 64]. Four of them are the operand of one
+        instruction, 32 columns: columns 4q to 4q + 3 of the thread's two rows, then 16 + 4q to
+        16 + 4q + 3, where q is the lane's index modulo 4.
+      b: base from :func:`operand_base`.
+      previous: as for :func:`start_product`.
+    """
+    columns = previous.shape[1]
+    count = columns // 2  # registers per thread
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    words, base = 2 * count, 2 * count + 16
+    text = ["{ .reg .b64 b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
+    for n, k in enumerate(range(0, _ATOM, _K_BYTES)):
+        operand = "{" + ",".join(f"${words + 4 * n + i}" for i in range(4)) + "}"
+        text += [
+            f"add.s64 b, ${base}, {k // 16};",
+            f"setp.ne.b32 old, {int(k > 0)}, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
+            f" {registers}, {operand}, b, old, 1, 1;",
+        ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+    constraints = ",".join([*["=f"] * count, *map(str, range(count)), *["r"] * 16, "l"])
+
+    @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
+    def start(a: Any, b: Any, previous: Any) -> Any:
+        operands = [llvm.bitcast(i32(), pair) for pair in a.registers.flat]
+        operands = *_numbers(previous), *operands, _descriptor(b)
+        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
+        return _product(struct, columns)
+
+    return start(a, b, previous)
+
+
 def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
     """Waits for a product, and returns its result.
 

@@ -96,6 +96,53 @@ def test_unrolled_loops(config, N):
 
 
 @kernel_runs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "sizes", "N"),
+    [
+        ({"overlap_store": True}, (5, 0), 192),  # one of the interpreter's two blocks has no tile
+        ({"paired": True}, (129, 0, 3), 192),
+        ({"overlap_store": True, "staggered": True}, (130, 0, 3), 192),
+        ({"overlap_store": True, "staggered": True, "paired": True}, (129, 0, 257), 256),
+    ],
+    ids=lambda x: str(x) if isinstance(x, int) else "-".join(map(str, x)),
+)
+def test_other_schedules(settings, sizes, N):
+    """The sums are the same, in the same order. In a pair, the second tile is full, has one row, or
+    has none."""
+    config = dataclasses.replace(MANY_TOKENS[0], stages=2, unrolled=True)
+    x = Inputs.random(sizes, N=N, K=512, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
+    out = run(x, back_end(dataclasses.replace(config, **settings)))
+    check(out, x.expected(), tolerance("bfloat16"))
+    np.testing.assert_array_equal(out, run(x, back_end(config)))
+
+
+@kernel_runs
+@pytest.mark.slow
+def test_pairs_of_bfloat16():
+    config = dataclasses.replace(mosaic_gpu.MANY_TOKENS_BFLOAT16[1], stages=2)
+    x = Inputs.random((130, 0, 3), N=192, K=256, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
+    out = run(x, back_end(dataclasses.replace(config, paired=True)))
+    np.testing.assert_array_equal(out, run(x, back_end(config)))
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overlap_store": True}, "a store overlaps with products of an unrolled loop"),
+        ({"staggered": True}, "consumers are staggered with overlap_store only"),
+        ({"paired": True, "copy_heights": (16,)}, "pairs copy whole tiles"),
+    ],
+)
+def test_schedules_that_are_refused(settings, message):
+    x = Inputs.random((3,), N=192, K=512, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
+    config = dataclasses.replace(MANY_TOKENS[0], stages=2, **settings)
+    with pytest.raises(NotImplementedError, match=message):
+        run(x, back_end(config))
+
+
+@kernel_runs
 @pytest.mark.parametrize(
     ("N", "K", "settings"), [(192, 384, {}), (192, 512, {"tma_scales": False}), (128, 512, {})]
 )

@@ -92,11 +92,15 @@ def test_configs(dtype, config):
     check(out[: x.defined], x.expected(), ROUNDINGS * tolerance("bfloat16"))
 
 
+OTHERS = {"overlap_store": True, "staggered": True, "paired": True, "paired_sigmoids": True}
+
+
 @kernel_runs
-def test_an_unrolled_loop_and_approximate_silu():
-    config = dataclasses.replace(
-        mosaic_gpu.MANY_TOKENS_FLOAT8[0], stages=2, unrolled=True, approximate_silu=True
-    )
+@pytest.mark.parametrize(
+    "settings", slow_except([{}, OTHERS], [0]), ids=lambda x: "-".join(x) or "default"
+)
+def test_an_unrolled_loop_and_approximate_silu(settings):
+    config = dataclasses.replace(mosaic_gpu.UNROLLED_FLOAT8, stages=2, **settings)
     x = Inputs.random((70, 0, 3), F=256, K=512, dtype=FLOAT8)
     check(run(x, back_end(config)), x.expected(), ROUNDINGS * tolerance("bfloat16"))
 

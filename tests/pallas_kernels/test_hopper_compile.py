@@ -28,11 +28,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels.machine_code import digest, disassemble, main_loops, nvdisasm, ptx_of
+from benchmarks.kernels.machine_code import (
+    digest,
+    disassemble,
+    listing_of,
+    main_loops,
+    nvdisasm,
+    ptx_of,
+    unfinished_loads,
+)
+from benchmarks.kernels.variants import VARIANTS
 from pallas_kernels.attention_inputs.plan import Config as AttentionInputs
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
+from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
@@ -58,6 +68,11 @@ MOST_SPILLED = {
 # Instructions per tensor core instruction of a main loop, relative to the record. ptxas schedules
 # the same work differently from version to version.
 MOST_INSTRUCTIONS = 1.03
+# Kernels, by name, that use what they load from shared memory before they release it. Those whose
+# warpgroups share tiles arrive at a barrier of their sums too, which their next tile waits for.
+FINISHES_LOADS = re.compile(
+    "w4a8|16 rows, (early|scales by TMA|in order|finished loads|all)$|with wgmma"
+)
 RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
@@ -152,7 +167,7 @@ def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -
     return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, options)
 
 
-def few_tokens(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
+def few_tokens(rows: int, groups: int, N: int, K: int, form: str, **options: Any) -> Kernel:
     """grouped_matmul with ``rows`` bfloat16 rows per group and quantized matrices."""
     dtype, columns = {"int8": (jnp.int8, K), "int4": (jnp.uint8, K // 2), "fp8": (FP8, K)}[form]
     block = {"int8": (1, K), "int4": (1, 128), "fp8": (128, 128)}[form]
@@ -164,8 +179,17 @@ def few_tokens(rows: int, groups: int, N: int, K: int, form: str) -> Kernel:
             "group_sizes": Struct((groups,), I32),
             "rhs_scale": Struct((groups, -(-N // block[0]), -(-K // block[1])), F32),
         },
-        {"block_shape": block},
+        {"block_shape": block, **options},
     )
+
+
+def w4a8(rows: int, groups: int, N: int, K: int) -> Kernel:
+    """grouped_matmul with ``rows`` float8 rows per group, and int4 matrices."""
+    arrays = dict(few_tokens(rows, groups, N, K, "int4").arrays)
+    arrays["lhs"] = Struct((rows * groups, K), FP8)
+    arrays["lhs_scale"] = Struct((rows * groups, K // 128), F32)
+    options = {"block_shape": (1, 128)}
+    return Kernel("pallas_kernels.grouped_matmul.w4a8", arrays, options, function="grouped_matmul")
 
 
 def few_tokens_swiglu(rows: int, groups: int, F: int, K: int, form: str) -> Kernel:
@@ -330,6 +354,15 @@ def kernels() -> dict[str, Kernel]:
             table[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
                 rows, 1, 1536, 7168, form
             )
+    # Settings that are not the default.
+    for name, (rows, config) in FEW_TOKENS.items():
+        shape = f"grouped_matmul int4 by bf16 {rows} rows, {name}"
+        table[shape] = few_tokens(rows, 8, 4096, 7168, "int4", config=config)
+    for form in ("int8", "fp8"):
+        config = FewTokens(4, (8,), 4, tokens_in_order=True)
+        shape = f"grouped_matmul {form} by bf16 1 rows, in order"
+        table[shape] = few_tokens(1, 8, 4096, 7168, form, config=config)
+    table |= {f"grouped_matmul w4a8 {rows} rows": w4a8(rows, 8, 4096, 7168) for rows in (64, 4096)}
     # One matrix: warpgroups share a tile.
     for form in ("int8", "int4", "fp8"):
         for rows in (1, 16, 64):
@@ -354,6 +387,7 @@ def kernels() -> dict[str, Kernel]:
         table[shape] = grouped(4096, 8, N, K, FP8, config=MANY_TOKENS_FLOAT8[0])
     shape = "grouped_swiglu fp8 2048 wide, 4096 rows, rolled"
     table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=SWIGLU_FLOAT8[0])
+    table |= other_schedules()
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
@@ -412,6 +446,44 @@ def kernels() -> dict[str, Kernel]:
         )
     return table
 
+
+OTHER_SCHEDULES = "staggered, pairs", "staggered, pairs, paired sigmoids", "bfloat16 pairs"
+
+
+def other_schedules() -> dict[str, Kernel]:
+    """Returns variants of the kernel for many tokens that no call uses by default. Those that are
+    parts of these, the benchmark compiles."""
+    N, K = WIDTHS["gate_up"]
+    table = {}
+    for name, dtype in (("fp8", FP8), ("bf16", BF16)):
+        for variant in OTHER_SCHEDULES:
+            for op, one in VARIANTS[variant].items():
+                if name in one.dtypes:
+                    make, width = (grouped, N) if op == "grouped_matmul" else (swiglu, N // 2)
+                    case = f"{op} {name} {width}x{K} 4096 rows: {variant}"
+                    table[case] = make(4096, 8, width, K, dtype, **one.keywords)
+    return table
+
+
+_EARLY: Any = {"early": True, "leader_barriers": True, "finish_loads": True}
+# Rows per group and setting.
+FEW_TOKENS = {
+    "in order": (
+        16,
+        FewTokens(4, (8, 16, 32), max_mma_tokens=32, tokens_in_order=True, finish_loads=True),
+    ),
+    "all": (
+        16,
+        FewTokens(
+            4, (8, 16, 32), max_mma_tokens=32, tma_scales=True, tokens_in_order=True, **_EARLY
+        ),
+    ),
+    "all with shared tiles": (
+        1,
+        FewTokens(4, (8,), 4, tma_scales=True, tokens_in_order=True, **_EARLY),
+    ),
+    "all with wgmma": (64, FewTokens(2, (16, 32, 64), tma_scales=True, **_EARLY)),
+}
 
 # Tokens, columns, dtype, and rows of each projection.
 PROJECTED = {
@@ -635,6 +707,11 @@ def test_kernels(op, tmp_path, subtests):
             pytest.skip("needs nvdisasm: the package nvidia-cuda-nvdisasm")
         faults = instruction_faults(compiled)
         assert not faults, "\n".join(faults)
+    with subtests.test("scales have been loaded before their buffer is released"):
+        if nvdisasm() is None:
+            pytest.skip("needs nvdisasm: the package nvidia-cuda-nvdisasm")
+        faults = load_faults(compiled)
+        assert not faults, "\n".join(faults)
 
 
 def instruction_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
@@ -655,6 +732,17 @@ def instruction_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
                 counts = [(loop.instructions, loop.tensor) for loop in loops]
                 faults += [f"{name}: {fault}" for fault in loop_faults(before["loops"], counts)]
     return faults
+
+
+def load_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns loads that may be unfinished at an arrival, of kernels that wait for all loads."""
+    return [
+        f"{name}: expected a use before an arrival at a barrier of {load}"
+        for name, result in compiled.items()
+        if FINISHES_LOADS.search(name)
+        for ptx in ptx_of(result.get("report", "")).values()
+        for load in unfinished_loads(listing_of(ptx))
+    ]
 
 
 def loop_faults(before: list[list[int]], after: list[tuple[int, int]]) -> list[str]:

@@ -92,3 +92,20 @@ def test_disassembly_names_the_missing_tool(monkeypatch):
     monkeypatch.setattr(machine_code, "nvdisasm", lambda: None)
     with pytest.raises(FileNotFoundError, match="package nvidia-cuda-nvdisasm"):
         machine_code.disassemble("")
+
+
+def test_loads_that_an_arrival_does_not_wait_for():
+    used = """LDS.128 R12, [R73+UR16]
+    LDS.64 R20, [R60+UR11]
+    LDS R8, [R60]
+    HMMA.16816.F32.BF16 R16, R28, R14, R16
+    LOP3.LUT R4, R21, UR16, R5, 0xc8, !PT
+    MOV R8, RZ
+    @P1 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR15], RZ
+    FFMA R11, R12.reuse, R20, R11"""
+    assert machine_code.unfinished_loads(listing(used)) == []
+    unused = used.replace("R21, UR16", "R22, UR16").replace("MOV R8, RZ", "MOV R9, RZ")
+    assert machine_code.unfinished_loads(listing(unused)) == [
+        "LDS.64 R20, [R60+UR11] ",
+        "LDS R8, [R60] ",
+    ]

@@ -217,6 +217,25 @@ def test_a_model_that_does_not_fit(monkeypatch, capsys, own_compile_cache):
     assert err.endswith("got: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n")
 
 
+def test_a_program_store_on_cpus_turns_the_cache_off(
+    monkeypatch, capsys, tmp_path, own_compile_cache
+):
+    """Otherwise nothing would be stored, see ProgramStore.save."""
+    is_enabled = []
+
+    def load(*arguments, **settings):
+        is_enabled.append(jax.config.values["jax_enable_compilation_cache"])
+        raise ValueError("load: stopped")
+
+    monkeypatch.setattr(run_server, "load", load)
+    cache = ["--compile-cache", str(tmp_path)]
+    assert main(["serve", "--port", "0", *cache]) == 2
+    assert "--program-store" not in capsys.readouterr().err
+    assert main(["serve", "--port", "0", *cache, "--program-store", str(tmp_path)]) == 2
+    assert "--program-store keeps the programs" in capsys.readouterr().err
+    assert is_enabled == [True, False]
+
+
 def test_programs_are_stored_where_the_flag_says(server, tmp_path, monkeypatch):
     directories = []
     monkeypatch.setattr(server.engine, "warm_up", lambda store: directories.append(store) or 0.0)

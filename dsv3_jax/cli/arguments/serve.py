@@ -143,8 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="directory of compiled programs, which a later start with the same model, flags and"
-        " devices loads in seconds; keep it from other users, because loading runs code (default:"
-        " none)",
+        " devices loads in seconds; keep it from other users, because loading runs code. On CPUs it"
+        " replaces --compile-cache (default: none)",
     )
     add_roles(parser)
     shared.add_layout(parser)
