@@ -98,7 +98,7 @@ def stamps(
         plan = plan_of(h, heads, state, graph, config)
         parts = arrays["norm"], arrays["router"], arrays["shared"], arrays["routed"]
         o_proj = None if heads is None else projection(layer.self_attn.o_proj)
-        arguments_ = h, heads, o_proj, *parts, counter
+        arguments_ = h, heads, o_proj, None, *parts, counter
         h, _, clocks = kernel.feed_forward(*arguments_, plan=plan, interpret=None)
         measured.append(clocks)
     return jnp.stack(measured)

@@ -203,10 +203,12 @@ class DeepSeekV3(nnx.Module):
 
         Args:
           implementation: ``"mosaic_gpu"`` is one kernel for up to eight tokens, and another for the
-            projections at the layer's beginning; ``"separate"`` is an operation for each step. A
-            sequence of names is tried in its order: ``("mosaic_gpu", "separate")`` uses the kernels
-            where it can. None uses them where they have been measured to be faster: for one token,
-            if a layer reads no more than ``second_half.MOST_BYTES``.
+            projections at the layer's beginning; ``"separate"`` is an operation for each step.
+            ``"around_attention"``, which no GPU has run yet, is one kernel for everything before
+            attention itself and one for everything after it. A sequence of names is tried in its
+            order: ``("mosaic_gpu", "separate")`` uses the kernels where it can. None uses
+            ``"mosaic_gpu"`` where it has been measured to be faster: for one token, if a layer
+            reads no more than ``second_half.MOST_BYTES``.
         """
         for layer in (*self.layers, *self.mtp):
             layer.feed_forward = implementation

@@ -5,6 +5,7 @@ dispatch, ``reference.py`` is the specification in plain jax.numpy and runs ever
 platform with a faster implementation has a file of its own.
 """
 
+from pallas_kernels.attention_inputs.api import attention_inputs
 from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant
 from pallas_kernels.decoder_layer.api import feed_forward
 from pallas_kernels.gather_rows.api import gather_rows
@@ -35,6 +36,7 @@ from pallas_kernels.top_k.api import top_k
 __all__ = [
     "Routes",
     "add_rms_norm",
+    "attention_inputs",
     "block_dequant",
     "block_quant",
     "dequantize_latent",

@@ -27,7 +27,8 @@ and bytes and floors are per device. Several exchanges and numbers of micro-batc
 after the other with the same model.
 
 With ``--feed-forward``, decode steps are measured for each of its values. ``mosaic_gpu`` runs the
-second half of a layer in one kernel.
+second half of a layer in one kernel, ``around_attention`` everything before attention itself in one
+kernel and everything after it in another.
 
 With ``--acceptances`` the MTP layer drafts, or with ``--drafter ngram`` the text so far, and the
 drafts are accepted at that rate whatever the model computes. A failed measurement records the error
@@ -96,9 +97,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--largest", nargs="*", type=int, default=[], help="cached tokens per sequence"
     )
-    parser.add_argument(
-        "--feed-forward", nargs="+", choices=("separate", "mosaic_gpu"), default=[None]
-    )
+    parser.add_argument("--feed-forward", nargs="+", choices=models.FEED_FORWARD, default=[None])
     parser.add_argument("--layers", type=int, help="use only the first N layers")
     parser.add_argument(
         "--layout", choices=tuple(PRESETS), help="sharding preset, over all devices"

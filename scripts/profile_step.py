@@ -46,7 +46,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cached", type=int, default=1024, help="cached tokens per sequence")
     parser.add_argument(
         "--feed-forward",
-        choices=("separate", "mosaic_gpu"),
+        choices=models.FEED_FORWARD,
         help="back-end of the second half of layers",
     )
     parser.add_argument("--out", type=Path)

@@ -45,6 +45,9 @@ HELP = f"{', '.join(SHAPES)} or a config.json"
 
 WEIGHTS = QUANTIZATIONS
 
+FEED_FORWARD = "separate", "mosaic_gpu", "around_attention"
+"""Names that ``DeepSeekV3.use_feed_forward`` takes."""
+
 Module = TypeVar("Module", bound=nnx.Module)
 
 

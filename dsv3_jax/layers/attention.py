@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import latent_cache, query_groups
 from dsv3_jax.layers.attention_by_heads import attend_by_heads
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form, Projected
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices
 from dsv3_jax.layers.linear import Linear, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
@@ -34,6 +34,7 @@ from dsv3_jax.layers.paged_cache import (
     LayerCache,
     LayerCacheSpec,
     LayerPages,
+    PageShard,
     append_batches,
     join_tokens,
     split_tokens,
@@ -51,15 +52,6 @@ from sharding import Layout
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
 # differs in Moonlight (1e-5).
 _LATENT_NORM_EPS = 1e-6
-
-
-class Projected(NamedTuple):
-    """The results of the projections at a layer's beginning."""
-
-    queries: Float[Array, "B T HK"]
-    """All heads' queries before rope."""
-    latent: Float[Array, "B T CR"]
-    """The output of kv_a_proj_with_mqa."""
 
 
 class UpProjections(NamedTuple):
@@ -183,6 +175,22 @@ class MultiHeadLatentAttention(nnx.Module):
         appended = append_batches({"latent": stored}, caches, self.layout)
         return self._attend_batches(queries, appended, caches, forms, projected.latent.dtype)
 
+    def attend_absorbed(
+        self, queries: AbsorbedQueries, caches: Sequence[LayerCache]
+    ) -> Float[Array, "_ _ H C"]:
+        """Returns attention's output before W_UV, after all that comes before attention itself.
+
+        Args:
+          caches: without the new tokens, which are in ``queries.pages``. On one device.
+        """
+        q_latent, q_rope, pages = queries
+        page_size = caches[0].page_size
+        appended = [
+            AppendedTokens({}, cache._replace(pages=pages), PageShard(page_size))
+            for cache in caches
+        ]
+        return self._attend_latents(q_latent, q_rope, appended)[0]
+
     def _attend_batches(
         self,
         queries: tuple[Float[Array, "_ _ H N"], Float[Array, "_ _ H R"]],
@@ -194,30 +202,38 @@ class MultiHeadLatentAttention(nnx.Module):
         """Attends with all batches' queries, after their tokens have been appended."""
         pages = appended[0].cache.pages
         if "expanded" not in forms:
-            # One matmul for the tokens of all batches on each side of attention.
             q_nope, q_rope = queries
-            q_latents = split_tokens(self._fold(q_nope), caches)
-            q_ropes = split_tokens(q_rope, caches)
-            outs, lses = zip(
-                *(
-                    self._attend_absorbed(q, q_rope, batch)
-                    for q, q_rope, batch in zip(q_latents, q_ropes, appended, strict=True)
-                ),
-                strict=True,
-            )
-            out = self._unfold(join_tokens(outs), dtype)
-            out = merge_devices(out, join_tokens(lses), self.layout)
+            out, lse = self._attend_latents(self._fold(q_nope), q_rope, appended)
+            out = merge_devices(self.unfold(out, dtype), lse, self.layout)
             return out.astype(dtype), pages
         outputs = []
         for i, batch in enumerate(appended):
             q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
             if forms[i] == "absorbed":
                 out, lse = self._attend_absorbed(self._fold(q_nope), q_rope, batch)
-                out = self._unfold(out, dtype)
+                out = self.unfold(out, dtype)
             else:
                 out, lse = self._attend_expanded(q_nope, q_rope, batch)
             outputs.append(merge_devices(out, lse, self.layout).astype(dtype))
         return join_tokens(outputs), pages
+
+    def _attend_latents(
+        self,
+        q_latent: Float[Array, "_ _ H C"],
+        q_rope: Float[Array, "_ _ H R"],
+        appended: Sequence[AppendedTokens],
+    ) -> tuple[Float[Array, "_ _ H C"], Float32[Array, "_ _ H"]]:
+        """Attends in absorbed form, so that one matmul for all batches is on each side of it."""
+        caches = [batch.cache for batch in appended]
+        q_latents, q_ropes = (split_tokens(q, caches) for q in (q_latent, q_rope))
+        outs, lses = zip(
+            *(
+                self._attend_absorbed(q, q_rope, batch)
+                for q, q_rope, batch in zip(q_latents, q_ropes, appended, strict=True)
+            ),
+            strict=True,
+        )
+        return join_tokens(outs), join_tokens(lses)
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
         """Returns the array that the layer caches, see :mod:`latent_cache`."""
@@ -315,7 +331,7 @@ class MultiHeadLatentAttention(nnx.Module):
             return out.astype(q_nope.dtype)
         return per_head_matmul(q_nope, w_uk, contracted=1, dtype=q_nope.dtype)
 
-    def _unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
+    def unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
         """Returns attention's output multiplied by W_UV, summed in float32.
 
         The result has ``dtype``, or float32 where devices merge their parts of it.
@@ -359,8 +375,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns attention to the latents on this device, and its log-sum-exp."""
         scale = self.config.softmax_scale
         cache, shard = batch.cache, batch.shard
-        latent, pages = batch.entries["latent"], cache.pages["latent"]
-        tables, starts = cache.block_tables, cache.starts
+        pages, tables, starts = cache.pages["latent"], cache.block_tables, cache.starts
         if shard.num_shards == 1:
             tables, lengths = query_groups.tables_and_lengths(tables, starts, cache.valid)
             schedule = None
@@ -377,6 +392,7 @@ class MultiHeadLatentAttention(nnx.Module):
             )
             out, lse = (query_groups.join(each, q_latent.shape[1]) for each in groups)
         else:
+            latent = batch.entries["latent"]
             out, lse = attend_local(
                 q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -50,3 +50,20 @@ class Attention(Protocol):
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
         """Computes once what every decode step needs from the weights."""
         ...
+
+
+class Projected(NamedTuple):
+    """The results of the projections at a layer's beginning."""
+
+    queries: Float[Array, "B T HK"]
+    """All heads' queries before rope."""
+    latent: Float[Array, "B T CR"]
+    """The output of kv_a_proj_with_mqa."""
+
+
+class AbsorbedQueries(NamedTuple):
+    """The queries of attention in absorbed form, when the new tokens are in the cache."""
+
+    q_latent: Float[Array, "B T H C"]
+    q_rope: Float[Array, "B T H R"]
+    pages: LayerPages

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import second_half
-from dsv3_jax.layers.attention import MultiHeadLatentAttention, Projected
-from dsv3_jax.layers.attention_interface import Attention, Form
+from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.attention_interface import AbsorbedQueries, Attention, Form, Projected
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
@@ -165,8 +165,12 @@ class DecoderLayer(nnx.Module):
         rotation = jax.tree.map(lambda *each: join_tokens(each), *rotations)
         attention: Attention = self.self_attn
         valid = join_tokens([cache.valid for cache in caches])
-        if (projected := self._project(x)) is not None:
-            heads, pages = self.self_attn.attend_projected(projected, rotation, caches, forms)
+        prepared = self._before_attention(x, rotation, caches, forms, counter)
+        if isinstance(prepared, AbsorbedQueries):
+            latents, pages = self.self_attn.attend_absorbed(prepared, caches), prepared.pages
+            y, stats = self._feed_forward(x, None, valid, None, counter, latents)
+        elif prepared is not None:
+            heads, pages = self.self_attn.attend_projected(prepared, rotation, caches, forms)
             y, stats = self._feed_forward(x, None, valid, heads, counter)
         elif type(attention).extend is MultiHeadLatentAttention.extend:
             normed = self.input_layernorm(x)
@@ -178,13 +182,24 @@ class DecoderLayer(nnx.Module):
             y, stats = self._feed_forward(x, attended, valid, None, counter)
         return split_tokens(y, caches), pages, stats
 
-    def _project(self, x: Float[Array, "B T D"]) -> Projected | None:
-        """Returns the projections of the norm of ``x``, or None if separate operations do them."""
+    def _before_attention(
+        self,
+        x: Float[Array, "B T D"],
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+        counter: Any,
+    ) -> AbsorbedQueries | Projected | None:
+        """Returns what a kernel computes before attention, or None if separate operations do."""
         if type(self.self_attn) is not MultiHeadLatentAttention:
             return None
-        kernel = functools.partial(second_half.project_in_kernel, self, x)
+        arrays = x, rotation, caches, forms, counter
+        kernels = {
+            "mosaic_gpu": functools.partial(second_half.project_in_kernel, self, x),
+            "around_attention": functools.partial(second_half.inputs_in_kernel, self, *arrays),
+        }
         preferred = second_half.is_preferred(self, x.shape[0] * x.shape[1])
-        return self._dispatch("a layer's first projections", lambda: None, kernel, preferred)
+        return self._dispatch("a layer's first half", lambda: None, kernels, preferred)
 
     def _feed_forward(
         self,
@@ -193,31 +208,49 @@ class DecoderLayer(nnx.Module):
         valid: Bool[Array, "B T"] | None,
         heads: Float[Array, "B T H V"] | None = None,
         counter: Any = None,
+        latents: Float[Array, "B T H C"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum.
 
         Args:
           attended: attention's output, or None if ``heads`` has it before its projection.
           counter: see :meth:`extend_batches`.
+          latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
         """
-        arrays = x, attended, valid, heads
-        separate = functools.partial(self._feed_forward_separately, *arrays)
-        kernel = functools.partial(second_half.in_one_kernel, self, *arrays, counter)
+
+        def values() -> Float[Array, "B T H V"] | None:
+            return heads if latents is None else self.self_attn.unfold(latents, x.dtype)
+
+        def separate() -> Any:
+            return self._feed_forward_separately(x, attended, valid, values())
+
+        def kernel() -> Any:
+            return second_half.in_one_kernel(self, x, attended, valid, values(), counter)
+
+        def with_w_uv() -> Any:
+            return second_half.in_one_kernel(self, x, attended, valid, heads, counter, latents)
+
         # Without a cache, a result may be differentiated.
         preferred = heads is not None and second_half.is_preferred(self, x.shape[0] * x.shape[1])
-        return self._dispatch("a layer's second half", separate, kernel, preferred)
+        kernels = {"mosaic_gpu": kernel, "around_attention": with_w_uv}
+        return self._dispatch("a layer's second half", separate, kernels, preferred)
 
     def _dispatch(
-        self, name: str, separate: Callable[[], Any], kernel: Callable[[], Any], preferred: bool
+        self,
+        name: str,
+        separate: Callable[[], Any],
+        kernels: dict[str, Callable[[], Any]],
+        preferred: bool,
     ) -> Any:
         """Calls what :meth:`DeepSeekV3.use_feed_forward` has selected.
 
         Args:
-          preferred: whether None tries the kernel first.
+          kernels: the first is ``"mosaic_gpu"``.
+          preferred: whether None tries the first kernel first. It tries no other.
         """
-        backends = {"separate": separate, "mosaic_gpu": kernel}
+        backends = {"separate": separate} | kernels
         if preferred:
-            backends = {"mosaic_gpu": kernel, "separate": separate}
+            backends = {"mosaic_gpu": kernels["mosaic_gpu"]} | backends
         return dispatch(name, backends, self.feed_forward)
 
     def _feed_forward_separately(

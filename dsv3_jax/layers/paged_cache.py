@@ -272,3 +272,14 @@ def _page_numbers(
     page = jnp.take_along_axis(block_tables, number, axis=1, mode="clip")
     # A negative number would count from the end.
     return jnp.where(valid & (number < max_pages) & (page >= 0), page, P)
+
+
+def new_slots(cache: LayerCache) -> Int[Array, "B T"]:
+    """Returns where :func:`append` stores the new tokens of a cache that is not sharded.
+
+    They are numbers of slots, page by page. The slot of a token that is dropped is -1.
+    """
+    P, page_size = len(next(iter(cache.pages.values()))), cache.page_size
+    positions = cache.starts[:, None] + jnp.arange(cache.valid.shape[1])
+    page = _page_numbers(P, page_size, cache.block_tables, positions, cache.valid)
+    return jnp.where(page >= P, -1, page * page_size + positions % page_size)

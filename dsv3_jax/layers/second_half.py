@@ -2,25 +2,30 @@
 
 The projections at a layer's beginning are one operation with the norm before them,
 ``pallas_kernels.project``, and the second half of a layer is one, ``pallas_kernels.feed_forward``.
+``pallas_kernels.attention_inputs`` is everything before attention itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dsv3_jax.layers.attention import Projected
+from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form, Projected
 from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm
+from dsv3_jax.layers.paged_cache import LayerCache, new_slots
+from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.quantization import BlockQuantization
-from pallas_kernels import feed_forward, project
+from pallas_kernels import attention_inputs, feed_forward, project
+from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.hopper import require_hopper
@@ -111,6 +116,59 @@ def _project(
     return project(x, weight, projections, eps=norm.eps, implementation="mosaic_gpu")
 
 
+def inputs_in_kernel(
+    layer: Layer,
+    x: Float[Array, "B T D"],
+    rotation: Rotation,
+    caches: Sequence[LayerCache],
+    forms: Sequence[Form],
+    counter: Any = None,
+) -> AbsorbedQueries:
+    """Returns the queries for attention, and the cache with the new tokens.
+
+    Args:
+      x: the layer's input: the tokens of all batches, see :func:`join_tokens`.
+      caches, forms: one for each batch.
+      counter: from :func:`shared_counter`.
+
+    Raises:
+      NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
+    """
+    attention = layer.self_attn
+    if layer.layout is not None or "expanded" in forms or attention.float8_latents:
+        raise NotImplementedError(
+            "takes layers without a layout, attention in absorbed form, and caches that are not in"
+            " float8"
+        )
+    without_rank = attention.config.q_lora_rank is None
+    weights = AttentionWeights(
+        norm=layer.input_layernorm.weight[...],
+        q_proj=projection(attention.q_proj if without_rank else attention.q_b_proj),
+        kv_a_proj=projection(attention.kv_a_proj_with_mqa),
+        kv_a_norm=attention.kv_a_layernorm.weight[...],
+        w_uk=attention.up_projections(x.dtype).w_uk,
+        q_a_proj=None if without_rank else projection(attention.q_a_proj),
+        q_a_norm=None if without_rank else attention.q_a_layernorm.weight[...],
+    )
+    flat = (each.reshape(-1, each.shape[-1]) for each in (x, *rotation))
+    x_rows, cos, sin = flat
+    slots = [new_slots(cache).reshape(-1) for cache in caches]
+    q_latent, q_rope, pages = attention_inputs(
+        x_rows,
+        weights,
+        cos,
+        sin,
+        caches[0].pages["latent"],
+        jnp.concatenate(slots),
+        eps=layer.input_layernorm.eps,
+        latent_eps=attention.kv_a_layernorm.eps,
+        counter=counter,
+        implementation="mosaic_gpu",
+    )
+    q_latent, q_rope = (q.reshape(*x.shape[:-1], *q.shape[1:]) for q in (q_latent, q_rope))
+    return AbsorbedQueries(q_latent, q_rope, {"latent": pages})
+
+
 def _check_one_device(layer: Layer) -> None:
     if layer.layout is not None and layer.layout.mesh.size > 1:
         raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
@@ -123,11 +181,13 @@ def in_one_kernel(
     valid: Bool[Array, "B T"] | None,
     heads: Float[Array, "B T H V"] | None,
     counter: Any = None,
+    latents: Float[Array, "B T H C"] | None = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
 
     Args:
       counter: from :func:`shared_counter`.
+      latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
@@ -135,6 +195,8 @@ def in_one_kernel(
     _check_one_device(layer)
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
+    if latents is not None:
+        heads, options["w_uv"] = latents, layer.self_attn.up_projections(x.dtype).w_uv
     if attended is None:
         assert heads is not None
         attended, options["o_proj"] = heads, projection(layer.self_attn.o_proj)

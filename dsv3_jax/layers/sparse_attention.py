@@ -69,7 +69,7 @@ class SparseAttention(MultiHeadLatentAttention):
         out, _ = sparse_mla_prefill(
             self._fold(q_nope), q_rope, latent, indices, scale=self.config.softmax_scale
         )
-        return self.output(self._unfold(out, x.dtype).astype(x.dtype)), latent
+        return self.output(self.unfold(out, x.dtype).astype(x.dtype)), latent
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
         """Returns the latents and the indexer's keys."""
@@ -103,7 +103,7 @@ class SparseAttention(MultiHeadLatentAttention):
 
         def sparse() -> _Result:
             out, lse = self._attend_selected(self._fold(q_nope), q_rope, batch)
-            return self._unfold(out, q_nope.dtype).astype(q_nope.dtype), lse
+            return self.unfold(out, q_nope.dtype).astype(q_nope.dtype), lse
 
         return self._dense_or_sparse(batch, lambda: dense(q_nope, q_rope, batch), sparse)
 

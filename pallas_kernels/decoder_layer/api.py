@@ -31,6 +31,7 @@ def feed_forward(
     eps: float,
     attended: Float[Array, "M _"] | None = None,
     o_proj: Projection | None = None,
+    w_uv: Float[Array, "H V C"] | None = None,
     counter: Any = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
@@ -48,6 +49,7 @@ def feed_forward(
       attended: attention's output, which is added to h first. The sum is rounded to h's dtype.
         None if h contains it.
       o_proj: the projection of attention's output, or None if ``attended`` is projected already.
+      w_uv: by head, what attention's output [M, H C] is multiplied by before ``o_proj``; or None.
       counter: Ref of the counter by which the kernel's programs wait for each other, which all
         calls of a program should share: ``jax.new_ref(grid_barrier.new_counter())``. None makes one
         for this call. The reference needs none.
@@ -63,10 +65,10 @@ def feed_forward(
       NotImplementedError: no selected back-end takes these arguments.
     """
     _check(h, norm, router, shared, routed, rule)
-    _check_attended(h, attended, o_proj)
+    _check_attended(h, attended, o_proj, w_uv)
     arrays = h, norm, router, shared, routed
     options = {"rule": rule, "eps": eps, "attended": attended, "o_proj": o_proj}
-    options["counter"] = counter
+    options |= {"w_uv": w_uv, "counter": counter}
     return dispatch("feed_forward", BACKENDS, implementation, *arrays, **options)
 
 
@@ -95,7 +97,9 @@ def _check(
             _check_matrices(name, matrices, D)
 
 
-def _check_attended(h: Array, attended: Array | None, o_proj: Projection | None) -> None:
+def _check_attended(
+    h: Array, attended: Array | None, o_proj: Projection | None, w_uv: Array | None
+) -> None:
     if attended is None:
         if o_proj is not None:
             raise ValueError("o_proj: expected None without attended, got a projection")
@@ -109,6 +113,12 @@ def _check_attended(h: Array, attended: Array | None, o_proj: Projection | None)
         if o_proj.scales and [scale.shape for scale in o_proj.scales] != [blocks]:
             got = [scale.shape for scale in o_proj.scales]
             raise ValueError(f"o_proj: expected scales of shape {blocks}, got {got}")
+    if w_uv is not None:
+        H, V, C = w_uv.shape
+        if o_proj is None or width != H * V:
+            got = "no o_proj" if o_proj is None else f"{width} columns"
+            raise ValueError(f"w_uv: expected an o_proj with {H * V} columns, got {got}")
+        width = H * C
     if (attended.shape, attended.dtype) != ((M, width), h.dtype):
         raise ValueError(
             f"attended: expected {h.dtype} of shape {(M, width)}, got {attended.dtype} of"

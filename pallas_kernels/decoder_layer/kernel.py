@@ -7,7 +7,9 @@ grid barrier between. Each program norms the tokens and chooses the experts for 
 less time than another barrier.
 
     phase               weights                     activations             results
-    o_proj              [D, H V]                    attention's output      h
+    w_uv                [H, V, C]                   attention's output      values
+    -- grid barrier --
+    o_proj              [D, H V]                    values                  h
     -- grid barrier --
     router              [E, D]                      norm of h               logits
     gate_up             shared gate, up [F, D]      norm of h               hidden rows
@@ -17,8 +19,8 @@ less time than another barrier.
     -- grid barrier --
     routed_down         chosen downs                hidden rows             added to these
 
-Then ``out = h + sums``. Without o_proj, the first phase and the first barrier are missing. A dense
-layer has only gate_up and down after them. The producer passes the first
+Then ``out = h + sums``. Without w_uv, or without it and o_proj, the first phases and barriers are
+missing. A dense layer has only gate_up and down after them. The producer passes the first
 barrier with the weights of ``down``; it waits for the choice of experts before it copies theirs,
 and passes the second barrier with their downs.
 
@@ -38,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decoder_layer.plan import Plan
-from pallas_kernels.decoder_layer.program import SIGNALS, Program
+from pallas_kernels.decoder_layer.program import Program
 from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import CONSUMERS, Totals
 from pallas_kernels.decoder_layer.units import Refs
@@ -53,6 +55,7 @@ def feed_forward(
     h: Float[Array, "M D"],
     attended: Float[Array, "M _"] | None,
     o_proj: Projection | None,
+    w_uv: Float[Array, "H V C"] | None,
     norm: Float[Array, " D"],
     router: Router | None,
     shared: Matrices | None,
@@ -85,6 +88,7 @@ def feed_forward(
         "attended": attended,
         "flat_attended": None if attended is None else attended.reshape(-1),
         "o_proj": None if o_proj is None else _flat_scales(o_proj),
+        "w_uv": w_uv,
         "norm": norm,
         "router": None if router is None else router.weight,
         "bias": None if router is None else router.bias,
@@ -93,6 +97,7 @@ def feed_forward(
     }
     results = {
         "out": ((M * D,), h.dtype),
+        "values": ((M * plan.attention * bool(plan.heads),), h.dtype),
         "residual": ((M * D * bool(plan.attention),), h.dtype),
         "scores": ((M * E,), f32),
         "experts": ((programs * pairs,), i32),
@@ -151,7 +156,7 @@ def _flat_scales(matrices: Any) -> Any:
 def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
     """Returns the scratch types by what they are for."""
     f32 = jnp.float32
-    signals = [Barriers.scratch(SIGNALS, CONSUMERS, interpret)]
+    signals = [Barriers.scratch(plan.signals, CONSUMERS, interpret)]
     return {
         "stages": plan.stages.scratch(),
         "ring": Ring.scratch(plan.stages.count, 2, CONSUMERS, interpret),

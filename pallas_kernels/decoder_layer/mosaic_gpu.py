@@ -32,6 +32,7 @@ def feed_forward(
     eps: float,
     attended: Float[Array, "M _"] | None = None,
     o_proj: Projection | None = None,
+    w_uv: Float[Array, "H V C"] | None = None,
     config: Config | None = None,
     counter: Any = None,
     interpret: Any = None,
@@ -51,13 +52,12 @@ def feed_forward(
     require_hopper(interpret)
     config = config or Config(multiprocessors() if interpret is None else 2)
     parts = router, shared, routed
-    plan = make_plan(
-        h, *parts, rule=rule, eps=eps, o_proj=o_proj, config=config, interpret=interpret
-    )
+    options = {"rule": rule, "eps": eps, "o_proj": o_proj, "w_uv": w_uv, "config": config}
+    plan = make_plan(h, *parts, **options, interpret=interpret)
     if counter is None and interpret is None:
         counter = jax.new_ref(new_counter())
     made: Any = kernel.feed_forward(
-        h, attended, o_proj, norm, *parts, counter, plan=plan, interpret=interpret
+        h, attended, o_proj, w_uv, norm, *parts, counter, plan=plan, interpret=interpret
     )
     out, chosen, _ = made
     return out, chosen
@@ -72,6 +72,7 @@ def make_plan(
     rule: Rule | None,
     eps: float,
     o_proj: Projection | None = None,
+    w_uv: Float[Array, "H V C"] | None = None,
     config: Config,
     interpret: Any = None,
 ) -> Plan:
@@ -91,6 +92,8 @@ def make_plan(
     if weight_dtype != h.dtype and not is_float8:
         names = ", ".join(sorted(map(str, dtypes)))
         raise NotImplementedError(f"takes matrices of {h.dtype} or float8_e4m3fn, got {names}")
+    if w_uv is not None and w_uv.dtype != h.dtype:
+        raise NotImplementedError(f"takes W_UV of {h.dtype}, got {w_uv.dtype}")
     scales = [len(each.scales) // 3 for each in matrices]
     if is_float8 and not all([*scales, o_proj is None or o_proj.scales]):
         raise NotImplementedError("takes float8 matrices with scales, got none")
@@ -98,6 +101,8 @@ def make_plan(
         tokens=h.shape[0],
         width=h.shape[1],
         attention=0 if o_proj is None else o_proj.weight.shape[1],
+        heads=0 if w_uv is None else w_uv.shape[0],
+        latent=0 if w_uv is None else w_uv.shape[2],
         ffn=0 if shared is None else shared.gate.shape[-2],
         expert_ffn=0 if routed is None else routed.gate.shape[-2],
         experts=0 if routed is None else math.prod(routed.gate.shape[:-2]),

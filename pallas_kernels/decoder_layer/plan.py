@@ -18,9 +18,9 @@ from pallas_kernels.decoder_layer.stream import (
 )
 from pallas_kernels.route.reference import Rule
 
-PhaseName = Literal["o_proj", "router", "gate_up", "down", "routed_gate_up", "routed_down"]
+PhaseName = Literal["w_uv", "o_proj", "router", "gate_up", "down", "routed_gate_up", "routed_down"]
 
-Entry = Literal["rows", "norm", "choice and rows"]
+Entry = Literal["latents", "rows", "norm", "choice and rows"]
 
 _SHARED_MEMORY = 227 * 1024  # bytes per thread block
 _RESERVED = 8 * 1024  # barriers, alignment of buffers, norms
@@ -37,7 +37,7 @@ class Phase:
     """Matrices that all programs multiply with the same kind of activations.
 
     A phase's units are numbered matrix by matrix. Program p has the units p, p + programs, and so
-    on, after ``shift`` has been added to p.
+    on, after ``shift`` has been added to p. In w_uv it has consecutive units, of few heads.
     """
 
     name: PhaseName
@@ -45,7 +45,8 @@ class Phase:
     units: int
     """Units of a matrix, or of a gate and its up."""
     matrices: int = 1
-    """Matrices, or pairs of gate and up: 1, or one per pair of a token and an expert."""
+    """Matrices, or pairs of gate and up: 1, one per head, or one per pair of a token and an
+    expert."""
     barriers: int = 0
     """Grid barriers before this phase's activations."""
     shift: int = 0
@@ -75,6 +76,10 @@ class Plan:
     """D, the hidden size."""
     attention: int
     """Width of all heads' values together, 0 without the output projection."""
+    heads: int
+    """Heads whose outputs are latents, 0 without W_UV."""
+    latent: int
+    """C, the width of a head's latents, 0 without W_UV."""
     ffn: int
     """Hidden width of the dense or shared MLP, 0 without one."""
     expert_ffn: int
@@ -91,9 +96,9 @@ class Plan:
 
     @staticmethod
     def of(
-        tokens: int, width: int, attention: int, ffn: int, expert_ffn: int, experts: int,
-        rule: Rule | None, eps: float, dtype: Any, weight_dtype: Any, router_dtype: Any,
-        config: Config, interpret: Any,
+        tokens: int, width: int, attention: int, heads: int, latent: int, ffn: int,
+        expert_ffn: int, experts: int, rule: Rule | None, eps: float, dtype: Any,
+        weight_dtype: Any, router_dtype: Any, config: Config, interpret: Any,
     ) -> Plan:  # fmt: skip
         """Returns the plan.
 
@@ -102,7 +107,8 @@ class Plan:
         """
         if not 1 <= tokens <= MOST_TOKENS:
             raise NotImplementedError(f"takes 1 to {MOST_TOKENS} tokens, got {tokens}")
-        widths = {"hidden": width, "attention": attention, "dense or shared": ffn}
+        widths = {"hidden": width, "attention": attention, "latent": latent}
+        widths |= {"dense or shared": ffn}
         for name, size in (widths | {"expert": expert_ffn}).items():
             if size % _WARPGROUP:
                 raise NotImplementedError(
@@ -110,13 +116,20 @@ class Plan:
                 )
         if rule is not None:
             _check_rule(rule, experts)
+        if heads and attention % (2 * ROWS * heads):
+            raise NotImplementedError(
+                f"takes head widths of a multiple of {2 * ROWS}, got {attention / heads:g}"
+            )
         phases = _phases(
             tokens, width, attention, ffn, expert_ffn, experts, rule, weight_dtype, router_dtype
         )
+        if heads:
+            phases = _with_w_uv(phases, heads, attention // heads, latent, dtype)
         operands = [phase.operand for phase in phases]
         plan = Plan(
-            tokens, width, attention, ffn, expert_ffn, experts, rule, eps, jnp.dtype(dtype),
-            jnp.dtype(weight_dtype), phases, config, Stages.of(operands, 0, interpret),
+            tokens, width, attention, heads, latent, ffn, expert_ffn, experts, rule, eps,
+            jnp.dtype(dtype), jnp.dtype(weight_dtype), phases, config,
+            Stages.of(operands, 0, interpret),
         )  # fmt: skip
         return dataclasses.replace(plan, stages=Stages.of(operands, plan._ring_stages(), interpret))
 
@@ -163,8 +176,28 @@ class Plan:
 
     def entry(self, passed: int) -> Entry | None:
         """Returns what the consumers do after so many barriers, before they multiply."""
-        entries: list[Entry | None] = ["rows", "norm", "choice and rows", None]
-        return entries[passed if self.attention else passed + 1]
+        entries: list[Entry | None] = ["latents", "rows", "norm", "choice and rows", None]
+        return entries[passed + (not self.attention) + (not self.heads)]
+
+    @property
+    def signals(self) -> int:
+        """Signals to the producer: that the experts are chosen, and one for each grid barrier."""
+        return 1 + max(3, self.phases[-1].barriers)
+
+    @property
+    def own_units(self) -> int:
+        """The most units of w_uv that a program has. They are consecutive."""
+        phase = self.phases[0]
+        return count_most(phase.units * phase.matrices, self.config.programs)
+
+    @property
+    def own_heads(self) -> int:
+        """The most heads that a program's units of w_uv belong to."""
+        if not self.heads:
+            return 0
+        own, units = self.own_units, self.phases[0].units
+        fits = own % units == 0 or units % own == 0
+        return min(self.heads, -(-own // units) + (not fits))
 
     def stride(self, columns: int) -> int:
         """Returns the distance of activation rows in shared memory.
@@ -197,7 +230,9 @@ class Plan:
     @property
     def _early(self) -> int:
         rows = self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
-        return max(rows, self.tokens * self.stride(self.attention) * bool(self.attention))
+        latents = self.own_heads * self.stride(self.latent)
+        attention = self.stride(self.attention) * bool(self.attention)
+        return max(rows, self.tokens * max(attention, latents))
 
 
 def _check_rule(rule: Rule, experts: int) -> None:
@@ -250,3 +285,15 @@ def _phases(
             Phase("routed_down", down, width // ROWS, pairs, barriers=before + 2),
         ]
     return tuple(phases)
+
+
+def _with_w_uv(
+    phases: tuple[Phase, ...], heads: int, head_width: int, latent: int, dtype: Any
+) -> tuple[Phase, ...]:
+    """Returns the phases after W_UV, which has one more barrier behind it.
+
+    A unit is 16 of a head's values: its halves are rows of the same matrix.
+    """
+    operand = Operand.of(dtype, latent, False, _STEP_BYTES)
+    later = [dataclasses.replace(each, barriers=each.barriers + 1) for each in phases]
+    return Phase("w_uv", operand, head_width // (2 * ROWS), heads), *later

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decoder_layer.choice import choose
+from pallas_kernels.decoder_layer.epilogue import epilogue
 from pallas_kernels.decoder_layer.plan import Phase, Plan
 from pallas_kernels.decoder_layer.registers import SUMS, SUMS_SHAPE, no_sums
 from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
@@ -40,8 +41,7 @@ from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
 
-_CHOSEN, _ARRIVED = 0, 1  # barriers: the experts are chosen; arrived at grid barriers 0, 1, 2
-SIGNALS = 4
+_CHOSEN, _ARRIVED = 0, 1  # signals: the experts are chosen; arrived at grid barriers 0, 1, ...
 
 
 class Program:
@@ -69,7 +69,7 @@ class Program:
 
     def run(self) -> None:
         self.stream.ring.initialise()
-        self.signals.initialise([CONSUMERS * WARPS] * SIGNALS, cluster=False)
+        self.signals.initialise([CONSUMERS * WARPS] * self.plan.signals, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
 
         @when(self.wg == CONSUMERS)
@@ -114,7 +114,8 @@ class Program:
             if phase.name == "routed_down":
                 state, number = self.consume_batches(phase, state, number)
             else:
-                rows, store = self.rows_of(phase), self.epilogue(phase)
+                rows = self.rows_of(phase)
+                store = epilogue(phase, plan, self.refs, self.sums, self.interpret)
                 state, number = self.consume_units(
                     phase, 0, self.units.count(phase), rows, store, state, number
                 )
@@ -127,9 +128,12 @@ class Program:
         plan = self.plan
         if (entry := plan.entry(passed)) is None:
             return
-        if entry == "rows":
+        if entry == "latents":
+            self.copy_latents()
+        elif entry == "rows":
             starts = [t * plan.stride(plan.attention) for t in range(plan.tokens)]
-            self.copy_rows(self.refs.flat_attended, plan.attention, starts)
+            rows = self.refs.values if plan.heads else self.refs.flat_attended
+            self.copy_rows(rows, plan.attention, starts)
         elif entry == "norm":
             self.norm_tokens()
         else:
@@ -205,7 +209,15 @@ class Program:
                     lambda i=i, zeros=zeros: _store(self.sums.at[i], zeros)
                 )
 
-    def copy_rows(self, source: Any, width: int, starts: Sequence[int], first: int = 0) -> None:
+    def copy_latents(self) -> None:
+        """Copies the outputs of the heads whose units of w_uv this program has."""
+        plan, stride = self.plan, self.plan.stride(self.plan.latent)
+        for t in range(plan.tokens):
+            starts = [(head * plan.tokens + t) * stride for head in range(plan.own_heads)]
+            first = t * plan.heads + self.units.first_head()
+            self.copy_rows(self.refs.flat_attended, plan.latent, starts, first)
+
+    def copy_rows(self, source: Any, width: int, starts: Sequence[int], first: Any = 0) -> None:
         """Copies rows to ``starts`` in the activations' memory, alternately by both warpgroups.
 
         Args:
@@ -224,6 +236,12 @@ class Program:
         """Returns a function from a unit's pair to the activation rows that it meets."""
         plan = self.plan
         normed = plan.stride(plan.width)
+        if phase.name == "w_uv":
+            stride, first = plan.stride(plan.latent), self.units.first_head()
+            of_head = plan.tokens * stride
+            return lambda head: Rows(
+                self.activations, (head - first) * of_head, stride, plan.tokens
+            )
         if phase.name == "o_proj":
             return lambda _: Rows(self.activations, 0, plan.stride(plan.attention), plan.tokens)
         if phase.name == "down":
@@ -275,39 +293,6 @@ class Program:
         carry = state, number, scales_of(begin) if is_scaled else []
         state, number, _ = lax.fori_loop(begin, last, unit, carry)
         return state, number
-
-    def epilogue(self, phase: Phase) -> Any:
-        """Returns what becomes of a unit's totals."""
-        plan, refs, interpret = self.plan, self.refs, self.interpret
-
-        def store_logits(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
-            store_block(refs.logits, row, plan.experts, left + right, plan.tokens, interpret)
-
-        def store_hidden(i: Any, pair: Any, row: Any, gate: Any, up: Any) -> None:
-            hidden = gate / (1 + jnp.exp(-gate)) * up
-            store_block(refs.hidden, row, plan.ffn, hidden, plan.tokens, interpret)
-
-        def store_routed_hidden(i: Any, pair: Any, row: Any, gate: Any, up: Any) -> None:
-            hidden = gate / (1 + jnp.exp(-gate)) * up
-            start = pair * plan.expert_ffn + row
-            store_block(refs.routed_hidden, start, 0, hidden, 1, interpret)
-
-        def keep(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
-            _store(self.sums.at[i], left + right)
-
-        def store_residual(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
-            attended = (left + right).astype(plan.dtype).astype(jnp.float32)
-            h = load_block(refs.flat_h, row, plan.width, plan.tokens, interpret)
-            store_block(refs.residual, row, plan.width, h + attended, plan.tokens, interpret)
-
-        by_name = {
-            "o_proj": store_residual,
-            "router": store_logits,
-            "gate_up": store_hidden,
-            "down": keep,
-            "routed_gate_up": store_routed_hidden,
-        }
-        return by_name[phase.name]
 
     def consume_batches(
         self, phase: Phase, state: PipelineState, number: jax.Array

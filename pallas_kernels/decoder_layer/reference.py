@@ -60,11 +60,17 @@ def feed_forward(
     eps: float,
     attended: Float[Array, "M _"] | None = None,
     o_proj: Projection | None = None,
+    w_uv: Float[Array, "H V C"] | None = None,
     counter: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
     del counter
     if attended is not None:
+        if w_uv is not None:
+            latents = attended.reshape(len(h), len(w_uv), -1)
+            # XLA's CPU compiler refuses this matmul in bfloat16 unless the matrix comes first.
+            values = jnp.einsum("hvc,mhc->mhv", w_uv, latents, preferred_element_type=jnp.float32)
+            attended = values.reshape(len(h), -1).astype(h.dtype)
         h = add_attended(h, attended, o_proj)
     x = rms_norm.rms_norm(h, norm, eps=eps)
     chosen = None if router is None or rule is None else choose(x, router, rule)

@@ -209,8 +209,11 @@ class Stages:
     interpret: Any = None
 
     @classmethod
-    def of(cls, operands: Sequence[Operand], count: int, interpret: Any) -> Stages:
-        widest = max(operand.step_bytes for operand in operands)
+    def of(
+        cls, operands: Sequence[Operand], count: int, interpret: Any, least_bytes: int = 0
+    ) -> Stages:
+        """Returns stages for the operands, with rows of at least ``least_bytes``."""
+        widest = max(least_bytes, *(operand.step_bytes for operand in operands))
         row_bytes = widest + (_PADDING - widest) % 128
         dtypes = tuple(dict.fromkeys(operand.dtype for operand in operands))
         return cls(dtypes, row_bytes, count, (), interpret)
@@ -278,19 +281,19 @@ class Stream:
             if operand.dtype.itemsize == 1:
                 start = half.scales_start + half.column // SCALE_BLOCK
                 prefetch_scales(half.scales, start, operand.columns, self.stages.interpret)
-        return self.ring.loop(self._steps(operand), fill, state, None)[0]
+        return self.ring.loop(self.steps(operand.steps), fill, state, None)[0]
 
-    def _steps(self, operand: Operand) -> Any:
+    def steps(self, count: int) -> Any:
         """Returns the steps of a unit, as a number that compilers do not know.
 
         They would unroll the loops, and LLVM made 18 copies of six loops.
         """
         if self.stages.interpret is not None:
-            return operand.steps
+            return count
 
         @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
         def steps() -> Any:
-            return scalar(asm(f"mov.b32 $0, {operand.steps};", "=r", result=i32(), effects=True))
+            return scalar(asm(f"mov.b32 $0, {count};", "=r", result=i32(), effects=True))
 
         return steps()
 
@@ -333,7 +336,7 @@ class Stream:
             return sums
 
         first = (no_sums(), no_sums())
-        return self.ring.loop(self._steps(operand), add, state, first)
+        return self.ring.loop(self.steps(operand.steps), add, state, first)
 
 
 @dataclasses.dataclass(frozen=True)

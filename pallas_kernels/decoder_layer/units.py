@@ -26,6 +26,9 @@ class Refs(NamedTuple):
     flat_attended: Any
     o_proj: Any
     """The projection of attention's output, or None; its scales are flat."""
+    w_uv: Any
+    values: Any
+    """Attention's output times W_UV, flat."""
     residual: Any
     """h with the projection of attention's output, flat."""
     norm: Any
@@ -60,6 +63,9 @@ class Units:
         """Returns the number of this program's units."""
         if phase.name == "routed_down":
             return self.own_outputs() * phase.matrices
+        if phase.name == "w_uv":
+            left = phase.units * phase.matrices - self.program * self.plan.own_units
+            return jnp.clip(left, 0, self.plan.own_units)
         return count_units(self.shifted(phase), phase.units * phase.matrices, self.programs)
 
     def own_outputs(self) -> jax.Array:
@@ -81,11 +87,19 @@ class Units:
             unit = self.program + output * self.programs
             return pair, jnp.minimum(unit, phase.units - 1) * ROWS
         unit = self.shifted(phase) + i * self.programs
+        if phase.name == "w_uv":
+            unit = self.program * self.plan.own_units + i
         unit = jnp.minimum(unit, phase.units * phase.matrices - 1)
         if phase.matrices == 1:
             return jnp.int32(0), unit * ROWS
         units = jnp.int32(phase.units)
-        return lax.div(unit, units), lax.rem(unit, units) * ROWS
+        rows = 2 * ROWS if phase.name == "w_uv" else ROWS
+        return lax.div(unit, units), lax.rem(unit, units) * rows
+
+    def first_head(self) -> jax.Array:
+        """Returns the first of the heads, ``own_heads``, that hold this program's units of w_uv."""
+        head = lax.div(self.program * self.plan.own_units, jnp.int32(self.plan.phases[0].units))
+        return jnp.minimum(head, self.plan.heads - self.plan.own_heads)
 
     def _routed_down(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the pair and the number of the output unit of the i-th unit of routed_down.
@@ -107,6 +121,9 @@ class Units:
         if phase.name == "router":
             left = Half(self.refs.router, row)
             return left, dataclasses.replace(left, column=phase.operand.columns)
+        if phase.name == "w_uv":
+            left = Half(self.refs.w_uv, row, 0, (pair,))
+            return left, dataclasses.replace(left, row=row + ROWS)
         if phase.name == "o_proj":
             weight, scales = self.refs.o_proj
             left, right = (self._half(phase, weight, scales, n, row) for n in range(2))

@@ -142,6 +142,49 @@ BREAKS: dict[str, Break] = {
         "read = tiles / _MULTIPROCESSORS * width",
         (_KERNELS + "test_grouped_matmul_hopper.py", _KERNELS + "test_few_tokens.py"),
     ),
+    "the output projection reads values before all programs have stored theirs": Break(
+        "pallas_kernels/decoder_layer/program.py",
+        "        self.grid.wait(token)\n",
+        "        del token\n",
+        (_KERNELS + "test_decoder_layer.py",),
+    ),
+    "a program copies the outputs of another head": Break(
+        "pallas_kernels/decoder_layer/program.py",
+        "first = t * plan.heads + self.units.first_head()",
+        "first = t * plan.heads",
+        (_KERNELS + "test_decoder_layer.py",),
+    ),
+    "queries meet W_UK before all programs have written theirs": Break(
+        "pallas_kernels/attention_inputs/program.py",
+        "        self.grid.wait(token)\n",
+        "        del token\n",
+        (_KERNELS + "test_attention_inputs.py",),
+    ),
+    "sums over W_UK are added before all warpgroups have stored theirs": Break(
+        "pallas_kernels/attention_inputs/program.py",
+        "            store_sums(pieces, self.partials, sums, interpret)\n"
+        "            self.totals.meet()\n",
+        "            store_sums(pieces, self.partials, sums, interpret)\n",
+        (_KERNELS + "test_attention_inputs.py",),
+    ),
+    "the next piece's sums replace those of the last before they are read": Break(
+        "pallas_kernels/attention_inputs/program.py",
+        "            self.totals.meet()  # also: ",
+        "            # ",
+        (_KERNELS + "test_attention_inputs.py",),
+    ),
+    "a latent without a slot is stored": Break(
+        "pallas_kernels/attention_inputs/program.py",
+        "@when((slot >= 0) & (self.wg == 0))",
+        "@when(self.wg == 0)",
+        (_KERNELS + "test_attention_inputs.py",),
+    ),
+    "W_UK's rows are multiplied before they have arrived": Break(
+        "pallas_kernels/attention_inputs/program.py",
+        "                self.stream.ring.wait_full(state)\n",
+        "                pass\n",
+        (_KERNELS + "test_attention_inputs.py",),
+    ),
     "a copy of scales overwrites those that are read": Break(
         "pallas_kernels/grouped_matmul/few_tokens_plan.py",
         "if min(between) >= stages - 1:",

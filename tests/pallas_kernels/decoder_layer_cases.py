@@ -33,6 +33,9 @@ class Layer:
     """Whether attention's output is an argument of its own."""
     attention: int = 0
     """Width of attention's output before its projection, or 0 without the projection."""
+    heads: int = 0
+    """Heads whose outputs are latents, or 0 without W_UV."""
+    latent: int = 0
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
@@ -71,7 +74,7 @@ class Layer:
             "routed": matrices(self.expert_ffn, E) if E else None,
             "attended": normal(*self._attended).astype(self.dtype) if self._attended else None,
             "o_proj": projection() if self.attention else None,
-        }
+        } | self._w_uv(lambda *shape: normal(*shape, scale=self.latent**-0.5).astype(self.dtype))
 
     def shapes(self) -> dict[str, Any]:
         """Returns the shapes of :meth:`arguments`, also for layers too large to make."""
@@ -98,11 +101,17 @@ class Layer:
             "routed": matrices(self.expert_ffn, E) if E else None,
             "attended": struct(self._attended, self.dtype) if self._attended else None,
             "o_proj": projection if self.attention else None,
-        }
+        } | self._w_uv(lambda *shape: struct(shape, self.dtype))
+
+    def _w_uv(self, make: Any) -> dict[str, Any]:
+        """Returns the argument, if there is one. ``make`` is a function of its shape."""
+        if not self.heads:
+            return {}
+        return {"w_uv": make(self.heads, self.attention // self.heads, self.latent)}
 
     @property
     def _attended(self) -> tuple[int, ...]:
-        width = self.attention or self.width * self.attended
+        width = self.heads * self.latent or self.attention or self.width * self.attended
         return (self.tokens, width) if width else ()
 
     @property
@@ -138,6 +147,10 @@ def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarra
     h = f64(arguments["h"])
     if arguments["attended"] is not None:
         dtype, attended = arguments["h"].dtype, f64(arguments["attended"])
+        if (w_uv := arguments.get("w_uv")) is not None:
+            latents = attended.reshape(len(h), len(w_uv), -1)
+            values = np.einsum("hvc,mhc->mhv", f64(w_uv), latents).reshape(len(h), -1)
+            attended = f64(jnp.asarray(values, dtype))
         if arguments["o_proj"] is not None:
             attended = f64(jnp.asarray(attended @ dense(arguments["o_proj"], 0, None).T, dtype))
         h = f64(jnp.asarray(h + attended, dtype))

@@ -50,8 +50,9 @@ def kernel_config(programs=2, **settings):
 
 def plan_of(layer, programs=132):
     return Plan.of(
-        layer.tokens, layer.width, layer.attention, layer.ffn, layer.expert_ffn, layer.experts,
-        layer.rule, 1e-6, layer.dtype, layer.weights, layer.dtype, Config(programs), None,
+        layer.tokens, layer.width, layer.attention, layer.heads, layer.latent, layer.ffn,
+        layer.expert_ffn, layer.experts, layer.rule, 1e-6, layer.dtype, layer.weights, layer.dtype,
+        Config(programs), None,
     )  # fmt: skip
 
 
@@ -119,12 +120,25 @@ def test_the_kernel_is_not_the_default():
 # ---- the plan ------------------------------------------------------------------------------------
 
 
+W_UV = [
+    dataclasses.replace(MOONLIGHT, attention=2048, heads=16, latent=512),
+    dataclasses.replace(V3, attention=16384, heads=128, latent=512),
+]
+SHARED = [
+    pytest.param(MOONLIGHT, id="moonlight"),
+    pytest.param(V3, id="v3"),
+    pytest.param(W_UV[0], id="moonlight w_uv", marks=pytest.mark.slow),
+    pytest.param(W_UV[1], id="v3 w_uv", marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("programs", [132, 7])
-@pytest.mark.parametrize("layer", [MOONLIGHT, V3], ids=["moonlight", "v3"])
+@pytest.mark.parametrize("layer", SHARED)
 def test_programs_share_every_unit_once(layer, programs):
-    """Every matrix' groups of eight output features, in every phase."""
+    """Every matrix' groups of eight output features, or 16 in w_uv, in every phase."""
     plan = plan_of(layer, programs)
     for phase in plan.phases:
+        size = 16 if phase.name == "w_uv" else 8
 
         def locate(program, i, phase=phase):
             units = Units(plan, Refs(*[None] * len(Refs._fields)), program)
@@ -137,8 +151,13 @@ def test_programs_share_every_unit_once(layer, programs):
         exists = np.arange(most) < counts
         assert counts.max() < most
         located = collections.Counter(zip(matrices[exists], rows[exists], strict=True))
-        wanted = itertools.product(range(phase.matrices), range(0, 8 * phase.units, 8))
+        wanted = itertools.product(range(phase.matrices), range(0, size * phase.units, size))
         assert located == collections.Counter(wanted)
+        if phase.name == "w_uv":  # A program has the latents of its units' heads.
+            units = Units(plan, Refs(*[None] * len(Refs._fields)), jnp.arange(programs))
+            heads = matrices - np.asarray(units.first_head())[:, None]
+            assert heads[exists].min() >= 0
+            assert heads[exists].max() < plan.own_heads
 
 
 @pytest.mark.parametrize(
@@ -217,6 +236,7 @@ def test_layers_that_the_kernel_does_not_take():
     ("changes", "message"),
     [
         ({"attended": jnp.ones((1, 64))}, r"attended: expected float32 of shape \(1, 128\)"),
+        ({"w_uv": jnp.ones((2, 16, 128)), "attended": jnp.ones((1, 256))}, "w_uv: expected an o_"),
         ({"routed": None}, "expected shared alone, or router, routed and rule"),
         ({"norm": jnp.ones(64)}, r"norm: expected shape \(128,\), got \(64,\)"),
         ({"shared": Layer(width=64).arguments()["shared"]}, "shared: expected gate, up and down"),
@@ -256,6 +276,15 @@ INTERPRETED = {
     "float8": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
         {},
+    ),
+    # Units of two heads in a program, and of a head in two programs.
+    "W_UV": (
+        dataclasses.replace(MOE, tokens=2, attention=384, heads=4, latent=128, rule=rule(1)),
+        {"programs": 3},
+    ),
+    "float8, W_UV": (
+        Layer(1, 128, 128, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
+        {"ahead": "always"},
     ),
     # Without a router: the reference rounds dequantized weights, which might change a choice.
     "float8, attention's projection": (

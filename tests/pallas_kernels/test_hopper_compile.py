@@ -38,6 +38,8 @@ from benchmarks.kernels.machine_code import (
     unfinished_loads,
 )
 from benchmarks.kernels.variants import VARIANTS
+from pallas_kernels.attention_inputs.plan import Config as AttentionInputs
+from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
@@ -446,6 +448,12 @@ def kernels() -> dict[str, Kernel]:
             },
             {"eps": 1e-6, "programs": 132},
         )
+    for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
+        table[f"attention_inputs {name}"] = Kernel(
+            "pallas_kernels.attention_inputs.mosaic_gpu",
+            before_attention(tokens, *sizes),
+            {"eps": 1e-5, "latent_eps": 1e-6, "config": AttentionInputs(132)},
+        )
     return table
 
 
@@ -495,6 +503,40 @@ PROJECTED = {
 }
 
 
+# Tokens, columns, dtype of the projections, q_lora_rank and heads.
+BEFORE_ATTENTION = {
+    "moonlight": (1, 2048, BF16, 0, 16),
+    "moonlight fp8 8 tokens": (8, 2048, FP8, 0, 16),
+    "v3": (1, 7168, FP8, 1536, 128),
+    "v3 8 tokens": (8, 7168, FP8, 1536, 128),
+}
+
+
+def before_attention(
+    tokens: int, width: int, dtype: Any, q_rank: int, heads: int
+) -> dict[str, Any]:
+    """Returns the shapes of attention_inputs' arguments, with 64 pages of 64 tokens."""
+    weights = AttentionWeights(
+        norm=Struct((width,), BF16),  # pyright: ignore
+        q_proj=projection(heads * 192, q_rank or width, dtype),
+        kv_a_proj=projection(576, width, dtype),
+        kv_a_norm=Struct((512,), BF16),  # pyright: ignore
+        w_uk=Struct((heads, 128, 512), BF16),  # pyright: ignore
+    )
+    if q_rank:
+        norm: Any = Struct((q_rank,), BF16)
+        weights = weights._replace(q_a_proj=projection(q_rank, width, dtype), q_a_norm=norm)
+    angles = Struct((tokens, 32), F32)
+    return {
+        "x": Struct((tokens, width), BF16),
+        "weights": weights,
+        "cos": angles,
+        "sin": angles,
+        "pages": Struct((64, 64, 576), BF16),
+        "slots": Struct((tokens,), I32),
+    }
+
+
 def projection(rows: int, width: int, dtype: Any) -> Projection:
     scales = (Struct((-(-rows // 128), -(-width // 128)), F32),) if dtype == FP8 else ()
     return Projection(Struct((rows, width), dtype), scales)
@@ -514,6 +556,11 @@ def feed_forward_layers() -> dict[str, Layer]:
     # With attention's output projection.
     layers["moonlight o_proj"] = dataclasses.replace(moonlight, attention=2048)
     layers["v3 o_proj"] = dataclasses.replace(v3, tokens=2, attention=16384)
+    # And with W_UV before it.
+    for name in ("moonlight", "v3"):
+        layer = layers[f"{name} o_proj"]
+        heads = layer.attention // 128
+        layers[f"{name} w_uv"] = dataclasses.replace(layer, heads=heads, latent=512)
     return layers
 
 

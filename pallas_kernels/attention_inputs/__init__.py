@@ -1,0 +1,1 @@
+"""Everything in a decoder layer before attention itself, as one operation for a few tokens."""

@@ -1,0 +1,266 @@
+"""Queries times pieces of W_UK, on ordinary cores: ``sum_n q[n] W[n, c]`` for a piece's columns.
+
+W_UK's rows are the sum's index, so the loads of tensor core operands would have to transpose it. A
+multiplication takes one instruction per weight and token instead, and a program has few weights.
+
+A warp has 64 columns of a piece and 16 rows of each stage. Of these, lane l has eight columns from
+``8 (l % 8)`` on, and the rows ``l // 8 + 4 i``. At the end of a piece, the sums of a warp's lanes
+with the same columns are added in registers, and those of the warps with the same columns in shared
+memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from pallas_kernels.attention_inputs.plan import Pieces
+from pallas_kernels.decoder_layer.stream import CONSUMERS
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    asm,
+    const,
+    i32,
+    i64,
+    inline,
+    item,
+    scalar,
+    word,
+)
+
+_THREADS = 128
+_COLUMNS = 8  # of a lane
+_ROWS = 4  # of a lane, in each stage
+_WARP_ROWS = 16  # of a warp, in each stage
+_GROUP = 64  # columns of a warp
+
+
+def no_sums(pieces: Pieces, interpret: Any) -> jax.Array:
+    """Returns zeros for a warpgroup's sums of a piece."""
+    if interpret is not None:
+        return jnp.zeros((pieces.tokens, pieces.width), jnp.float32)
+    return plgpu.layout_cast(jnp.zeros(_shape(pieces), jnp.float32), _layout(pieces))
+
+
+def add_products(
+    pieces: Pieces, stage: Any, row_bytes: int, queries_s: Any, step: jax.Array, sums: jax.Array,
+    interpret: Any,
+) -> jax.Array:  # fmt: skip
+    """Adds the products of a stage's rows to the warpgroup's sums.
+
+    Args:
+      stage: reference to the stage's bytes; in the interpreter to its numbers, [halves, rows,
+        columns].
+      row_bytes: an eighth of the bytes of half a stage.
+      queries_s: flat float32 [M N] in shared memory, the head's queries.
+      step: index of the stage in its piece.
+    """
+    rows, half = pieces.rows, pieces.rows // 2
+    if interpret is not None:
+        wg = lax.axis_index("wg")
+        first = step * rows + wg * half
+        starts = [t * pieces.nope + first for t in range(pieces.tokens)]
+        queries = jnp.stack([queries_s[pl.ds(start, half)] for start in starts])
+        highest = lax.Precision.HIGHEST
+        return sums + jnp.dot(queries, stage[wg].astype(jnp.float32), precision=highest)
+
+    layout = _layout(pieces)
+    weight_bytes = pieces.dtype.itemsize
+    # Distance from the end of the first half's rows to the second half.
+    gap = 8 * row_bytes - half * pieces.width * weight_bytes
+
+    @inline(REF, REF, SCALAR, layout, returns=_struct(pieces))
+    def add(weights: Any, queries: Any, step: Any, sums: Any) -> Any:
+        f32 = ir.F32Type.get()
+        warp, lane = _warp_and_lane()
+        group, part = _group_and_part(pieces, warp)
+        column = arith.addi(
+            arith.muli(group, const(_GROUP)),
+            arith.muli(arith.andi(lane, const(7)), const(_COLUMNS)),
+        )
+        row = arith.addi(arith.muli(part, const(_WARP_ROWS)), arith.shrui(lane, const(3)))
+        first = arith.addi(arith.muli(row, const(pieces.width)), column)
+        first = arith.muli(first, const(weight_bytes))
+        memory = mgpu.utils.memref_ptr(weights)
+        query = arith.addi(row, arith.muli(word(step), const(rows)))
+        query = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(queries), [query], f32)
+        totals = [[item(r, c) for c in range(_COLUMNS)] for r in sums.registers.flat]
+        for i in range(_ROWS):
+            is_second = arith.cmpi(
+                arith.CmpIPredicate.uge, arith.addi(row, const(4 * i)), const(half)
+            )
+            offset = arith.select(is_second, const(gap), const(0))
+            distance = 4 * i * pieces.width * weight_bytes
+            offset = arith.addi(arith.addi(first, const(distance)), offset)
+            pointer = mgpu.utils.getelementptr(memory, [offset], ir.IntegerType.get_signless(8))
+            numbers = _load_bfloat16(pointer)
+            for t, of_token in enumerate(totals):
+                at = mgpu.utils.getelementptr(query, [const(t * pieces.nope + 4 * i)], f32)
+                q = llvm.load(f32, at)
+                for c, number in enumerate(numbers):
+                    of_token[c] = llvm.intr_fma(q, number, of_token[c])
+        kind = ir.VectorType.get((_COLUMNS,), f32)
+        return array([vector.from_elements(kind, each) for each in totals], _shape(pieces), layout)
+
+    return add(stage, queries_s, jnp.asarray(step, jnp.int32), sums)
+
+
+def zero_after(pieces: Pieces, sums: jax.Array, interpret: Any) -> Any:
+    """Returns 0 when the weights in ``sums`` are in registers.
+
+    An arrival at a barrier does not wait for loads, unless its index depends on them: on one of the
+    columns, because a lane loads all of its columns of a row at once.
+    """
+    if interpret is not None:
+        return 0
+
+    @inline(_layout(pieces), returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def compare(sums: Any) -> Any:
+        # No arithmetic gives this signalling NaN.
+        text = "{ .reg .pred p; setp.eq.b32 p, $1, 0x7F812345; selp.b32 $0, 1, 0, p; }"
+        number = llvm.bitcast(i32(), item(sums.registers.flat[0], 0))
+        return scalar(asm(text, "=r,r", number, result=i32(), effects=True))
+
+    return compare(sums)
+
+
+def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any) -> None:
+    """Stores the sums of a warpgroup's warps for :func:`store_totals`.
+
+    Args:
+      partials_s: flat float32 in shared memory: [warps, M, 64], or in the interpreter [warpgroups,
+        M, columns].
+    """
+    if interpret is not None:
+        size = pieces.tokens * pieces.width
+        partials_s[pl.ds(lax.axis_index("wg") * size, size)] = sums.reshape(-1)
+        return
+
+    @inline(REF, _layout(pieces))
+    def store(partials: Any, sums: Any) -> None:
+        f32 = ir.F32Type.get()
+        warp, lane = _warp_and_lane()
+        totals = [[item(r, c) for c in range(_COLUMNS)] for r in sums.registers.flat]
+        for distance in (8, 16):
+            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+            for of_token in totals:
+                others = [asm(text, "=f,f", x, result=f32, effects=True) for x in of_token]
+                of_token[:] = [arith.addf(x, y) for x, y in zip(of_token, others, strict=True)]
+        is_first = arith.cmpi(arith.CmpIPredicate.ult, lane, const(8))
+        with ir.InsertionPoint(scf.IfOp(is_first).then_block):
+            start = arith.muli(warp, const(pieces.tokens * _GROUP))
+            start = arith.addi(start, arith.muli(lane, const(_COLUMNS)))
+            pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(partials), [start], f32)
+            four = ir.VectorType.get((4,), f32)
+            for t, of_token in enumerate(totals):
+                for c in range(0, _COLUMNS, 4):
+                    at = mgpu.utils.getelementptr(pointer, [const(t * _GROUP + c)], f32)
+                    values = vector.from_elements(four, of_token[c : c + 4])
+                    llvm.store(values, at, alignment=16)
+            scf.yield_([])
+
+    store(partials_s, sums)
+
+
+def store_totals(
+    pieces: Pieces, partials_s: Any, out_g: Any, start: jax.Array, interpret: Any
+) -> None:
+    """Stores a piece's results, rounded, in global memory. Both consumer warpgroups call it.
+
+    Args:
+      partials_s: from :func:`store_sums` of both warpgroups.
+      out_g: flat [M H C].
+      start: index of the first token's first column.
+    """
+    stride = pieces.heads * pieces.rank
+    if interpret is not None:
+        # Half of the columns each.
+        size, half = pieces.tokens * pieces.width, pieces.width // CONSUMERS
+        first = lax.axis_index("wg") * half
+        for t in range(pieces.tokens):
+            at = t * pieces.width + first
+            total: Any = sum(partials_s[pl.ds(wg * size + at, half)] for wg in range(CONSUMERS))
+            out_g[pl.ds(start + t * stride + first, half)] = total.astype(out_g.dtype)
+        return
+
+    @inline(REF, REF, SCALAR)
+    def store(partials: Any, out: Any, start: Any) -> None:
+        f32 = ir.F32Type.get()
+        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out))
+        pairs, of_token = pieces.tokens * pieces.width // 2, pieces.width // 2
+        for first in range(0, pairs, CONSUMERS * _THREADS):
+            pair = arith.addi(mgpu.utils.thread_idx(), const(first))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, pair, const(pairs))
+            with ir.InsertionPoint(scf.IfOp(exists).then_block):
+                token = arith.divui(pair, const(of_token))
+                column = arith.muli(arith.remui(pair, const(of_token)), const(2))
+                group = arith.divui(column, const(_GROUP))
+                index = arith.addi(arith.muli(group, const(pieces.tokens)), token)
+                index = arith.addi(
+                    arith.muli(index, const(_GROUP)), arith.remui(column, const(_GROUP))
+                )
+                pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(partials), [index], f32)
+                two = ir.VectorType.get((2,), f32)
+                total: Any = None
+                for part in range(4 * CONSUMERS // pieces.groups):
+                    distance = const(part * pieces.groups * pieces.tokens * _GROUP)
+                    at = mgpu.utils.getelementptr(pointer, [distance], f32)
+                    number = llvm.load(two, at, alignment=8)
+                    total = number if total is None else arith.addf(total, number)
+                low, high = (llvm.extractelement(total, const(i)) for i in range(2))
+                text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+                packed = asm(text, "=r,f,f", low, high, result=i32())
+                offset = arith.addi(arith.muli(token, const(stride)), column)
+                offset = arith.muli(arith.addi(offset, word(start)), const(2))
+                at = arith.addi(address, arith.extui(i64(), offset))
+                asm("st.global.b32 [$0], $1;", "l,r,~{memory}", at, packed, effects=True)
+                scf.yield_([])
+
+    store(partials_s, out_g, jnp.asarray(start, jnp.int32))
+
+
+def _shape(pieces: Pieces) -> tuple[int]:
+    return (_THREADS * _COLUMNS * pieces.tokens,)
+
+
+def _layout(pieces: Pieces) -> Any:
+    """Returns the layout of a warpgroup's sums: a register of eight columns for each token."""
+    return plgpu.Layout.WG_STRIDED(_shape(pieces), vec_size=_COLUMNS)
+
+
+def _struct(pieces: Pieces) -> Any:
+    return plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=_layout(pieces))
+
+
+def _warp_and_lane() -> tuple[Any, Any]:
+    """Returns the thread's warp, of all consumers', and its lane."""
+    thread = mgpu.utils.thread_idx()
+    return mgpu.utils.warp_idx(), arith.andi(thread, const(31))
+
+
+def _group_and_part(pieces: Pieces, warp: Any) -> tuple[Any, Any]:
+    """Returns a warp's group of columns, and its part of the rows."""
+    groups = const(pieces.groups)
+    return arith.remui(warp, groups), arith.divui(warp, groups)
+
+
+def _load_bfloat16(pointer: Any) -> list[Any]:
+    """Loads eight bfloat16 from shared memory as float32."""
+    f32 = ir.F32Type.get()
+    loaded = llvm.load(ir.VectorType.get((4,), i32()), pointer, alignment=16)
+    numbers = []
+    for i in range(4):
+        two = llvm.extractelement(loaded, const(i))
+        halves = arith.shli(two, const(16)), arith.andi(two, const(-65536))
+        numbers += [llvm.bitcast(f32, half) for half in halves]
+    return numbers
