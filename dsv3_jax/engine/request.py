@@ -151,12 +151,12 @@ class EngineRequest:
         thread = threading.get_ident()
 
         def listener() -> None:
-            if threading.get_ident() == thread:
-                event.set()
-                return
             # An event loop that was closed in the meantime refuses: then nobody waits any more.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(event.set)
+                if threading.get_ident() == thread:
+                    event.set()
+                else:
+                    loop.call_soon_threadsafe(event.set)
 
         with self._changed:
             listeners.append(listener)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
+from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Matrices, Projection
 from pallas_kernels.dispatch import dispatch
 
@@ -181,6 +182,22 @@ ARGUMENTS = {
     "feed_forward": (
         (jnp.ones((1, 2)), jnp.ones(2), None, Matrices(*[jnp.ones((2, 2))] * 3), None),
         {"rule": None, "eps": 1e-6},
+    ),
+    "attention_inputs": (
+        (
+            jnp.ones((1, 2)),
+            AttentionWeights(
+                norm=jnp.ones(2),
+                q_proj=Projection(jnp.ones((4, 2))),
+                kv_a_proj=Projection(jnp.ones((4, 2))),
+                kv_a_norm=jnp.ones(2),
+                w_uk=jnp.ones((1, 2, 2)),
+            ),
+            *[jnp.ones((1, 1))] * 2,
+            jnp.ones((1, 2, 4)),
+            jnp.zeros(1, jnp.int32),
+        ),
+        {"eps": 1e-6, "latent_eps": 1e-6},
     ),
     "project": (
         (jnp.ones((1, 2)), jnp.ones(2), [Projection(jnp.ones((2, 2)))]),
