@@ -27,7 +27,7 @@ def top_k(
 ) -> Int32[Array, "*batch k"]:
     """Implements :func:`pallas_kernels.top_k`, if the program is compiled for TPUs."""
     if (platform := target.platform()) != "tpu":
-        raise NotImplementedError(f"is for TPUs, this is {platform}")
+        raise NotImplementedError(f"runs on TPUs, this is {platform}")
     return select(scores, k, lengths=lengths)
 
 

@@ -68,7 +68,7 @@ class TestTopKThreshold(TopKCases):
 
 
 def test_top_k_on_tpus_only():
-    with pytest.raises(NotImplementedError, match="is for TPUs, this is cpu"):
+    with pytest.raises(NotImplementedError, match="runs on TPUs, this is cpu"):
         top_k(jnp.zeros((1, 4)), 2, implementation="threshold")
 
 
