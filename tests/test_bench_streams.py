@@ -14,4 +14,5 @@ def test_both_arms_do_the_same_work():
     assert without_http["output_tokens"] == streams["output_tokens"] == 15
     assert result["step_ms_streams"] >= 20
     assert result["step_ms_without_http"] >= 20
-    assert streams["median_itl_ms"] >= 20
+    # Of five steps. Gaps between a stream's tokens can be shorter if the client is late.
+    assert streams["median_e2el_ms"] >= 100
