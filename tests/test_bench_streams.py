@@ -14,5 +14,5 @@ def test_both_arms_do_the_same_work():
     assert without_http["output_tokens"] == streams["output_tokens"] == 15
     assert result["step_ms_streams"] >= 20
     assert result["step_ms_without_http"] >= 20
-    # Of five steps. Gaps between a stream's tokens can be shorter if the client is late.
+    # An answer takes five steps. The gaps between its tokens are shorter if the client is late.
     assert streams["median_e2el_ms"] >= 100

@@ -85,7 +85,7 @@ def _chosen(scores: Float32[Array, "R S"], k: int) -> Bool[Array, "R S"]:
     threshold = jax.lax.fori_loop(0, 32 // _DIGIT_BITS, add_digit, initial)[:, None]
     above, equal = keys > threshold, keys == threshold
     needed = k - jnp.sum(above, axis=-1, dtype=jnp.int32)
-    # Of equal scores, the first are chosen.
+    # The first of equal scores are chosen.
     rank = _counts(equal)
     return (above | (equal & (rank <= needed[:, None]))) & (keys > smallest)
 

@@ -102,7 +102,7 @@ CONFIGS = [
     ("int4", 64, 512, (1, 128), Config(1, (8, 16), tokens_in_order=True)),
     ("int8", 128, 512, (1, 128), Config(2, (8,), k_warpgroups=2, tokens_in_order=True)),
     (FLOAT8, 64, 256, (64, 64), Config(1, (32,), max_mma_tokens=32, tokens_in_order=True)),
-    # What only a GPU does otherwise.
+    # These settings change only what a GPU does.
     ("int4", 128, 2048, (1, 128), Config(2, (8, 16), early=True, leader_barriers=True)),
 ]
 QUICK = [0, 5, 9, 13, 14, 17, 18, 19, 21, 24, 26]  # every dtype and every kind of setting

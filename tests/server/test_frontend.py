@@ -225,6 +225,10 @@ def test_pieces_of_several_steps_arrive_in_order(idle):
     assert not remote._open
 
 
+def test_the_server_has_tokens_delivered_in_its_loop(remote):
+    assert remote.engine._loop is remote.loop
+
+
 def test_a_message_calls_the_loop_once():
     """Its readers are woken up in its own thread, and an end comes after what came before it."""
     ours, theirs = multiprocessing.Pipe()
