@@ -69,11 +69,6 @@ class Config:
     """``unrolled`` only: whether the tensor cores compute the first K step of a tile while the
     previous tile is stored. No GPU has run it."""
 
-    staggered: bool = False
-    """``overlap_store`` only: whether the second consumer starts the first product of a tile when
-    the first consumer's is done. Then one adds a product to its sums while the tensor cores compute
-    the other's. Otherwise both add at the same time. No GPU has run it."""
-
     paired: bool = False
     """Whether two thread blocks form a cluster. They compute two M tiles of a group for the same
     columns, and each copies half of the matrices' rows for both (TMA multicast). Where a group has
@@ -82,9 +77,6 @@ class Config:
     approximate_silu: bool = False
     """grouped_swiglu only: whether silu uses the GPU's approximate exponential and reciprocal. It
     takes a tenth of the instructions."""
-
-    paired_sigmoids: bool = False
-    """``approximate_silu`` only: whether two sigmoids share a reciprocal. No GPU has run it."""
 
     early: bool = False
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch). The
@@ -152,10 +144,6 @@ class Plan:
     @property
     def overlap_store(self) -> bool:
         return self.unrolled and self.config.overlap_store
-
-    @property
-    def staggered(self) -> bool:
-        return self.overlap_store and self.config.staggered
 
     @property
     def cluster(self) -> int:
@@ -301,8 +289,6 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
         raise NotImplementedError(
             f"a store overlaps with products of an unrolled loop without copy_heights, got {config}"
         )
-    if config.staggered and not config.overlap_store:
-        raise NotImplementedError(f"consumers are staggered with overlap_store only, got {config}")
     if config.paired and config.copy_heights:
         raise NotImplementedError(f"pairs copy whole tiles, got {config}")
     if float8 and config.consumer_split == "m" and config.tile_m != 128:
