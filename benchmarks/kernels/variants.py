@@ -97,8 +97,6 @@ def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
 
-_STAGGERED = {"overlap_store": True, "staggered": True, "registers": (240, 24)}
-
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
     "few queries": {"mla_decode": _decode(FewQueries())},
@@ -113,13 +111,15 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         ),
     },
     "overlapped store": _float8(overlap_store=True),
+    "without pairs": _float8(),
     "pairs": _float8(paired=True),
-    "staggered": _float8(**_STAGGERED),
-    "staggered, pairs": _float8(**_STAGGERED, paired=True),
-    "staggered, pairs, paired sigmoids": {
-        "grouped_swiglu": _float8(**_STAGGERED, paired=True, paired_sigmoids=True)["grouped_swiglu"]
-    },
-    "bfloat16 pairs": _bfloat16(paired=True),
+    "pairs, overlapped store": _float8(
+        paired=True, overlap_store=True, registers=(240, 24)
+    ),
+    "group panels": _float8(group_panels=True),
+    "pairs, group panels": _float8(paired=True, group_panels=True),
+    "panels of 16": _float8(panel=16),
+    "bfloat16 group panels": _bfloat16(group_panels=True),
     "early": _few_tokens(early=True),
     "finished loads": _few_tokens(finish_loads=True),
     "leader barriers": _few_tokens(early=True, leader_barriers=True, finish_loads=True),

@@ -101,7 +101,7 @@ def matmul(
     Raises:
       NotImplementedError: ``quantize``, and :func:`plan.quantizes` returns False.
     """
-    (M, K), (_, N, _) = lhs.shape, matrices[0].shape
+    (M, K), (G, N, _) = lhs.shape, matrices[0].shape
     float8, count = lhs_scale is not None, len(matrices)
     check_shapes(config, N, K, float8, count)
     if quantize and not quantizes(config, N, count):
@@ -113,7 +113,7 @@ def matmul(
     # The interpreter starts a thread of the host for each warpgroup of each block.
     blocks = config.blocks or (multiprocessors() if on_gpu else _INTERPRETED_BLOCKS)
     blocks -= blocks % 2 if config.paired else 0
-    plan = Plan(config, M, N, K, float8, count, quantize, blocks, on_gpu)
+    plan = Plan(config, M, G, N, K, float8, count, quantize, blocks, on_gpu)
     if lhs_scale is not None and plan.tma_scales:
         padding = max(-M % 4, plan.scale_copy_rows - M)
         lhs_scale = jnp.pad(lhs_scale, ((0, padding), (0, 0))).T

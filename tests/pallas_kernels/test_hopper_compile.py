@@ -457,7 +457,7 @@ def kernels() -> dict[str, Kernel]:
     return table
 
 
-OTHER_SCHEDULES = "staggered, pairs", "staggered, pairs, paired sigmoids", "bfloat16 pairs"
+OTHER_SCHEDULES = "without pairs", "pairs, overlapped store"
 
 
 def other_schedules() -> dict[str, Kernel]:
