@@ -113,12 +113,13 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "overlapped store": _float8(overlap_store=True),
     "without pairs": _float8(),
     "pairs": _float8(paired=True),
-    "pairs, overlapped store": _float8(
-        paired=True, overlap_store=True, registers=(240, 24)
-    ),
+    "pairs, overlapped store": _float8(paired=True, overlap_store=True, registers=(240, 24)),
     "group panels": _float8(group_panels=True),
     "pairs, group panels": _float8(paired=True, group_panels=True),
-    "panels of 16": _float8(panel=16),
+    "pairs, overlapped store, group panels": _float8(
+        paired=True, overlap_store=True, group_panels=True, registers=(240, 24)
+    ),
+    "early, group panels": _float8(early=True, group_panels=True),
     "bfloat16 group panels": _bfloat16(group_panels=True),
     "early": _few_tokens(early=True),
     "finished loads": _few_tokens(finish_loads=True),

@@ -67,8 +67,8 @@ class Config:
     copies them once per tile. It takes fewer instructions, and 5 % less time."""
 
     group_panels: bool = False
-    """Whether a panel has no more M tiles than a group has on average. The M tiles of other groups
-    share no matrix with them, and take room in the L2 cache. No GPU has run it."""
+    """Without ``panel`` only: whether a panel has as many M tiles as a group has on average, or an
+    equal part of them. Tiles of other groups share no matrix with them. No GPU has run it."""
 
     overlap_store: bool = False
     """``unrolled`` only: whether the tensor cores compute the first K step of a tile while the
@@ -231,12 +231,13 @@ class Plan:
     def panel(self) -> int:
         """M tiles of the schedule that are computed for one N tile before the next N tile."""
         rows = self.config.tile_m * self.cluster
-        tiles = _PANEL_BYTES // (rows * self.k_steps * ATOM)
         if self.config.panel:
-            tiles = self.config.panel // self.cluster
-        if self.config.group_panels:
-            tiles = min(tiles, pl.cdiv(self.M, self.groups * rows))
-        return max(1, tiles)
+            return max(1, self.config.panel // self.cluster)
+        most = max(1, _PANEL_BYTES // (rows * self.k_steps * ATOM))
+        if not self.config.group_panels:
+            return most
+        tiles = pl.cdiv(self.M, self.groups * rows)
+        return pl.cdiv(tiles, pl.cdiv(tiles, most))
 
     @property
     def copy_heights(self) -> tuple[int, ...]:
