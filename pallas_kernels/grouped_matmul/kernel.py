@@ -9,7 +9,8 @@ quantized matrices go to ``few_tokens``.
 
 One thread block runs on each multiprocessor and has three warpgroups. In the producer, one warp
 keeps a ring of stages filled by TMA. A stage has 128 bytes of K of the tile's rows of lhs and rhs.
-Two consumers each compute a half of the tile with wgmma and store it.
+Two consumers each compute a half of the tile with wgmma and store it. With many float8 rows and
+long K, two blocks form a pair that shares the matrices' rows (``Config.paired``).
 
 Four things are not obvious.
 
