@@ -1,4 +1,4 @@
-"""Tests of the model of the L2 cache, and that the kernel's order of tiles is the model's."""
+"""Tests of the order in which blocks compute tiles, and of the model of the L2 cache for it."""
 
 import jax.numpy as jnp
 import pytest
@@ -32,6 +32,25 @@ def test_the_kernel_s_order(panel):
     assert scheduler.count() == 15
     order = [(int(tile.row) // 128, int(tile.column) // 192) for tile in located]
     assert order == list(tiles(5, 3, panel))
+
+
+@pytest.mark.parametrize("sizes", [(129, 0, 3), (256, 385)])
+def test_blocks_of_a_pair_share_the_rows_of_a_group(sizes):
+    """A block without rows of its own computes the first one's, and stores none."""
+    config = Config(128, 192, 4, "m", unrolled=True, paired=True)
+    plan = Plan(config, sum(sizes), len(sizes), 192, 512, True, 1, False, 2, on_gpu=False)
+    groups = GroupTiles(device(sizes, "int32"), 256, on_gpu=False)
+    blocks = [
+        TileScheduler(plan, groups, groups.count(), jnp.int32(0), jnp.int32(member))
+        for member in range(2)
+    ]
+    stored = []
+    for i in range(int(blocks[0].count())):
+        first, second = (block.locate(jnp.int32(i)) for block in blocks)
+        assert first.group == second.group
+        assert second.rows or second.row == first.row
+        stored += [t.row + r for t in (first, second) for r in range(int(t.rows))]
+    assert [int(row) for row in stored] == list(range(sum(sizes)))
 
 
 @pytest.mark.parametrize(
