@@ -20,7 +20,7 @@ from tests.pallas_kernels.grouped_matmul_cases import (
     Inputs,
     run,
 )
-from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.numerics import check, device, tolerance
 from tests.support.covering import slow_except
 
@@ -109,11 +109,7 @@ def test_unrolled_loops(config, N):
 )
 def test_other_schedules(settings, sizes, N):
     """The sums are the same, in the same order. In a pair, the second tile is full, has one row, or
-    has none.
-
-    The interpreter runs a multicast copy when both blocks of a pair have come to it. So only a GPU
-    notices a block that copies to a stage which the other block still reads.
-    """
+    has none."""
     config = dataclasses.replace(MANY_TOKENS[0], stages=2, unrolled=True)
     # With two laps only, K 512, the compiler begins an overlapped tile's sums with the second
     # product, which changes their last bits.
@@ -121,6 +117,29 @@ def test_other_schedules(settings, sizes, N):
     out = run(x, back_end(dataclasses.replace(config, **settings)))
     check(out, x.expected(), tolerance("bfloat16"))
     np.testing.assert_array_equal(out, run(x, back_end(config)))
+
+
+@on_gpu
+def test_pairs_wait_for_the_readers_of_both_blocks():
+    """The interpreter runs a multicast copy when both blocks of a pair have come to it. So only a
+    GPU can show that a block copies to a stage which the other one still reads: it would, in some
+    of many calls, change some sums."""
+    sizes, N, K = jnp.array([2049, 3000, 1, 3142]), 4096, 7168
+    M, G = int(sizes.sum()), len(sizes)
+    keys = jax.random.split(jax.random.key(0), 4)
+    lhs, rhs = (
+        jax.random.normal(key, shape, jnp.bfloat16).astype(FLOAT8)
+        for key, shape in zip(keys, [(M, K), (G, N, K)], strict=False)
+    )
+    scales = (
+        jax.random.uniform(key, (*shape, K // 128))
+        for key, shape in zip(keys[2:], [(M,), (G, N // 128)], strict=True)
+    )
+    arguments = lhs, rhs, sizes, *scales
+    assert mosaic_gpu.choose_config(M, G, N, K, True).paired
+    expected = back_end(mosaic_gpu.UNROLLED_FLOAT8)(*arguments)
+    paired = jax.jit(back_end())
+    assert all(jnp.array_equal(paired(*arguments), expected) for _ in range(200))
 
 
 @pytest.mark.parametrize(
