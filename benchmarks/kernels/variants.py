@@ -82,17 +82,6 @@ def _float8(**settings: Any) -> dict[str, Variant]:
     }
 
 
-def _bfloat16(**settings: Any) -> dict[str, Variant]:
-    """Returns the kernels of many bfloat16 tokens with other settings than the default's."""
-    matmul = dataclasses.replace(grouped_matmul.MANY_TOKENS_BFLOAT16[0], **settings)
-    swiglu = dataclasses.replace(grouped_swiglu.MANY_TOKENS_BFLOAT16[0], **settings)
-    dtypes = ("bf16",)
-    return {
-        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": matmul}, dtypes),
-        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": swiglu}, dtypes),
-    }
-
-
 def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
@@ -114,13 +103,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "without pairs": _float8(),
     "pairs": _float8(paired=True),
     "pairs, overlapped store": _float8(paired=True, overlap_store=True, registers=(240, 24)),
-    "group panels": _float8(group_panels=True),
-    "pairs, group panels": _float8(paired=True, group_panels=True),
-    "pairs, overlapped store, group panels": _float8(
-        paired=True, overlap_store=True, group_panels=True, registers=(240, 24)
-    ),
-    "early, group panels": _float8(early=True, group_panels=True),
-    "bfloat16 group panels": _bfloat16(group_panels=True),
+    "launched early": _float8(early=True),
     "early": _few_tokens(early=True),
     "finished loads": _few_tokens(finish_loads=True),
     "leader barriers": _few_tokens(early=True, leader_barriers=True, finish_loads=True),

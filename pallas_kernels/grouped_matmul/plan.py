@@ -49,8 +49,9 @@ class Config:
     """Output buffers of 64 rows per consumer warpgroup. They are stored together."""
 
     panel: int | None = None
-    """Number of M tiles that are computed for one N tile before the next N tile. None takes the
-    largest number that stays in the L2 cache while the matrices stream through it."""
+    """Number of M tiles that are computed for one N tile before the next N tile. None takes a
+    group's M tiles on average, in equal parts that stay in the L2 cache while the matrices stream
+    through it. Tiles of other groups share no matrix with them."""
 
     copy_heights: tuple[int, ...] = ()
     """Heights of the lhs copies for tiles that are not full. The smallest that covers a tile's rows
@@ -65,10 +66,6 @@ class Config:
     """float8 with ``tma_scales`` only: whether the loop over K steps takes all stages of the ring
     in one iteration, and finds the scales of the matrices in shared memory, where the producer
     copies them once per tile. It takes fewer instructions, and 5 % less time."""
-
-    group_panels: bool = False
-    """Without ``panel`` only: whether a panel has as many M tiles as a group has on average, or an
-    equal part of them. Tiles of other groups share no matrix with them. No GPU has run it."""
 
     overlap_store: bool = False
     """``unrolled`` only: whether the tensor cores compute the first K step of a tile while the
@@ -234,8 +231,6 @@ class Plan:
         if self.config.panel:
             return max(1, self.config.panel // self.cluster)
         most = max(1, _PANEL_BYTES // (rows * self.k_steps * ATOM))
-        if not self.config.group_panels:
-            return most
         tiles = pl.cdiv(self.M, self.groups * rows)
         return pl.cdiv(tiles, pl.cdiv(tiles, most))
 

@@ -104,7 +104,6 @@ def test_unrolled_loops(config, N):
         ({"overlap_store": True}, (5, 0), 192),  # one of the interpreter's two blocks has no tile
         ({"paired": True}, (129, 0, 3), 192),
         ({"overlap_store": True, "paired": True}, (129, 0, 257), 256),
-        ({"group_panels": True}, (129, 0, 257), 256),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else "-".join(map(str, x)),
 )

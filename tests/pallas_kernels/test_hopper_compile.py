@@ -457,7 +457,7 @@ def kernels() -> dict[str, Kernel]:
     return table
 
 
-OTHER_SCHEDULES = "without pairs", "pairs, overlapped store", "early, group panels"
+OTHER_SCHEDULES = "without pairs", "pairs, overlapped store", "launched early"
 
 
 def other_schedules() -> dict[str, Kernel]:

@@ -64,6 +64,6 @@ def test_blocks_of_a_pair_share_the_rows_of_a_group(sizes):
     ],
 )
 def test_panels_of_equal_parts_of_a_group(groups, rows, K, paired, expected):
-    config = Config(128, 192, 4, "m", unrolled=True, paired=paired, group_panels=True)
+    config = Config(128, 192, 4, "m", unrolled=True, paired=paired)
     plan = Plan(config, groups * rows, groups, 4096, K, True, 1, False, 132, on_gpu=True)
     assert plan.panel == expected
