@@ -99,11 +99,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
         ),
     },
-    "overlapped store": _float8(overlap_store=True),
     "without pairs": _float8(),
     "pairs": _float8(paired=True),
-    "pairs, overlapped store": _float8(paired=True, overlap_store=True, registers=(240, 24)),
-    "launched early": _float8(early=True),
     "early": _few_tokens(early=True),
     "finished loads": _few_tokens(finish_loads=True),
     "leader barriers": _few_tokens(early=True, leader_barriers=True, finish_loads=True),

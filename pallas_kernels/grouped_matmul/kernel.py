@@ -61,10 +61,8 @@ from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, Tile, TileS
 from pallas_kernels.grouped_matmul.unrolled import (
     UnrolledTile,
     add_scaled,
-    finish,
     staged_row_scales,
     zero_sums,
-    zeros,
 )
 from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.hopper.branch import cond, when
@@ -205,14 +203,6 @@ class Consumer:
         self.ring.release_all()
         if self.scale_ring is not None:
             self.scale_ring.release_all()
-        if self.plan.overlap_store:
-            self.run_overlapped()
-        else:
-            self.run_separately()
-        plgpu.wait_smem_to_gmem(0)
-
-    def run_separately(self) -> None:
-        """Stores each tile before the first product of the next one."""
 
         def compute_tile(i: jax.Array, carry: Any) -> Any:
             tile, scales, state = carry
@@ -238,30 +228,7 @@ class Consumer:
         first = self.tiles.locate(0)
         carry = first, first_scales(first), self.ring.start()
         lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
-
-    def run_overlapped(self) -> None:
-        """Stores each tile during the first product of the next one. See :mod:`unrolled`."""
-        assert self.scale_ring is not None
-        scale_ring = self.scale_ring
-
-        def compute_tile(i: jax.Array, carry: Any) -> Any:
-            tile, product, phase = carry
-            scale_ring.wait_full(tile_state(i))
-            unrolled = self.unrolled_tile(i, tile, phase)
-            sums, free = unrolled.sum_further_products(product)
-            scale_ring.release(tile_state(i))
-            started = unrolled.start_first(unrolled.next_phase, free)
-            store_tile(self.plan, self.buffers, self.warpgroup, tile, sums, i)
-            next_tile = self.tiles.locate(i + 1)  # when the sums' registers are free
-            return next_tile, finish(started, on_gpu=self.plan.on_gpu), unrolled.next_phase
-
-        first, start = self.tiles.locate(0), self.ring.start()
-        unrolled = self.unrolled_tile(jnp.int32(0), first, start.phase)
-        unused = zeros(self.plan.warpgroup_tile[1])
-        started = unrolled.start_first(start.phase, unused)
-        carry = first, finish(started, on_gpu=self.plan.on_gpu), start.phase
-        _, _, phase = lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
-        self.ring.release(PipelineState(start.stage, phase))  # of no tile
+        plgpu.wait_smem_to_gmem(0)
 
     def unrolled_tile(self, i: jax.Array, tile: Tile, phase: jax.Array) -> UnrolledTile:
         return UnrolledTile.of(

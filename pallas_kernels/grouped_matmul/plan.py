@@ -49,9 +49,10 @@ class Config:
     """Output buffers of 64 rows per consumer warpgroup. They are stored together."""
 
     panel: int | None = None
-    """Number of M tiles that are computed for one N tile before the next N tile. None takes a
-    group's M tiles on average, in equal parts that stay in the L2 cache while the matrices stream
-    through it. Tiles of other groups share no matrix with them."""
+    """Number of M tiles that are computed for one N tile before the next N tile. None takes the
+    largest number that stays in the L2 cache while the matrices stream through it; for float8, a
+    group's M tiles on average, in equal parts of at most as many. Tiles of other groups share no
+    matrix with them. bfloat16 has not been measured with that."""
 
     copy_heights: tuple[int, ...] = ()
     """Heights of the lhs copies for tiles that are not full. The smallest that covers a tile's rows
@@ -66,10 +67,6 @@ class Config:
     """float8 with ``tma_scales`` only: whether the loop over K steps takes all stages of the ring
     in one iteration, and finds the scales of the matrices in shared memory, where the producer
     copies them once per tile. It takes fewer instructions, and 5 % less time."""
-
-    overlap_store: bool = False
-    """``unrolled`` only: whether the tensor cores compute the first K step of a tile while the
-    previous tile is stored."""
 
     paired: bool = False
     """``unrolled`` only: whether two thread blocks form a cluster. They compute two M tiles of a
@@ -143,10 +140,6 @@ class Plan:
     @property
     def unrolled(self) -> bool:
         return self.float8 and self.config.unrolled
-
-    @property
-    def overlap_store(self) -> bool:
-        return self.unrolled and self.config.overlap_store
 
     @property
     def cluster(self) -> int:
@@ -231,6 +224,8 @@ class Plan:
         if self.config.panel:
             return max(1, self.config.panel // self.cluster)
         most = max(1, _PANEL_BYTES // (rows * self.k_steps * ATOM))
+        if not self.float8:
+            return most
         tiles = pl.cdiv(self.M, self.groups * rows)
         return pl.cdiv(tiles, pl.cdiv(tiles, most))
 
@@ -291,12 +286,9 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
                 f"an unrolled loop takes tma_scales, multiples of {config.stages} and 4 K steps,"
                 f" and more than {SCALE_BLOCK} columns, got {steps} steps, N {N} and {config}"
             )
-    if (config.overlap_store or config.paired) and (
-        not (float8 and config.unrolled) or config.copy_heights
-    ):
+    if config.paired and (not (float8 and config.unrolled) or config.copy_heights):
         raise NotImplementedError(
-            "overlap_store and paired take an unrolled loop over float8 without copy_heights, got"
-            f" {config}"
+            f"pairs take an unrolled loop over float8 without copy_heights, got {config}"
         )
     if float8 and config.consumer_split == "m" and config.tile_m != 128:
         raise NotImplementedError(f"float8 takes 64 rows a warpgroup, got {config.tile_m // 2}")

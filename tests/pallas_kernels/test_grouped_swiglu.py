@@ -95,7 +95,7 @@ def test_configs(dtype, config):
 @kernel_runs
 @pytest.mark.parametrize(
     "settings",
-    slow_except([{}, {"paired": True}, {"paired": True, "overlap_store": True}], [0]),
+    slow_except([{}, {"paired": True}], [0]),
     ids=lambda x: "-".join(x) or "default",
 )
 def test_an_unrolled_loop_and_approximate_silu(settings):

@@ -54,16 +54,17 @@ def test_blocks_of_a_pair_share_the_rows_of_a_group(sizes):
 
 
 @pytest.mark.parametrize(
-    ("groups", "rows", "K", "paired", "expected"),
+    ("groups", "rows", "K", "float8", "paired", "expected"),
     [
-        (8, 4096, 7168, False, 16),  # of 32 M tiles, 18 take 16 MiB
-        (8, 4096, 7168, True, 8),
-        (8, 4096, 2048, False, 32),
-        (32, 256, 2048, False, 2),
-        (32, 129, 2048, True, 1),
+        (8, 4096, 7168, True, False, 16),  # of 32 M tiles, 18 take 16 MiB
+        (8, 4096, 7168, True, True, 8),
+        (8, 4096, 2048, True, False, 32),
+        (32, 256, 2048, True, False, 2),
+        (32, 129, 2048, True, True, 1),
+        (32, 256, 2048, False, False, 32),  # 16 MiB
     ],
 )
-def test_panels_of_equal_parts_of_a_group(groups, rows, K, paired, expected):
+def test_panels_of_equal_parts_of_a_group(groups, rows, K, float8, paired, expected):
     config = Config(128, 192, 4, "m", unrolled=True, paired=paired)
-    plan = Plan(config, groups * rows, groups, 4096, K, True, 1, False, 132, on_gpu=True)
+    plan = Plan(config, groups * rows, groups, 4096, K, float8, 1, False, 132, on_gpu=True)
     assert plan.panel == expected
