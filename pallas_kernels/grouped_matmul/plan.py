@@ -297,9 +297,9 @@ def check_shapes(config: Config, N: int, K: int, float8: bool, matrices: int = 1
 def pairs_pay(M: int, G: int, K: int) -> bool:
     """Returns whether ``Config.paired`` is faster for M rows in G groups.
 
-    On an H100 pairs take 3 to 6 % less time with K 7168, and -2 to 1 % less with K 2048, where a
-    tile has fewer steps for what the two blocks wait for each other. An odd number of M tiles costs
-    a group half a tile on average, 64 rows: 3 % of 2,048 rows.
+    On an H100 pairs take 6 % less time with K 7168 and 4,096 rows per group, the same with 1,024
+    and 256 rows, and from 1 % less to 5 % more with K 2048. An odd number of M tiles costs a group
+    half a tile on average, 64 rows: 3 % of 2,048 rows.
     """
     return K >= _PAIRED_K and M >= _PAIRED_ROWS * G
 
