@@ -20,7 +20,6 @@ from pallas_kernels.mla_decode.float8_cache import (
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
 from pallas_kernels.mla_decode.schedule import whole_sequences as mla_decode_whole_sequences
 from pallas_kernels.mla_prefill.api import mla_prefill
-from pallas_kernels.project.api import project
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.route.api import route
@@ -52,7 +51,6 @@ __all__ = [
     "mla_decode_whole_sequences",
     "mla_prefill",
     "page_width",
-    "project",
     "quantize_latent",
     "quantized_matmul",
     "rms_norm",

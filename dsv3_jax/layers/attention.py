@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import latent_cache, query_groups
 from dsv3_jax.layers.attention_by_heads import attend_by_heads
-from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form, Projected
+from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices
 from dsv3_jax.layers.linear import Linear, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
@@ -162,19 +162,6 @@ class MultiHeadLatentAttention(nnx.Module):
         appended = self._append(x, query_latent, rotation, caches)
         return self._attend_batches(queries, appended, caches, forms, x.dtype)
 
-    def attend_projected(
-        self,
-        projected: Projected,
-        rotation: Rotation,
-        caches: Sequence[LayerCache],
-        forms: Sequence[Form],
-    ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
-        """Does :meth:`attend_batches` after the projections of its input."""
-        queries = self._split_queries(projected.queries, rotation)
-        stored = self._stored(self._finished(projected.latent, rotation))
-        appended = append_batches({"latent": stored}, caches, self.layout)
-        return self._attend_batches(queries, appended, caches, forms, projected.latent.dtype)
-
     def attend_absorbed(
         self, queries: AbsorbedQueries, caches: Sequence[LayerCache]
     ) -> Float[Array, "_ _ H C"]:
@@ -261,24 +248,13 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns the part of every head's query without rope, and the rotated part."""
         c = self.config
         up_proj = self.q_proj if c.q_lora_rank is None else self.q_b_proj
-        return self._split_queries(up_proj(query_latent), rotation)
-
-    def _split_queries(
-        self, q: Float[Array, "B T HK"], rotation: Rotation
-    ) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
-        c = self.config
+        q = up_proj(query_latent)
         q = q.reshape(*q.shape[:2], -1, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
         """Returns the normed latent of each token, then its rope key."""
-        return self._finished(self.kv_a_proj_with_mqa(x), rotation)
-
-    def _finished(
-        self, compressed: Float[Array, "B T CR"], rotation: Rotation
-    ) -> Float[Array, "B T CR"]:
-        """Returns :meth:`latents` of kv_a_proj_with_mqa's output."""
-        C = self.config.kv_lora_rank
+        compressed, C = self.kv_a_proj_with_mqa(x), self.config.kv_lora_rank
         return jnp.concatenate(
             [self.kv_a_layernorm(compressed[..., :C]), rotate(compressed[..., C:], rotation)],
             axis=-1,
@@ -288,11 +264,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
         """Returns what the cache stores for each token, see :mod:`latent_cache`."""
-        return self._stored(self.latents(x, rotation))
-
-    def _stored(
-        self, latents: Float[Array, "B T CR"]
-    ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
+        latents = self.latents(x, rotation)
         return latent_cache.to_float8(self.config, latents) if self.float8_latents else latents
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:

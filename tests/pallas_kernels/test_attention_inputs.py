@@ -348,7 +348,7 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, monkeypatch):
     plain, plain_newest, plain_cache = two_steps()
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
     monkeypatch.setitem(LAYER_BACKENDS, "mosaic_gpu", second_half)
-    model.use_feed_forward("around_attention")
+    model.use_feed_forward("mosaic_gpu")
     got, newest, cached = two_steps()
     assert calls == [(2, 128, 128)] * 2
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)

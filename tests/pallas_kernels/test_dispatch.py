@@ -199,10 +199,6 @@ ARGUMENTS = {
         ),
         {"eps": 1e-6, "latent_eps": 1e-6},
     ),
-    "project": (
-        (jnp.ones((1, 2)), jnp.ones(2), [Projection(jnp.ones((2, 2)))]),
-        {"eps": 1e-6},
-    ),
     "rms_norm": ((jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),
     "add_rms_norm": ((jnp.ones((1, 2)), jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),
     "route": (

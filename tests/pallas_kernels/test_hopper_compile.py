@@ -437,17 +437,6 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132)},
             function="feed_forward",
         )
-    for name, (tokens, width, weights, *rows) in PROJECTED.items():
-        projections = [projection(n, width, weights) for n in rows]
-        table[f"project {name}"] = Kernel(
-            "pallas_kernels.project.mosaic_gpu",
-            {
-                "x": Struct((tokens, width), BF16),
-                "norm": Struct((width,), BF16),
-                "projections": projections,
-            },
-            {"eps": 1e-6, "programs": 132},
-        )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
         table[f"attention_inputs {name}"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
@@ -493,13 +482,6 @@ FEW_TOKENS = {
         FewTokens(4, (8,), 4, tma_scales=True, tokens_in_order=True, **_EARLY),
     ),
     "all with wgmma": (64, FewTokens(2, (16, 32, 64), tma_scales=True, **_EARLY)),
-}
-
-# Tokens, columns, dtype, and rows of each projection.
-PROJECTED = {
-    "moonlight": (1, 2048, BF16, 3072, 576),
-    "v3": (8, 7168, FP8, 1536, 576),
-    "v3 q_b_proj": (1, 1536, FP8, 24576),
 }
 
 
