@@ -11,7 +11,7 @@ from pallas_kernels.decoder_layer.api import feed_forward
 from pallas_kernels.gather_rows.api import gather_rows
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_swiglu.api import grouped_swiglu
-from pallas_kernels.mla_decode.api import mla_decode, page_width
+from pallas_kernels.mla_decode.api import mla_decode, mla_decode_parts, page_width
 from pallas_kernels.mla_decode.float8_cache import (
     dequantize_latent,
     float8_token_bytes,
@@ -47,6 +47,7 @@ __all__ = [
     "integer_quant",
     "merge_attention",
     "mla_decode",
+    "mla_decode_parts",
     "mla_decode_schedule",
     "mla_decode_whole_sequences",
     "mla_prefill",

@@ -29,6 +29,7 @@ from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
+from pallas_kernels.mla_decode.parts import Parts
 from sharding import Layout
 
 MOST_BYTES = 256 * 2**20
@@ -151,13 +152,14 @@ def in_one_kernel(
     valid: Bool[Array, "B T"] | None,
     heads: Float[Array, "B T H V"] | None,
     counter: Any = None,
-    latents: Float[Array, "B T H C"] | None = None,
+    latents: Float[Array, "B T H C"] | Parts | None = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
 
     Args:
       counter: from :func:`shared_counter`.
-      latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
+      latents: attention's output before W_UV, which may be in parts, or None if ``heads`` or
+        ``attended`` has it.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
@@ -167,15 +169,15 @@ def in_one_kernel(
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
     if latents is not None:
-        heads, options["w_uv"] = latents, layer.self_attn.up_projections(x.dtype).w_uv
+        options["w_uv"] = layer.self_attn.up_projections(x.dtype).w_uv
     if attended is None:
-        assert heads is not None
-        attended, options["o_proj"] = heads, projection(layer.self_attn.o_proj)
+        options["o_proj"] = projection(layer.self_attn.o_proj)
+    given: Any = next(each for each in (attended, heads, latents) if each is not None)
     y, chosen = feed_forward(
         rows,
         **arrays,
         **options,
-        attended=attended.reshape(len(rows), -1),
+        attended=given if isinstance(given, Parts) else given.reshape(len(rows), -1),
         counter=counter,
         implementation="mosaic_gpu",
     )

@@ -43,10 +43,13 @@ from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import (
     mla_decode,
+    mla_decode_parts,
     mla_decode_whole_sequences,
     mla_prefill,
     target,
 )
+from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.mla_decode.schedule import Schedule
 from sharding import Layout
 
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
@@ -177,6 +180,18 @@ class MultiHeadLatentAttention(nnx.Module):
             for cache in caches
         ]
         return self._attend_latents(q_latent, q_rope, appended)[0]
+
+    def attend_in_parts(self, queries: AbsorbedQueries, caches: Sequence[LayerCache]) -> Parts:
+        """Does :meth:`attend_absorbed` without merging the parts of split sequences.
+
+        Raises:
+          NotImplementedError: there are several batches.
+        """
+        if len(caches) > 1:
+            raise NotImplementedError(f"takes attention of one batch in parts, got {len(caches)}")
+        q_latent, q_rope, pages = queries
+        arrays, schedule = self._decode_arguments(q_latent, q_rope, caches[0]._replace(pages=pages))
+        return mla_decode_parts(*arrays, scale=self.config.softmax_scale, schedule=schedule)[0]
 
     def _attend_batches(
         self,
@@ -349,19 +364,8 @@ class MultiHeadLatentAttention(nnx.Module):
         cache, shard = batch.cache, batch.shard
         pages, tables, starts = cache.pages["latent"], cache.block_tables, cache.starts
         if shard.num_shards == 1:
-            tables, lengths = query_groups.tables_and_lengths(tables, starts, cache.valid)
-            schedule = None
-            if self.whole_sequences:
-                schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
-            groups = mla_decode(
-                query_groups.split(q_latent),
-                query_groups.split(q_rope),
-                pages,
-                tables,
-                lengths,
-                scale=scale,
-                schedule=schedule,
-            )
+            arrays, schedule = self._decode_arguments(q_latent, q_rope, cache)
+            groups = mla_decode(*arrays, scale=scale, schedule=schedule)
             out, lse = (query_groups.join(each, q_latent.shape[1]) for each in groups)
         else:
             latent = batch.entries["latent"]
@@ -369,3 +373,18 @@ class MultiHeadLatentAttention(nnx.Module):
                 q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
             )
         return out, lse
+
+    def _decode_arguments(
+        self,
+        q_latent: Float[Array, "B T H C"],
+        q_rope: Float[Array, "B T H R"],
+        cache: LayerCache,
+    ) -> tuple[tuple[Array, ...], Schedule | None]:
+        """Returns the arrays for mla_decode, and its schedule, or None for its own."""
+        arguments = cache.block_tables, cache.starts, cache.valid
+        tables, lengths = query_groups.tables_and_lengths(*arguments)
+        schedule = None
+        if self.whole_sequences:
+            schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
+        split = query_groups.split(q_latent), query_groups.split(q_rope)
+        return (*split, cache.pages["latent"], tables, lengths), schedule

@@ -167,8 +167,8 @@ class DecoderLayer(nnx.Module):
         valid = join_tokens([cache.valid for cache in caches])
         queries = self._before_attention(x, rotation, caches, forms, counter)
         if queries is not None:
-            latents, pages = self.self_attn.attend_absorbed(queries, caches), queries.pages
-            y, stats = self._feed_forward(x, None, valid, None, counter, latents)
+            pages = queries.pages
+            y, stats = self._feed_forward(x, None, valid, None, counter, (queries, caches))
         elif type(attention).extend is MultiHeadLatentAttention.extend:
             normed = self.input_layernorm(x)
             heads, pages = attention.attend_batches(normed, rotation, caches, forms)
@@ -193,7 +193,8 @@ class DecoderLayer(nnx.Module):
         arrays = x, rotation, caches, forms, counter
         kernel = functools.partial(around_attention.inputs_in_kernel, self, *arrays)
         preferred = around_attention.is_preferred(self, x.shape[0] * x.shape[1])
-        return self._dispatch("a layer before attention", lambda: None, kernel, preferred)
+        kernels = {"mosaic_gpu": kernel, "mosaic_gpu_merging": kernel}
+        return self._dispatch("a layer before attention", lambda: None, kernels, preferred)
 
     def _feed_forward(
         self,
@@ -202,44 +203,53 @@ class DecoderLayer(nnx.Module):
         valid: Bool[Array, "B T"] | None,
         heads: Float[Array, "B T H V"] | None = None,
         counter: Any = None,
-        latents: Float[Array, "B T H C"] | None = None,
+        absorbed: tuple[AbsorbedQueries, Sequence[LayerCache]] | None = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum.
 
         Args:
           attended: attention's output, or None if ``heads`` has it before its projection.
           counter: see :meth:`extend_batches`.
-          latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
+          absorbed: what attention itself still has to do, or None if ``heads`` or ``attended`` has
+            its output.
         """
+        attention: Any = self.self_attn
 
         def separate() -> Any:
-            values = heads if latents is None else self.self_attn.unfold(latents, x.dtype)
+            values = heads
+            if absorbed is not None:
+                values = attention.unfold(attention.attend_absorbed(*absorbed), x.dtype)
             return self._feed_forward_separately(x, attended, valid, values)
 
-        def kernel() -> Any:
+        def kernel(method: str) -> Any:
+            latents = None if absorbed is None else getattr(attention, method)(*absorbed)
             return around_attention.in_one_kernel(self, x, attended, valid, heads, counter, latents)
 
         # Without a cache, a result may be differentiated.
         preferred = attended is None and around_attention.is_preferred(
             self, x.shape[0] * x.shape[1]
         )
-        return self._dispatch("a layer after attention", separate, kernel, preferred)
+        kernels = {
+            "mosaic_gpu": functools.partial(kernel, "attend_absorbed"),
+            "mosaic_gpu_merging": functools.partial(kernel, "attend_in_parts"),
+        }
+        return self._dispatch("a layer after attention", separate, kernels, preferred)
 
     def _dispatch(
         self,
         name: str,
         separate: Callable[[], Any],
-        kernel: Callable[[], Any],
+        kernels: dict[str, Callable[[], Any]],
         preferred: bool,
     ) -> Any:
         """Calls what :meth:`DeepSeekV3.use_feed_forward` has selected.
 
         Args:
-          preferred: whether None tries the kernel first.
+          preferred: whether None tries ``"mosaic_gpu"`` first. It tries no other kernel.
         """
-        backends = {"separate": separate, "mosaic_gpu": kernel}
+        backends = {"separate": separate} | kernels
         if preferred:
-            backends = {"mosaic_gpu": kernel} | backends
+            backends = {"mosaic_gpu": kernels["mosaic_gpu"]} | backends
         return dispatch(name, backends, self.feed_forward)
 
     def _feed_forward_separately(

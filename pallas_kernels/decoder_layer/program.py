@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decoder_layer.choice import choose
 from pallas_kernels.decoder_layer.epilogue import epilogue
+from pallas_kernels.decoder_layer.merging import merge_row
 from pallas_kernels.decoder_layer.plan import Phase, Plan
 from pallas_kernels.decoder_layer.registers import SUMS, SUMS_SHAPE, no_sums
 from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
@@ -210,12 +211,26 @@ class Program:
                 )
 
     def copy_latents(self) -> None:
-        """Copies the outputs of the heads whose units of w_uv this program has."""
+        """Copies or merges the outputs of the heads whose units of w_uv this program has."""
         plan, stride = self.plan, self.plan.stride(self.plan.latent)
         for t in range(plan.tokens):
             starts = [(head * plan.tokens + t) * stride for head in range(plan.own_heads)]
+            if plan.sequences:
+                self.merge_rows(t, starts)
+                continue
             first = t * plan.heads + self.units.first_head()
             self.copy_rows(self.refs.flat_attended, plan.latent, starts, first)
+
+    def merge_rows(self, token: int, starts: Sequence[int]) -> None:
+        """Merges a token's parts, of consecutive heads. Each warpgroup has half of the columns."""
+        plan = self.plan
+        sequence, query = divmod(token, plan.tokens // plan.sequences)
+        half = plan.latent // CONSUMERS
+        for n, start in enumerate(starts):
+            row = query * plan.heads + self.units.first_head() + n
+            target = self.activations.at[pl.ds(start + self.wg * half, half)]
+            merge_row(self.refs.parts, sequence, row, pl.ds(self.wg * half, half), target)
+        self.totals.meet()
 
     def copy_rows(self, source: Any, width: int, starts: Sequence[int], first: Any = 0) -> None:
         """Copies rows to ``starts`` in the activations' memory, alternately by both warpgroups.

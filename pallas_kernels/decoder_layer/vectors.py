@@ -39,7 +39,7 @@ def norm_row(
       sums_s: float32 [4, 32] in shared memory, of this warpgroup.
     """
     D = weight_g.shape[0]
-    layout = _strided(D)
+    layout = strided(D)
     row = load_with_layout(row_g, layout).astype(jnp.float32)
     if added_g is not None:
         row += load_with_layout(added_g, layout).astype(jnp.float32)
@@ -64,11 +64,11 @@ def copy_row(source: Any, target: Any) -> None:
     size = length // pieces
     for piece in range(pieces):
         window = pl.ds(piece * size, size)
-        values = load_with_layout(source.at[window], _strided(size))
+        values = load_with_layout(source.at[window], strided(size))
         target[window] = values.astype(target.dtype)
 
 
-def _strided(length: int) -> Any:
+def strided(length: int) -> Any:
     """Returns the layout of a row of ``length`` numbers, in vectors of up to eight."""
     return plgpu.Layout.WG_STRIDED((length,), vec_size=math.gcd(length // _THREADS, 8))
 

@@ -48,7 +48,8 @@ def kernel_config(programs=2, **settings):
 
 def plan_of(layer, programs=132):
     return Plan.of(
-        layer.tokens, layer.width, layer.attention, layer.heads, layer.latent, layer.ffn,
+        layer.tokens, layer.width, layer.attention, layer.heads, layer.latent,
+        len(layer.split), layer.ffn,
         layer.expert_ffn, layer.experts, layer.rule, 1e-6, layer.dtype, layer.weights, layer.dtype,
         Config(programs), None,
     )  # fmt: skip
@@ -103,7 +104,10 @@ def test_reference_in_float64():
     check(got, expected(arguments, chosen.experts, chosen.weights), tolerance(FLOAT32))
 
 
-@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8, attention=128)])
+PARTS = Layer(4, attention=128, heads=2, latent=256, split=(3, 1))
+
+
+@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8, attention=128), PARTS])
 def test_shapes_are_those_of_the_arguments(layer):
     """The tests of compilation and refusals use the shapes alone."""
     shapes, arguments = layer.shapes(), jax.eval_shape(layer.arguments)
@@ -190,6 +194,11 @@ REFUSED = [
     ({"experts": 32, "rule": rule(17)}, {}, "16 experts per token at most, got 17"),
     ({"tokens": 8, "ffn": 18432}, {}, "takes 3 to 0 ring stages"),
     ({"dtype": FLOAT32}, {}, "takes bfloat16 activations and routers, got float32"),
+    (
+        {"attention": 128, "heads": 2, "latent": 128, "split": (2,)},
+        {},
+        "parts with a multiple of 256 columns, got 128",
+    ),
     ({"weights": "float16"}, {}, "matrices of bfloat16 or float8_e4m3fn, got float16"),
     ({}, {"programs": 133}, "at most 132 programs"),
 ]
@@ -228,6 +237,30 @@ def test_layers_that_the_kernel_does_not_take():
         layer._feed_forward(x, x, None)
     layer.feed_forward = ("mosaic_gpu", "separate")
     np.testing.assert_array_equal(layer._feed_forward(x, x, None)[0], plain)
+
+
+@pytest.mark.slow
+def test_reference_merges_parts():
+    layer = dataclasses.replace(PARTS, weights=FLOAT32)
+    arguments = layer.arguments()
+    got, _ = reference.feed_forward(**arguments, **layer.options)
+    check(got, expected(arguments, None, None), tolerance(FLOAT32))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokens": 3}, {"heads": 4, "attention": 256}, {"latent": 512}, {"dtype": BFLOAT16}],
+    ids=str,
+)
+def test_parts_of_other_layers(changes, untyped):
+    other = dataclasses.replace(PARTS, **changes)
+    arguments = other.arguments() if "tokens" not in changes else PARTS.arguments()
+    if "tokens" in changes:
+        arguments["h"] = arguments["h"][:3]
+    else:
+        arguments["attended"] = PARTS.arguments()["attended"]
+    with pytest.raises(ValueError, match=r"attended: expected .* parts of \d tokens"):
+        feed_forward(**arguments, **PARTS.options)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +316,17 @@ INTERPRETED = {
     "float8, W_UV": (
         Layer(1, 128, 128, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
         {"ahead": "always"},
+    ),
+    # Parts in two rounds of loads.
+    "parts": (Layer(attention=128, heads=2, latent=256, split=(11,)), {}),
+    # Two queries of a sequence that is split and of one that is not; heads in two programs.
+    "queries in parts": (
+        dataclasses.replace(PARTS, attention=384, heads=4, dtype=BFLOAT16, weights=BFLOAT16),
+        {"programs": 3},
+    ),
+    "sequences in parts": (
+        Layer(8, attention=128, heads=2, latent=256, split=(1, 2, 1, 8, 9, 1, 2, 3)),
+        {},
     ),
     # Without a router: the reference rounds dequantized weights, which might change a choice.
     "float8, attention's projection": (

@@ -542,7 +542,10 @@ def feed_forward_layers() -> dict[str, Layer]:
     for name in ("moonlight", "v3"):
         layer = layers[f"{name} o_proj"]
         heads = layer.attention // 128
-        layers[f"{name} w_uv"] = dataclasses.replace(layer, heads=heads, latent=512)
+        layer = layers[f"{name} w_uv"] = dataclasses.replace(layer, heads=heads, latent=512)
+        layers[f"{name} parts"] = dataclasses.replace(layer, split=(2,) * layer.tokens)
+    parts = layers["moonlight parts"]
+    layers["moonlight 8 tokens parts"] = dataclasses.replace(parts, tokens=8, split=(2,) * 8)
     return layers
 
 
