@@ -30,6 +30,7 @@ from pallas_kernels.hopper.ir import (
     i64,
     inline,
     item,
+    scalar,
 )
 from pallas_kernels.hopper.ir import word as register
 from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, thread_index
@@ -166,6 +167,28 @@ def multiply(
 
     start = jnp.asarray(rows.start, jnp.int32)
     return add(*halves, rows.memory, start, jnp.asarray(step, jnp.int32), flat_scales, *sums)
+
+
+def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
+    """Returns 0 when the weights in ``sums`` are in registers.
+
+    An arrival at a barrier does not wait for loads, unless its index depends on them: on each
+    thread's first number of each array, if it depends on all weights that the thread has loaded.
+    """
+    if interpret is not None:
+        return 0
+
+    @inline([layout] * len(sums), returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def compare(sums: Any) -> Any:
+        numbers = [llvm.bitcast(i32(), item(each.registers.flat[0], 0)) for each in sums]
+        # No arithmetic gives this signalling NaN.
+        tests = [f"setp.eq.and.b32 p, ${n}, 0x7F812345, p;" for n in range(1, len(sums) + 1)]
+        tests[0] = "setp.eq.b32 p, $1, 0x7F812345;"
+        text = "{ .reg .pred p; " + " ".join(tests) + " selp.b32 $0, 1, 0, p; }"
+        kinds = ",".join(["=r"] + ["r"] * len(sums))
+        return scalar(asm(text, kinds, *numbers, result=i32(), effects=True))
+
+    return compare(list(sums))
 
 
 def halves_row_bytes(halves: Sequence[Any]) -> int:

@@ -34,12 +34,14 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.decoder_layer.registers import (
     BLOCK_BYTES,
     SCALE_BLOCK,
+    SUMS,
     SUMS_SHAPE,
     load_scales,
     load_totals,
     multiply,
     no_sums,
     prefetch_scales,
+    zero_after,
 )
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.ir import (
@@ -332,7 +334,8 @@ class Stream:
             self.ring.wait_full(state)
             halves = [self.stages.half(operand, state.stage, n) for n in range(2)]
             sums = multiply(operand, halves, rows, i, scales, sums, self.stages.interpret)
-            self.ring.release(state)
+            read = state.stage + zero_after(sums, SUMS, self.stages.interpret)
+            self.ring.release(state._replace(stage=read))
             return sums
 
         first = (no_sums(), no_sums())
