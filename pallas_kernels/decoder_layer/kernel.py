@@ -19,6 +19,7 @@ less time than another barrier.
     -- grid barrier --
     routed_down         chosen downs                hidden rows             added to these
 
+Attention's output is copied, or merged from parts (:mod:`merging`), to the programs that need it.
 Then ``out = h + sums``. Without w_uv, or without it and o_proj, the first phases and barriers are
 missing. A dense layer has only gate_up and down after them. The producer passes the first
 barrier with the weights of ``down``; it waits for the choice of experts before it copies theirs,
