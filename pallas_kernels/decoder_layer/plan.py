@@ -63,6 +63,9 @@ class Config:
     ahead: Literal["always", "arrived"] = "arrived"
     """The time from which weights of phases after a grid barrier are copied: always, or only when
     this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
+    alternate: bool = False
+    """Whether the warpgroups multiply the downs of routed experts alternately, instead of half of
+    the columns of each. No GPU has run it."""
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 

@@ -337,7 +337,10 @@ class Program:
                     # All rows of the products are the pair's token.
                     factor = jnp.where(row_token == lax.div(low + p, K), factor, 0.0)
                 rows = Rows(self.activations, p * stride, stride, 1)
-                state, products = self.stream.consume(operand, rows, scales, state)
+                is_own = None
+                if plan.config.alternate:
+                    is_own = lax.rem(p, jnp.int32(CONSUMERS)) == self.wg
+                state, products = self.stream.consume(operand, rows, scales, state, is_own)
                 sums = [s + factor * x for s, x in zip(sums, products, strict=True)]
                 return state, following, *sums
 

@@ -74,7 +74,7 @@ def no_sums() -> jax.Array:
 
 def multiply(
     operand: Any, halves: Sequence[Any], rows: Any, step: jax.Array, scales: Sequence[Any],
-    sums: tuple[jax.Array, jax.Array], interpret: Any,
+    sums: tuple[jax.Array, jax.Array], interpret: Any, warps: int = WARPS,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Adds the products of a stage's columns to the warpgroup's sums.
 
@@ -84,9 +84,10 @@ def multiply(
       rows: the activation rows, a :class:`stream.Rows`.
       step: index of the stage in its unit.
       scales: of each half, from :func:`load_scales`; empty if the matrices are not float8.
+      warps: warps that share the columns: those of both warpgroups, or of this one.
     """
     if interpret is not None:
-        return _multiply_in_interpreter(operand, halves, rows, step, scales, sums)
+        return _multiply_in_interpreter(operand, halves, rows, step, scales, sums, warps)
     half_scales = scales
     blocks = operand.step_bytes // BLOCK_BYTES
     columns = BLOCK_BYTES // operand.dtype.itemsize  # per block
@@ -105,7 +106,9 @@ def multiply(
             arith.andi(thread, const(3)),
         )
         warp = mgpu.utils.warp_idx()
-        first_block = arith.divui(arith.muli(warp, const(blocks)), const(WARPS))
+        if warps < WARPS:
+            warp = arith.andi(warp, const(warps - 1))
+        first_block = arith.divui(arith.muli(warp, const(blocks)), const(warps))
         offset = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(quarter, const(16)))
         offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
         weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
@@ -147,9 +150,9 @@ def multiply(
             return after
 
         numbers = [item(s.registers.flat[0], i) for s in sums for i in range(2)]
-        end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(WARPS))
-        for block in range(-(-blocks // WARPS)):
-            if blocks % WARPS == 0 or block < blocks // WARPS:
+        end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(warps))
+        for block in range(-(-blocks // warps)):
+            if blocks % warps == 0 or block < blocks // warps:
                 numbers = of_block(block, numbers)
                 continue
             index = arith.addi(first_block, const(block))
@@ -197,15 +200,16 @@ def halves_row_bytes(halves: Sequence[Any]) -> int:
 
 
 def _multiply_in_interpreter(
-    operand: Any, halves: Sequence[Any], rows: Any, step: Any, scales: Sequence[Any], sums: Any
-) -> Any:
+    operand: Any, halves: Sequence[Any], rows: Any, step: Any, scales: Sequence[Any], sums: Any,
+    warps: int,
+) -> Any:  # fmt: skip
     """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
     wg = jax.lax.axis_index("wg")
     columns = BLOCK_BYTES // operand.dtype.itemsize
     blocks = operand.step_bytes // BLOCK_BYTES
     middle = 4 * blocks // WARPS * columns
     column = jnp.arange(operand.step)
-    is_own = jnp.where(wg == 0, column < middle, column >= middle)
+    is_own = jnp.where(wg == 0, column < middle, column >= middle) | (warps < WARPS)
     results = []
     for half, (ref, before) in enumerate(zip(halves, sums, strict=True)):
         first = operand.columns if operand.is_split and half else 0

@@ -308,6 +308,10 @@ INTERPRETED = {
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
         {},
     ),
+    "float8, alternately": (
+        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
+        {"alternate": True},
+    ),
     # Units of two heads in a program, and of a head in two programs.
     "W_UV": (
         dataclasses.replace(MOE, tokens=2, attention=384, heads=4, latent=128, rule=rule(1)),

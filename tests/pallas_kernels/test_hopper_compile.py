@@ -437,6 +437,14 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132)},
             function="feed_forward",
         )
+    for name in ("moonlight", "moonlight fp8"):
+        layer = feed_forward_layers()["moonlight fp8" if "fp8" in name else "moonlight o_proj"]
+        table[f"feed_forward {name}, alternately"] = Kernel(
+            "pallas_kernels.decoder_layer.mosaic_gpu",
+            layer.shapes(),
+            layer.options | {"config": FeedForward(132, alternate=True)},
+            function="feed_forward",
+        )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
         table[f"attention_inputs {name}"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
