@@ -62,6 +62,8 @@ SETTINGS: dict[str, Any] = {
     "always": {"ahead": "always"},
     "arrived": {"ahead": "arrived"},
     "alternate": {"alternate": True},
+    "together": {"together": True},
+    "alternate, together": {"alternate": True, "together": True},
 }
 
 

@@ -22,11 +22,11 @@ from pallas_kernels.attention_inputs.plan import Phase, Plan
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.attention_inputs.rotation import store_rotated
 from pallas_kernels.decoder_layer.registers import SCALE_BLOCK, zero_after
+from pallas_kernels.decoder_layer.row_copies import RowCopies
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
     ROWS,
     Half,
-    RowCopies,
     Rows,
     Stream,
     Totals,

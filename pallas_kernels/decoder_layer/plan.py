@@ -66,6 +66,9 @@ class Config:
     alternate: bool = False
     """Whether the warpgroups multiply the downs of routed experts alternately, instead of half of
     the columns of each. No GPU has run it."""
+    together: bool = False
+    """Whether a warpgroup loads all rows of activations that it copies before it stores the first.
+    No GPU has run it."""
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 

@@ -28,7 +28,7 @@ from pallas_kernels.decoder_layer.stream import (
 )
 from pallas_kernels.decoder_layer.units import Refs, Units
 from pallas_kernels.decoder_layer.vectors import (
-    copy_row,
+    copy_rows,
     load_block,
     norm_row,
     store_block,
@@ -215,11 +215,11 @@ class Program:
         plan, stride = self.plan, self.plan.stride(self.plan.latent)
         for t in range(plan.tokens):
             starts = [(head * plan.tokens + t) * stride for head in range(plan.own_heads)]
+            first = t * plan.heads + self.units.first_head()
             if plan.sequences:
                 self.merge_rows(t, starts)
-                continue
-            first = t * plan.heads + self.units.first_head()
-            self.copy_rows(self.refs.flat_attended, plan.latent, starts, first)
+            else:
+                self.copy_rows(self.refs.flat_attended, plan.latent, starts, first)
 
     def merge_rows(self, token: int, starts: Sequence[int]) -> None:
         """Merges a token's parts, of consecutive heads. Each warpgroup has half of the columns."""
@@ -238,13 +238,15 @@ class Program:
         Args:
           first: number of the first row in ``source``.
         """
-        for n, start in enumerate(starts):
-
-            @when(self.wg == n % CONSUMERS)
-            def _(n: int = n, start: int = start) -> None:
-                window = pl.ds((first + n) * width, width)
-                copy_row(source.at[window], self.activations.at[pl.ds(start, width)])
-
+        rows = [
+            (source.at[pl.ds((first + n) * width, width)], self.activations.at[pl.ds(start, width)])
+            for n, start in enumerate(starts)
+        ]
+        size = len(rows) if self.plan.config.together else CONSUMERS
+        for begin in range(0, len(rows), size):
+            for wg in range(min(CONSUMERS, len(rows) - begin)):
+                own = rows[begin + wg : begin + size : CONSUMERS]
+                when(self.wg == wg)(functools.partial(copy_rows, own))
         self.totals.meet()
 
     def rows_of(self, phase: Phase) -> Any:
@@ -318,7 +320,7 @@ class Program:
         """
         plan, refs, operand = self.plan, self.refs, phase.operand
         assert plan.rule is not None
-        own, stride = self.units.own_outputs(), plan.stride(plan.expert_ffn)
+        own, stride, wg = self.units.own_outputs(), plan.stride(plan.expert_ffn), self.wg
         K, first_pair = jnp.int32(plan.rule.num_experts_per_tok), self.units.first_pair()
         row_token = plgpu.broadcasted_iota(jnp.int32, SUMS_SHAPE, 0, layout=SUMS)
         row_token = jnp.bitwise_and(row_token, MOST_TOKENS - 1)
@@ -337,9 +339,7 @@ class Program:
                     # All rows of the products are the pair's token.
                     factor = jnp.where(row_token == lax.div(low + p, K), factor, 0.0)
                 rows = Rows(self.activations, p * stride, stride, 1)
-                is_own = None
-                if plan.config.alternate:
-                    is_own = lax.rem(p, jnp.int32(CONSUMERS)) == self.wg
+                is_own = lax.rem(p, jnp.int32(CONSUMERS)) == wg if plan.config.alternate else None
                 state, products = self.stream.consume(operand, rows, scales, state, is_own)
                 sums = [s + factor * x for s, x in zip(sums, products, strict=True)]
                 return state, following, *sums

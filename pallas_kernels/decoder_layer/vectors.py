@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,14 +59,26 @@ def copy_row(source: Any, target: Any) -> None:
 
     A whole warpgroup calls it.
     """
-    (length,) = target.shape
+    copy_rows([(source, target)])
+
+
+def copy_rows(rows: Sequence[tuple[Any, Any]]) -> None:
+    """Copies rows of the same length, as :func:`copy_row` does.
+
+    As many as fit the registers are loaded before any is stored.
+    """
+    (length,) = rows[0][1].shape
     fewest = -(-length // _LONGEST)
     pieces = next(n for n in range(fewest, length) if length % (n * _THREADS) == 0)
     size = length // pieces
-    for piece in range(pieces):
-        window = pl.ds(piece * size, size)
-        values = load_with_layout(source.at[window], strided(size))
-        target[window] = values.astype(target.dtype)
+    windows = [pl.ds(piece * size, size) for piece in range(pieces)]
+    copies = [(source, target, window) for source, target in rows for window in windows]
+    together = _LONGEST // size
+    for first in range(0, len(copies), together):
+        group = copies[first : first + together]
+        values = [load_with_layout(source.at[window], strided(size)) for source, _, window in group]
+        for (_, target, window), loaded in zip(group, values, strict=True):
+            target[window] = loaded.astype(target.dtype)
 
 
 def strided(length: int) -> Any:

@@ -310,7 +310,7 @@ INTERPRETED = {
     ),
     "float8, alternately": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
-        {"alternate": True},
+        {"alternate": True, "together": True},
     ),
     # Units of two heads in a program, and of a head in two programs.
     "W_UV": (

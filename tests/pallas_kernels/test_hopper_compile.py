@@ -442,7 +442,7 @@ def kernels() -> dict[str, Kernel]:
         table[f"feed_forward {name}, alternately"] = Kernel(
             "pallas_kernels.decoder_layer.mosaic_gpu",
             layer.shapes(),
-            layer.options | {"config": FeedForward(132, alternate=True)},
+            layer.options | {"config": FeedForward(132, alternate=True, together=True)},
             function="feed_forward",
         )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
