@@ -38,7 +38,7 @@ def mla_decode_parts(
     """Implements :func:`pallas_kernels.mla_decode_parts`. It splits no sequence."""
     out, lse = mla_decode(q_latent, q_rope, pages, block_tables, lengths, scale=scale)
     B, T, H, C = out.shape
-    partials, partial_lse = jnp.zeros((0, T * H, C)), jnp.zeros((0, T * H))
+    partials, partial_lse = jnp.zeros((1, T * H, C)), jnp.zeros((1, T * H))  # of no sequence
     parts = Parts(out.reshape(B, -1, C), partials, partial_lse, jnp.zeros((1, 4), jnp.int32))
     return parts, lse.reshape(B, -1)
 
