@@ -15,9 +15,9 @@ class Parts(NamedTuple):
     """
 
     out: Float[Array, "B rows C"]
-    """Of sequences that are not split. There may be more rows than query rows."""
+    """The results of sequences that are not split. There may be more rows than query rows."""
     partials: Float32[Array, "parts rows C"]
-    """Of split sequences: softmax attention to some of their tokens."""
+    """The results of the parts: softmax attention to some of a split sequence's tokens."""
     lse: Float32[Array, "parts rows"]
     """Their log-sum-exps, -inf of a query that sees none of a part's tokens."""
     split_sequences: Int[Array, "partitions 4"]

@@ -742,7 +742,7 @@ def load_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
     return [
         f"{name}: expected a use before an arrival at a barrier of {load}"
         for name, result in compiled.items()
-        if FINISHES_LOADS.search(name)
+        if FINISHES_LOADS.search(name) or name.startswith("feed_forward")
         for ptx in ptx_of(result.get("report", "")).values()
         for load in unfinished_loads(listing_of(ptx))
     ]

@@ -70,7 +70,7 @@ class TestMosaicGpu(HopperCases):
     @pytest.mark.slow
     @pytest.mark.parametrize(("H", "T"), [(8, 2), (24, 3)])
     def test_parts(self, H, T):
-        """Of sequences in one part and in several, one of which some queries do not see."""
+        """There are sequences in one part and in several. Some queries do not see the last part."""
         x = self.random((12 * 64 + 2, 64, 0), H=H, T=T, max_pages=13)
         assert max(segments_of_sequences(x, 3)) > 1
         (got, _), (want, _) = (run(x, each(3)) for each in (kernel_in_parts, kernel))
