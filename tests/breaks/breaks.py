@@ -166,12 +166,6 @@ BREAKS: dict[str, Break] = {
         "cond(is_own == is_own, ",
         (_KERNELS + "test_decoder_layer.py",),
     ),
-    "a stage of a layer's weights is released before its loads have finished": Break(
-        "pallas_kernels/decoder_layer/stream.py",
-        "read = state.stage + zero_after(sums, SUMS, self.stages.interpret)",
-        "read = state.stage",
-        (_KERNELS + "test_hopper_compile.py",),
-    ),
     "parts of attention are taken from another sequence": Break(
         "pallas_kernels/mla_decode/parts.py",
         "is_own = (entry[0] == b) & (entry[2] > 0)",
