@@ -82,22 +82,9 @@ def _float8(**settings: Any) -> dict[str, Variant]:
     }
 
 
-def _bfloat16(**settings: Any) -> dict[str, Variant]:
-    """Returns the kernels of many bfloat16 tokens with other settings than the default's."""
-    matmul = dataclasses.replace(grouped_matmul.MANY_TOKENS_BFLOAT16[0], **settings)
-    swiglu = dataclasses.replace(grouped_swiglu.MANY_TOKENS_BFLOAT16[0], **settings)
-    dtypes = ("bf16",)
-    return {
-        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": matmul}, dtypes),
-        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": swiglu}, dtypes),
-    }
-
-
 def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
-
-_STAGGERED = {"overlap_store": True, "staggered": True, "registers": (240, 24)}
 
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
@@ -112,14 +99,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
         ),
     },
-    "overlapped store": _float8(overlap_store=True),
+    "without pairs": _float8(),
     "pairs": _float8(paired=True),
-    "staggered": _float8(**_STAGGERED),
-    "staggered, pairs": _float8(**_STAGGERED, paired=True),
-    "staggered, pairs, paired sigmoids": {
-        "grouped_swiglu": _float8(**_STAGGERED, paired=True, paired_sigmoids=True)["grouped_swiglu"]
-    },
-    "bfloat16 pairs": _bfloat16(paired=True),
     "early": _few_tokens(early=True),
     "finished loads": _few_tokens(finish_loads=True),
     "leader barriers": _few_tokens(early=True, leader_barriers=True, finish_loads=True),

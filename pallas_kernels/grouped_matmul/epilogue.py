@@ -104,8 +104,7 @@ def swiglu(plan: Plan, sums: tuple[jax.Array, ...], columns: int) -> tuple[jax.A
     else:
         gates, ups = sums[: len(sums) // 2], sums[len(sums) // 2 :]
     if plan.config.approximate_silu:
-        options: Any = {"on_gpu": plan.on_gpu, "in_pairs": plan.config.paired_sigmoids}
-        sigmoids = [approximate_sigmoid(gate, **options) for gate in gates]
+        sigmoids = [approximate_sigmoid(gate, on_gpu=plan.on_gpu) for gate in gates]
         return tuple(g * up * s for g, up, s in zip(gates, ups, sigmoids, strict=True))
     return tuple(gate * up / (1 + jnp.exp(-gate)) for gate, up in zip(gates, ups, strict=True))
 

@@ -9,7 +9,8 @@ quantized matrices go to ``few_tokens``.
 
 One thread block runs on each multiprocessor and has three warpgroups. In the producer, one warp
 keeps a ring of stages filled by TMA. A stage has 128 bytes of K of the tile's rows of lhs and rhs.
-Two consumers each compute a half of the tile with wgmma and store it.
+Two consumers each compute a half of the tile with wgmma and store it. With many float8 rows and
+long K, two blocks form a pair that shares the matrices' rows (``Config.paired``).
 
 Four things are not obvious.
 
@@ -60,19 +61,16 @@ from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, Tile, TileS
 from pallas_kernels.grouped_matmul.unrolled import (
     UnrolledTile,
     add_scaled,
-    finish,
     staged_row_scales,
     zero_sums,
-    zeros,
 )
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_column
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROWS
-from pallas_kernels.hopper.warpgroup import WARPS, first_warp
+from pallas_kernels.hopper.warpgroup import first_warp
 
 _INTERPRETED_BLOCKS = 2
 
@@ -102,7 +100,7 @@ def matmul(
     Raises:
       NotImplementedError: ``quantize``, and :func:`plan.quantizes` returns False.
     """
-    (M, K), (_, N, _) = lhs.shape, matrices[0].shape
+    (M, K), (G, N, _) = lhs.shape, matrices[0].shape
     float8, count = lhs_scale is not None, len(matrices)
     check_shapes(config, N, K, float8, count)
     if quantize and not quantizes(config, N, count):
@@ -114,7 +112,7 @@ def matmul(
     # The interpreter starts a thread of the host for each warpgroup of each block.
     blocks = config.blocks or (multiprocessors() if on_gpu else _INTERPRETED_BLOCKS)
     blocks -= blocks % 2 if config.paired else 0
-    plan = Plan(config, M, N, K, float8, count, quantize, blocks, on_gpu)
+    plan = Plan(config, M, G, N, K, float8, count, quantize, blocks, on_gpu)
     if lhs_scale is not None and plan.tma_scales:
         padding = max(-M % 4, plan.scale_copy_rows - M)
         lhs_scale = jnp.pad(lhs_scale, ((0, padding), (0, 0))).T
@@ -122,21 +120,16 @@ def matmul(
         config.stages, plan.copies_per_stage, CONSUMERS, interpret, plan.multicast_axis
     )
     scale_ring_scratch = Ring.scratch(2, count, CONSUMERS, interpret) if plan.unrolled else []
-    done_scratch = [Barriers.scratch(1, 1, interpret)] if plan.staggered else []
 
     def grouped_matmul(*refs: Any) -> None:
-        last = len(refs) - len(done_scratch)
-        end = last - len(scale_ring_scratch)
+        end = len(refs) - len(scale_ring_scratch)
         first = end - len(ring_scratch)
         buffers = Buffers.of(plan, refs[:first])
         ring = Ring.of(config.stages, CONSUMERS, refs[first:end], interpret, plan.cluster)
         scale_ring = None
         if plan.unrolled:
-            scale_ring = Ring.of(2, CONSUMERS, refs[end:last], interpret)
+            scale_ring = Ring.of(2, CONSUMERS, refs[end:], interpret)
             scale_ring.initialise()
-        first_done = Barriers(refs[last], interpret) if plan.staggered else None
-        if first_done is not None:
-            first_done.initialise([WARPS], cluster=False)
         ring.initialise()
         overlap_preceding_kernel(config.early, interpret=interpret)
         rows = config.tile_m * plan.cluster
@@ -155,7 +148,7 @@ def matmul(
         @when(warpgroup != CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(config.registers[0], action="increase")
-            Consumer(plan, buffers, tiles, ring, scale_ring, first_done, warpgroup).run()
+            Consumer(plan, buffers, tiles, ring, scale_ring, warpgroup).run()
 
     if count == 2:
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
@@ -167,7 +160,7 @@ def matmul(
     kernel = plgpu.kernel(
         grouped_matmul,
         out_type=(out_type, scale_type) if quantize else out_type,
-        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch, *done_scratch],
+        scratch_types=[*scratch(plan), *ring_scratch, *scale_ring_scratch],
         grid=(plan.clusters,),
         grid_names=("block",),
         **cluster,
@@ -204,23 +197,12 @@ class Consumer:
     tiles: TileScheduler
     ring: Ring
     scale_ring: Ring | None
-    first_done: Barriers | None
-    """One barrier. Its i-th use ends when consumer 0 has the first product of its i-th tile."""
-
     warpgroup: jax.Array
 
     def run(self) -> None:
         self.ring.release_all()
         if self.scale_ring is not None:
             self.scale_ring.release_all()
-        if self.plan.overlap_store:
-            self.run_overlapped()
-        else:
-            self.run_separately()
-        plgpu.wait_smem_to_gmem(0)
-
-    def run_separately(self) -> None:
-        """Stores each tile before the first product of the next one."""
 
         def compute_tile(i: jax.Array, carry: Any) -> Any:
             tile, scales, state = carry
@@ -246,44 +228,7 @@ class Consumer:
         first = self.tiles.locate(0)
         carry = first, first_scales(first), self.ring.start()
         lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
-
-    def run_overlapped(self) -> None:
-        """Stores each tile during the first product of the next one. See :mod:`unrolled`."""
-        assert self.scale_ring is not None
-        scale_ring = self.scale_ring
-
-        def compute_tile(i: jax.Array, carry: Any) -> Any:
-            tile, product, phase = carry
-            scale_ring.wait_full(tile_state(i))
-            unrolled = self.unrolled_tile(i, tile, phase)
-            sums, free = unrolled.sum_further_products(product)
-            scale_ring.release(tile_state(i))
-            started = self.start_first(unrolled, i + 1, unrolled.next_phase, free)
-            store_tile(self.plan, self.buffers, self.warpgroup, tile, sums, i)
-            next_tile = self.tiles.locate(i + 1)  # when the sums' registers are free
-            return next_tile, self.finish_first(started), unrolled.next_phase
-
-        first, start = self.tiles.locate(0), self.ring.start()
-        unrolled = self.unrolled_tile(jnp.int32(0), first, start.phase)
-        unused = zeros(self.plan.warpgroup_tile[1])
-        started = self.start_first(unrolled, jnp.int32(0), start.phase, unused)
-        carry = first, self.finish_first(started), start.phase
-        _, _, phase = lax.fori_loop(0, self.tiles.count(), compute_tile, carry)
-        self.ring.release(PipelineState(start.stage, phase))  # of no tile
-
-    def start_first(
-        self, unrolled: UnrolledTile, i: jax.Array, phase: jax.Array, free: jax.Array
-    ) -> jax.Array:
-        """Starts the first product of tile ``i``, as :meth:`UnrolledTile.start_first`."""
-        if (first_done := self.first_done) is not None:
-            when(self.warpgroup == 1)(lambda: first_done.wait(0, i))
-        return unrolled.start_first(phase, free)
-
-    def finish_first(self, started: jax.Array) -> jax.Array:
-        product = finish(started, on_gpu=self.plan.on_gpu)
-        if (first_done := self.first_done) is not None:
-            when(self.warpgroup == 0)(lambda: first_done.arrive(0))
-        return product
+        plgpu.wait_smem_to_gmem(0)
 
     def unrolled_tile(self, i: jax.Array, tile: Tile, phase: jax.Array) -> UnrolledTile:
         return UnrolledTile.of(

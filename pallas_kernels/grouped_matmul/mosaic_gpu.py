@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul import (
     reference,
 )
 from pallas_kernels.grouped_matmul.heuristics import choose_tile_width
-from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes
+from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes, pairs_pay
 from pallas_kernels.hopper import require_hopper
 
 # Ordered by descending width: the first that N and K allow is chosen.
@@ -35,7 +35,7 @@ MANY_TOKENS_FLOAT8 = (
     Config(128, 64, 6, "m", tma_scales=True),
 )
 UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True)
-"""Preferred to them where N and K allow it."""
+"""Preferred to them where N and K allow it, in pairs if :func:`plan.pairs_pay`."""
 
 MANY_TOKENS_BFLOAT16 = (
     Config(128, 256, 4, "m"),
@@ -117,7 +117,8 @@ def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
     average number of rows per group."""
     if M < _MANY_TOKENS * G:
         return choose_few_tokens_config(FEW_TOKENS, M, G, N, K, float8)
-    candidates = (UNROLLED_FLOAT8, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
+    unrolled = dataclasses.replace(UNROLLED_FLOAT8, paired=pairs_pay(M, G, K))
+    candidates = (unrolled, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
     return supported_configs(candidates, N, K, float8)[0]
 
 

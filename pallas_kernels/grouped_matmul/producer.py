@@ -71,9 +71,6 @@ def produce(
         return ring.loop(plan.k_steps, fill, state, ())[0]
 
     state = lax.fori_loop(0, tiles.count(), copy_tile, ring.start())
-    if plan.overlap_store:  # the consumers start the first product of a tile after the last one
-        copy_stage(tiles.locate(tiles.count()), jnp.int32(0), state, plan.copy_heights[-1])
-        state = ring.next(state)
     ring.drain(state)
     if scale_ring is not None:
         scale_ring.drain(tile_state(tiles.count()))

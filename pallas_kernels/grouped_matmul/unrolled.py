@@ -2,11 +2,6 @@
 
 The unrolled loop takes all stages of the ring in one iteration (a lap), so stages and the addresses
 of what they contain are constants. Its last lap is separate: it locates the next tile.
-
-With ``Config.overlap_store`` the tensor cores compute the first K step of a tile while the previous
-tile is stored and the next one is located: the registers of a product are free then. So a tile
-begins with a finished product, and a lap begins at stage 1 and ends at stage 0. After the last tile
-the producer fills stage 0 once more, for a tile that does not exist, whose product is not used.
 """
 
 from __future__ import annotations
@@ -116,48 +111,13 @@ class UnrolledTile:
         (sums, _), next_tile = lap(jnp.int32(self.laps - 1), carry, True)
         return sums, next_tile
 
-    def sum_further_products(self, first: jax.Array) -> tuple[Sums, jax.Array]:
-        """Returns the sums of all K steps, and a product that is not used any more.
-
-        Args:
-          first: the product of the first step, from :meth:`start_first`.
-        """
-        stages = self.plan.config.stages
-
-        def lap(n: Any, carry: Any, is_last: bool) -> Any:
-            phase = self.phase ^ (n & 1)
-            steps = [Step(n * stages + stage, stage, phase) for stage in range(1, stages)]
-            if not is_last:
-                steps.append(Step((n + 1) * stages, 0, phase ^ 1))
-            for step in steps:
-                carry, _ = self._add_step(step, carry, False)
-            return carry
-
-        step = Step(jnp.int32(0), 0, self.phase)
-        carry = tuple(scaled(first, self._factors(step))), first
-        self.ring.release(step.state)
-        carry = lax.fori_loop(0, self.laps - 1, lambda n, carry: lap(n, carry, False), carry)
-        return lap(jnp.int32(self.laps - 1), carry, True)
-
-    def start_first(self, phase: jax.Array, free: jax.Array) -> jax.Array:
-        """Waits for a tile's first step, and starts its product.
-
-        The result is for :func:`finish`.
-
-        Args:
-          phase: of stage 0.
-          free: a product that is not used any more. The new one takes its registers.
-        """
-        self.ring.wait_full(PipelineState(jnp.int32(0), phase))
-        return self._start(0, free)
-
     def _add_step(self, step: Step, carry: Any, is_last: bool) -> tuple[Any, Tile]:
         sums, product = carry
         self.ring.wait_full(step.state)
         started = self._start(step.stage, product)
         factors = self._factors(step)  # while the tensor cores work
         next_tile = self.tiles.locate(self.index + 1) if is_last else self.tile
-        product = finish(started, on_gpu=self.plan.on_gpu)
+        product = wgmma.wait_for_product(started) if self.plan.on_gpu else started
         self.ring.release(step.state)
         return (add_scaled(sums, product, factors), product), next_tile
 
@@ -195,11 +155,6 @@ class UnrolledTile:
                 else:
                     scales.append(jnp.where(is_second, second, first))
         return scales
-
-
-def finish(started: jax.Array, *, on_gpu: bool) -> jax.Array:
-    """Waits for a product that has been started."""
-    return wgmma.wait_for_product(started) if on_gpu else started
 
 
 def staged_row_scales(scale_stages: Any, stage: Any, row: Any, tile: Tile) -> jax.Array:

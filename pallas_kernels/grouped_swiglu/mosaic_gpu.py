@@ -23,7 +23,13 @@ from pallas_kernels.grouped_matmul.mosaic_gpu import (
     choose_few_tokens_config,
     supported_configs,
 )
-from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes, quantizes
+from pallas_kernels.grouped_matmul.plan import (
+    SCALE_BLOCK,
+    Config,
+    check_shapes,
+    pairs_pay,
+    quantizes,
+)
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
@@ -34,7 +40,7 @@ MANY_TOKENS_FLOAT8 = (
     Config(128, 128, 5, "m", staging_buffers=2, tma_scales=True),
 )
 UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True, approximate_silu=True)
-"""Preferred to them where F and K allow it."""
+"""Preferred to them where F and K allow it, in pairs if :func:`plan.pairs_pay`."""
 
 MANY_TOKENS_BFLOAT16 = (Config(128, 256, 4, "m"), Config(128, 128, 6, "m"))
 FEW_TOKENS = (
@@ -107,7 +113,8 @@ def choose_config(M: int, G: int, F: int, K: int, float8: bool, quantize: bool) 
     """Returns the configuration that F and K allow and that was the fastest on an H200 for the
     average number of rows per group."""
     if M >= _MANY_TOKENS * G:
-        candidates = (UNROLLED_FLOAT8, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
+        unrolled = dataclasses.replace(UNROLLED_FLOAT8, paired=pairs_pay(M, G, K))
+        candidates = (unrolled, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
         return supported_configs(candidates, F, K, float8, matrices=2)[0]
     if quantize:  # only the widest tile quantizes in the kernel; after the others XLA would have to
         return supported_configs(FEW_TOKENS, F, K, float8, matrices=2)[0]

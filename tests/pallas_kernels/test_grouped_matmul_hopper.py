@@ -13,13 +13,14 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import few_tokens, mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.plan import Config
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
+from pallas_kernels.grouped_swiglu import mosaic_gpu as swiglu_mosaic_gpu
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,
     Inputs,
     run,
 )
-from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
+from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.numerics import check, device, tolerance
 from tests.support.covering import slow_except
 
@@ -97,48 +98,69 @@ def test_unrolled_loops(config, N):
 
 @kernel_runs
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "sizes", "N"),
-    [
-        ({"overlap_store": True}, (5, 0), 192),  # one of the interpreter's two blocks has no tile
-        ({"paired": True}, (129, 0, 3), 192),
-        ({"overlap_store": True, "staggered": True}, (130, 0, 3), 192),
-        ({"overlap_store": True, "staggered": True, "paired": True}, (129, 0, 257), 256),
-    ],
-    ids=lambda x: str(x) if isinstance(x, int) else "-".join(map(str, x)),
-)
-def test_other_schedules(settings, sizes, N):
-    """The sums are the same, in the same order. In a pair, the second tile is full, has one row, or
-    has none."""
+@pytest.mark.parametrize(("sizes", "N"), [((129, 0, 3), 192), ((129, 0, 257), 256)])
+def test_pairs(sizes, N):
+    """The sums are the same, in the same order. The second tile is full, has one row, or has
+    none."""
     config = dataclasses.replace(MANY_TOKENS[0], stages=2, unrolled=True)
     x = Inputs.random(sizes, N=N, K=512, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
-    out = run(x, back_end(dataclasses.replace(config, **settings)))
+    out = run(x, back_end(dataclasses.replace(config, paired=True)))
     check(out, x.expected(), tolerance("bfloat16"))
     np.testing.assert_array_equal(out, run(x, back_end(config)))
 
 
-@kernel_runs
-@pytest.mark.slow
-def test_pairs_of_bfloat16():
-    config = dataclasses.replace(mosaic_gpu.MANY_TOKENS_BFLOAT16[1], stages=2)
-    x = Inputs.random((130, 0, 3), N=192, K=256, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
-    out = run(x, back_end(dataclasses.replace(config, paired=True)))
-    np.testing.assert_array_equal(out, run(x, back_end(config)))
+@on_gpu
+def test_pairs_wait_for_the_readers_of_both_blocks():
+    """The interpreter runs a multicast copy when both blocks of a pair have come to it. So only a
+    GPU can show that a block copies to a stage which the other one still reads: it would, in some
+    of many calls, change some sums."""
+    sizes, N, K = jnp.array([2049, 3000, 1, 3142]), 4096, 7168
+    M, G = int(sizes.sum()), len(sizes)
+    keys = jax.random.split(jax.random.key(0), 4)
+    lhs, rhs = (
+        jax.random.normal(key, shape, jnp.bfloat16).astype(FLOAT8)
+        for key, shape in zip(keys, [(M, K), (G, N, K)], strict=False)
+    )
+    scales = (
+        jax.random.uniform(key, (*shape, K // 128))
+        for key, shape in zip(keys[2:], [(M,), (G, N // 128)], strict=True)
+    )
+    arguments = lhs, rhs, sizes, *scales
+    assert mosaic_gpu.choose_config(M, G, N, K, True).paired
+    expected = back_end(mosaic_gpu.UNROLLED_FLOAT8)(*arguments)
+    paired = jax.jit(back_end())
+    assert all(jnp.array_equal(paired(*arguments), expected) for _ in range(200))
+
+
+@pytest.mark.parametrize(
+    ("rows", "K", "expected"),
+    [(4096, 7168, True), (2048, 4096, True), (2047, 7168, False), (4096, 2048, False)],
+)
+def test_pairs_take_long_k_and_many_rows(rows, K, expected):
+    configs = [
+        mosaic_gpu.choose_config(8 * rows, 8, 4096, K, True),
+        swiglu_mosaic_gpu.choose_config(8 * rows, 8, 2048, K, True, False),
+    ]
+    assert [(config.unrolled, config.paired) for config in configs] == [(True, expected)] * 2
 
 
 @kernel_runs
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("dtype", "settings"),
     [
-        ({"overlap_store": True}, "a store overlaps with products of an unrolled loop"),
-        ({"staggered": True}, "consumers are staggered with overlap_store only"),
-        ({"paired": True, "copy_heights": (16,)}, "pairs copy whole tiles"),
+        (FLOAT8, {"unrolled": False}),
+        (FLOAT8, {"copy_heights": (16,)}),
+        ("bfloat16", {}),
     ],
 )
-def test_schedules_that_are_refused(settings, message):
-    x = Inputs.random((3,), N=192, K=512, lhs_dtype=FLOAT8, rhs_dtype=FLOAT8)
-    config = dataclasses.replace(MANY_TOKENS[0], stages=2, **settings)
-    with pytest.raises(NotImplementedError, match=message):
+def test_pairs_that_are_refused(dtype, settings):
+    x = Inputs.random((3,), N=192, K=512, lhs_dtype=dtype, rhs_dtype=dtype)
+    config = dataclasses.replace(
+        MANY_TOKENS[0], stages=2, **{"unrolled": True, "paired": True, **settings}
+    )
+    with pytest.raises(
+        NotImplementedError, match="pairs take an unrolled loop over float8 without"
+    ):
         run(x, back_end(config))
 
 

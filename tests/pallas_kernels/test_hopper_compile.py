@@ -37,7 +37,6 @@ from benchmarks.kernels.machine_code import (
     ptx_of,
     unfinished_loads,
 )
-from benchmarks.kernels.variants import VARIANTS
 from pallas_kernels.attention_inputs.plan import Config as AttentionInputs
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
@@ -397,7 +396,9 @@ def kernels() -> dict[str, Kernel]:
         table[shape] = grouped(4096, 8, N, K, FP8, config=MANY_TOKENS_FLOAT8[0])
     shape = "grouped_swiglu fp8 2048 wide, 4096 rows, rolled"
     table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=SWIGLU_FLOAT8[0])
-    table |= other_schedules()
+    N, K = WIDTHS["gate_up"]  # with too few rows for pairs of blocks
+    table["grouped_matmul fp8 gate_up 1024 rows"] = grouped(1024, 8, N, K, FP8)
+    table["grouped_swiglu fp8 2048 wide, 1024 rows"] = swiglu(1024, 8, N // 2, K, FP8)
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
@@ -451,24 +452,6 @@ def kernels() -> dict[str, Kernel]:
             before_attention(tokens, *sizes),
             {"eps": 1e-5, "latent_eps": 1e-6, "config": AttentionInputs(132)},
         )
-    return table
-
-
-OTHER_SCHEDULES = "staggered, pairs", "staggered, pairs, paired sigmoids", "bfloat16 pairs"
-
-
-def other_schedules() -> dict[str, Kernel]:
-    """Returns variants of the kernel for many tokens that no call uses by default. Those that are
-    parts of these, the benchmark compiles."""
-    N, K = WIDTHS["gate_up"]
-    table = {}
-    for name, dtype in (("fp8", FP8), ("bf16", BF16)):
-        for variant in OTHER_SCHEDULES:
-            for op, one in VARIANTS[variant].items():
-                if name in one.dtypes:
-                    make, width = (grouped, N) if op == "grouped_matmul" else (swiglu, N // 2)
-                    case = f"{op} {name} {width}x{K} 4096 rows: {variant}"
-                    table[case] = make(4096, 8, width, K, dtype, **one.keywords)
     return table
 
 
