@@ -144,7 +144,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     },
     # Queries of a group, pages and groups of a unit, stages, and pages per iteration.
     "units of 12 pages": _index(1, 12, 1, 22, 2),
-    "units of 64 pages": _index(4, 64, 2, 8, 1),
+    "4 consumers": _index(2, None, 4, 8, 1),
+    "equal shares, 1 query, 1 page at a time": _index(1, None, 1, 22, 1),
     "equal shares": _index(4, None, 2, 8, 1),
     "equal shares, 1 query": _index(1, None, 1, 22, 2),
     "1 program": _top_k(programs=1),

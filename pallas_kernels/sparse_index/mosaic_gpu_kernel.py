@@ -38,16 +38,20 @@ from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
 from pallas_kernels.hopper.warpgroup import first_warp
 from pallas_kernels.sparse_index import units
-from pallas_kernels.sparse_index.registers import key_scales, store_scores, sum_heads
+from pallas_kernels.sparse_index.registers import (
+    key_scales,
+    store_scores,
+    sum_heads,
+    warp_lanes,
+)
 from pallas_kernels.sparse_index.scaled_pages import KEY_DTYPE, scale_rows
 from pallas_kernels.sparse_index.units import PAGE, ROW_COST, Unit
 
 COLUMNS = 128
 SCALED_ROWS = PAGE + scale_rows(PAGE, COLUMNS)
 _STAGE_ROWS = -(-SCALED_ROWS // 8) * 8  # a stage begins at a multiple of 1,024 bytes
-CONSUMERS = 2
 _MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thread
-_REGISTERS = 232, 40  # per thread of consumers and producer
+_REGISTERS = {2: (232, 40), 4: (112, 32)}  # per thread of consumers and producer
 _INTERPRETED_PROGRAMS = 2
 _MOST_ROWS = 256  # heads of all queries of a group
 _MOST_STAGES = 22
@@ -66,7 +70,7 @@ class Config:
     """Pages of a unit. None divides all pages into equal shares, see :mod:`units`."""
 
     groups: int
-    """Groups of a unit: 1, or 2 for one of each consumer."""
+    """Groups of a unit: 1, or one of each of 2 or 4 consumers."""
 
     stages: int
     """Pages in the ring buffer, an even number."""
@@ -74,6 +78,11 @@ class Config:
     unroll: int
     """Pages that a consumer takes per iteration. It overlaps the sums of one with the matmul of
     the next."""
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return max(2, self.groups)
 
 
 def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
@@ -84,7 +93,7 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     """
     most = max(1, _MOST_ROWS // J)
     # Two groups of bfloat16 queries do not fit in shared memory.
-    groups = 1 if most >= T or itemsize > 1 else CONSUMERS
+    groups = 1 if most >= T or itemsize > 1 else 2
     sets = -(-T // (most * groups))
     queries = -(-T // (sets * groups))
     of_queries = 2 * groups * queries * J * (COLUMNS * itemsize + 4)
@@ -96,7 +105,9 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
         count = B * sets * -(-max_pages // pages)
         return -(-count // multiprocessors()) * (pages + ROW_COST)
 
-    pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
+    pages = None
+    if groups == 1:
+        pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
     stages = min(room, _MOST_STAGES) // 2 * 2
     return Config(queries, pages, groups, stages, unroll=2 if groups == 1 else 1)
 
@@ -126,10 +137,10 @@ def score(
     programs = multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS
     if config.pages is not None:
         programs = min(programs, B * work.sets * -(-max_pages // config.pages))
-    readers = config.groups  # of a page
+    consumers, readers = config.consumers, config.groups  # of all pages, and of each
     parts = _parts(config.queries, J)
     page_rows = SCALED_ROWS if float8 else PAGE
-    rings = [(config.stages, 1, readers), (2, 2 * config.groups, CONSUMERS)]
+    rings = [(config.stages, 1, readers), (2, 2 * config.groups, consumers)]
     barriers = [Ring.scratch(*each, interpret) for each in rings]
     untiled = float8 and on_gpu
 
@@ -138,14 +149,14 @@ def score(
         # Views of the same memory: copies and wgmma take the untiled one.
         q_s = q_s[1] if untiled else q_s
         key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
-        q_ring = Ring.of(2, CONSUMERS, ring_s[len(barriers[0]) :], interpret)
-        q_ring.initialise()
-        key_ring.initialise()
+        q_ring = Ring.of(2, consumers, ring_s[len(barriers[0]) :], interpret)
+        q_ring.initialise(spread=True)
+        key_ring.initialise(spread=True)
         overlap_preceding_kernel(interpret=interpret)
         program, wg = lax.axis_index("program"), lax.axis_index("wg")
         of_program = program, programs, lengths_g
         if config.pages is None:
-            count, unit_of = units.equal_shares(work, *of_program)
+            count, unit_of = units.equal_shares(work, *of_program, warp_lanes(interpret))
         else:
             count, unit_of = units.in_turn(work, config.pages, *of_program)
 
@@ -157,6 +168,7 @@ def score(
             def copy_unit(i: jax.Array, carry: Any) -> Any:
                 state, loaded = carry
                 unit = unit_of(i)
+                first = number_of(unit, jnp.int32(0))  # it arrives while queries are copied
 
                 @when(unit.seen > 0)
                 def _() -> None:
@@ -179,8 +191,7 @@ def score(
                     # The next number is loaded while the ring is full.
                     return key_ring.next(state), number_of(unit, k + 1)
 
-                carry = state, number_of(unit, jnp.int32(0))
-                state, _ = lax.fori_loop(0, unit.seen, copy_page, carry)
+                state, _ = lax.fori_loop(0, unit.seen, copy_page, (state, first))
                 return state, loaded + jnp.where(unit.seen > 0, 1, 0)
 
             state, loaded = lax.fori_loop(0, count, copy_unit, (key_ring.start(), jnp.int32(0)))
@@ -189,11 +200,11 @@ def score(
 
         def consume() -> None:
             q_ring.release_all()
-            if readers == CONSUMERS:
+            if readers == consumers:
                 key_ring.release_all()
             else:
                 when(wg == 0)(key_ring.release_all)
-            step = 1 if config.groups > 1 else CONSUMERS  # they share the pages, or the queries
+            step = 1 if config.groups > 1 else consumers  # they share the pages, or the queries
             own = wg if config.groups > 1 else jnp.int32(0)
             row = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=ROW)
             hidden = plgpu.layout_cast(jnp.full((PAGE,), -jnp.inf, jnp.float32), ROW)
@@ -329,14 +340,14 @@ def score(
 
             lax.fori_loop(0, count, score_unit, (jnp.int32(0), jnp.int32(0)))
 
-        @when(wg == CONSUMERS)
+        @when(wg == consumers)
         def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(_REGISTERS[consumers][1], action="decrease")
             when(first_warp(on_gpu))(produce)
 
-        @when(wg != CONSUMERS)
+        @when(wg != consumers)
         def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            plgpu.set_max_registers(_REGISTERS[consumers][0], action="increase")
             consume()
 
     q_shape, keys = (2, config.groups, rows, COLUMNS), tiles_of(config.stages, PAGE, COLUMNS)
@@ -355,7 +366,7 @@ def score(
         ],
         grid=(programs,),
         grid_names=("program",),
-        num_threads=CONSUMERS + 1,
+        num_threads=consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

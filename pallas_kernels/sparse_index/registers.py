@@ -1,4 +1,4 @@
-"""Per-thread code of sparse_index on Hopper GPUs: the weighted sum over heads, and its store."""
+"""Per-thread code of sparse_index on Hopper GPUs: lanes, the weighted sum over heads, its store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from pallas_kernels.hopper.ir import (
     array,
     asm,
     const,
+    i32,
     i64,
     inline,
     item,
+    scalar,
     shared_address,
     warp_and_lane,
     wgmma_row,
@@ -30,9 +32,46 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.tiles import ROW, ROWS, WGMMA, spread_columns
 from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, scale_rows
+from pallas_kernels.sparse_index.units import Lanes, one_lane
 
 _COLUMN = WGMMA.reduce(0)
 _UNTILED = plgpu.RefType((plgpu.SwizzleTransform(128),))
+
+
+def warp_lanes(interpret: Any) -> Lanes:
+    """Returns the lanes of this thread's warp. All its threads must call their functions."""
+    if interpret is not None:
+        return one_lane()
+    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    def over_warp(text: str) -> Any:
+        @inline(SCALAR, returns=number)
+        def reduce(x: Any) -> Any:
+            return scalar(asm(text, "=r,r", word(x), result=i32(), effects=True))
+
+        return reduce
+
+    @inline(returns=number)
+    def index() -> Any:
+        return scalar(warp_and_lane()[1])
+
+    @inline(SCALAR, returns=number)
+    def prefix_sum(x: Any) -> Any:
+        total = word(x)
+        for step in (1, 2, 4, 8, 16):
+            text = f"""{{
+                .reg .pred there;
+                .reg .b32 other;
+                shfl.sync.up.b32 other|there, $1, {step}, 0, 0xffffffff;
+                mov.b32 $0, $1;
+                @there add.s32 $0, $1, other;
+            }}"""
+            # Early clobber: $0 is written before $1 is read for the last time.
+            total = asm(text, "=&r,r", total, result=i32(), effects=True)
+        return scalar(total)
+
+    sum_, max_ = (over_warp(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;") for op in ("add", "max"))
+    return Lanes(32, index(), sum_, max_, prefix_sum)
 
 
 def sum_heads(
