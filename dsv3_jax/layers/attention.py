@@ -13,7 +13,7 @@ are computed in two orders:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -371,14 +371,18 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent: Float[Array, "B T H C"],
         q_rope: Float[Array, "B T H R"],
         batch: AppendedTokens,
+        schedule: Any = None,
     ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-        """Returns attention to the latents on this device, and its log-sum-exp."""
+        """Returns attention to the latents on this device, and its log-sum-exp.
+
+        Args:
+          schedule: that of mla_decode, if the caller has computed it.
+        """
         scale = self.config.softmax_scale
         cache, shard = batch.cache, batch.shard
         pages, tables, starts = cache.pages["latent"], cache.block_tables, cache.starts
         if shard.num_shards == 1:
             tables, lengths = query_groups.tables_and_lengths(tables, starts, cache.valid)
-            schedule = None
             if self.whole_sequences:
                 schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
             groups = mla_decode(
