@@ -39,6 +39,7 @@ from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_vie
 from pallas_kernels.hopper.warpgroup import first_warp
 from pallas_kernels.sparse_index import units
 from pallas_kernels.sparse_index.registers import (
+    head_weights,
     key_scales,
     store_scores,
     sum_heads,
@@ -78,6 +79,9 @@ class Config:
     unroll: int
     """Pages that a consumer takes per iteration. It overlaps the sums of one with the matmul of
     the next."""
+
+    keep_weights: bool = False
+    """Whether the heads' weights stay in registers for a unit's pages."""
 
     @property
     def consumers(self) -> int:
@@ -150,8 +154,8 @@ def score(
         q_s = q_s[1] if untiled else q_s
         key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
         q_ring = Ring.of(2, consumers, ring_s[len(barriers[0]) :], interpret)
-        q_ring.initialise(spread=True)
-        key_ring.initialise(spread=True)
+        q_ring.initialise(warps=12)
+        key_ring.initialise(warps=12)
         overlap_preceding_kernel(interpret=interpret)
         program, wg = lax.axis_index("program"), lax.axis_index("wg")
         of_program = program, programs, lengths_g
@@ -213,11 +217,13 @@ def score(
                 pages_before, loaded = carry
                 unit, buffer = unit_of(i), loaded & 1
                 group = unit.group + own
-                weights_of_group = weights_s.at[buffer, own]
+                weights_of_group: Any = weights_s.at[buffer, own]
                 q_base: Any = None
                 if untiled:
                     q_base = wgmma.operand_base(q_s, (buffer * config.groups + own) * rows * 128)
                 when(unit.seen > 0)(lambda: q_ring.wait_full(_q_state(loaded)))
+                if config.keep_weights and on_gpu:
+                    weights_of_group = head_weights(weights_of_group, config.queries)
 
                 def store(k: jax.Array, t: int, scores: jax.Array) -> None:
                     query = group * config.queries + t

@@ -30,6 +30,7 @@ from pallas_kernels.hopper.ir import (
     wgmma_row,
     word,
 )
+from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.tiles import ROW, ROWS, WGMMA, spread_columns
 from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, scale_rows
 from pallas_kernels.sparse_index.units import Lanes, one_lane
@@ -74,6 +75,11 @@ def warp_lanes(interpret: Any) -> Lanes:
     return Lanes(32, index(), sum_, max_, prefix_sum)
 
 
+def head_weights(weights: Any, queries: int) -> list[jax.Array]:
+    """Returns the heads' weights of each query of a group, in registers."""
+    return [load_with_layout(weights.at[t], _COLUMN) for t in range(queries)]
+
+
 def sum_heads(
     products: jax.Array, weights: Any, first: int, heads: int, *, interpret: Any
 ) -> Sequence[jax.Array]:
@@ -81,7 +87,8 @@ def sum_heads(
 
     Args:
       products: float32 [64, queries * heads] in the WGMMA layout.
-      weights: float32 [queries, heads] in shared memory, of the whole group.
+      weights: float32 [queries, heads] in shared memory, of the whole group, or
+        :func:`head_weights` of it.
       first: the first of these queries in the group.
     """
     count = products.shape[1] // heads
@@ -93,29 +100,34 @@ def sum_heads(
             sums.append((of_query * spread_columns(head_weights, ROWS)).sum(axis=1))
         return sums
     row = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
+    kept = isinstance(weights, list)
+    types = [_COLUMN] * count if kept else [REF]
 
-    @inline(WGMMA, REF, returns=(row,) * count)
+    @inline(WGMMA, types, returns=(row,) * count)
     def add(products: Any, weights: Any) -> Any:
         f32 = ir.F32Type.get()
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         numbers = [item(pair, i) for pair in products.registers.flat for i in range(2)]
         _, lane = warp_and_lane()
         of_thread = arith.shli(arith.andi(lane, const(3)), const(3))
-        base = arith.addi(shared_address(weights), of_thread)
+        base = None if kept else arith.addi(shared_address(weights[0]), of_thread)
         two = llvm.StructType.get_literal([f32] * 2)
         results = []
         for t in range(count):
             sums = [zero, zero]  # of the thread's two rows
             for eight in range(heads // 8):
-                offset = 4 * ((first + t) * heads + 8 * eight)
-                text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-                loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
+                if kept:
+                    pair = [item(weights[t].registers.flat[eight], i) for i in range(2)]
+                else:
+                    offset = 4 * ((first + t) * heads + 8 * eight)
+                    text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
+                    loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
+                    pair = [llvm.extractvalue(f32, loaded, [i]) for i in range(2)]
                 at = 4 * (t * heads // 8 + eight)
                 for half in range(2):
                     for i in range(2):
                         x = arith.maximumf(numbers[at + 2 * half + i], zero)
-                        weight = llvm.extractvalue(f32, loaded, [i])
-                        sums[half] = llvm.intr_fma(x, weight, sums[half])
+                        sums[half] = llvm.intr_fma(x, pair[i], sums[half])
             for step in (1, 2):  # over the four threads of a row
                 text = f"shfl.sync.bfly.b32 $0, $1, {step}, 0x1f, 0xffffffff;"
                 others = [asm(text, "=f,f", x, result=f32, effects=True) for x in sums]
@@ -124,7 +136,7 @@ def sum_heads(
             results.append(array([vector.broadcast(one, x) for x in sums], (ROWS,), ROW))
         return tuple(results)
 
-    return add(products, weights)
+    return add(products, weights[first : first + count] if kept else [weights])
 
 
 def key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:

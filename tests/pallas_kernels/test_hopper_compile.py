@@ -326,6 +326,10 @@ def kernels() -> dict[str, Kernel]:
             table[shape] = index(queries, rows, pages, dtype)
     for name, rows, queries, pages, config in [
         ("4 consumers", 1, 4096, 128, IndexConfig(2, None, 4, 8, 1)),
+        ("4 consumers, keep", 1, 4096, 128, IndexConfig(2, None, 4, 8, 1, True)),
+        ("1x4096, keep", 1, 4096, 128, IndexConfig(4, None, 2, 8, 1, True)),
+        ("64x1, keep", 64, 1, 512, IndexConfig(1, None, 1, 22, 2, True)),
+        ("64x2, keep", 64, 2, 512, IndexConfig(2, None, 1, 18, 2, True)),
         ("64x1 in equal shares", 64, 1, 512, IndexConfig(1, None, 1, 22, 2)),
         ("1x1 in equal shares, 1 page at a time", 1, 1, 2048, IndexConfig(1, None, 1, 22, 1)),
     ]:

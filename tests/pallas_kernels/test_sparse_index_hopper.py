@@ -49,7 +49,7 @@ class TestMosaicGpu(SparseIndexCases):
             (5, Config(queries=1, pages=None, groups=2, stages=2, unroll=1), "float8_e4m3fn"),
             pytest.param(
                 5,
-                Config(queries=1, pages=None, groups=4, stages=4, unroll=1),
+                Config(queries=1, pages=None, groups=4, stages=4, unroll=1, keep_weights=True),
                 "float8_e4m3fn",
                 marks=pytest.mark.slow,
             ),
@@ -76,7 +76,7 @@ class TestMosaicGpu(SparseIndexCases):
     def test_shares_of_more_sequences_than_lanes_of_a_warp(self):
         lengths = tuple(1 + 37 * i % 150 for i in range(70))
         x = self.random(lengths, max_pages=3, dtype="float8_e4m3fn")
-        config = Config(queries=1, pages=None, groups=1, stages=4, unroll=2)
+        config = Config(queries=1, pages=None, groups=1, stages=4, unroll=2, keep_weights=True)
         self.check_result(x, x.run(kernel(config)))
 
 
