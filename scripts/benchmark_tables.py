@@ -50,6 +50,8 @@ _TWO_GPUS = (
 _NEWER_KERNELS = "kernels_first_run_h200", "kernels_second_run_h200", "kernels_third_run_h200"
 """Later results replace earlier ones of the same shape."""
 
+_SPARSE_KERNELS = ("kernels_sparse_h100",)
+
 _NOW_DEFAULT = (
     ("", "", "unrolled"),
     ("top_k", "b1 ", "8 programs"),
@@ -150,6 +152,17 @@ def newer_kernels() -> str:
     }
     rows = [newest[key] for key in sorted(newest)]
     return markdown(_KERNEL, (_kernel(_with_new_default(row)) for row in rows))
+
+
+def sparse_kernels() -> str:
+    """Returns the kernels of sparse attention as they are now."""
+    newest = {
+        (*_kind(row), row["shape"]): row for name in _SPARSE_KERNELS for row in read(name)["rows"]
+    }
+    share = _KERNEL.index(">% of roofline")  # of an H200
+    rows = [_KERNEL, *(_kernel(newest[key]) for key in sorted(newest))]
+    header, *cells = ([*row[:share], *row[share + 1 :]] for row in rows)
+    return markdown(header, cells)
 
 
 def _with_new_default(row: dict[str, Any]) -> dict[str, Any]:
@@ -388,7 +401,7 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, newer_kernels, decode, sparse_slice, prefill, two_gpus,
+        kernels, kernels_by_kind, newer_kernels, sparse_kernels, decode, sparse_slice, prefill, two_gpus,
         all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start, summary,
     )
 }  # fmt: skip
