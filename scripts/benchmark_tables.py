@@ -401,8 +401,9 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, newer_kernels, sparse_kernels, decode, sparse_slice, prefill, two_gpus,
-        all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start, summary,
+        kernels, kernels_by_kind, newer_kernels, sparse_kernels, decode, sparse_slice, prefill,
+        two_gpus, all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start,
+        summary,
     )
 }  # fmt: skip
 

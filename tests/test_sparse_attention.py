@@ -189,13 +189,13 @@ def test_dense_below_topk_is_latent_attention_bit_for_bit(model, tmp_path):
 
 def count_ones(jaxpr, in_branch=False):
     """Returns how many equations outside and inside of conditionals' branches count ones."""
-    found = np.zeros(2, int)
+    counts = np.zeros(2, int)
     for equation in jaxpr.eqns:
-        found[int(in_branch)] += equation.primitive.name == "population_count"
+        counts[int(in_branch)] += equation.primitive.name == "population_count"
         is_branch = in_branch or equation.primitive.name == "cond"
         for inner in jaxprs_in_params(equation.params):
-            found += count_ones(inner, is_branch)
-    return found
+            counts += count_ones(inner, is_branch)
+    return counts
 
 
 @pytest.mark.slow

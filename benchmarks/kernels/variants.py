@@ -75,7 +75,7 @@ def _index(**settings: Any) -> dict[str, Variant]:
         plan = index_plan(*q.shape[:3], tables.shape[1], q.dtype.itemsize)
         config = dataclasses.replace(plan, **settings)
         config = dataclasses.replace(config, stages=min(config.stages, plan.stages))
-        if config == plan or plan.groups == 1 < config.groups:
+        if config == plan or plan.groups > 1:
             raise NotImplementedError(f"the setting is for other shapes than {q.shape}")
         return sparse_index.sparse_index(**arguments, config=config)
 
@@ -153,13 +153,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         ),
     },
     "units of 12 pages": _index(pages=12),
-    "units of 32 pages": _index(pages=32),
-    "equal shares": _index(pages=None),
-    "equal shares, 1 page at a time": _index(pages=None, unroll=1),
-    "equal shares, 12 stages": _index(pages=None, stages=12),
-    "kept weights": _index(pages=None, keep_weights=True),
-    "4 consumers": _index(queries=2, groups=4),
-    "4 consumers, kept weights": _index(queries=2, groups=4, keep_weights=True),
+    "units of 12 pages, 12 stages": _index(pages=12, stages=12),
+    "12 stages": _index(stages=12),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
     "4 programs": _top_k(programs=4),

@@ -8,6 +8,7 @@ is everything: attention is that of the base class, bit for bit, and the indexer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,9 +113,10 @@ class SparseAttention(MultiHeadLatentAttention):
         q_latent: Float[Array, "B T H C"],
         q_rope: Float[Array, "B T H R"],
         batch: AppendedTokens,
+        schedule: Any = None,
     ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-        dense, schedule, cache = super()._attend_absorbed, None, batch.cache
-        if batch.shard.num_shards == 1:
+        dense, cache = super()._attend_absorbed, batch.cache
+        if batch.shard.num_shards == 1 and schedule is None:
             # All layers have the same. XLA would not notice that inside of a conditional.
             tables, lengths = query_groups.tables_and_lengths(
                 cache.block_tables, cache.starts, cache.valid

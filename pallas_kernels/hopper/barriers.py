@@ -77,9 +77,7 @@ class Barriers:
             return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return plgpu.SMEM((2 * count,), jnp.int32)
 
-    def initialise(
-        self, arrivals: Sequence[int], *, cluster: bool = True, warps: int = 1
-    ) -> None:
+    def initialise(self, arrivals: Sequence[int], *, cluster: bool = True, warps: int = 1) -> None:
         """Initialises the barriers. Every thread calls it before any other use.
 
         Args:

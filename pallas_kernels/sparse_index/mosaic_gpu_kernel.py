@@ -36,7 +36,7 @@ from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 from pallas_kernels.sparse_index import units
 from pallas_kernels.sparse_index.registers import (
     head_weights,
@@ -51,8 +51,9 @@ from pallas_kernels.sparse_index.units import PAGE, ROW_COST, Unit
 COLUMNS = 128
 SCALED_ROWS = PAGE + scale_rows(PAGE, COLUMNS)
 _STAGE_ROWS = -(-SCALED_ROWS // 8) * 8  # a stage begins at a multiple of 1,024 bytes
+CONSUMERS = 2
 _MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thread
-_REGISTERS = {2: (232, 40), 4: (112, 32)}  # per thread of consumers and producer
+_REGISTERS = 232, 40  # per thread of consumers and producer
 _INTERPRETED_PROGRAMS = 2
 _MOST_ROWS = 256  # heads of all queries of a group
 _MOST_STAGES = 22
@@ -71,7 +72,7 @@ class Config:
     """Pages of a unit. None divides all pages into equal shares, see :mod:`units`."""
 
     groups: int
-    """Groups of a unit: 1, or one of each of 2 or 4 consumers."""
+    """Groups of a unit: 1, or 2 for one of each consumer."""
 
     stages: int
     """Pages in the ring buffer, an even number."""
@@ -81,12 +82,8 @@ class Config:
     the next."""
 
     keep_weights: bool = False
-    """Whether the heads' weights stay in registers for a unit's pages."""
-
-    @property
-    def consumers(self) -> int:
-        """Consumer warpgroups."""
-        return max(2, self.groups)
+    """Whether the heads' weights stay in registers for a unit's pages. Otherwise each page loads
+    them from shared memory."""
 
 
 def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
@@ -97,7 +94,7 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     """
     most = max(1, _MOST_ROWS // J)
     # Two groups of bfloat16 queries do not fit in shared memory.
-    groups = 1 if most >= T or itemsize > 1 else 2
+    groups = 1 if most >= T or itemsize > 1 else CONSUMERS
     sets = -(-T // (most * groups))
     queries = -(-T // (sets * groups))
     of_queries = 2 * groups * queries * J * (COLUMNS * itemsize + 4)
@@ -113,7 +110,8 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     if groups == 1:
         pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
     stages = min(room, _MOST_STAGES) // 2 * 2
-    return Config(queries, pages, groups, stages, unroll=2 if groups == 1 else 1)
+    many = groups > 1  # shared memory is busy with the operands of the matmuls
+    return Config(queries, pages, groups, stages, unroll=1 if many else 2, keep_weights=many)
 
 
 @functools.partial(jax.jit, static_argnames=("queries", "config", "interpret"))
@@ -141,10 +139,10 @@ def score(
     programs = multiprocessors() if on_gpu else _INTERPRETED_PROGRAMS
     if config.pages is not None:
         programs = min(programs, B * work.sets * -(-max_pages // config.pages))
-    consumers, readers = config.consumers, config.groups  # of all pages, and of each
+    readers = config.groups  # of a page
     parts = _parts(config.queries, J)
     page_rows = SCALED_ROWS if float8 else PAGE
-    rings = [(config.stages, 1, readers), (2, 2 * config.groups, consumers)]
+    rings = [(config.stages, 1, readers), (2, 2 * config.groups, CONSUMERS)]
     barriers = [Ring.scratch(*each, interpret) for each in rings]
     untiled = float8 and on_gpu
 
@@ -153,9 +151,9 @@ def score(
         # Views of the same memory: copies and wgmma take the untiled one.
         q_s = q_s[1] if untiled else q_s
         key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
-        q_ring = Ring.of(2, consumers, ring_s[len(barriers[0]) :], interpret)
-        q_ring.initialise(warps=12)
-        key_ring.initialise(warps=12)
+        q_ring = Ring.of(2, CONSUMERS, ring_s[len(barriers[0]) :], interpret)
+        q_ring.initialise(warps=WARPS * (CONSUMERS + 1))
+        key_ring.initialise(warps=WARPS * (CONSUMERS + 1))
         overlap_preceding_kernel(interpret=interpret)
         program, wg = lax.axis_index("program"), lax.axis_index("wg")
         of_program = program, programs, lengths_g
@@ -204,11 +202,11 @@ def score(
 
         def consume() -> None:
             q_ring.release_all()
-            if readers == consumers:
+            if readers == CONSUMERS:
                 key_ring.release_all()
             else:
                 when(wg == 0)(key_ring.release_all)
-            step = 1 if config.groups > 1 else consumers  # they share the pages, or the queries
+            step = 1 if config.groups > 1 else CONSUMERS  # they share the pages, or the queries
             own = wg if config.groups > 1 else jnp.int32(0)
             row = plgpu.broadcasted_iota(jnp.int32, (PAGE,), 0, layout=ROW)
             hidden = plgpu.layout_cast(jnp.full((PAGE,), -jnp.inf, jnp.float32), ROW)
@@ -346,14 +344,14 @@ def score(
 
             lax.fori_loop(0, count, score_unit, (jnp.int32(0), jnp.int32(0)))
 
-        @when(wg == consumers)
+        @when(wg == CONSUMERS)
         def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[consumers][1], action="decrease")
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
             when(first_warp(on_gpu))(produce)
 
-        @when(wg != consumers)
+        @when(wg != CONSUMERS)
         def _() -> None:
-            plgpu.set_max_registers(_REGISTERS[consumers][0], action="increase")
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
             consume()
 
     q_shape, keys = (2, config.groups, rows, COLUMNS), tiles_of(config.stages, PAGE, COLUMNS)
@@ -372,7 +370,7 @@ def score(
         ],
         grid=(programs,),
         grid_names=("program",),
-        num_threads=consumers + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

@@ -3,9 +3,11 @@
 A row is a set of queries that are scored together, of one sequence: ``groups * group_queries``
 queries. There are two divisions:
 
-* Units of a fixed number of pages, which the programs take in turn. Where most units are full this
-  costs little. But queries of one sequence see different numbers of pages, and a program whose
-  turns fall on the first pages of every row has more to do than one whose turns fall on the last.
+* Units of a fixed number of pages, which the programs take in turn. With few queries per sequence
+  most units are full, so this is balanced, and it is faster than equal shares, in which the pages
+  that programs read at a time are far apart. But many queries of a sequence see different numbers
+  of pages, and a program whose turns fall on the first pages of every row has more to do than one
+  whose turns fall on the last.
 * Equal shares: the pages of all rows in order, cut into as many pieces as there are programs. A
   program finds its own piece from the lengths. Pieces are measured in tokens, so that sums have a
   closed form, and a row counts ``ROW_COST`` pages more.
@@ -40,16 +42,18 @@ Units = tuple[jax.Array, Callable[[jax.Array], Unit]]
 """The number of a program's units, and the function that returns the i-th."""
 
 
-class Lanes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Lanes:
     """The threads of a warp, which look at one sequence each. Their other values are equal."""
 
     count: int
     index: jax.Array
     sum: Callable[[jax.Array], jax.Array]
-    """Of an integer of each lane. All lanes get it."""
+    """Returns the sum of an integer of each lane. All lanes get it."""
     max: Callable[[jax.Array], jax.Array]
+    """Returns the largest integer of any lane."""
     prefix_sum: Callable[[jax.Array], jax.Array]
-    """Of the integers of the lanes up to this one."""
+    """Returns the sum of the integers of the lanes up to this one."""
 
 
 def one_lane() -> Lanes:
@@ -98,7 +102,9 @@ def in_turn(work: Work, pages: int, program: jax.Array, programs: int, lengths: 
     return count, unit_of
 
 
-def equal_shares(work: Work, program: jax.Array, programs: int, lengths: Any, lanes: Lanes) -> Units:
+def equal_shares(
+    work: Work, program: jax.Array, programs: int, lengths: Any, lanes: Lanes
+) -> Units:
     """Returns the rows of a program's share. Of the first and the last one it may have a part.
 
     The program with the last page of a row also has those pages that no query sees.
@@ -131,8 +137,8 @@ def equal_shares(work: Work, program: jax.Array, programs: int, lengths: Any, la
         starts, places = before + lanes.prefix_sum(tokens) - tokens, []
         for position, old in zip((begin, end), results, strict=True):
             begins = (b < n) & (starts <= position)  # and so do all lanes below
-            found = (lanes.max(jnp.where(begins, x, 0)) for x in (b, starts))
-            places.append(tuple(map(jnp.maximum, old, found)))
+            newest = (lanes.max(jnp.where(begins, x, 0)) for x in (b, starts))
+            places.append(tuple(map(jnp.maximum, old, newest)))
         return before + lanes.sum(tokens), *places
 
     _, first, last = lax.fori_loop(0, chunks, find, (zero, (zero, zero), (zero, zero)))

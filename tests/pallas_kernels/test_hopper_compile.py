@@ -324,16 +324,8 @@ def kernels() -> dict[str, Kernel]:
         for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
             shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
             table[shape] = index(queries, rows, pages, dtype)
-    for name, rows, queries, pages, config in [
-        ("4 consumers", 1, 4096, 128, IndexConfig(2, None, 4, 8, 1)),
-        ("4 consumers, keep", 1, 4096, 128, IndexConfig(2, None, 4, 8, 1, True)),
-        ("1x4096, keep", 1, 4096, 128, IndexConfig(4, None, 2, 8, 1, True)),
-        ("64x1, keep", 64, 1, 512, IndexConfig(1, None, 1, 22, 2, True)),
-        ("64x2, keep", 64, 2, 512, IndexConfig(2, None, 1, 18, 2, True)),
-        ("64x1 in equal shares", 64, 1, 512, IndexConfig(1, None, 1, 22, 2)),
-        ("1x1 in equal shares, 1 page at a time", 1, 1, 2048, IndexConfig(1, None, 1, 22, 1)),
-    ]:
-        table[f"sparse_index fp8 {name}"] = index(queries, rows, pages, FP8, config=config)
+    few_stages = IndexConfig(1, 12, 1, 12, 2)
+    table["sparse_index fp8 64x1, 12 stages"] = index(1, 64, 512, FP8, config=few_stages)
     table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
     table |= {
         "top_k 64 rows of 32768": selection(64, 32768),
