@@ -50,7 +50,7 @@ _TWO_GPUS = (
 _NEWER_KERNELS = "kernels_first_run_h200", "kernels_second_run_h200", "kernels_third_run_h200"
 """Later results replace earlier ones of the same shape."""
 
-_SPARSE_KERNELS = ("kernels_sparse_h100",)
+_SPARSE_KERNELS = "kernels_sparse_h100", "kernels_index_weights_h100"
 
 _NOW_DEFAULT = (
     ("", "", "unrolled"),
@@ -61,6 +61,8 @@ _NOW_DEFAULT = (
     ("sparse_mla_prefill", "", "without prefetch"),
     ("sparse_index", "sq1", "persistent, 1 query, 32 pages"),
     ("sparse_index", "b1 ", "persistent, 4 queries, 1 per iteration"),
+    ("sparse_index", "sq4096", "kept weights"),
+    ("sparse_index", "sq2048", "kept weights"),
     ("mla_decode", "h16 b", "scored"),
 )
 """Operation, part of its shape, and the variant that has become the default since."""
@@ -160,7 +162,8 @@ def sparse_kernels() -> str:
         (*_kind(row), row["shape"]): row for name in _SPARSE_KERNELS for row in read(name)["rows"]
     }
     share = _KERNEL.index(">% of roofline")  # of an H200
-    rows = [_KERNEL, *(_kernel(newest[key]) for key in sorted(newest))]
+    timed = (_with_new_default(newest[key]) for key in sorted(newest))
+    rows = [_KERNEL, *map(_kernel, timed)]
     header, *cells = ([*row[:share], *row[share + 1 :]] for row in rows)
     return markdown(header, cells)
 
@@ -171,7 +174,7 @@ def _with_new_default(row: dict[str, Any]) -> dict[str, Any]:
         us = row.get("variants", {}).get(name, {}).get("us")
         if us is None or (op and op != row["op"]) or shape not in row["shape"]:
             continue
-        share = row["roof_fraction"] * row["us"] / us
+        share = row["roof_fraction"] and row["roof_fraction"] * row["us"] / us
         return row | {"us": us, "roof_fraction": share, "ratio": row["peer_us"] / us}
     return row
 

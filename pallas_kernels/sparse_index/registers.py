@@ -100,8 +100,8 @@ def sum_heads(
             sums.append((of_query * spread_columns(head_weights, ROWS)).sum(axis=1))
         return sums
     row = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
-    kept = isinstance(weights, list)
-    types = [_COLUMN] * count if kept else [REF]
+    in_registers = isinstance(weights, list)
+    types = [_COLUMN] * count if in_registers else [REF]
 
     @inline(WGMMA, types, returns=(row,) * count)
     def add(products: Any, weights: Any) -> Any:
@@ -110,13 +110,13 @@ def sum_heads(
         numbers = [item(pair, i) for pair in products.registers.flat for i in range(2)]
         _, lane = warp_and_lane()
         of_thread = arith.shli(arith.andi(lane, const(3)), const(3))
-        base = None if kept else arith.addi(shared_address(weights[0]), of_thread)
+        base = None if in_registers else arith.addi(shared_address(weights[0]), of_thread)
         two = llvm.StructType.get_literal([f32] * 2)
         results = []
         for t in range(count):
             sums = [zero, zero]  # of the thread's two rows
             for eight in range(heads // 8):
-                if kept:
+                if in_registers:
                     pair = [item(weights[t].registers.flat[eight], i) for i in range(2)]
                 else:
                     offset = 4 * ((first + t) * heads + 8 * eight)
@@ -136,7 +136,7 @@ def sum_heads(
             results.append(array([vector.broadcast(one, x) for x in sums], (ROWS,), ROW))
         return tuple(results)
 
-    return add(products, weights[first : first + count] if kept else [weights])
+    return add(products, weights[first : first + count] if in_registers else [weights])
 
 
 def key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:
