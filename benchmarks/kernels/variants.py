@@ -72,7 +72,8 @@ def _index(**settings: Any) -> dict[str, Variant]:
 
     def score(**arguments: Any) -> jax.Array:
         q, tables = arguments["q"], arguments["block_tables"]
-        plan = index_plan(*q.shape[:3], tables.shape[1], q.dtype.itemsize)
+        B, T, J, _ = q.shape
+        plan = index_plan(B, T, J, tables.shape[1], q.dtype.itemsize)
         config = dataclasses.replace(plan, **settings)
         config = dataclasses.replace(config, stages=min(config.stages, plan.stages))
         if config == plan or plan.groups > 1:
