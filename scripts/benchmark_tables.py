@@ -50,6 +50,8 @@ _TWO_GPUS = (
 _NEWER_KERNELS = "kernels_first_run_h200", "kernels_second_run_h200", "kernels_third_run_h200"
 """Later results replace earlier ones of the same shape."""
 
+_SPARSE_KERNELS = "kernels_sparse_h100", "kernels_index_weights_h100"
+
 _NOW_DEFAULT = (
     ("", "", "unrolled"),
     ("top_k", "b1 ", "8 programs"),
@@ -59,6 +61,8 @@ _NOW_DEFAULT = (
     ("sparse_mla_prefill", "", "without prefetch"),
     ("sparse_index", "sq1", "persistent, 1 query, 32 pages"),
     ("sparse_index", "b1 ", "persistent, 4 queries, 1 per iteration"),
+    ("sparse_index", "sq4096", "kept weights"),
+    ("sparse_index", "sq2048", "kept weights"),
     ("mla_decode", "h16 b", "scored"),
 )
 """Operation, part of its shape, and the variant that has become the default since."""
@@ -152,13 +156,25 @@ def newer_kernels() -> str:
     return markdown(_KERNEL, (_kernel(_with_new_default(row)) for row in rows))
 
 
+def sparse_kernels() -> str:
+    """Returns the kernels of sparse attention as they are now."""
+    newest = {
+        (*_kind(row), row["shape"]): row for name in _SPARSE_KERNELS for row in read(name)["rows"]
+    }
+    share = _KERNEL.index(">% of roofline")  # of an H200
+    timed = (_with_new_default(newest[key]) for key in sorted(newest))
+    rows = [_KERNEL, *map(_kernel, timed)]
+    header, *cells = ([*row[:share], *row[share + 1 :]] for row in rows)
+    return markdown(header, cells)
+
+
 def _with_new_default(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the time of a variant that has become the default since."""
     for op, shape, name in _NOW_DEFAULT:
         us = row.get("variants", {}).get(name, {}).get("us")
         if us is None or (op and op != row["op"]) or shape not in row["shape"]:
             continue
-        share = row["roof_fraction"] * row["us"] / us
+        share = row["roof_fraction"] and row["roof_fraction"] * row["us"] / us
         return row | {"us": us, "roof_fraction": share, "ratio": row["peer_us"] / us}
     return row
 
@@ -388,8 +404,9 @@ def cold_start() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, newer_kernels, decode, sparse_slice, prefill, two_gpus,
-        all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start, summary,
+        kernels, kernels_by_kind, newer_kernels, sparse_kernels, decode, sparse_slice, prefill,
+        two_gpus, all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start,
+        summary,
     )
 }  # fmt: skip
 

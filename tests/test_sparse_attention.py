@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.inspection import capture
 from dsv3_jax.kv_cache import LatentKVCache, PagePool, SequenceTables
+from dsv3_jax.layers import attention, sparse_attention
 from dsv3_jax.layers import indexer as indexer_module
 from dsv3_jax.layers.indexer import hadamard
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
+from pallas_kernels import mla_decode
 from pallas_kernels.sparse_index import blocked
 from sharding import make_layout
 from tests.support.checkpoints import (
@@ -182,6 +185,45 @@ def test_dense_below_topk_is_latent_attention_bit_for_bit(model, tmp_path):
     )
     for b, count in enumerate(counts):
         np.testing.assert_array_equal(np.asarray(got)[b, :count], np.asarray(want)[b, :count])
+
+
+def count_ones(jaxpr, in_branch=False):
+    """Returns how many equations outside and inside of conditionals' branches count ones."""
+    counts = np.zeros(2, int)
+    for equation in jaxpr.eqns:
+        counts[int(in_branch)] += equation.primitive.name == "population_count"
+        is_branch = in_branch or equation.primitive.name == "cond"
+        for inner in jaxprs_in_params(equation.params):
+            counts += count_ones(inner, is_branch)
+    return counts
+
+
+@pytest.mark.slow
+def test_layers_share_the_schedule_of_dense_attention(model, empty, monkeypatch):
+    """Each layer has a conditional, and none of its branches computes a schedule, so that XLA
+    computes the same one once. The stand-ins count ones, which nothing else in the model does."""
+
+    def schedule(lengths, *, queries, heads, max_pages):
+        assert (queries, heads, max_pages) == (3, CONFIG["num_attention_heads"], PAGES)
+        return jax.lax.population_count(lengths)
+
+    def scheduled(*arrays, schedule, scale):
+        out, lse = mla_decode(*arrays, scale=scale)
+        return out + 1e-30 * jnp.sum(schedule), lse
+
+    monkeypatch.setattr(sparse_attention, "mla_decode_schedule", schedule)
+    monkeypatch.setattr(attention, "mla_decode", scheduled)
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten((state, empty))
+
+    def step(leaves):
+        state, cache = jax.tree.unflatten(tree, leaves)
+        tokens, counts = jnp.asarray(TOKENS[:, :3]), jnp.full(BATCH, 3)
+        return nnx.merge(graph, state).extend(tokens, counts, cache, "absorbed")[0].post_norm
+
+    traced = jax.jit(step).trace(leaves)
+    assert tuple(count_ones(traced.jaxpr.jaxpr)) == (2, 0)
+    assert traced.lower().compile().as_text().count(" popcnt(") == 1
 
 
 # ---- selections ----------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from benchmarks.kernels.shapes import Case
 from pallas_kernels.grouped_matmul import few_tokens
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
@@ -18,7 +20,7 @@ from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
-from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
+from pallas_kernels.sparse_index.mosaic_gpu_kernel import plan as index_plan
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
 from pallas_kernels.sparse_mla_prefill import mosaic_gpu as sparse_mla_prefill
@@ -65,11 +67,20 @@ def _few_tokens(**settings: Any) -> dict[str, Variant]:
     return {"grouped_matmul": Variant(matmul, {}, ("int4", "int8"))}
 
 
-def _index(
-    queries: int, pages: int | None, groups: int, stages: int, unroll: int
-) -> dict[str, Variant]:
-    config = IndexConfig(queries, pages, groups, stages, unroll)
-    return {"sparse_index": Variant(sparse_index.sparse_index, {"config": config})}
+def _index(**settings: Any) -> dict[str, Variant]:
+    """Returns the kernel of sparse_index with ``settings`` instead of the default ones."""
+
+    def score(**arguments: Any) -> jax.Array:
+        q, tables = arguments["q"], arguments["block_tables"]
+        B, T, J, _ = q.shape
+        plan = index_plan(B, T, J, tables.shape[1], q.dtype.itemsize)
+        config = dataclasses.replace(plan, **settings)
+        config = dataclasses.replace(config, stages=min(config.stages, plan.stages))
+        if config == plan or plan.groups > 1:
+            raise NotImplementedError(f"the setting is for other shapes than {q.shape}")
+        return sparse_index.sparse_index(**arguments, config=config)
+
+    return {"sparse_index": Variant(score, {})}
 
 
 def _float8(**settings: Any) -> dict[str, Variant]:
@@ -123,11 +134,9 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             ("bf16",),
         ),
     },
-    # Queries of a group, pages and groups of a unit, stages, and pages per iteration.
-    "units of 12 pages": _index(1, 12, 1, 22, 2),
-    "units of 64 pages": _index(4, 64, 2, 8, 1),
-    "equal shares": _index(4, None, 2, 8, 1),
-    "equal shares, 1 query": _index(1, None, 1, 22, 2),
+    "units of 12 pages": _index(pages=12),
+    "units of 12 pages, 12 stages": _index(pages=12, stages=12),
+    "12 stages": _index(stages=12),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
     "4 programs": _top_k(programs=4),

@@ -358,13 +358,19 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent: Float[Array, "B T H C"],
         q_rope: Float[Array, "B T H R"],
         batch: AppendedTokens,
+        schedule: Schedule | None = None,
     ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-        """Returns attention to the latents on this device, and its log-sum-exp."""
+        """Returns attention to the latents on this device, and its log-sum-exp.
+
+        Args:
+          schedule: that of mla_decode, if the caller has computed it.
+        """
         scale = self.config.softmax_scale
         cache, shard = batch.cache, batch.shard
         pages, tables, starts = cache.pages["latent"], cache.block_tables, cache.starts
         if shard.num_shards == 1:
-            arrays, schedule = self._decode_arguments(q_latent, q_rope, cache)
+            arrays, own = self._decode_arguments(q_latent, q_rope, cache)
+            schedule = schedule if own is None else own
             groups = mla_decode(*arrays, scale=scale, schedule=schedule)
             out, lse = (query_groups.join(each, q_latent.shape[1]) for each in groups)
         else:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers import latent_cache
+from dsv3_jax.layers import latent_cache, query_groups
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.indexer import Indexer, IndexQueries
 from dsv3_jax.layers.paged_cache import (
@@ -29,7 +29,8 @@ from dsv3_jax.layers.paged_cache import (
 )
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.quantization import Quantization
-from pallas_kernels import sparse_mla_decode, sparse_mla_prefill
+from pallas_kernels import mla_decode_schedule, sparse_mla_decode, sparse_mla_prefill
+from pallas_kernels.mla_decode.schedule import Schedule
 
 _Result = tuple[Float[Array, "B T H _"], Float32[Array, "B T H"]]
 
@@ -112,11 +113,21 @@ class SparseAttention(MultiHeadLatentAttention):
         q_latent: Float[Array, "B T H C"],
         q_rope: Float[Array, "B T H R"],
         batch: AppendedTokens,
+        schedule: Schedule | None = None,
     ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-        dense = super()._attend_absorbed
+        dense, cache = super()._attend_absorbed, batch.cache
+        if batch.shard.num_shards == 1 and schedule is None:
+            # All layers have the same. XLA would not notice that inside of a conditional.
+            tables, lengths = query_groups.tables_and_lengths(
+                cache.block_tables, cache.starts, cache.valid
+            )
+            _, queries, heads, _ = query_groups.split(q_latent).shape
+            schedule = mla_decode_schedule(
+                lengths, queries=queries, heads=heads, max_pages=tables.shape[1]
+            )
         return self._dense_or_sparse(
             batch,
-            lambda: dense(q_latent, q_rope, batch),
+            lambda: dense(q_latent, q_rope, batch, schedule),
             lambda: self._attend_selected(q_latent, q_rope, batch),
         )
 

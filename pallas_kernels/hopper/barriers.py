@@ -77,23 +77,39 @@ class Barriers:
             return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return plgpu.SMEM((2 * count,), jnp.int32)
 
-    def initialise(self, arrivals: Sequence[int], *, cluster: bool = True) -> None:
+    def initialise(self, arrivals: Sequence[int], *, cluster: bool = True, warps: int = 1) -> None:
         """Initialises the barriers. Every thread calls it before any other use.
 
         Args:
           arrivals: arrivals per phase of each barrier in ``memory``. A warpgroup's count as
             ``warpgroup.WARPS``, the copies of one :meth:`fill` as 1.
           cluster: whether to wait for the threads of the whole cluster, or only of the block.
+          warps: the warps that share the work, from the first one of the block.
         """
         if self.interpret is not None:
             return
 
         @inline(REF)
         def make(words: Any) -> None:
-            leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
-            for i, count in enumerate(arrivals):
-                pointer = _barrier(words, mgpu.c(i, i32())).get_ptr()
-                nvvm.mbarrier_init(pointer, mgpu.c(count, i32()), predicate=leader)
+            if warps == 1:
+                leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
+                for i, count in enumerate(arrivals):
+                    pointer = _barrier(words, mgpu.c(i, i32())).get_ptr()
+                    nvvm.mbarrier_init(pointer, mgpu.c(count, i32()), predicate=leader)
+            else:
+                first = mgpu.utils.warp_idx()
+                leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+                for i in range(0, len(arrivals), warps):
+                    number, count = arith.addi(first, const(i)), const(arrivals[-1])
+                    for k in reversed(range(len(arrivals) - 1)):
+                        if arrivals[k] != arrivals[k + 1]:
+                            is_before = arith.cmpi(arith.CmpIPredicate.ule, number, const(k))
+                            count = arith.select(is_before, const(arrivals[k]), count)
+                    is_one = arith.cmpi(
+                        arith.CmpIPredicate.ult, number, const(min(i + warps, len(arrivals)))
+                    )
+                    pointer = _barrier(words, number).get_ptr()
+                    nvvm.mbarrier_init(pointer, count, predicate=arith.andi(leader, is_one))
             instruction("fence.mbarrier_init.release.cluster;")
             if cluster:
                 instruction("barrier.cluster.arrive.relaxed.aligned;")

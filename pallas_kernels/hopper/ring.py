@@ -83,11 +83,15 @@ class Ring:
             programs,
         )
 
-    def initialise(self) -> None:
-        """Initialises the barriers. Every thread of the cluster calls it before any other use."""
+    def initialise(self, *, warps: int = 1) -> None:
+        """Initialises the barriers. Every thread of the cluster calls it before any other use.
+
+        Args:
+          warps: see :meth:`Barriers.initialise`.
+        """
         releases = self.programs * self.consumers * WARPS
         arrivals = [1] * self.stages + [releases] * self.stages
-        self.full.initialise(arrivals, cluster=self.programs > 1)
+        self.full.initialise(arrivals, cluster=self.programs > 1, warps=warps)
 
     def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
         """Waits until the stage is empty, and starts its copies. One warp of the producer calls

@@ -36,9 +36,15 @@ from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 from pallas_kernels.sparse_index import units
-from pallas_kernels.sparse_index.registers import key_scales, store_scores, sum_heads
+from pallas_kernels.sparse_index.registers import (
+    head_weights,
+    key_scales,
+    store_scores,
+    sum_heads,
+    warp_lanes,
+)
 from pallas_kernels.sparse_index.scaled_pages import KEY_DTYPE, scale_rows
 from pallas_kernels.sparse_index.units import PAGE, ROW_COST, Unit
 
@@ -75,6 +81,10 @@ class Config:
     """Pages that a consumer takes per iteration. It overlaps the sums of one with the matmul of
     the next."""
 
+    keep_weights: bool = False
+    """Whether the heads' weights stay in registers for a unit's pages. Otherwise each page loads
+    them from shared memory."""
+
 
 def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     """Returns the parameters for T queries of J heads in each of B sequences.
@@ -96,9 +106,12 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
         count = B * sets * -(-max_pages // pages)
         return -(-count // multiprocessors()) * (pages + ROW_COST)
 
-    pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
+    pages = None
+    if groups == 1:
+        pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
     stages = min(room, _MOST_STAGES) // 2 * 2
-    return Config(queries, pages, groups, stages, unroll=2 if groups == 1 else 1)
+    many = groups > 1  # shared memory is busy with the operands of the matmuls
+    return Config(queries, pages, groups, stages, unroll=1 if many else 2, keep_weights=many)
 
 
 @functools.partial(jax.jit, static_argnames=("queries", "config", "interpret"))
@@ -139,13 +152,13 @@ def score(
         q_s = q_s[1] if untiled else q_s
         key_ring = Ring.of(config.stages, readers, ring_s[: len(barriers[0])], interpret)
         q_ring = Ring.of(2, CONSUMERS, ring_s[len(barriers[0]) :], interpret)
-        q_ring.initialise()
-        key_ring.initialise()
+        q_ring.initialise(warps=WARPS * (CONSUMERS + 1))
+        key_ring.initialise(warps=WARPS * (CONSUMERS + 1))
         overlap_preceding_kernel(interpret=interpret)
         program, wg = lax.axis_index("program"), lax.axis_index("wg")
         of_program = program, programs, lengths_g
         if config.pages is None:
-            count, unit_of = units.equal_shares(work, *of_program)
+            count, unit_of = units.equal_shares(work, *of_program, warp_lanes(interpret))
         else:
             count, unit_of = units.in_turn(work, config.pages, *of_program)
 
@@ -157,6 +170,7 @@ def score(
             def copy_unit(i: jax.Array, carry: Any) -> Any:
                 state, loaded = carry
                 unit = unit_of(i)
+                first = number_of(unit, jnp.int32(0))  # it arrives while queries are copied
 
                 @when(unit.seen > 0)
                 def _() -> None:
@@ -179,8 +193,7 @@ def score(
                     # The next number is loaded while the ring is full.
                     return key_ring.next(state), number_of(unit, k + 1)
 
-                carry = state, number_of(unit, jnp.int32(0))
-                state, _ = lax.fori_loop(0, unit.seen, copy_page, carry)
+                state, _ = lax.fori_loop(0, unit.seen, copy_page, (state, first))
                 return state, loaded + jnp.where(unit.seen > 0, 1, 0)
 
             state, loaded = lax.fori_loop(0, count, copy_unit, (key_ring.start(), jnp.int32(0)))
@@ -202,11 +215,13 @@ def score(
                 pages_before, loaded = carry
                 unit, buffer = unit_of(i), loaded & 1
                 group = unit.group + own
-                weights_of_group = weights_s.at[buffer, own]
+                weights_of_group: Any = weights_s.at[buffer, own]
                 q_base: Any = None
                 if untiled:
                     q_base = wgmma.operand_base(q_s, (buffer * config.groups + own) * rows * 128)
                 when(unit.seen > 0)(lambda: q_ring.wait_full(_q_state(loaded)))
+                if config.keep_weights and on_gpu:
+                    weights_of_group = head_weights(weights_of_group, config.queries)
 
                 def store(k: jax.Array, t: int, scores: jax.Array) -> None:
                     query = group * config.queries + t

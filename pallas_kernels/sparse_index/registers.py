@@ -1,4 +1,4 @@
-"""Per-thread code of sparse_index on Hopper GPUs: the weighted sum over heads, and its store."""
+"""Per-thread code of sparse_index on Hopper GPUs: lanes, the weighted sum over heads, its store."""
 
 from __future__ import annotations
 
@@ -20,19 +20,64 @@ from pallas_kernels.hopper.ir import (
     array,
     asm,
     const,
+    i32,
     i64,
     inline,
     item,
+    scalar,
     shared_address,
     warp_and_lane,
     wgmma_row,
     word,
 )
+from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.tiles import ROW, ROWS, WGMMA, spread_columns
 from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, scale_rows
+from pallas_kernels.sparse_index.units import Lanes, one_lane
 
 _COLUMN = WGMMA.reduce(0)
 _UNTILED = plgpu.RefType((plgpu.SwizzleTransform(128),))
+
+
+def warp_lanes(interpret: Any) -> Lanes:
+    """Returns the lanes of this thread's warp. All its threads must call their functions."""
+    if interpret is not None:
+        return one_lane()
+    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    def over_warp(text: str) -> Any:
+        @inline(SCALAR, returns=number)
+        def reduce(x: Any) -> Any:
+            return scalar(asm(text, "=r,r", word(x), result=i32(), effects=True))
+
+        return reduce
+
+    @inline(returns=number)
+    def index() -> Any:
+        return scalar(warp_and_lane()[1])
+
+    @inline(SCALAR, returns=number)
+    def prefix_sum(x: Any) -> Any:
+        total = word(x)
+        for step in (1, 2, 4, 8, 16):
+            text = f"""{{
+                .reg .pred there;
+                .reg .b32 other;
+                shfl.sync.up.b32 other|there, $1, {step}, 0, 0xffffffff;
+                mov.b32 $0, $1;
+                @there add.s32 $0, $1, other;
+            }}"""
+            # Early clobber: $0 is written before $1 is read for the last time.
+            total = asm(text, "=&r,r", total, result=i32(), effects=True)
+        return scalar(total)
+
+    sum_, max_ = (over_warp(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;") for op in ("add", "max"))
+    return Lanes(32, index(), sum_, max_, prefix_sum)
+
+
+def head_weights(weights: Any, queries: int) -> list[jax.Array]:
+    """Returns the heads' weights of each query of a group, in registers."""
+    return [load_with_layout(weights.at[t], _COLUMN) for t in range(queries)]
 
 
 def sum_heads(
@@ -42,7 +87,8 @@ def sum_heads(
 
     Args:
       products: float32 [64, queries * heads] in the WGMMA layout.
-      weights: float32 [queries, heads] in shared memory, of the whole group.
+      weights: float32 [queries, heads] in shared memory, of the whole group, or
+        :func:`head_weights` of it.
       first: the first of these queries in the group.
     """
     count = products.shape[1] // heads
@@ -54,29 +100,34 @@ def sum_heads(
             sums.append((of_query * spread_columns(head_weights, ROWS)).sum(axis=1))
         return sums
     row = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
+    in_registers = isinstance(weights, list)
+    types = [_COLUMN] * count if in_registers else [REF]
 
-    @inline(WGMMA, REF, returns=(row,) * count)
+    @inline(WGMMA, types, returns=(row,) * count)
     def add(products: Any, weights: Any) -> Any:
         f32 = ir.F32Type.get()
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         numbers = [item(pair, i) for pair in products.registers.flat for i in range(2)]
         _, lane = warp_and_lane()
         of_thread = arith.shli(arith.andi(lane, const(3)), const(3))
-        base = arith.addi(shared_address(weights), of_thread)
+        base = None if in_registers else arith.addi(shared_address(weights[0]), of_thread)
         two = llvm.StructType.get_literal([f32] * 2)
         results = []
         for t in range(count):
             sums = [zero, zero]  # of the thread's two rows
             for eight in range(heads // 8):
-                offset = 4 * ((first + t) * heads + 8 * eight)
-                text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-                loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
+                if in_registers:
+                    pair = [item(weights[t].registers.flat[eight], i) for i in range(2)]
+                else:
+                    offset = 4 * ((first + t) * heads + 8 * eight)
+                    text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
+                    loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
+                    pair = [llvm.extractvalue(f32, loaded, [i]) for i in range(2)]
                 at = 4 * (t * heads // 8 + eight)
                 for half in range(2):
                     for i in range(2):
                         x = arith.maximumf(numbers[at + 2 * half + i], zero)
-                        weight = llvm.extractvalue(f32, loaded, [i])
-                        sums[half] = llvm.intr_fma(x, weight, sums[half])
+                        sums[half] = llvm.intr_fma(x, pair[i], sums[half])
             for step in (1, 2):  # over the four threads of a row
                 text = f"shfl.sync.bfly.b32 $0, $1, {step}, 0x1f, 0xffffffff;"
                 others = [asm(text, "=f,f", x, result=f32, effects=True) for x in sums]
@@ -85,7 +136,7 @@ def sum_heads(
             results.append(array([vector.broadcast(one, x) for x in sums], (ROWS,), ROW))
         return tuple(results)
 
-    return add(products, weights)
+    return add(products, weights[first : first + count] if in_registers else [weights])
 
 
 def key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:

@@ -3,9 +3,11 @@
 A row is a set of queries that are scored together, of one sequence: ``groups * group_queries``
 queries. There are two divisions:
 
-* Units of a fixed number of pages, which the programs take in turn. Where most units are full this
-  costs little. But queries of one sequence see different numbers of pages, and a program whose
-  turns fall on the first pages of every row has more to do than one whose turns fall on the last.
+* Units of a fixed number of pages, which the programs take in turn. With few queries per sequence
+  most units are full, so this is balanced, and it is faster than equal shares, in which the pages
+  that programs read at a time are far apart. But many queries of a sequence see different numbers
+  of pages, and a program whose turns fall on the first pages of every row has more to do than one
+  whose turns fall on the last.
 * Equal shares: the pages of all rows in order, cut into as many pieces as there are programs. A
   program finds its own piece from the lengths. Pieces are measured in tokens, so that sums have a
   closed form, and a row counts ``ROW_COST`` pages more.
@@ -38,6 +40,25 @@ class Unit(NamedTuple):
 
 Units = tuple[jax.Array, Callable[[jax.Array], Unit]]
 """The number of a program's units, and the function that returns the i-th."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """The threads of a warp, which look at one sequence each. Their other values are equal."""
+
+    count: int
+    index: jax.Array
+    sum: Callable[[jax.Array], jax.Array]
+    """Returns the sum of an integer of each lane. All lanes get it."""
+    max: Callable[[jax.Array], jax.Array]
+    """Returns the largest integer of any lane."""
+    prefix_sum: Callable[[jax.Array], jax.Array]
+    """Returns the sum of the integers of the lanes up to this one."""
+
+
+def one_lane() -> Lanes:
+    """Returns the lanes of the interpreter, which has no warps."""
+    return Lanes(1, jnp.int32(0), *[lambda x: x] * 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,40 +102,46 @@ def in_turn(work: Work, pages: int, program: jax.Array, programs: int, lengths: 
     return count, unit_of
 
 
-def equal_shares(work: Work, program: jax.Array, programs: int, lengths: Any) -> Units:
+def equal_shares(
+    work: Work, program: jax.Array, programs: int, lengths: Any, lanes: Lanes
+) -> Units:
     """Returns the rows of a program's share. Of the first and the last one it may have a part.
 
     The program with the last page of a row also has those pages that no query sees.
     """
     sets, rows = work.sets, work.sequences * work.sets
     row_queries = work.groups * work.group_queries
+    n, zero = work.sequences, jnp.int32(0)
+    chunks = -(-n // lanes.count)
 
-    def tokens_before(b: jax.Array, row: jax.Array) -> jax.Array:
+    def tokens_before(b: jax.Array, row: Any) -> jax.Array:
         """Returns the tokens of the first rows of a sequence, with the cost of each row."""
         before = jnp.clip(lengths[b] - work.queries, 0, work.max_pages * PAGE)
         triangle = lax.div(row * (row + 1), jnp.int32(2))
         return row * (before + ROW_COST * PAGE) + row_queries * triangle
 
-    def total_of(b: jax.Array) -> jax.Array:
-        return tokens_before(b, jnp.int32(sets))
+    def of_lane(chunk: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the lane's sequence, and its tokens."""
+        b = chunk * lanes.count + lanes.index
+        return b, jnp.where(b < n, tokens_before(jnp.minimum(b, n - 1), jnp.int32(sets)), 0)
 
-    n = jnp.int32(work.sequences)
-    total = lax.fori_loop(0, n, lambda b, sum: sum + total_of(b), jnp.int32(0))
+    total = lax.fori_loop(0, chunks, lambda i, sum: sum + lanes.sum(of_lane(i)[1]), zero)
     share = lax.div(total + (programs - 1), jnp.int32(programs))
     begin = share * program
     end = begin + share
 
-    def find(b: jax.Array, carry: Any) -> Any:
+    def find(chunk: Any, carry: Any) -> Any:
         """Keeps the last sequences that begin by ``begin`` and ``end``, and the tokens before."""
         before, *results = carry
-        places = []
-        for position, (old_b, old_before) in zip((begin, end), results, strict=True):
-            is_later = before <= position
-            places.append((jnp.where(is_later, b, old_b), jnp.where(is_later, before, old_before)))
-        return before + total_of(b), *places
+        b, tokens = of_lane(chunk)
+        starts, places = before + lanes.prefix_sum(tokens) - tokens, []
+        for position, old in zip((begin, end), results, strict=True):
+            begins = (b < n) & (starts <= position)  # and so do all lanes below
+            newest = (lanes.max(jnp.where(begins, x, 0)) for x in (b, starts))
+            places.append(tuple(map(jnp.maximum, old, newest)))
+        return before + lanes.sum(tokens), *places
 
-    zero = jnp.int32(0)
-    _, first, last = lax.fori_loop(0, n, find, (zero, (zero, zero), (zero, zero)))
+    _, first, last = lax.fori_loop(0, chunks, find, (zero, (zero, zero), (zero, zero)))
 
     def locate(position: jax.Array, b: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the row of a position, of all rows, and the page in it."""

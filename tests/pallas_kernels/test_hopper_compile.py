@@ -323,12 +323,8 @@ def kernels() -> dict[str, Kernel]:
         for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
             shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
             table[shape] = index(queries, rows, pages, dtype)
-    for name, rows, queries, config in [
-        ("1x4096 of 128", 1, 4096, IndexConfig(4, None, 2, 8, 1)),
-        ("64x1 of 128", 64, 1, IndexConfig(1, None, 1, 22, 2)),
-    ]:
-        shape = f"sparse_index fp8 {name} pages in equal shares"
-        table[shape] = index(queries, rows, 128, FP8, config=config)
+    few_stages = IndexConfig(1, 12, 1, 12, 2)
+    table["sparse_index fp8 64x1, 12 stages"] = index(1, 64, 512, FP8, config=few_stages)
     table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
     table |= {
         "top_k 64 rows of 32768": selection(64, 32768),
