@@ -69,11 +69,8 @@ MOST_SPILLED = {
 # Instructions per tensor core instruction of a main loop, relative to the record. ptxas schedules
 # the same work differently from version to version.
 MOST_INSTRUCTIONS = 1.03
-# Kernels, by name, that use what they load from shared memory before they release it. Those whose
-# warpgroups share tiles arrive at a barrier of their sums too, which their next tile waits for.
-FINISHES_LOADS = re.compile(
-    "w4a8|16 rows, (early|scales by TMA|in order|finished loads|all)$|with wgmma"
-)
+# Kernels, by name, that use what they load from shared memory before they release it.
+FINISHES_LOADS = re.compile("w4a8|(int8|int4|fp8) by bf16")
 RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
@@ -364,14 +361,10 @@ def kernels() -> dict[str, Kernel]:
             table[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
                 rows, 1, 1536, 7168, form
             )
-    # Settings that are not the default.
-    for name, (rows, config) in FEW_TOKENS.items():
-        shape = f"grouped_matmul int4 by bf16 {rows} rows, {name}"
-        table[shape] = few_tokens(rows, 8, 4096, 7168, "int4", config=config)
-    for form in ("int8", "fp8"):
-        config = FewTokens(4, (8,), 4, tokens_in_order=True)
-        shape = f"grouped_matmul {form} by bf16 1 rows, in order"
-        table[shape] = few_tokens(1, 8, 4096, 7168, form, config=config)
+    # Columns that are permuted, and those of float8 that are not.
+    for name, form, rows, config in FEW_TOKENS:
+        shape = f"grouped_matmul {form} by bf16 {rows} rows, {name}"
+        table[shape] = few_tokens(rows, 8, 4096, 7168, form, config=config)
     table |= {f"grouped_matmul w4a8 {rows} rows": w4a8(rows, 8, 4096, 7168) for rows in (64, 4096)}
     # One matrix: warpgroups share a tile.
     for form in ("int8", "int4", "fp8"):
@@ -475,25 +468,13 @@ def other_schedules() -> dict[str, Kernel]:
     return table
 
 
-_EARLY: Any = {"early": True, "leader_barriers": True, "finish_loads": True}
-# Rows per group and setting.
-FEW_TOKENS = {
-    "in order": (
-        16,
-        FewTokens(4, (8, 16, 32), max_mma_tokens=32, tokens_in_order=True, finish_loads=True),
-    ),
-    "all": (
-        16,
-        FewTokens(
-            4, (8, 16, 32), max_mma_tokens=32, tma_scales=True, tokens_in_order=True, **_EARLY
-        ),
-    ),
-    "all with shared tiles": (
-        1,
-        FewTokens(4, (8,), 4, tma_scales=True, tokens_in_order=True, **_EARLY),
-    ),
-    "all with wgmma": (64, FewTokens(2, (16, 32, 64), tma_scales=True, **_EARLY)),
-}
+# Settings that are not the default: name, format of the matrices, and rows per group.
+FEW_TOKENS = (
+    ("permuted", "int4", 16, FewTokens(4, (8, 16, 32))),
+    ("permuted", "int8", 1, FewTokens(4, (8,), 4)),
+    ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
+    ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
+)
 
 # Tokens, columns, dtype, and rows of each projection.
 PROJECTED = {
