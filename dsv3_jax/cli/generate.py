@@ -76,8 +76,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         if not arguments.chat:
             raise ValueError("--system: expected --chat with it, got none")
         check_text("--system", arguments.system)
-    if arguments.activations is not None and arguments.quantization != "fp8":
-        raise ValueError("--activations: expected --quantization fp8 with it, got none")
+    check_weights(arguments)
     return settings
 
 

@@ -209,10 +209,10 @@ BREAKS: dict[str, Break] = {
         "sums, previous = carry\n                when(i >= 0)(lambda: ring.release(previous))",
         (_KERNELS + "test_w4a8.py",),
     ),
-    "w4a8 swaps the halves of arranged bytes": Break(
+    "w4a8 swaps the columns of a byte's halves": Break(
         "pallas_kernels/grouped_matmul/w4a8.py",
-        "values = columns[..., 0] | (columns[..., 1] << 4)",
-        "values = columns[..., 1] | (columns[..., 0] << 4)",
+        "blocks.transpose(0, 1, 3, 5, 2, 4)",
+        "blocks[..., ::-1].transpose(0, 1, 3, 5, 2, 4)",
         (_KERNELS + "test_w4a8.py",),
     ),
     # ---- sparse attention ------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def w4a8(rows: int, groups: int, N: int, K: int) -> Kernel:
     arrays["lhs"] = Struct((rows * groups, K), FP8)
     arrays["lhs_scale"] = Struct((rows * groups, K // 128), F32)
     options = {"block_shape": (1, 128)}
-    return Kernel("pallas_kernels.grouped_matmul.w4a8", arrays, options, function="grouped_matmul")
+    return Kernel("pallas_kernels.grouped_matmul.mosaic_gpu", arrays, options)
 
 
 def few_tokens_swiglu(rows: int, groups: int, F: int, K: int, form: str) -> Kernel:
