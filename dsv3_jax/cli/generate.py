@@ -11,6 +11,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from dsv3_jax.cli.prompts import check_text, read_prompts
+from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
 
 if TYPE_CHECKING:
