@@ -79,11 +79,18 @@ def check_shapes(lhs: jax.Array, rhs: jax.Array, block_shape: tuple[int, int]) -
         raise NotImplementedError(
             f"takes int4 matrices with scales of 1 x {BLOCK}, got {rhs.dtype} with {block_shape}"
         )
-    if lhs.dtype != FLOAT8 or 0 in (lhs.size, rhs.size) or K % BLOCK or N % FEATURES:
+    if lhs.dtype != FLOAT8 or 0 in (lhs.size, rhs.size):
         raise NotImplementedError(
-            f"takes {jnp.dtype(FLOAT8)} rows, N in {FEATURES}, K in {BLOCK} and no empty arrays,"
-            f" got {lhs.dtype} {lhs.shape} by {rhs.shape}"
+            f"takes {jnp.dtype(FLOAT8)} rows and no empty arrays, got {lhs.dtype} {lhs.shape} by"
+            f" {rhs.shape}"
         )
+    check_widths(N, K)
+
+
+def check_widths(N: int, K: int) -> None:
+    """Raises NotImplementedError for matrices [N, K] that the kernel does not support."""
+    if N % FEATURES or K % BLOCK:
+        raise NotImplementedError(f"takes N in {FEATURES} and K in {BLOCK}, got {N=} {K=}")
 
 
 def permute_columns(lhs: Float[Array, "M K"]) -> Float[Array, "M K"]:
