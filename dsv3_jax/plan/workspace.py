@@ -216,12 +216,8 @@ def dequantized_bytes(
         is_quantized = parameter.is_matrix and parameter.dtype.itemsize == 1
         if not is_quantized or except_for in parameter.path:
             continue
-        if (
-            deployment.activations
-            and has_kernels
-            and is_expert
-            and _has_w4a8_kernel(parameter.shape)
-        ):
+        takes_float8 = deployment.activations and has_kernels and is_expert
+        if takes_float8 and _has_w4a8_kernel(parameter.shape):
             continue
         if not has_kernels or _exceeds_kernel(
             pairs if is_expert else M, math.prod(parameter.shape[:-2]), parameter.dtype
