@@ -9,8 +9,9 @@ A trace of requests is replayed as in ``scripts/bench_engine.py``, offline or at
 time in which no kernel ran. ``pauses`` sorts the pauses by their length: the shortest lie between
 two kernels of a step, and those of more than 20 us, if any, between two steps or where a step waits
 for the host. ``around`` lists the kernels before and after the longer ones. While the profiler
-starts, the host launches nothing for a while, so that the first ``--settle`` seconds do not count.
-It slows later launches down, too: an engine without it pauses less.
+starts and stops, the host launches little, so that only the ``--seconds`` after the first
+``--settle`` ones count. Python is not traced, because that makes every launch slower. XLA launches
+the kernels of CUDA graphs one by one under the profiler: an engine without it pauses less.
 """
 
 from __future__ import annotations
@@ -101,17 +102,20 @@ def pauses(events: Iterable[trace.Event]) -> dict[str, Any]:
     }
 
 
-def settled(events: Iterable[trace.Event], seconds: float) -> list[trace.Event]:
-    """Returns the events that begin at least ``seconds`` after the first one."""
+def settled(events: Iterable[trace.Event], settle: float, seconds: float) -> list[trace.Event]:
+    """Returns the events that begin from ``settle`` to ``settle + seconds`` after the first one."""
     events = list(events)
-    first = min((event.start_ns for event in events), default=0.0)
-    return [event for event in events if event.start_ns >= first + seconds * 1e9]
+    begin = min((event.start_ns for event in events), default=0.0) + settle * 1e9
+    return [event for event in events if begin <= event.start_ns <= begin + seconds * 1e9]
 
 
 def record(seconds: float) -> list[trace.Event]:
-    """Returns everything that runs on the device in the next seconds."""
+    """Returns everything that runs on the device in the next seconds, and until the profiler has
+    stopped."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
+        with jax.profiler.trace(directory, profiler_options=options):
             time.sleep(seconds)
         with warnings.catch_warnings():
             # jaxlib warns about its own types.
@@ -137,7 +141,8 @@ def main(words: Sequence[str]) -> int:
             replay, engine, chosen, rate=arguments.rate, count=arguments.count, **options
         )
         time.sleep(arguments.after)
-        events = settled(record(arguments.settle + arguments.seconds), arguments.settle)
+        recorded = record(arguments.settle + arguments.seconds)
+        events = settled(recorded, arguments.settle, arguments.seconds)
         dispatches = engine.stats().since(before).dispatches
         replayed.result()
     result: dict[str, Any] = {

@@ -36,10 +36,10 @@ def test_pauses_are_sorted_by_length():
     assert result["pauses"]["over 1000 us"]["share"] == round(2000 / 2200, 4)
 
 
-def test_the_profilers_start_does_not_count():
-    events = [Event("a", "", 1e9 * second, 1e9) for second in (7, 5, 5.4, 5.5)]
-    assert [event.start_ns for event in profile_engine.settled(events, 0.5)] == [7e9, 5.5e9]
-    assert profile_engine.settled([], 0.5) == []
+def test_the_profilers_start_and_end_do_not_count():
+    events = [Event("a", "", 1e9 * second, 1e9) for second in (7.4, 7, 5, 5.4, 5.5)]
+    assert [event.start_ns for event in profile_engine.settled(events, 0.5, 1.8)] == [7e9, 5.5e9]
+    assert profile_engine.settled([], 0.5, 1.0) == []
 
 
 def test_a_trace_without_kernels_is_refused():
