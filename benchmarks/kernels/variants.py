@@ -116,6 +116,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     },
     "bfloat16 pairs": _bfloat16(paired=True),
     "permuted columns": _few_tokens(tokens_in_order=False),
+    "tokens in order": _few_tokens(tokens_in_order=True),
     "prefetch": {
         "sparse_mla_decode": Variant(
             sparse_mla_decode.sparse_mla_decode,

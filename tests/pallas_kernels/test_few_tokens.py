@@ -147,7 +147,7 @@ def test_several_matrices(rhs_dtype, N, K, block_shape, config):
 )
 def test_default_config(M, G, bits, warpgroups, token_widths, k_warpgroups, split_k):
     weights = Weights.of(f"int{bits}", 4096, 7168, (1, 128))
-    in_order = token_widths[-1] <= 32
+    in_order = token_widths[-1] <= 32 and (bits == 8 or G >= 32)
     expected = Config(warpgroups, token_widths, k_warpgroups, split_k, tokens_in_order=in_order)
     assert few_tokens.default_config(M, G, weights) == expected
 

@@ -361,7 +361,7 @@ def kernels() -> dict[str, Kernel]:
             table[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
                 rows, 1, 1536, 7168, form
             )
-    # Columns that are permuted, and those of float8 that are not.
+    # Columns that are permuted, and others that are not.
     for name, form, rows, config in FEW_TOKENS:
         shape = f"grouped_matmul {form} by bf16 {rows} rows, {name}"
         table[shape] = few_tokens(rows, 8, 4096, 7168, form, config=config)
@@ -470,7 +470,7 @@ def other_schedules() -> dict[str, Kernel]:
 
 # Settings that are not the default: name, format of the matrices, and rows per group.
 FEW_TOKENS = (
-    ("permuted", "int4", 16, FewTokens(4, (8, 16, 32))),
+    ("in order", "int4", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
     ("permuted", "int8", 1, FewTokens(4, (8,), 4)),
     ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
     ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
