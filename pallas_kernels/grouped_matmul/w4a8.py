@@ -9,8 +9,7 @@ is that of the unrounded integers: :mod:`reference` is the specification. Compar
 rows, the only loss is the rounding of the rows to float8.
 
 The matrices are read as they are stored, in 4 bits, and converted in registers. For that, XLA
-permutes the columns of the rows and transposes the scales. A GPU has run the kernel, but with
-matrices in another order, which needed no permuted rows.
+permutes the columns of the rows and transposes the scales.
 """
 
 from __future__ import annotations
