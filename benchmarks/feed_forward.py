@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from benchmarks.kernels.layer_inputs import in_float32
-from dsv3_jax.layers.second_half import arguments, projection
+from dsv3_jax.layers.around_attention import arguments, projection
 from pallas_kernels.decoder_layer import kernel, mosaic_gpu, reference
 from pallas_kernels.decoder_layer.plan import Config
 from pallas_kernels.hopper.grid_barrier import new_counter

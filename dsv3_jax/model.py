@@ -18,7 +18,7 @@ from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
-from dsv3_jax.layers import second_half
+from dsv3_jax.layers import around_attention
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.attention_variants import check_variant, set_variant
@@ -202,13 +202,13 @@ class DeepSeekV3(nnx.Module):
         """Selects how layers run, apart from attention itself.
 
         Args:
-          implementation: ``"mosaic_gpu"`` is one kernel for up to eight tokens, and another for the
-            projections at the layer's beginning; ``"separate"`` is an operation for each step.
-            ``"around_attention"``, which no GPU has run yet, is one kernel for everything before
-            attention itself and one for everything after it. A sequence of names is tried in its
-            order: ``("mosaic_gpu", "separate")`` uses the kernels where it can. None uses
+          implementation: ``"mosaic_gpu"`` is one kernel for everything before attention itself and
+            one for everything after it, for up to eight tokens; ``"separate"`` is an operation for
+            each step. With ``"mosaic_gpu_merging"`` the second kernel also merges attention's
+            parts, for one batch. A sequence of names is tried in its order:
+            ``("mosaic_gpu", "separate")`` uses the kernels where it can. None uses
             ``"mosaic_gpu"`` where it has been measured to be faster: for one token, if a layer
-            reads no more than ``second_half.MOST_BYTES``.
+            reads no more than ``around_attention.MOST_BYTES``.
         """
         for layer in (*self.layers, *self.mtp):
             layer.feed_forward = implementation
@@ -368,7 +368,7 @@ class DeepSeekV3(nnx.Module):
         forms = tuple(batch.form for batch in batches)
         new_pages, expert_counts = [], []
         tokens = sum(batch.tokens.size for batch in batches)
-        counter = second_half.shared_counter(self.layout, tokens)
+        counter = around_attention.shared_counter(self.layout, tokens)
         for layer, pages in zip(self.layers, pool.layers, strict=True):
             xs, pages, layer_counts = _extend_layer(
                 forms, *nnx.split(layer), xs, rotations, caches, pages, counter

@@ -58,7 +58,13 @@ LAYERS = 4  # different layers of a program, so that the L2 cache holds the weig
 CALLS = 16  # layers of a timed program: XLA may compile the kernel again for each
 WINDOWS, WINDOW_S = 5, 0.1
 LAUNCHES = 50  # programs in flight before clocks are read
-AHEAD = "always", "arrived"
+SETTINGS: dict[str, Any] = {
+    "always": {"ahead": "always"},
+    "arrived": {"ahead": "arrived"},
+    "alternate": {"alternate": True},
+    "together": {"together": True},
+    "alternate, together": {"alternate": True, "together": True},
+}
 
 
 def random_layers(config: ModelConfig, weights: str) -> tuple[Any, list[Any]]:
@@ -185,16 +191,16 @@ def measure(
     programs["exact"] = jax.jit(exact), (h, heads, states[:1])
     add("plain", feed_forward.plain(graph))
     events = ()
-    for ahead in settings.ahead:
-        setting = Config(multiprocessors(), ahead=ahead)
-        add(ahead, feed_forward.one_kernel(graph, setting))
+    for name in settings.settings:
+        setting = Config(multiprocessors(), **SETTINGS[name])
+        add(name, feed_forward.one_kernel(graph, setting))
         setting = dataclasses.replace(setting, timed=True)
         events = feed_forward.plan_of(h, heads, states[0], graph, setting).events
         stamps = jax.jit(functools.partial(feed_forward.stamps, graph=graph, config=setting))
-        programs[f"stamps {ahead}"] = stamps, (h, heads, states)
+        programs[f"stamps {name}"] = stamps, (h, heads, states)
     compiled = compile_all(programs)
     wanted = [compiled["exact"](h, heads, [state]) for state in states]
-    for name in (*settings.ahead, "plain"):
+    for name in (*settings.settings, "plain"):
         row[name] = check(compiled[f"check {name}"], h, heads, states, wanted, settings.repeats)
         if "wrong" not in row[name]:
             row[name] |= timed(compiled[f"time {name}"], h, heads, states)
@@ -225,7 +231,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
     choices = "without", "with"
     parser.add_argument("--o-proj", nargs="*", default=choices[:1], choices=choices)
-    parser.add_argument("--ahead", nargs="*", default=AHEAD, choices=AHEAD, help="settings")
+    parser.add_argument("--settings", nargs="*", default=SETTINGS, choices=SETTINGS)
     parser.add_argument("--launches", type=int, default=1_000_000, help="launches without a hang")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds, see above")
     parser.add_argument("--repeats", type=int, default=20, help="equal calls per check")

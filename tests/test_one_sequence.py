@@ -1,4 +1,4 @@
-"""Layers choose the kernels of ``second_half`` if the caller names nothing."""
+"""Layers choose the kernels of ``around_attention`` if the caller names nothing."""
 
 import jax.numpy as jnp
 import pytest
@@ -7,7 +7,7 @@ from flax import nnx
 from benchmarks.decode import models
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine.model_arrays import ModelArrays
-from dsv3_jax.layers import second_half
+from dsv3_jax.layers import around_attention
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.model import DeepSeekV3
 from tests.support.checkpoints import tiny_config
@@ -20,7 +20,7 @@ def layer_of(name, weights, *, dense):
 
 
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(second_half, "require_hopper", lambda: None)
+    monkeypatch.setattr(around_attention, "require_hopper", lambda: None)
 
 
 # Megabytes that one token reads in the second half of a layer.
@@ -37,18 +37,18 @@ def test_layers_that_read_little_prefer_the_kernels(
     name, weights, dense, megabytes, preferred, monkeypatch
 ):
     layer = layer_of(name, weights, dense=dense)
-    assert second_half.read_bytes(layer) / 1e6 == pytest.approx(megabytes, rel=1e-3)
-    assert not second_half.is_preferred(layer, 1)  # not on this machine
+    assert around_attention.read_bytes(layer) / 1e6 == pytest.approx(megabytes, rel=1e-3)
+    assert not around_attention.is_preferred(layer, 1)  # not on this machine
     on_hopper(monkeypatch)
-    assert second_half.is_preferred(layer, 1) == preferred
-    assert not second_half.is_preferred(layer, 2)
+    assert around_attention.is_preferred(layer, 1) == preferred
+    assert not around_attention.is_preferred(layer, 2)
 
 
 def test_a_counter_only_where_the_kernels_run(monkeypatch):
-    assert second_half.shared_counter(None, 1) is None
+    assert around_attention.shared_counter(None, 1) is None
     on_hopper(monkeypatch)
-    assert second_half.shared_counter(None, 8) is not None
-    assert second_half.shared_counter(None, 9) is None
+    assert around_attention.shared_counter(None, 8) is not None
+    assert around_attention.shared_counter(None, 9) is None
 
 
 @pytest.mark.slow

@@ -146,7 +146,8 @@ def unfinished_loads(listing: str) -> list[str]:
         loading = {load: result for load, result in loading.items() if not result & named}
         if opcode.startswith(("LDS", "LDSM")):
             first = _REGISTER.search(operands)
-            assert first is not None, line
+            if first is None:
+                continue  # to RZ: ptxas puts such a load into a fence, and does not execute it
             count = {".64": 2, ".128": 4, ".M88.4": 4}
             width = next((n for suffix, n in count.items() if suffix in opcode), 1)
             number = int(first[0][1:])

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import latent_cache, query_groups
 from dsv3_jax.layers.attention_by_heads import attend_by_heads
-from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form, Projected
+from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form
 from dsv3_jax.layers.context_parallel import attend_local, merge_devices
 from dsv3_jax.layers.linear import Linear, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
@@ -43,10 +43,13 @@ from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import (
     mla_decode,
+    mla_decode_parts,
     mla_decode_whole_sequences,
     mla_prefill,
     target,
 )
+from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.mla_decode.schedule import Schedule
 from sharding import Layout
 
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
@@ -162,19 +165,6 @@ class MultiHeadLatentAttention(nnx.Module):
         appended = self._append(x, query_latent, rotation, caches)
         return self._attend_batches(queries, appended, caches, forms, x.dtype)
 
-    def attend_projected(
-        self,
-        projected: Projected,
-        rotation: Rotation,
-        caches: Sequence[LayerCache],
-        forms: Sequence[Form],
-    ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
-        """Does :meth:`attend_batches` after the projections of its input."""
-        queries = self._split_queries(projected.queries, rotation)
-        stored = self._stored(self._finished(projected.latent, rotation))
-        appended = append_batches({"latent": stored}, caches, self.layout)
-        return self._attend_batches(queries, appended, caches, forms, projected.latent.dtype)
-
     def attend_absorbed(
         self, queries: AbsorbedQueries, caches: Sequence[LayerCache]
     ) -> Float[Array, "_ _ H C"]:
@@ -190,6 +180,18 @@ class MultiHeadLatentAttention(nnx.Module):
             for cache in caches
         ]
         return self._attend_latents(q_latent, q_rope, appended)[0]
+
+    def attend_in_parts(self, queries: AbsorbedQueries, caches: Sequence[LayerCache]) -> Parts:
+        """Does :meth:`attend_absorbed` without merging the parts of split sequences.
+
+        Raises:
+          NotImplementedError: there are several batches.
+        """
+        if len(caches) > 1:
+            raise NotImplementedError(f"takes attention of one batch in parts, got {len(caches)}")
+        q_latent, q_rope, pages = queries
+        arrays, schedule = self._decode_arguments(q_latent, q_rope, caches[0]._replace(pages=pages))
+        return mla_decode_parts(*arrays, scale=self.config.softmax_scale, schedule=schedule)[0]
 
     def _attend_batches(
         self,
@@ -261,24 +263,13 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns the part of every head's query without rope, and the rotated part."""
         c = self.config
         up_proj = self.q_proj if c.q_lora_rank is None else self.q_b_proj
-        return self._split_queries(up_proj(query_latent), rotation)
-
-    def _split_queries(
-        self, q: Float[Array, "B T HK"], rotation: Rotation
-    ) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
-        c = self.config
+        q = up_proj(query_latent)
         q = q.reshape(*q.shape[:2], -1, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
         """Returns the normed latent of each token, then its rope key."""
-        return self._finished(self.kv_a_proj_with_mqa(x), rotation)
-
-    def _finished(
-        self, compressed: Float[Array, "B T CR"], rotation: Rotation
-    ) -> Float[Array, "B T CR"]:
-        """Returns :meth:`latents` of kv_a_proj_with_mqa's output."""
-        C = self.config.kv_lora_rank
+        compressed, C = self.kv_a_proj_with_mqa(x), self.config.kv_lora_rank
         return jnp.concatenate(
             [self.kv_a_layernorm(compressed[..., :C]), rotate(compressed[..., C:], rotation)],
             axis=-1,
@@ -288,11 +279,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
         """Returns what the cache stores for each token, see :mod:`latent_cache`."""
-        return self._stored(self.latents(x, rotation))
-
-    def _stored(
-        self, latents: Float[Array, "B T CR"]
-    ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
+        latents = self.latents(x, rotation)
         return latent_cache.to_float8(self.config, latents) if self.float8_latents else latents
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:
@@ -377,19 +364,8 @@ class MultiHeadLatentAttention(nnx.Module):
         cache, shard = batch.cache, batch.shard
         pages, tables, starts = cache.pages["latent"], cache.block_tables, cache.starts
         if shard.num_shards == 1:
-            tables, lengths = query_groups.tables_and_lengths(tables, starts, cache.valid)
-            schedule = None
-            if self.whole_sequences:
-                schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
-            groups = mla_decode(
-                query_groups.split(q_latent),
-                query_groups.split(q_rope),
-                pages,
-                tables,
-                lengths,
-                scale=scale,
-                schedule=schedule,
-            )
+            arrays, schedule = self._decode_arguments(q_latent, q_rope, cache)
+            groups = mla_decode(*arrays, scale=scale, schedule=schedule)
             out, lse = (query_groups.join(each, q_latent.shape[1]) for each in groups)
         else:
             latent = batch.entries["latent"]
@@ -397,3 +373,18 @@ class MultiHeadLatentAttention(nnx.Module):
                 q_latent, q_rope, latent, pages, tables, starts, shard, scale=scale
             )
         return out, lse
+
+    def _decode_arguments(
+        self,
+        q_latent: Float[Array, "B T H C"],
+        q_rope: Float[Array, "B T H R"],
+        cache: LayerCache,
+    ) -> tuple[tuple[Array, ...], Schedule | None]:
+        """Returns the arrays for mla_decode, and its schedule, or None for its own."""
+        arguments = cache.block_tables, cache.starts, cache.valid
+        tables, lengths = query_groups.tables_and_lengths(*arguments)
+        schedule = None
+        if self.whole_sequences:
+            schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
+        split = query_groups.split(q_latent), query_groups.split(q_rope)
+        return (*split, cache.pages["latent"], tables, lengths), schedule

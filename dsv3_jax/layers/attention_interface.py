@@ -52,15 +52,6 @@ class Attention(Protocol):
         ...
 
 
-class Projected(NamedTuple):
-    """The results of the projections at a layer's beginning."""
-
-    queries: Float[Array, "B T HK"]
-    """All heads' queries before rope."""
-    latent: Float[Array, "B T CR"]
-    """The output of kv_a_proj_with_mqa."""
-
-
 class AbsorbedQueries(NamedTuple):
     """The queries of attention in absorbed form, when the new tokens are in the cache."""
 

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers import second_half
+from dsv3_jax.layers import around_attention
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
-from dsv3_jax.layers.attention_interface import AbsorbedQueries, Attention, Form, Projected
+from dsv3_jax.layers.attention_interface import AbsorbedQueries, Attention, Form
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
@@ -118,7 +118,7 @@ class DecoderLayer(nnx.Module):
         :meth:`MultiHeadLatentAttention.extend_batches`. Their caches have the same page arrays.
 
         Args:
-          counter: from :func:`second_half.shared_counter`. Without a layout only.
+          counter: from :func:`around_attention.shared_counter`. Without a layout only.
 
         Returns the output of each batch, the page arrays, and statistics of all tokens of an MoE.
         """
@@ -165,13 +165,10 @@ class DecoderLayer(nnx.Module):
         rotation = jax.tree.map(lambda *each: join_tokens(each), *rotations)
         attention: Attention = self.self_attn
         valid = join_tokens([cache.valid for cache in caches])
-        prepared = self._before_attention(x, rotation, caches, forms, counter)
-        if isinstance(prepared, AbsorbedQueries):
-            latents, pages = self.self_attn.attend_absorbed(prepared, caches), prepared.pages
-            y, stats = self._feed_forward(x, None, valid, None, counter, latents)
-        elif prepared is not None:
-            heads, pages = self.self_attn.attend_projected(prepared, rotation, caches, forms)
-            y, stats = self._feed_forward(x, None, valid, heads, counter)
+        queries = self._before_attention(x, rotation, caches, forms, counter)
+        if queries is not None:
+            pages = queries.pages
+            y, stats = self._feed_forward(x, None, valid, None, counter, (queries, caches))
         elif type(attention).extend is MultiHeadLatentAttention.extend:
             normed = self.input_layernorm(x)
             heads, pages = attention.attend_batches(normed, rotation, caches, forms)
@@ -189,17 +186,15 @@ class DecoderLayer(nnx.Module):
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
         counter: Any,
-    ) -> AbsorbedQueries | Projected | None:
+    ) -> AbsorbedQueries | None:
         """Returns what a kernel computes before attention, or None if separate operations do."""
         if type(self.self_attn) is not MultiHeadLatentAttention:
             return None
         arrays = x, rotation, caches, forms, counter
-        kernels = {
-            "mosaic_gpu": functools.partial(second_half.project_in_kernel, self, x),
-            "around_attention": functools.partial(second_half.inputs_in_kernel, self, *arrays),
-        }
-        preferred = second_half.is_preferred(self, x.shape[0] * x.shape[1])
-        return self._dispatch("a layer's first half", lambda: None, kernels, preferred)
+        kernel = functools.partial(around_attention.inputs_in_kernel, self, *arrays)
+        preferred = around_attention.is_preferred(self, x.shape[0] * x.shape[1])
+        kernels = {"mosaic_gpu": kernel, "mosaic_gpu_merging": kernel}
+        return self._dispatch("a layer before attention", lambda: None, kernels, preferred)
 
     def _feed_forward(
         self,
@@ -208,32 +203,37 @@ class DecoderLayer(nnx.Module):
         valid: Bool[Array, "B T"] | None,
         heads: Float[Array, "B T H V"] | None = None,
         counter: Any = None,
-        latents: Float[Array, "B T H C"] | None = None,
+        absorbed: tuple[AbsorbedQueries, Sequence[LayerCache]] | None = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or MoE's output to that sum.
 
         Args:
           attended: attention's output, or None if ``heads`` has it before its projection.
           counter: see :meth:`extend_batches`.
-          latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
+          absorbed: what attention itself still has to do, or None if ``heads`` or ``attended`` has
+            its output.
         """
-
-        def values() -> Float[Array, "B T H V"] | None:
-            return heads if latents is None else self.self_attn.unfold(latents, x.dtype)
+        attention: Any = self.self_attn
 
         def separate() -> Any:
-            return self._feed_forward_separately(x, attended, valid, values())
+            values = heads
+            if absorbed is not None:
+                values = attention.unfold(attention.attend_absorbed(*absorbed), x.dtype)
+            return self._feed_forward_separately(x, attended, valid, values)
 
-        def kernel() -> Any:
-            return second_half.in_one_kernel(self, x, attended, valid, values(), counter)
-
-        def with_w_uv() -> Any:
-            return second_half.in_one_kernel(self, x, attended, valid, heads, counter, latents)
+        def kernel(method: str) -> Any:
+            latents = None if absorbed is None else getattr(attention, method)(*absorbed)
+            return around_attention.in_one_kernel(self, x, attended, valid, heads, counter, latents)
 
         # Without a cache, a result may be differentiated.
-        preferred = heads is not None and second_half.is_preferred(self, x.shape[0] * x.shape[1])
-        kernels = {"mosaic_gpu": kernel, "around_attention": with_w_uv}
-        return self._dispatch("a layer's second half", separate, kernels, preferred)
+        preferred = attended is None and around_attention.is_preferred(
+            self, x.shape[0] * x.shape[1]
+        )
+        kernels = {
+            "mosaic_gpu": functools.partial(kernel, "attend_absorbed"),
+            "mosaic_gpu_merging": functools.partial(kernel, "attend_in_parts"),
+        }
+        return self._dispatch("a layer after attention", separate, kernels, preferred)
 
     def _dispatch(
         self,
@@ -245,8 +245,7 @@ class DecoderLayer(nnx.Module):
         """Calls what :meth:`DeepSeekV3.use_feed_forward` has selected.
 
         Args:
-          kernels: the first is ``"mosaic_gpu"``.
-          preferred: whether None tries the first kernel first. It tries no other.
+          preferred: whether None tries ``"mosaic_gpu"`` first. It tries no other kernel.
         """
         backends = {"separate": separate} | kernels
         if preferred:

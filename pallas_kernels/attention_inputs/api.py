@@ -10,7 +10,8 @@ from pallas_kernels.attention_inputs import mosaic_gpu, reference
 from pallas_kernels.attention_inputs.reference import AttentionInputs, AttentionWeights
 from pallas_kernels.dispatch import Implementation, dispatch
 
-# The reference is first, so only a caller who names the kernel gets it: no GPU has run it yet.
+# The reference is first, so only a caller who names the kernel gets it: whether it is faster
+# depends on the whole layer, see dsv3_jax.layers.around_attention.
 BACKENDS = {
     "reference": reference.attention_inputs,
     "mosaic_gpu": mosaic_gpu.attention_inputs,

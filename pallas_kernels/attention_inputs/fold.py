@@ -34,7 +34,6 @@ from pallas_kernels.hopper.ir import (
     i64,
     inline,
     item,
-    scalar,
     word,
 )
 
@@ -49,7 +48,7 @@ def no_sums(pieces: Pieces, interpret: Any) -> jax.Array:
     """Returns zeros for a warpgroup's sums of a piece."""
     if interpret is not None:
         return jnp.zeros((pieces.tokens, pieces.width), jnp.float32)
-    return plgpu.layout_cast(jnp.zeros(_shape(pieces), jnp.float32), _layout(pieces))
+    return plgpu.layout_cast(jnp.zeros(_shape(pieces), jnp.float32), layout_of(pieces))
 
 
 def add_products(
@@ -74,7 +73,7 @@ def add_products(
         highest = lax.Precision.HIGHEST
         return sums + jnp.dot(queries, stage[wg].astype(jnp.float32), precision=highest)
 
-    layout = _layout(pieces)
+    layout = layout_of(pieces)
     weight_bytes = pieces.dtype.itemsize
     # Distance from the end of the first half's rows to the second half.
     gap = 8 * row_bytes - half * pieces.width * weight_bytes
@@ -115,25 +114,6 @@ def add_products(
     return add(stage, queries_s, jnp.asarray(step, jnp.int32), sums)
 
 
-def zero_after(pieces: Pieces, sums: jax.Array, interpret: Any) -> Any:
-    """Returns 0 when the weights in ``sums`` are in registers.
-
-    An arrival at a barrier does not wait for loads, unless its index depends on them: on one of the
-    columns, because a lane loads all of its columns of a row at once.
-    """
-    if interpret is not None:
-        return 0
-
-    @inline(_layout(pieces), returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def compare(sums: Any) -> Any:
-        # No arithmetic gives this signalling NaN.
-        text = "{ .reg .pred p; setp.eq.b32 p, $1, 0x7F812345; selp.b32 $0, 1, 0, p; }"
-        number = llvm.bitcast(i32(), item(sums.registers.flat[0], 0))
-        return scalar(asm(text, "=r,r", number, result=i32(), effects=True))
-
-    return compare(sums)
-
-
 def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any) -> None:
     """Stores the sums of a warpgroup's warps for :func:`store_totals`.
 
@@ -146,7 +126,7 @@ def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any)
         partials_s[pl.ds(lax.axis_index("wg") * size, size)] = sums.reshape(-1)
         return
 
-    @inline(REF, _layout(pieces))
+    @inline(REF, layout_of(pieces))
     def store(partials: Any, sums: Any) -> None:
         f32 = ir.F32Type.get()
         warp, lane = _warp_and_lane()
@@ -233,13 +213,13 @@ def _shape(pieces: Pieces) -> tuple[int]:
     return (_THREADS * _COLUMNS * pieces.tokens,)
 
 
-def _layout(pieces: Pieces) -> Any:
+def layout_of(pieces: Pieces) -> Any:
     """Returns the layout of a warpgroup's sums: a register of eight columns for each token."""
     return plgpu.Layout.WG_STRIDED(_shape(pieces), vec_size=_COLUMNS)
 
 
 def _struct(pieces: Pieces) -> Any:
-    return plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=_layout(pieces))
+    return plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=layout_of(pieces))
 
 
 def _warp_and_lane() -> tuple[Any, Any]:

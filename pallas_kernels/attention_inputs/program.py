@@ -13,20 +13,20 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention_inputs.fold import (
     add_products,
+    layout_of,
     no_sums,
     store_sums,
     store_totals,
-    zero_after,
 )
 from pallas_kernels.attention_inputs.plan import Phase, Plan
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.attention_inputs.rotation import store_rotated
-from pallas_kernels.decoder_layer.registers import SCALE_BLOCK
+from pallas_kernels.decoder_layer.registers import SCALE_BLOCK, zero_after
+from pallas_kernels.decoder_layer.row_copies import RowCopies
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
     ROWS,
     Half,
-    RowCopies,
     Rows,
     Stream,
     Totals,
@@ -321,7 +321,7 @@ class Program:
                 self.stream.ring.wait_full(state)
                 stage = self.piece_stage(state.stage)
                 sums = add_products(pieces, stage, row_bytes, self.queries, step, sums, interpret)
-                read = state.stage + zero_after(pieces, sums, interpret)
+                read = state.stage + zero_after([sums], layout_of(pieces), interpret)
                 self.stream.ring.release(state._replace(stage=read))
                 return sums
 

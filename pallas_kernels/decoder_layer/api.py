@@ -10,10 +10,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster
-# depends on the whole layer, see dsv3_jax.layers.second_half.
+# depends on the whole layer, see dsv3_jax.layers.around_attention.
 BACKENDS = {
     "reference": reference.feed_forward,
     "mosaic_gpu": mosaic_gpu.feed_forward,
@@ -29,7 +30,7 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
-    attended: Float[Array, "M _"] | None = None,
+    attended: Float[Array, "M _"] | Parts | None = None,
     o_proj: Projection | None = None,
     w_uv: Float[Array, "H V C"] | None = None,
     counter: Any = None,
@@ -47,7 +48,7 @@ def feed_forward(
       shared: the dense MLP, or the shared experts as one MLP of their summed width, or None.
       rule: how experts are chosen, see :func:`pallas_kernels.route`; None in a dense layer.
       attended: attention's output, which is added to h first. The sum is rounded to h's dtype.
-        None if h contains it.
+        None if h contains it. With ``w_uv`` it may be in parts, from :func:`mla_decode_parts`.
       o_proj: the projection of attention's output, or None if ``attended`` is projected already.
       w_uv: by head, what attention's output [M, H C] is multiplied by before ``o_proj``; or None.
       counter: Ref of the counter by which the kernel's programs wait for each other, which all
@@ -98,7 +99,7 @@ def _check(
 
 
 def _check_attended(
-    h: Array, attended: Array | None, o_proj: Projection | None, w_uv: Array | None
+    h: Array, attended: Array | Parts | None, o_proj: Projection | None, w_uv: Array | None
 ) -> None:
     if attended is None:
         if o_proj is not None:
@@ -119,10 +120,24 @@ def _check_attended(
             got = "no o_proj" if o_proj is None else f"{width} columns"
             raise ValueError(f"w_uv: expected an o_proj with {H * V} columns, got {got}")
         width = H * C
+    if isinstance(attended, Parts):
+        _check_parts(h, attended, w_uv)
+        return
     if (attended.shape, attended.dtype) != ((M, width), h.dtype):
         raise ValueError(
             f"attended: expected {h.dtype} of shape {(M, width)}, got {attended.dtype} of"
             f" {attended.shape}"
+        )
+
+
+def _check_parts(h: Array, parts: Parts, w_uv: Array | None) -> None:
+    if w_uv is None:
+        raise ValueError("attended: expected an array without w_uv, got parts")
+    (H, _, C), (B, rows, width) = w_uv.shape, parts.out.shape
+    if len(h) % B or rows < len(h) // B * H or (width, parts.out.dtype) != (C, h.dtype):
+        raise ValueError(
+            f"attended: expected {h.dtype} parts of {len(h)} tokens with {H} rows of {C} each, got"
+            f" {parts.out.dtype} of {parts.out.shape}"
         )
 
 

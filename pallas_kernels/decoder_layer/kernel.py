@@ -19,6 +19,7 @@ less time than another barrier.
     -- grid barrier --
     routed_down         chosen downs                hidden rows             added to these
 
+Attention's output is copied, or merged from parts (:mod:`merging`), to the programs that need it.
 Then ``out = h + sums``. Without w_uv, or without it and o_proj, the first phases and barriers are
 missing. A dense layer has only gate_up and down after them. The producer passes the first
 barrier with the weights of ``down``; it waits for the choice of experts before it copies theirs,
@@ -47,13 +48,14 @@ from pallas_kernels.decoder_layer.units import Refs
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.ring import Ring
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.lanes import SHAPE
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def feed_forward(
     h: Float[Array, "M D"],
-    attended: Float[Array, "M _"] | None,
+    attended: Float[Array, "M _"] | Parts | None,
     o_proj: Projection | None,
     w_uv: Float[Array, "H V C"] | None,
     norm: Float[Array, " D"],
@@ -82,11 +84,13 @@ def feed_forward(
     M, D, E, pairs = plan.tokens, plan.width, plan.experts, plan.choices
     programs = plan.config.programs
     f32, i32 = jnp.float32, jnp.int32
+    parts, attended = (attended, None) if isinstance(attended, Parts) else (None, attended)
     arrays = {
         "h": h,
         "flat_h": h.reshape(-1),
         "attended": attended,
         "flat_attended": None if attended is None else attended.reshape(-1),
+        "parts": parts,
         "o_proj": None if o_proj is None else _flat_scales(o_proj),
         "w_uv": w_uv,
         "norm": norm,

@@ -18,6 +18,7 @@ from pallas_kernels.decoder_layer.plan import Config, Plan
 from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 
 
@@ -30,7 +31,7 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
-    attended: Float[Array, "M _"] | None = None,
+    attended: Float[Array, "M _"] | Parts | None = None,
     o_proj: Projection | None = None,
     w_uv: Float[Array, "H V C"] | None = None,
     config: Config | None = None,
@@ -53,6 +54,7 @@ def feed_forward(
     config = config or Config(multiprocessors() if interpret is None else 2)
     parts = router, shared, routed
     options = {"rule": rule, "eps": eps, "o_proj": o_proj, "w_uv": w_uv, "config": config}
+    options["sequences"] = len(attended.out) if isinstance(attended, Parts) else 0
     plan = make_plan(h, *parts, **options, interpret=interpret)
     if counter is None and interpret is None:
         counter = jax.new_ref(new_counter())
@@ -73,10 +75,15 @@ def make_plan(
     eps: float,
     o_proj: Projection | None = None,
     w_uv: Float[Array, "H V C"] | None = None,
+    sequences: int = 0,
     config: Config,
     interpret: Any = None,
 ) -> Plan:
-    """Returns the plan for these arguments. It raises as :func:`feed_forward`."""
+    """Returns the plan for these arguments. It raises as :func:`feed_forward`.
+
+    Args:
+      sequences: sequences whose attention's output is in parts.
+    """
     matrices = [each for each in (shared, routed) if each is not None]
     dtypes = {jnp.dtype(matrix.dtype) for each in matrices for matrix in each[:3]}
     if o_proj is not None:
@@ -103,6 +110,7 @@ def make_plan(
         attention=0 if o_proj is None else o_proj.weight.shape[1],
         heads=0 if w_uv is None else w_uv.shape[0],
         latent=0 if w_uv is None else w_uv.shape[2],
+        sequences=sequences,
         ffn=0 if shared is None else shared.gate.shape[-2],
         expert_ffn=0 if routed is None else routed.gate.shape[-2],
         experts=0 if routed is None else math.prod(routed.gate.shape[:-2]),

@@ -63,6 +63,12 @@ class Config:
     ahead: Literal["always", "arrived"] = "arrived"
     """The time from which weights of phases after a grid barrier are copied: always, or only when
     this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
+    alternate: bool = False
+    """Whether the warpgroups multiply the downs of routed experts alternately, instead of half of
+    the columns of each. No GPU has run it."""
+    together: bool = False
+    """Whether a warpgroup loads all rows of activations that it copies before it stores the first.
+    No GPU has run it."""
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 
@@ -80,6 +86,8 @@ class Plan:
     """Heads whose outputs are latents, 0 without W_UV."""
     latent: int
     """C, the width of a head's latents, 0 without W_UV."""
+    sequences: int
+    """Sequences whose attention's output is in parts, 0 if it has been merged."""
     ffn: int
     """Hidden width of the dense or shared MLP, 0 without one."""
     expert_ffn: int
@@ -96,7 +104,7 @@ class Plan:
 
     @staticmethod
     def of(
-        tokens: int, width: int, attention: int, heads: int, latent: int, ffn: int,
+        tokens: int, width: int, attention: int, heads: int, latent: int, sequences: int, ffn: int,
         expert_ffn: int, experts: int, rule: Rule | None, eps: float, dtype: Any,
         weight_dtype: Any, router_dtype: Any, config: Config, interpret: Any,
     ) -> Plan:  # fmt: skip
@@ -120,6 +128,10 @@ class Plan:
             raise NotImplementedError(
                 f"takes head widths of a multiple of {2 * ROWS}, got {attention / heads:g}"
             )
+        if sequences and latent % (CONSUMERS * _WARPGROUP):
+            raise NotImplementedError(
+                f"takes parts with a multiple of {CONSUMERS * _WARPGROUP} columns, got {latent}"
+            )
         phases = _phases(
             tokens, width, attention, ffn, expert_ffn, experts, rule, weight_dtype, router_dtype
         )
@@ -127,8 +139,8 @@ class Plan:
             phases = _with_w_uv(phases, heads, attention // heads, latent, dtype)
         operands = [phase.operand for phase in phases]
         plan = Plan(
-            tokens, width, attention, heads, latent, ffn, expert_ffn, experts, rule, eps,
-            jnp.dtype(dtype), jnp.dtype(weight_dtype), phases, config,
+            tokens, width, attention, heads, latent, sequences, ffn, expert_ffn, experts, rule,
+            eps, jnp.dtype(dtype), jnp.dtype(weight_dtype), phases, config,
             Stages.of(operands, 0, interpret),
         )  # fmt: skip
         return dataclasses.replace(plan, stages=Stages.of(operands, plan._ring_stages(), interpret))

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decoder_layer.choice import choose
 from pallas_kernels.decoder_layer.epilogue import epilogue
+from pallas_kernels.decoder_layer.merging import merge_row
 from pallas_kernels.decoder_layer.plan import Phase, Plan
 from pallas_kernels.decoder_layer.registers import SUMS, SUMS_SHAPE, no_sums
 from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
@@ -27,7 +28,7 @@ from pallas_kernels.decoder_layer.stream import (
 )
 from pallas_kernels.decoder_layer.units import Refs, Units
 from pallas_kernels.decoder_layer.vectors import (
-    copy_row,
+    copy_rows,
     load_block,
     norm_row,
     store_block,
@@ -210,12 +211,26 @@ class Program:
                 )
 
     def copy_latents(self) -> None:
-        """Copies the outputs of the heads whose units of w_uv this program has."""
+        """Copies or merges the outputs of the heads whose units of w_uv this program has."""
         plan, stride = self.plan, self.plan.stride(self.plan.latent)
         for t in range(plan.tokens):
             starts = [(head * plan.tokens + t) * stride for head in range(plan.own_heads)]
             first = t * plan.heads + self.units.first_head()
-            self.copy_rows(self.refs.flat_attended, plan.latent, starts, first)
+            if plan.sequences:
+                self.merge_rows(t, starts)
+            else:
+                self.copy_rows(self.refs.flat_attended, plan.latent, starts, first)
+
+    def merge_rows(self, token: int, starts: Sequence[int]) -> None:
+        """Merges a token's parts, of consecutive heads. Each warpgroup has half of the columns."""
+        plan = self.plan
+        sequence, query = divmod(token, plan.tokens // plan.sequences)
+        half = plan.latent // CONSUMERS
+        for n, start in enumerate(starts):
+            row = query * plan.heads + self.units.first_head() + n
+            target = self.activations.at[pl.ds(start + self.wg * half, half)]
+            merge_row(self.refs.parts, sequence, row, pl.ds(self.wg * half, half), target)
+        self.totals.meet()
 
     def copy_rows(self, source: Any, width: int, starts: Sequence[int], first: Any = 0) -> None:
         """Copies rows to ``starts`` in the activations' memory, alternately by both warpgroups.
@@ -223,13 +238,15 @@ class Program:
         Args:
           first: number of the first row in ``source``.
         """
-        for n, start in enumerate(starts):
-
-            @when(self.wg == n % CONSUMERS)
-            def _(n: int = n, start: int = start) -> None:
-                window = pl.ds((first + n) * width, width)
-                copy_row(source.at[window], self.activations.at[pl.ds(start, width)])
-
+        rows = [
+            (source.at[pl.ds((first + n) * width, width)], self.activations.at[pl.ds(start, width)])
+            for n, start in enumerate(starts)
+        ]
+        size = len(rows) if self.plan.config.together else CONSUMERS
+        for begin in range(0, len(rows), size):
+            for wg in range(min(CONSUMERS, len(rows) - begin)):
+                own = rows[begin + wg : begin + size : CONSUMERS]
+                when(self.wg == wg)(functools.partial(copy_rows, own))
         self.totals.meet()
 
     def rows_of(self, phase: Phase) -> Any:
@@ -303,7 +320,7 @@ class Program:
         """
         plan, refs, operand = self.plan, self.refs, phase.operand
         assert plan.rule is not None
-        own, stride = self.units.own_outputs(), plan.stride(plan.expert_ffn)
+        own, stride, wg = self.units.own_outputs(), plan.stride(plan.expert_ffn), self.wg
         K, first_pair = jnp.int32(plan.rule.num_experts_per_tok), self.units.first_pair()
         row_token = plgpu.broadcasted_iota(jnp.int32, SUMS_SHAPE, 0, layout=SUMS)
         row_token = jnp.bitwise_and(row_token, MOST_TOKENS - 1)
@@ -322,7 +339,8 @@ class Program:
                     # All rows of the products are the pair's token.
                     factor = jnp.where(row_token == lax.div(low + p, K), factor, 0.0)
                 rows = Rows(self.activations, p * stride, stride, 1)
-                state, products = self.stream.consume(operand, rows, scales, state)
+                is_own = lax.rem(p, jnp.int32(CONSUMERS)) == wg if plan.config.alternate else None
+                state, products = self.stream.consume(operand, rows, scales, state, is_own)
                 sums = [s + factor * x for s, x in zip(sums, products, strict=True)]
                 return state, following, *sums
 

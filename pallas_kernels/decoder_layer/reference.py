@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_dequant
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.rms_norm import reference as rms_norm
 from pallas_kernels.route import reference as route
 from pallas_kernels.route.reference import Rule
@@ -58,13 +59,17 @@ def feed_forward(
     *,
     rule: Rule | None,
     eps: float,
-    attended: Float[Array, "M _"] | None = None,
+    attended: Float[Array, "M _"] | Parts | None = None,
     o_proj: Projection | None = None,
     w_uv: Float[Array, "H V C"] | None = None,
     counter: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`."""
     del counter
+    if isinstance(attended, Parts):
+        assert w_uv is not None
+        rows = len(h) // len(attended.out) * len(w_uv)
+        attended = attended.merged()[:, :rows].reshape(len(h), -1)
     if attended is not None:
         if w_uv is not None:
             latents = attended.reshape(len(h), len(w_uv), -1)

@@ -30,6 +30,7 @@ from pallas_kernels.hopper.ir import (
     i64,
     inline,
     item,
+    scalar,
 )
 from pallas_kernels.hopper.ir import word as register
 from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, thread_index
@@ -73,7 +74,7 @@ def no_sums() -> jax.Array:
 
 def multiply(
     operand: Any, halves: Sequence[Any], rows: Any, step: jax.Array, scales: Sequence[Any],
-    sums: tuple[jax.Array, jax.Array], interpret: Any,
+    sums: tuple[jax.Array, jax.Array], interpret: Any, warps: int = WARPS,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Adds the products of a stage's columns to the warpgroup's sums.
 
@@ -83,9 +84,10 @@ def multiply(
       rows: the activation rows, a :class:`stream.Rows`.
       step: index of the stage in its unit.
       scales: of each half, from :func:`load_scales`; empty if the matrices are not float8.
+      warps: warps that share the columns: those of both warpgroups, or of this one.
     """
     if interpret is not None:
-        return _multiply_in_interpreter(operand, halves, rows, step, scales, sums)
+        return _multiply_in_interpreter(operand, halves, rows, step, scales, sums, warps)
     half_scales = scales
     blocks = operand.step_bytes // BLOCK_BYTES
     columns = BLOCK_BYTES // operand.dtype.itemsize  # per block
@@ -104,7 +106,9 @@ def multiply(
             arith.andi(thread, const(3)),
         )
         warp = mgpu.utils.warp_idx()
-        first_block = arith.divui(arith.muli(warp, const(blocks)), const(WARPS))
+        if warps < WARPS:
+            warp = arith.andi(warp, const(warps - 1))
+        first_block = arith.divui(arith.muli(warp, const(blocks)), const(warps))
         offset = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(quarter, const(16)))
         offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
         weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
@@ -146,9 +150,9 @@ def multiply(
             return after
 
         numbers = [item(s.registers.flat[0], i) for s in sums for i in range(2)]
-        end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(WARPS))
-        for block in range(-(-blocks // WARPS)):
-            if blocks % WARPS == 0 or block < blocks // WARPS:
+        end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(warps))
+        for block in range(-(-blocks // warps)):
+            if blocks % warps == 0 or block < blocks // warps:
                 numbers = of_block(block, numbers)
                 continue
             index = arith.addi(first_block, const(block))
@@ -168,21 +172,44 @@ def multiply(
     return add(*halves, rows.memory, start, jnp.asarray(step, jnp.int32), flat_scales, *sums)
 
 
+def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
+    """Returns 0 when the weights in ``sums`` are in registers.
+
+    An arrival at a barrier does not wait for loads, unless its index depends on them: on each
+    thread's first number of each array, if it depends on all weights that the thread has loaded.
+    """
+    if interpret is not None:
+        return 0
+
+    @inline([layout] * len(sums), returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def compare(sums: Any) -> Any:
+        numbers = [llvm.bitcast(i32(), item(each.registers.flat[0], 0)) for each in sums]
+        # No arithmetic gives this signalling NaN.
+        tests = [f"setp.eq.and.b32 p, ${n}, 0x7F812345, p;" for n in range(1, len(sums) + 1)]
+        tests[0] = "setp.eq.b32 p, $1, 0x7F812345;"
+        text = "{ .reg .pred p; " + " ".join(tests) + " selp.b32 $0, 1, 0, p; }"
+        kinds = ",".join(["=r"] + ["r"] * len(sums))
+        return scalar(asm(text, kinds, *numbers, result=i32(), effects=True))
+
+    return compare(list(sums))
+
+
 def halves_row_bytes(halves: Sequence[Any]) -> int:
     """Returns the bytes between a stage's rows, from the reference to its bytes."""
     return halves[0].shape[-1]
 
 
 def _multiply_in_interpreter(
-    operand: Any, halves: Sequence[Any], rows: Any, step: Any, scales: Sequence[Any], sums: Any
-) -> Any:
+    operand: Any, halves: Sequence[Any], rows: Any, step: Any, scales: Sequence[Any], sums: Any,
+    warps: int,
+) -> Any:  # fmt: skip
     """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
     wg = jax.lax.axis_index("wg")
     columns = BLOCK_BYTES // operand.dtype.itemsize
     blocks = operand.step_bytes // BLOCK_BYTES
     middle = 4 * blocks // WARPS * columns
     column = jnp.arange(operand.step)
-    is_own = jnp.where(wg == 0, column < middle, column >= middle)
+    is_own = jnp.where(wg == 0, column < middle, column >= middle) | (warps < WARPS)
     results = []
     for half, (ref, before) in enumerate(zip(halves, sums, strict=True)):
         first = operand.columns if operand.is_split and half else 0

@@ -19,6 +19,7 @@ cycle for bfloat16 weights, 33 for float8, of the 128 that shared memory moves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,32 +27,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.decoder_layer.registers import (
     BLOCK_BYTES,
     SCALE_BLOCK,
+    SUMS,
     SUMS_SHAPE,
     load_scales,
     load_totals,
     multiply,
     no_sums,
     prefetch_scales,
+    zero_after,
 )
-from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.decoder_layer.row_copies import RowCopies
+from pallas_kernels.hopper.branch import cond
 from pallas_kernels.hopper.ir import (
     SCALAR,
     asm,
     i32,
-    i64,
     inline,
     instruction,
     scalar,
-    shared_address,
-    word,
 )
 from pallas_kernels.hopper.ring import PipelineState, Ring
 
@@ -62,7 +60,6 @@ ROWS = 8
 MOST_TOKENS = 8
 
 _PADDING = BLOCK_BYTES  # modulo 128: the rows that a warp reads at once are then in different banks
-_EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy encodes it
 _CONSUMER_BARRIER = 13  # hardware barrier of the consumers; see warpgroup for those in use
 
 
@@ -150,51 +147,6 @@ class Half:
 
     scales_start: jax.Array | int = 0
     """Index of the scale of this row's first column."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RowCopies(TmaCopy):
-    """Copies of consecutive rows' columns to shared memory, each row contiguous."""
-
-    row_bytes: int = 0
-    """Distance of the rows in shared memory."""
-
-    def interpret(self, barrier: Any) -> None:
-        plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
-
-    def issue(
-        self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
-        leader: Any,
-    ) -> None:  # fmt: skip
-        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
-        itemsize = jnp.dtype(self.source.dtype).itemsize
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
-        for start, stride in zip(starts, strides, strict=True):
-            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
-            address = arith.addi(address, arith.muli(arith.extui(i64(), word(start)), step))
-        rows = self.sizes[-2]
-        # A loop: unrolled, the copies of all phases were half of the kernel's instructions, and the
-        # first execution of an instruction waits for the memory. Weights leave the L2 cache first,
-        # because a step reads them once.
-        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        text = f"""{{
-            .reg .pred more; .reg .b32 to, left; .reg .b64 from;
-            mov.b32 to, $0;
-            mov.b64 from, $1;
-            mov.b32 left, {rows};
-        ROW:
-            .pragma "nounroll";
-            @$3 {copy} [to], [from], {self.bytes // rows}, [$2], $4;
-            add.u32 to, to, {self.row_bytes};
-            add.u64 from, from, {strides[-2] * itemsize};
-            sub.u32 left, left, 1;
-            setp.ne.u32 more, left, 0;
-            @more bra ROW;
-        }}"""
-        mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
-        policy = arith.constant(i64(), ir.IntegerAttr.get(i64(), _EVICT_FIRST))
-        operands = shared_address(target), address, mbarrier, leader, policy
-        asm(text, "r,l,r,b,l,~{memory}", *operands, effects=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,12 +269,15 @@ class Stream:
         ]
 
     def consume(
-        self, operand: Operand, rows: Rows, scales: Sequence[Any], state: PipelineState
-    ) -> tuple[PipelineState, tuple[jax.Array, jax.Array]]:
+        self, operand: Operand, rows: Rows, scales: Sequence[Any], state: PipelineState,
+        is_own: Any = None,
+    ) -> tuple[PipelineState, tuple[jax.Array, jax.Array]]:  # fmt: skip
         """Multiplies a unit's weights with the activation rows. Every consumer warpgroup calls it.
 
         Args:
           scales: from :meth:`scales`.
+          is_own: whether this warpgroup multiplies the unit alone, or leaves it to the other one.
+            None if they share it.
 
         Returns:
           The next state, and this warpgroup's sums of both halves, for :class:`Totals`.
@@ -331,8 +286,14 @@ class Stream:
         def add(i: jax.Array, state: PipelineState, sums: Any) -> Any:
             self.ring.wait_full(state)
             halves = [self.stages.half(operand, state.stage, n) for n in range(2)]
-            sums = multiply(operand, halves, rows, i, scales, sums, self.stages.interpret)
-            self.ring.release(state)
+            run = functools.partial(multiply, operand, halves, rows, i, scales)
+            if is_own is None:
+                sums = run(sums, self.stages.interpret)
+            else:
+                alone = functools.partial(run, interpret=self.stages.interpret, warps=4)
+                sums = cond(is_own, lambda *sums: alone(sums), lambda *sums: sums, *sums)
+            read = state.stage + zero_after(sums, SUMS, self.stages.interpret)
+            self.ring.release(state._replace(stage=read))
             return sums
 
         first = (no_sums(), no_sums())

@@ -24,6 +24,8 @@ class Refs(NamedTuple):
     attended: Any
     """Attention's output, which is added to h, or None."""
     flat_attended: Any
+    parts: Any
+    """Attention's output in parts, a :class:`Parts`, or None."""
     o_proj: Any
     """The projection of attention's output, or None; its scales are flat."""
     w_uv: Any

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def norm_row(
       sums_s: float32 [4, 32] in shared memory, of this warpgroup.
     """
     D = weight_g.shape[0]
-    layout = _strided(D)
+    layout = strided(D)
     row = load_with_layout(row_g, layout).astype(jnp.float32)
     if added_g is not None:
         row += load_with_layout(added_g, layout).astype(jnp.float32)
@@ -58,17 +59,29 @@ def copy_row(source: Any, target: Any) -> None:
 
     A whole warpgroup calls it.
     """
-    (length,) = target.shape
+    copy_rows([(source, target)])
+
+
+def copy_rows(rows: Sequence[tuple[Any, Any]]) -> None:
+    """Copies rows of the same length, as :func:`copy_row` does.
+
+    As many as fit the registers are loaded before any is stored.
+    """
+    (length,) = rows[0][1].shape
     fewest = -(-length // _LONGEST)
     pieces = next(n for n in range(fewest, length) if length % (n * _THREADS) == 0)
     size = length // pieces
-    for piece in range(pieces):
-        window = pl.ds(piece * size, size)
-        values = load_with_layout(source.at[window], _strided(size))
-        target[window] = values.astype(target.dtype)
+    windows = [pl.ds(piece * size, size) for piece in range(pieces)]
+    copies = [(source, target, window) for source, target in rows for window in windows]
+    together = _LONGEST // size
+    for first in range(0, len(copies), together):
+        group = copies[first : first + together]
+        values = [load_with_layout(source.at[window], strided(size)) for source, _, window in group]
+        for (_, target, window), loaded in zip(group, values, strict=True):
+            target[window] = loaded.astype(target.dtype)
 
 
-def _strided(length: int) -> Any:
+def strided(length: int) -> Any:
     """Returns the layout of a row of ``length`` numbers, in vectors of up to eight."""
     return plgpu.Layout.WG_STRIDED((length,), vec_size=math.gcd(length // _THREADS, 8))
 

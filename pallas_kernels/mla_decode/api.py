@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mla_decode import cpu, mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.mla_decode.schedule import Schedule
 
 BACKENDS = {
@@ -15,6 +16,11 @@ BACKENDS = {
     "mosaic_tpu": mosaic_tpu.mla_decode,
     "cpu": cpu.mla_decode,
     "reference": reference.mla_decode,
+}
+
+PARTS_BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.mla_decode_parts,
+    "reference": reference.mla_decode_parts,
 }
 
 
@@ -88,3 +94,33 @@ def mla_decode(
         lengths,
         scale=scale,
     )
+
+
+def mla_decode_parts(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    schedule: Schedule | None = None,
+    implementation: Implementation = None,
+) -> tuple[Parts, Float[Array, "B rows"]]:
+    """Does :func:`mla_decode` without merging the parts of the sequences that a schedule splits.
+
+    :func:`pallas_kernels.feed_forward` merges them.
+
+    Args: see :func:`mla_decode`.
+
+    Returns:
+      The parts, and the log-sum-exps of sequences that are not split.
+
+    Raises:
+      ValueError: ``implementation`` names no back-end.
+      NotImplementedError: no selected back-end takes these arguments.
+    """
+    scheduled = functools.partial(mosaic_gpu.mla_decode_parts, schedule=schedule)
+    backends = PARTS_BACKENDS | {"mosaic_gpu": scheduled}
+    arrays = q_latent, q_rope, pages, block_tables, lengths
+    return dispatch("mla_decode_parts", backends, implementation, *arrays, scale=scale)

@@ -21,6 +21,7 @@ from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.kernel import attend
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_partials
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.mla_decode.plan import Config
 from pallas_kernels.mla_decode.schedule import BLOCK, FEW_QUERIES_COSTS, Costs, Schedule, schedule
 from pallas_kernels.mla_decode.scored_plan import MAX_ROWS, ScoredQueries
@@ -48,6 +49,29 @@ def mla_decode(
         does.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
+    (B, T, H, C), M = q_latent.shape, q_latent.shape[1] * q_latent.shape[2]
+    arrays = q_latent, q_rope, pages, block_tables, lengths
+    options = {"scale": scale, "schedule": schedule, "config": config, "interpret": interpret}
+    parts, lse = mla_decode_parts(*arrays, **options)
+    out, lse = merge_partials(
+        parts.out, lse, parts.partials, parts.lse, parts.split_sequences, interpret=interpret
+    )
+    return out[:, :M].reshape(B, T, H, C), lse[:, :M].reshape(B, T, H)
+
+
+def mla_decode_parts(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    schedule: Schedule | None = None,
+    config: Config | FewQueries | ScoredQueries | None = None,
+    interpret: Any = None,
+) -> tuple[Parts, Float32[Array, "B rows"]]:
+    """Implements :func:`pallas_kernels.mla_decode_parts`. See :func:`mla_decode`."""
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
     float8 = pages.dtype == jnp.uint8
@@ -101,10 +125,7 @@ def mla_decode(
         scale=max(scale, 1e-30),  # not 0: masked scores are -inf, and 0 * -inf is NaN
         interpret=interpret,
     )
-    out, lse = merge_partials(
-        out, lse, partials, partial_lse, schedule.split_sequences, interpret=interpret
-    )
-    return out[:, :M].reshape(B, T, H, C), lse[:, :M].reshape(B, T, H)
+    return Parts(out, partials, partial_lse, schedule.split_sequences), lse
 
 
 def make_schedule(

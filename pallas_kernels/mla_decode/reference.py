@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.mla_decode.float8_cache import check_width, dequantize_latent
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.softmax import masked_softmax
 
 
@@ -23,6 +24,23 @@ def mla_decode(
         q_latent, q_rope, pages, block_tables, lengths, first=first, end=end, scale=scale
     )
     return out.astype(q_latent.dtype), lse
+
+
+def mla_decode_parts(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    pages: Float[Array, "P page width"] | UInt8[Array, "P page bytes"],
+    block_tables: Int[Array, "B max_pages"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+) -> tuple[Parts, Float32[Array, "B rows"]]:
+    """Implements :func:`pallas_kernels.mla_decode_parts`. It splits no sequence."""
+    out, lse = mla_decode(q_latent, q_rope, pages, block_tables, lengths, scale=scale)
+    B, T, H, C = out.shape
+    partials, partial_lse = jnp.zeros((1, T * H, C)), jnp.zeros((1, T * H))  # of no sequence
+    parts = Parts(out.reshape(B, -1, C), partials, partial_lse, jnp.zeros((1, 4), jnp.int32))
+    return parts, lse.reshape(B, -1)
 
 
 def attend(

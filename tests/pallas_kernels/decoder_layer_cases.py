@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_kernels.block_quant.reference import block_quant
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
+from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.numerics import rounded
 
@@ -36,6 +37,8 @@ class Layer:
     heads: int = 0
     """Heads whose outputs are latents, or 0 without W_UV."""
     latent: int = 0
+    split: tuple[int, ...] = ()
+    """Parts of each sequence's attention, 1 if it is not split; () if all have been merged."""
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
@@ -72,7 +75,7 @@ class Layer:
             "router": router,
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,
-            "attended": normal(*self._attended).astype(self.dtype) if self._attended else None,
+            "attended": self._attention_output(rng),
             "o_proj": projection() if self.attention else None,
         } | self._w_uv(lambda *shape: normal(*shape, scale=self.latent**-0.5).astype(self.dtype))
 
@@ -99,7 +102,7 @@ class Layer:
             "router": router,
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,
-            "attended": struct(self._attended, self.dtype) if self._attended else None,
+            "attended": self._attended_shape(),
             "o_proj": projection if self.attention else None,
         } | self._w_uv(lambda *shape: struct(shape, self.dtype))
 
@@ -108,6 +111,47 @@ class Layer:
         if not self.heads:
             return {}
         return {"w_uv": make(self.heads, self.attention // self.heads, self.latent)}
+
+    def _attention_output(self, rng: np.random.Generator) -> Any:
+        """Returns attention's output, if it is an argument. Undefined parts of it are NaN."""
+        if not self.split:
+            if not self._attended:
+                return None
+            return jnp.asarray(rng.standard_normal(self._attended), jnp.float32).astype(self.dtype)
+        shapes = self._attended_shape()
+        out, partials, lse = (np.full(shape.shape, np.nan, np.float32) for shape in shapes[:3])
+        entries = np.zeros(shapes.split_sequences.shape, np.int32)
+        rows = self.tokens // len(self.split) * self.heads
+        entry, first = 0, 1  # the first part is of no sequence
+        for b, count in enumerate(self.split):
+            if count == 1:
+                out[b, :rows] = rng.standard_normal((rows, self.latent))
+                continue
+            own = slice(first, first + count), slice(0, rows)
+            partials[own] = rng.standard_normal((count, rows, self.latent))
+            lse[own] = 3 * rng.standard_normal((count, rows))
+            # The first query sees nothing of the last part.
+            partials[first + count - 1, 0], lse[first + count - 1, 0] = 0.0, -np.inf
+            entries[entry, :3] = b, first, count
+            entry, first = entry + 1, first + count
+        entries[:, 3] = entry
+        return Parts(
+            jnp.asarray(out, self.dtype), jnp.asarray(partials), jnp.asarray(lse),
+            jnp.asarray(entries),
+        )  # fmt: skip
+
+    def _attended_shape(self) -> Any:
+        struct: Any = jax.ShapeDtypeStruct
+        if not self.split:
+            return struct(self._attended, self.dtype) if self._attended else None
+        B, parts = len(self.split), 3 + sum(self.split)
+        rows = self.tokens // B * self.heads + 2
+        return Parts(
+            struct((B, rows, self.latent), self.dtype),
+            struct((parts, rows, self.latent), jnp.float32),
+            struct((parts, rows), jnp.float32),
+            struct((B + 1, 4), jnp.int32),
+        )
 
     @property
     def _attended(self) -> tuple[int, ...]:
@@ -146,7 +190,10 @@ def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarra
 
     h = f64(arguments["h"])
     if arguments["attended"] is not None:
-        dtype, attended = arguments["h"].dtype, f64(arguments["attended"])
+        dtype, attended = arguments["h"].dtype, arguments["attended"]
+        if isinstance(attended, Parts):
+            attended = _merged(attended, len(h) * len(arguments["w_uv"]), dtype)
+        attended = f64(attended)
         if (w_uv := arguments.get("w_uv")) is not None:
             latents = attended.reshape(len(h), len(w_uv), -1)
             values = np.einsum("hvc,mhc->mhv", f64(w_uv), latents).reshape(len(h), -1)
@@ -163,3 +210,16 @@ def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarra
             for expert, weight in zip(np.asarray(experts)[t], f64(weights)[t], strict=True):
                 out[t] += weight * mlp(row, arguments["routed"], int(expert))
     return out
+
+
+def _merged(parts: Parts, rows: int, dtype: Any) -> jax.Array:
+    """Returns the sequences' rows, merged in float64 and rounded."""
+    merged = np.array(parts.out, np.float64)[:, : rows // len(parts.out)]
+    for b, first, count, _ in np.asarray(parts.split_sequences):
+        if count:
+            own = slice(first, first + count), slice(0, merged.shape[1])
+            weights = np.exp(np.asarray(parts.lse[own], np.float64))
+            values = np.asarray(parts.partials[own], np.float64)
+            total = np.einsum("pm,pmc->mc", weights, values)
+            merged[b] = total / weights.sum(axis=0)[:, None]
+    return jnp.asarray(merged, dtype)

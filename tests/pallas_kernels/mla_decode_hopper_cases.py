@@ -38,6 +38,21 @@ def kernel(partitions: int, config: Config | FewQueries | ScoredQueries | None =
 
 
 @functools.cache
+def kernel_in_parts(partitions: int, config: Config | FewQueries | None = None):
+    """Like :func:`kernel`, but the parts are merged by plain operations, without a log-sum-exp."""
+
+    def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
+        made = schedule(lengths, max_pages=block_tables.shape[1], partitions=partitions)
+        arrays = q_latent, q_rope, pages, block_tables, lengths
+        options = {"scale": scale, "schedule": made, "config": config}
+        parts, lse = mosaic_gpu.mla_decode_parts(*arrays, **options, interpret=INTERPRET)
+        B, T, H, C = q_latent.shape
+        return parts.merged()[:, : T * H].reshape(B, T, H, C), lse
+
+    return decode
+
+
+@functools.cache
 def kernel_of_whole_sequences(config: Config | FewQueries | ScoredQueries | None = None):
     """The back-end with a partition for each sequence."""
 

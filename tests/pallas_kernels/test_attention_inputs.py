@@ -22,6 +22,7 @@ from pallas_kernels.decoder_layer import mosaic_gpu as layer_kernel
 from pallas_kernels.decoder_layer.api import BACKENDS as LAYER_BACKENDS
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
+from pallas_kernels.mla_decode.parts import Parts
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, relative_error, rounded, tolerance
 from tests.support.checkpoints import tiny_config
@@ -313,13 +314,16 @@ def test_kernel(attention, settings):
 
 @kernel_runs
 @pytest.mark.slow
-@pytest.mark.parametrize("q_rank", [None, 128])
-def test_a_models_tokens_are_those_of_the_plain_path(q_rank, monkeypatch):
+@pytest.mark.parametrize(
+    ("q_rank", "rank", "name"),
+    [(None, 128, "mosaic_gpu"), (128, 128, "mosaic_gpu"), (None, 256, "mosaic_gpu_merging")],
+)
+def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeypatch):
     """A step of two sequences with different numbers of tokens, and one with a token for each."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, num_hidden_layers=1, first_k_dense_replace=1,
         num_nextn_predict_layers=0, num_attention_heads=2, num_key_value_heads=2,
-        qk_nope_head_dim=128, qk_rope_head_dim=16, v_head_dim=64, kv_lora_rank=128,
+        qk_nope_head_dim=128, qk_rope_head_dim=16, v_head_dim=64, kv_lora_rank=rank,
         q_lora_rank=q_rank, initializer_range=0.2,
     )  # fmt: skip
     dtype = jnp.bfloat16 if ON_GPU else jnp.float32
@@ -341,16 +345,17 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, monkeypatch):
         )
 
     def second_half(*arrays, **options):
-        assert options["w_uv"].shape == (2, 64, 128)
+        assert options["w_uv"].shape == (2, 64, rank)
+        assert isinstance(options["attended"], Parts) == (name == "mosaic_gpu_merging")
         config = None if ON_GPU else FeedForward(2, stages=3)
         return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
 
     plain, plain_newest, plain_cache = two_steps()
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
     monkeypatch.setitem(LAYER_BACKENDS, "mosaic_gpu", second_half)
-    model.use_feed_forward("around_attention")
+    model.use_feed_forward(name)
     got, newest, cached = two_steps()
-    assert calls == [(2, 128, 128)] * 2
+    assert calls == [(2, 128, rank)] * 2
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
     check(got, plain, bound)
     for pages, others in zip(jax.tree.leaves(cached), jax.tree.leaves(plain_cache), strict=True):

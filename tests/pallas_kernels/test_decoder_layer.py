@@ -14,8 +14,8 @@ from flax import nnx
 from benchmarks.feed_forward import chain, exact, plain
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers.around_attention import arguments as arguments_of
 from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.second_half import arguments as arguments_of
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import feed_forward
@@ -24,8 +24,6 @@ from pallas_kernels.decoder_layer.api import BACKENDS
 from pallas_kernels.decoder_layer.plan import Config, Plan
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.decoder_layer.units import Refs, Units
-from pallas_kernels.project import mosaic_gpu as project_kernel
-from pallas_kernels.project.api import BACKENDS as PROJECT_BACKENDS
 from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
     FLOAT8,
@@ -50,7 +48,8 @@ def kernel_config(programs=2, **settings):
 
 def plan_of(layer, programs=132):
     return Plan.of(
-        layer.tokens, layer.width, layer.attention, layer.heads, layer.latent, layer.ffn,
+        layer.tokens, layer.width, layer.attention, layer.heads, layer.latent,
+        len(layer.split), layer.ffn,
         layer.expert_ffn, layer.experts, layer.rule, 1e-6, layer.dtype, layer.weights, layer.dtype,
         Config(programs), None,
     )  # fmt: skip
@@ -105,7 +104,10 @@ def test_reference_in_float64():
     check(got, expected(arguments, chosen.experts, chosen.weights), tolerance(FLOAT32))
 
 
-@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8, attention=128)])
+PARTS = Layer(4, attention=128, heads=2, latent=256, split=(3, 1))
+
+
+@pytest.mark.parametrize("layer", [MOE, Layer(3, 256, 384, weights=FLOAT8, attention=128), PARTS])
 def test_shapes_are_those_of_the_arguments(layer):
     """The tests of compilation and refusals use the shapes alone."""
     shapes, arguments = layer.shapes(), jax.eval_shape(layer.arguments)
@@ -192,6 +194,11 @@ REFUSED = [
     ({"experts": 32, "rule": rule(17)}, {}, "16 experts per token at most, got 17"),
     ({"tokens": 8, "ffn": 18432}, {}, "takes 3 to 0 ring stages"),
     ({"dtype": FLOAT32}, {}, "takes bfloat16 activations and routers, got float32"),
+    (
+        {"attention": 128, "heads": 2, "latent": 128, "split": (2,)},
+        {},
+        "parts with a multiple of 256 columns, got 128",
+    ),
     ({"weights": "float16"}, {}, "matrices of bfloat16 or float8_e4m3fn, got float16"),
     ({}, {"programs": 133}, "at most 132 programs"),
 ]
@@ -230,6 +237,30 @@ def test_layers_that_the_kernel_does_not_take():
         layer._feed_forward(x, x, None)
     layer.feed_forward = ("mosaic_gpu", "separate")
     np.testing.assert_array_equal(layer._feed_forward(x, x, None)[0], plain)
+
+
+@pytest.mark.slow
+def test_reference_merges_parts():
+    layer = dataclasses.replace(PARTS, weights=FLOAT32)
+    arguments = layer.arguments()
+    got, _ = reference.feed_forward(**arguments, **layer.options)
+    check(got, expected(arguments, None, None), tolerance(FLOAT32))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokens": 3}, {"heads": 4, "attention": 256}, {"latent": 512}, {"dtype": BFLOAT16}],
+    ids=str,
+)
+def test_parts_of_other_layers(changes, untyped):
+    other = dataclasses.replace(PARTS, **changes)
+    arguments = other.arguments() if "tokens" not in changes else PARTS.arguments()
+    if "tokens" in changes:
+        arguments["h"] = arguments["h"][:3]
+    else:
+        arguments["attended"] = PARTS.arguments()["attended"]
+    with pytest.raises(ValueError, match=r"attended: expected .* parts of \d tokens"):
+        feed_forward(**arguments, **PARTS.options)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +308,10 @@ INTERPRETED = {
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
         {},
     ),
+    "float8, alternately": (
+        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
+        {"alternate": True, "together": True},
+    ),
     # Units of two heads in a program, and of a head in two programs.
     "W_UV": (
         dataclasses.replace(MOE, tokens=2, attention=384, heads=4, latent=128, rule=rule(1)),
@@ -285,6 +320,17 @@ INTERPRETED = {
     "float8, W_UV": (
         Layer(1, 128, 128, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
         {"ahead": "always"},
+    ),
+    # Parts in two rounds of loads.
+    "parts": (Layer(attention=128, heads=2, latent=256, split=(11,)), {}),
+    # Two queries of a sequence that is split and of one that is not; heads in two programs.
+    "queries in parts": (
+        dataclasses.replace(PARTS, attention=384, heads=4, dtype=BFLOAT16, weights=BFLOAT16),
+        {"programs": 3},
+    ),
+    "sequences in parts": (
+        Layer(8, attention=128, heads=2, latent=256, split=(1, 2, 1, 8, 9, 1, 2, 3)),
+        {},
     ),
     # Without a router: the reference rounds dequantized weights, which might change a choice.
     "float8, attention's projection": (
@@ -323,7 +369,7 @@ def test_kernel(layer, settings):
 @kernel_runs
 @pytest.mark.slow
 def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
-    """A dense and an MoE layer of a tiny model, with kernels for all but attention itself."""
+    """A dense and an MoE layer of a tiny model, with a kernel for what follows attention."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=32,
         num_experts_per_tok=1, num_hidden_layers=2, num_nextn_predict_layers=0,
@@ -344,24 +390,13 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
         run = functools.partial(mosaic_gpu.feed_forward, interpret=INTERPRET)
         return run(*arrays, rule=rule, **options, config=kernel_config())
 
-    projected = []
-
-    def project(x, norm, projections, *, eps):
-        projected.append([len(each.weight) for each in projections])
-        programs = None if ON_GPU else 2
-        run = project_kernel.project
-        return run(x, norm, projections, eps=eps, programs=programs, interpret=INTERPRET)
-
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
-    monkeypatch.setitem(PROJECT_BACKENDS, "mosaic_gpu", project)
-    model.use_feed_forward("mosaic_gpu")
+    # The kernel before attention refuses these widths.
+    model.use_feed_forward(("mosaic_gpu", "separate"))
     got, aux = model(tokens, return_aux=True)
     hidden, _ = model.extend(*step)
     # A step with a cache leaves attention's projection to the kernel.
     assert calls == [(False, False), (True, False), (False, True), (True, True)]
-    attention = model.layers[0].self_attn
-    first, latent = attention.q_a_proj.weight, attention.kv_a_proj_with_mqa.weight
-    assert projected == [[len(first), len(latent)], [len(attention.q_b_proj.weight)]] * 2
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
     check(hidden.pre_norm[0], plain_hidden.pre_norm[0], bound)
     np.testing.assert_array_equal(aux.routing_counts, plain_aux.routing_counts)

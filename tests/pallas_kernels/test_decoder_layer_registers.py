@@ -39,9 +39,10 @@ def in_memory(sums):
     return memory
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes"), CASES.values(), ids=list(CASES))
-def test_a_unit(dtype, K, is_split, most_bytes, tokens, monkeypatch, untyped):
+def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, untyped):
     emulate(monkeypatch, registers)
     rng = np.random.default_rng(0)
     operand = Operand.of(dtype, K, is_split, most_bytes)
@@ -68,8 +69,12 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, monkeypatch, untyped):
             part = np.ascontiguousarray(weights[n, :, i * step : (i + 1) * step])
             stage[n, :, : operand.step_bytes] = part.view(np.uint8)
         halves = [Buffer(half) for half in stage]
-        sums = registers.multiply(operand, halves, rows, i, chunks, sums, None)
-    totals = registers.load_totals(Buffer(in_memory(sums)), tokens, None)
+        warps = registers.WARPS // 2 if alone else registers.WARPS
+        sums = registers.multiply(operand, halves, rows, i, chunks, sums, None, warps)
+    memory = in_memory(sums)
+    if alone:
+        memory[1] = 0  # the other warpgroup has multiplied nothing
+    totals = registers.load_totals(Buffer(memory), tokens, None)
 
     for n, total in enumerate(totals):
         w = weights[n].astype(np.float64)

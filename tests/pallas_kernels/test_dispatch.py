@@ -167,6 +167,7 @@ HEAD = jnp.ones((1, 1, 1, 4))
 INDICES = jnp.zeros((1, 1, 1), jnp.int32)
 ARGUMENTS = {
     "mla_decode": ((HEAD, HEAD, jnp.ones((1, 2, 8)), TABLE, COUNT), {"scale": 1.0}),
+    "mla_decode_parts": ((HEAD, HEAD, jnp.ones((1, 2, 8)), TABLE, COUNT), {"scale": 1.0}),
     "mla_prefill": ((HEAD, HEAD, HEAD, COUNT, COUNT), {"scale": 1.0}),
     "grouped_matmul": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
     "grouped_swiglu": ((jnp.ones((1, 2)), jnp.ones((1, 2, 2)), jnp.ones((1, 2, 2)), COUNT), {}),
@@ -198,10 +199,6 @@ ARGUMENTS = {
             jnp.zeros(1, jnp.int32),
         ),
         {"eps": 1e-6, "latent_eps": 1e-6},
-    ),
-    "project": (
-        (jnp.ones((1, 2)), jnp.ones(2), [Projection(jnp.ones((2, 2)))]),
-        {"eps": 1e-6},
     ),
     "rms_norm": ((jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),
     "add_rms_norm": ((jnp.ones((1, 2)), jnp.ones((1, 2)), jnp.ones(2)), {"eps": 1e-6}),

@@ -430,16 +430,13 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132)},
             function="feed_forward",
         )
-    for name, (tokens, width, weights, *rows) in PROJECTED.items():
-        projections = [projection(n, width, weights) for n in rows]
-        table[f"project {name}"] = Kernel(
-            "pallas_kernels.project.mosaic_gpu",
-            {
-                "x": Struct((tokens, width), BF16),
-                "norm": Struct((width,), BF16),
-                "projections": projections,
-            },
-            {"eps": 1e-6, "programs": 132},
+    for name in ("moonlight", "moonlight fp8"):
+        layer = feed_forward_layers()["moonlight fp8" if "fp8" in name else "moonlight o_proj"]
+        table[f"feed_forward {name}, alternately"] = Kernel(
+            "pallas_kernels.decoder_layer.mosaic_gpu",
+            layer.shapes(),
+            layer.options | {"config": FeedForward(132, alternate=True, together=True)},
+            function="feed_forward",
         )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
         table[f"attention_inputs {name}"] = Kernel(
@@ -475,13 +472,6 @@ FEW_TOKENS = (
     ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
     ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
 )
-
-# Tokens, columns, dtype, and rows of each projection.
-PROJECTED = {
-    "moonlight": (1, 2048, BF16, 3072, 576),
-    "v3": (8, 7168, FP8, 1536, 576),
-    "v3 q_b_proj": (1, 1536, FP8, 24576),
-}
 
 
 # Tokens, columns, dtype of the projections, q_lora_rank and heads.
@@ -541,7 +531,10 @@ def feed_forward_layers() -> dict[str, Layer]:
     for name in ("moonlight", "v3"):
         layer = layers[f"{name} o_proj"]
         heads = layer.attention // 128
-        layers[f"{name} w_uv"] = dataclasses.replace(layer, heads=heads, latent=512)
+        layer = layers[f"{name} w_uv"] = dataclasses.replace(layer, heads=heads, latent=512)
+        layers[f"{name} parts"] = dataclasses.replace(layer, split=(2,) * layer.tokens)
+    parts = layers["moonlight parts"]
+    layers["moonlight 8 tokens parts"] = dataclasses.replace(parts, tokens=8, split=(2,) * 8)
     return layers
 
 
@@ -730,7 +723,7 @@ def load_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
     return [
         f"{name}: expected a use before an arrival at a barrier of {load}"
         for name, result in compiled.items()
-        if FINISHES_LOADS.search(name)
+        if FINISHES_LOADS.search(name) or name.startswith("feed_forward")
         for ptx in ptx_of(result.get("report", "")).values()
         for load in unfinished_loads(listing_of(ptx))
     ]

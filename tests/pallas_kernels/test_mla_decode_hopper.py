@@ -17,6 +17,7 @@ from tests.pallas_kernels.mla_decode_cases import run
 from tests.pallas_kernels.mla_decode_hopper_cases import (
     HopperCases,
     kernel,
+    kernel_in_parts,
     kernel_of_whole_sequences,
     segments_of_sequences,
 )
@@ -65,6 +66,15 @@ class TestMosaicGpu(HopperCases):
         x = self.random((640, 9 * 64 - 3, 0), H=H, max_pages=10)
         assert segments_of_sequences(x, partitions) == segments
         self.check(x, kernel(partitions))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("H", "T"), [(8, 2), (24, 3)])
+    def test_parts(self, H, T):
+        """There are sequences in one part and in several. Some queries do not see the last part."""
+        x = self.random((12 * 64 + 2, 64, 0), H=H, T=T, max_pages=13)
+        assert max(segments_of_sequences(x, 3)) > 1
+        (got, _), (want, _) = (run(x, each(3)) for each in (kernel_in_parts, kernel))
+        check(got, want, BFLOAT16_ROUNDING)
 
     def test_query_without_visible_tokens_in_a_segment(self):
         """The last of three segments has two tokens, which are the last two of five queries."""

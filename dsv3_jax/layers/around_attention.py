@@ -1,8 +1,7 @@
-"""Decoder layers of few tokens in long-running kernels.
+"""Decoder layers of few tokens in two long-running kernels, one on each side of attention itself.
 
-The projections at a layer's beginning are one operation with the norm before them,
-``pallas_kernels.project``, and the second half of a layer is one, ``pallas_kernels.feed_forward``.
-``pallas_kernels.attention_inputs`` is everything before attention itself.
+``pallas_kernels.attention_inputs`` is everything before it, ``pallas_kernels.feed_forward``
+everything after it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form, Projected
+from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form
 from dsv3_jax.layers.linear import Weight
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
@@ -24,12 +23,13 @@ from dsv3_jax.layers.paged_cache import LayerCache, new_slots
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.quantization import BlockQuantization
-from pallas_kernels import attention_inputs, feed_forward, project
+from pallas_kernels import attention_inputs, feed_forward
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
+from pallas_kernels.mla_decode.parts import Parts
 from sharding import Layout
 
 MOST_BYTES = 256 * 2**20
@@ -92,30 +92,6 @@ def _size(module: Any) -> int:
     return math.prod(weight.shape) * weight.dtype.itemsize
 
 
-def project_in_kernel(layer: Layer, x: Float[Array, "B T D"]) -> Projected:
-    """Returns the projections of the norm of ``x``.
-
-    Raises:
-      NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
-    """
-    _check_one_device(layer)
-    attention, rows = layer.self_attn, x.reshape(-1, x.shape[-1])
-    without_rank = attention.config.q_lora_rank is None
-    first = attention.q_proj if without_rank else attention.q_a_proj
-    projections = projection(first), projection(attention.kv_a_proj_with_mqa)
-    queries, latent = _project(rows, layer.input_layernorm, *projections)
-    if not without_rank:
-        (queries,) = _project(queries, attention.q_a_layernorm, projection(attention.q_b_proj))
-    return Projected(*(y.reshape(*x.shape[:-1], -1) for y in (queries, latent)))
-
-
-def _project(
-    x: Float[Array, "M D"], norm: RMSNorm, *projections: Projection
-) -> list[Float[Array, "M _"]]:
-    weight = norm.weight[...]
-    return project(x, weight, projections, eps=norm.eps, implementation="mosaic_gpu")
-
-
 def inputs_in_kernel(
     layer: Layer,
     x: Float[Array, "B T D"],
@@ -169,11 +145,6 @@ def inputs_in_kernel(
     return AbsorbedQueries(q_latent, q_rope, {"latent": pages})
 
 
-def _check_one_device(layer: Layer) -> None:
-    if layer.layout is not None and layer.layout.mesh.size > 1:
-        raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
-
-
 def in_one_kernel(
     layer: Layer,
     x: Float[Array, "B T D"],
@@ -181,30 +152,32 @@ def in_one_kernel(
     valid: Bool[Array, "B T"] | None,
     heads: Float[Array, "B T H V"] | None,
     counter: Any = None,
-    latents: Float[Array, "B T H C"] | None = None,
+    latents: Float[Array, "B T H C"] | Parts | None = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
 
     Args:
       counter: from :func:`shared_counter`.
-      latents: attention's output before W_UV, or None if ``heads`` or ``attended`` has it.
+      latents: attention's output before W_UV, which may be in parts, or None if ``heads`` or
+        ``attended`` has it.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
     """
-    _check_one_device(layer)
+    if layer.layout is not None and layer.layout.mesh.size > 1:
+        raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
     if latents is not None:
-        heads, options["w_uv"] = latents, layer.self_attn.up_projections(x.dtype).w_uv
+        options["w_uv"] = layer.self_attn.up_projections(x.dtype).w_uv
     if attended is None:
-        assert heads is not None
-        attended, options["o_proj"] = heads, projection(layer.self_attn.o_proj)
+        options["o_proj"] = projection(layer.self_attn.o_proj)
+    given: Any = next(each for each in (attended, heads, latents) if each is not None)
     y, chosen = feed_forward(
         rows,
         **arrays,
         **options,
-        attended=attended.reshape(len(rows), -1),
+        attended=given if isinstance(given, Parts) else given.reshape(len(rows), -1),
         counter=counter,
         implementation="mosaic_gpu",
     )
@@ -241,7 +214,7 @@ def arguments(layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def projection(linear: Weight) -> Projection:
-    """Returns a projection for feed_forward and project. It raises as :func:`arguments`."""
+    """Returns a projection for the kernels. It raises as :func:`arguments`."""
     return Projection(linear.weight[...], _scales(linear))
 
 

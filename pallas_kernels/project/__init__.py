@@ -1,1 +1,0 @@
-"""A norm and several projections of its result."""
