@@ -34,7 +34,7 @@ from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.layers.runner import LayerRunner, run_in_order
 from dsv3_jax.outputs import Aux, Hidden
-from dsv3_jax.quantization import BlockQuantization, CacheDtype, Quantization
+from dsv3_jax.quantization import CacheDtype, Quantization
 from pallas_kernels.dispatch import Implementation
 from sharding import Layout, Placement
 
@@ -146,8 +146,8 @@ class DeepSeekV3(nnx.Module):
         return logits, Aux(stacked, tuple(mtp_logits), tuple(stats))
 
     def use_float8_activations(self) -> None:
-        """Makes matmuls with float8 weights take large inputs in float8 too, and indexers cache
-        float8 keys, as in DeepSeek's inference code.
+        """Makes matmuls with float8 weights, and int4 experts, take large inputs in float8 too, and
+        indexers cache float8 keys, as in DeepSeek's inference code.
 
         Inputs of more than ``FEW_TOKENS`` rows per matrix are rounded in blocks of 128 columns. On
         a mesh these are the rows on one device. Make caches and Generators afterwards.
@@ -157,7 +157,7 @@ class DeepSeekV3(nnx.Module):
         """
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Weight):
-                module.float8_activations = isinstance(module.quantization, BlockQuantization)
+                module.float8_activations = module.can_take_float8_activations
             elif isinstance(module, Indexer):
                 module.use_float8_keys()
 

@@ -17,12 +17,10 @@ import datetime
 import json
 import os
 import platform
-import sysconfig
 from pathlib import Path
 from typing import get_args
 
 import jax
-import numpy as np
 
 import dsv3_jax
 from dsv3_jax.accounting import cache_bytes_per_token
@@ -30,9 +28,7 @@ from dsv3_jax.files import atomic_write
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec
 from dsv3_jax.quantization import CacheDtype
 from dsv3_jax.training.batches import held_out_batches, target_count
-from dsv3_jax.training.corpus import Corpus, is_held_out, pack, read_corpus
-from scripts.bench_quantization import compare
-from scripts.train_demo import modules
+from scripts.bench_quantization import compare, held_out_tokens
 
 
 def main() -> None:
@@ -52,17 +48,8 @@ def main() -> None:
         form: dsv3_jax.load(options.model, dtype="float32", mtp=False, cache_dtype=form)[0]
         for form in forms
     }
-    if options.tokens == "demo":
-        texts = modules(Path(sysconfig.get_path("stdlib")))
-        held_out = [each for each in texts if is_held_out(each[0])]
-        corpus = pack(held_out, tokenizer, config.bos_token_id, config.eos_token_id[0])
-        # With nothing to train on, the last part counts as held out: all of it is.
-        corpus = Corpus(corpus.held_out, np.concatenate(corpus))
-    else:
-        corpus = read_corpus([options.tokens], config)
-    batches = held_out_batches(
-        corpus.held_out, 1, options.length, config.bos_token_id, options.batches
-    )
+    tokens = held_out_tokens(options.tokens, config, tokenizer)
+    batches = held_out_batches(tokens, 1, options.length, config.bos_token_id, options.batches)
     # TF32, a GPU's default for float32, would add noise as large as the measured effect.
     with jax.default_matmul_precision("highest"):
         # The first model is what the others are compared with; its own cache is exact.

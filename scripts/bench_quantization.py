@@ -2,12 +2,16 @@
 
     python scripts/bench_quantization.py --model demo --tokens runs/demo/tokens.npz \\
         --out benchmarks/results/quantization.json
+    python -m scripts.bench_quantization --tokens demo --batches 8 --activations \\
+        --out benchmarks/results/activations_demo.json
 
 Every format is a store that ``dsv3 convert`` makes of the model. The model runs with the weights as
 stored and is compared with the bfloat16 store by: KL(bf16 || format), the mean over positions of
 ``sum_w p log(p / q)`` over the whole vocabulary, in nats per token; how often both have the same
 most likely token; and the loss. All formats use the same windows, and positions before a BOS do not
-count, as in training. If the model was published in float8, the bfloat16 store has the same weights
+count, as in training. ``--activations`` adds the formats that take float8 activations, with them.
+``--tokens demo`` takes the modules of the running interpreter's standard library on which the demo
+was not trained. If the model was published in float8, the bfloat16 store has the same weights
 after rounding, so the fp8 row measures only that rounding.
 """
 
@@ -20,10 +24,11 @@ import functools
 import json
 import os
 import platform
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import flax
 import jax
@@ -40,12 +45,16 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization, Quantization
+from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training.batches import held_out_batches, target_count
-from dsv3_jax.training.corpus import read_corpus
+from dsv3_jax.training.corpus import is_held_out, pack, read_corpus
 from dsv3_jax.training.losses import target_mask
+from scripts.train_demo import modules
 
 Form = Literal["bf16", "fp8", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("bf16", "fp8", "int8", "int4")
+FLOAT8_ACTIVATIONS: tuple[Form, ...] = ("fp8", "int4")
+"""Formats of weights that take float8 activations."""
 
 
 def compare(
@@ -93,6 +102,16 @@ def sums(
     return jnp.sum(jnp.stack([kl, same, loss]) * target_mask(tokens, bos, 1), axis=(1, 2))
 
 
+def held_out_tokens(source: str, config: ModelConfig, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the held-out tokens of an .npz file, or of ``demo``."""
+    if source != "demo":
+        return read_corpus([Path(source)], config).held_out
+    texts = modules(Path(sysconfig.get_path("stdlib")))
+    held_out = [each for each in texts if is_held_out(each[0])]
+    # Nothing of it is for training: both parts are held out.
+    return np.concatenate(pack(held_out, tokenizer, config.bos_token_id, config.eos_token_id[0]))
+
+
 def weight_bytes(config: ModelConfig, form: Form) -> int:
     """Returns the bytes of the main model's weights and scales as stored."""
     published = config.quantization
@@ -108,17 +127,17 @@ def weight_bytes(config: ModelConfig, form: Form) -> int:
     return checkpoint_bytes(stored)
 
 
-def load_as(source: Path, stores: Path, form: Form, dtype: str) -> DeepSeekV3:
-    """Converts the model to a store of that format, and loads it."""
-    convert(source, stores / form, to=form)
+def load_as(store: Path, form: Form, dtype: str, activations: str | None = None) -> DeepSeekV3:
+    """Loads the store of that format."""
     quantization = None if form == "bf16" else form
-    return dsv3_jax.load(stores / form, dtype=dtype, quantization=quantization, mtp=False)[0]
+    options: Any = {"dtype": dtype, "quantization": quantization, "activations": activations}
+    return dsv3_jax.load(store, mtp=False, **options)[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Quantized weights on held-out text.")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--tokens", type=Path, required=True, help=".npz with `held_out`")
+    parser.add_argument("--tokens", required=True, help="demo, or an .npz with `held_out`")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quantization.json"))
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--batch", type=int, default=2)
@@ -126,11 +145,12 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=int, default=0, help="maximum number of batches; 0 uses all of the text"
     )
+    parser.add_argument("--activations", action="store_true", help="also with float8 activations")
     arguments = parser.parse_args()
     source = find(arguments.model)
     config = ModelConfig.from_hf(source)
     batches = held_out_batches(
-        read_corpus([arguments.tokens], config).held_out,
+        held_out_tokens(arguments.tokens, config, Tokenizer(source)),
         arguments.batch,
         arguments.length,
         config.bos_token_id,
@@ -138,15 +158,24 @@ def main() -> None:
     )
     # TF32, a GPU's default for float32, would add noise as large as the measured effect.
     with tempfile.TemporaryDirectory() as stores, jax.default_matmul_precision("highest"):
-        models = {form: load_as(source, Path(stores), form, arguments.dtype) for form in FORMS}
+        for form in FORMS:
+            convert(source, Path(stores) / form, to=form)
+        # The formats by name, and those with float8 activations.
+        forms: dict[str, Form] = {form: form for form in FORMS}
+        models = {form: load_as(Path(stores) / form, form, arguments.dtype) for form in FORMS}
+        for form in FLOAT8_ACTIVATIONS if arguments.activations else ():
+            name = f"{form}, float8 activations"
+            forms[name] = form
+            models[name] = load_as(Path(stores) / form, form, arguments.dtype, "float8")
         losses = compare(models, batches)
     rows = [
-        {"form": form, "weight_bytes": weight_bytes(config, form), **losses[form]} for form in FORMS
+        {"form": name, "weight_bytes": weight_bytes(config, form), **losses[name]}
+        for name, form in forms.items()
     ]
-    print(f"{'form':>6} {'bytes':>15} {'KL, nats':>10} {'top-1':>7} {'loss':>8}")
+    print(f"{'form':>24} {'bytes':>15} {'KL, nats':>10} {'top-1':>7} {'loss':>8}")
     for row in rows:
         print(
-            f"{row['form']:>6} {row['weight_bytes']:>15,} {row['kl']:>10.2e} "
+            f"{row['form']:>24} {row['weight_bytes']:>15,} {row['kl']:>10.2e} "
             f"{row['top1_agreement']:>7.4f} {row['loss']:>8.4f}"
         )
     result = {

@@ -356,6 +356,15 @@ def quantization() -> str:
     return markdown(header, rows)
 
 
+def activations() -> str:
+    header = ("format", ">KL, nats", ">top-1 agreement", ">loss, nats")
+    rows = (
+        [r["form"], f"{r['kl']:.5f}", f"{r['top1_agreement']:.1%}", f"{r['loss']:.4f}"]
+        for r in read("activations_demo")["rows"]
+    )
+    return markdown(header, rows)
+
+
 def cache_dtype() -> str:
     header = ("cache", ">KL, nats", ">top-1 agreement", ">loss, nats", ">bytes per token")
     rows = (
@@ -405,8 +414,8 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         kernels, kernels_by_kind, newer_kernels, sparse_kernels, decode, sparse_slice, prefill,
-        two_gpus, all_layers, speculation, quantization, cache_dtype, conversion, cpu, cold_start,
-        summary,
+        two_gpus, all_layers, speculation, quantization, activations, cache_dtype, conversion, cpu,
+        cold_start, summary,
     )
 }  # fmt: skip
 

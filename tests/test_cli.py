@@ -217,7 +217,10 @@ BAD_USAGE = pytest.mark.parametrize(
             "presence_penalty: expected a number in [-2, 2], got 3.0",
         ),
         (["--prompt", "x", "--stop", ""], "stop: expected strings that are not empty"),
-        (["--prompt", "x", "--activations", "float8"], "expected --quantization fp8 with it"),
+        (
+            ["--prompt", "x", "--activations", "float8"],
+            "expected --quantization fp8 or int4 with it",
+        ),
         (["--prompt", "-", "--prompt", "-"], "--prompt: expected - once"),
         (["--prompt", "a\udcffb"], "--prompt: expected UTF-8, got the byte 0xff at character 1"),
         (["--prompt", "\ud800"], "--prompt: expected Unicode text, got the lone surrogate U+D800"),

@@ -210,7 +210,7 @@ def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, message, tm
         ({"target": "h200x8", "layout": "train"}, "argument --layout: expected one of single, dp_"),
         (
             {"activations": "float8"},
-            "activations: expected quantization fp8 with float8 activations, got bf16",
+            "activations: expected quantization fp8 or int4 with float8 activations, got bf16",
         ),
         ({"target": "gpu:h200x32", "layout": "tensor_parallel"}, "num_attention_heads: expected"),
         ({"target": "gpu:h200x3", "layout": "dp_attention_ep"}, "num_experts: expected a multiple"),

@@ -1,5 +1,7 @@
 """Activations are rounded to float8 if there are many tokens, and only then."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,15 @@ import pytest
 from flax import nnx
 
 import dsv3_jax
+from dsv3_jax.checkpoint.convert import convert
+from dsv3_jax.checkpoint.find import find
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layers.linear import FEW_TOKENS, Linear
 from dsv3_jax.layers.moe import Experts
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.quantization import BlockQuantization, IntegerQuantization
-from pallas_kernels import block_dequant, block_quant
+from dsv3_jax.quantization import INT4, INT8, BlockQuantization
+from pallas_kernels import block_dequant, block_quant, grouped_matmul
 from tests.pallas_kernels.numerics import check, tolerance
 from tests.support.checkpoints import tiny_config
 
@@ -53,8 +57,9 @@ def config():
 
 
 @pytest.mark.slow
-def test_experts(config):
-    experts = Experts(config, rngs=nnx.Rngs(0), dtype="float32", quantization=BlockQuantization())
+@pytest.mark.parametrize("quantization", [BlockQuantization(), INT4], ids=["fp8", "int4"])
+def test_experts(config, quantization):
+    experts = Experts(config, rngs=nnx.Rngs(0), dtype="float32", quantization=quantization)
     for weight in (experts.gate_proj, experts.up_proj, experts.down_proj):
         weight.float8_activations = True
     gate, up, down = (
@@ -81,9 +86,10 @@ def test_experts(config):
 
 
 @pytest.mark.slow
-def test_model(config):
+@pytest.mark.parametrize("quantization", [BlockQuantization(), INT4], ids=["fp8", "int4"])
+def test_model(config, quantization):
     """The model is close to the exact one for many tokens, and equal to it for few."""
-    model = DeepSeekV3(config, rngs=nnx.Rngs(0), quantization=BlockQuantization())
+    model = DeepSeekV3(config, rngs=nnx.Rngs(0), quantization=quantization)
     many = jnp.asarray(np.random.default_rng(2).integers(0, 160, (6, 40)))
     few = many[:1]
     run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
@@ -99,10 +105,11 @@ def test_model(config):
 
 
 def test_other_weights_keep_exact_activations(config):
-    for quantization in (None, IntegerQuantization(bits=8, group_size=None)):
+    for quantization in (None, INT8, INT4):
         model = abstract_model(config, quantization=quantization)
         model.use_float8_activations()
-        assert not model.layers[1].mlp.experts.gate_proj.float8_activations
+        of_experts = quantization == INT4
+        assert model.layers[1].mlp.experts.gate_proj.float8_activations == of_experts
         assert not model.layers[0].self_attn.o_proj.uses_float8_activations(10**6)
 
 
@@ -114,11 +121,55 @@ def test_load():
     assert not model.layers[1].mlp.experts.gate_proj.float8_activations
 
 
+@pytest.mark.slow
+def test_logits_of_an_int4_store(tmp_path):
+    """They are those of dequantized weights, with the experts' activations rounded to float8."""
+    convert(find("demo"), tmp_path / "int4", to="int4")
+    load = functools.partial(dsv3_jax.load, tmp_path / "int4", dtype="float32", mtp=False)
+    model, tokenizer = load(quantization="int4", activations="float8")
+    dense, _ = load()
+    text = "def first(items):\n    return items[0]\n" * 60
+    tokens = jnp.asarray(tokenizer.encode(text))[None, :320]
+    assert tokens.size * 4 > FEW_TOKENS * 16
+    exact = np.asarray(dense(tokens), np.float64)
+    for layer in dense.layers[1:]:
+        layer.mlp.experts = nnx.data(RoundedExperts(layer.mlp.experts))
+    want = np.asarray(dense(tokens), np.float64)
+    rounding = np.linalg.norm(want - exact)
+    assert rounding > 0.01 * np.linalg.norm(exact)
+    assert np.linalg.norm(model(tokens) - want) < 0.2 * rounding
+
+
+class RoundedExperts(nnx.Module):
+    """Float32 experts that round their inputs to float8, in blocks of 128 columns."""
+
+    def __init__(self, experts):
+        self.experts = experts
+        self.gate_proj = experts.gate_proj
+
+    def __call__(self, tokens, rows, group_sizes):
+        experts = self.experts
+        x = jnp.asarray(rounded(tokens)[rows], jnp.float32)
+        gate, up = (self.multiply(x, w, group_sizes) for w in (experts.gate_proj, experts.up_proj))
+        hidden = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+        return self.multiply(rounded(hidden), experts.down_proj, group_sizes)
+
+    def multiply(self, rows, weight, group_sizes):
+        """Rounds the result to bfloat16, as float8 matmuls do."""
+        rows = jnp.asarray(rows, jnp.float32)
+        out = grouped_matmul(rows, weight.dense("float32"), group_sizes)
+        return out.astype(jnp.bfloat16).astype(jnp.float32)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"activations": "fp8"}, "activations: expected one of float8; got 'fp8'"),
-        ({"activations": "float8"}, "expected quantization='fp8', got quantization=No"),
+        ({"activations": "float8"}, "expected quantization='fp8' or 'int4', got quantization=No"),
+        (
+            {"activations": "float8", "quantization": "int8"},
+            "expected quantization='fp8' or 'int4', got quantization='int8'",
+        ),
     ],
 )
 def test_load_refuses(settings, message):

@@ -327,6 +327,8 @@ def grouped_cases() -> list[Grouped]:
         for g, m in [(8, 16), (32, 16)]:
             add(f"g{g} m{m}", [m] * g, dtype, "masked", True)
         add("g256 m1-4", few, dtype, "masked", True)
+        for g, m in [(1, 1), (1, 16)]:
+            add(f"g{g} m{m}", [m] * g, dtype, "masked", False)
     for dtype in dtypes:
         for g in (32, 8, 4):
             for m in (8192, 4096, 1024, 256):

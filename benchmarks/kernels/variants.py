@@ -49,17 +49,12 @@ def _decode(config: Any) -> Variant:
 
 
 def _few_tokens(**settings: Any) -> dict[str, Variant]:
-    """Returns the variant of integer matrices with ``settings`` instead of the default ones."""
+    """Returns few tokens by integer matrices with other settings than the default's."""
 
     def matmul(lhs: Any, rhs: Any, *args: Any, block_shape: Any, **arrays: Any) -> Any:
         weights = few_tokens.weights_of(rhs, lhs.shape[1], block_shape)
         config = few_tokens.default_config(len(lhs), len(rhs), weights)
-        options = dict(settings)
-        if options.get("tokens_in_order"):
-            options["max_mma_tokens"] = config.max_tokens
-        if weights.is_scaled_last:
-            options.pop("tma_scales", None)
-        config = dataclasses.replace(config, **options)
+        config = dataclasses.replace(config, **settings)
         return grouped_matmul.grouped_matmul(
             lhs, rhs, *args, **arrays, block_shape=block_shape, config=config
         )
@@ -112,16 +107,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     },
     "without pairs": _float8(),
     "pairs": _float8(paired=True),
-    "early": _few_tokens(early=True),
-    "finished loads": _few_tokens(finish_loads=True),
-    "leader barriers": _few_tokens(early=True, leader_barriers=True, finish_loads=True),
-    "scales by TMA": _few_tokens(
-        early=True, leader_barriers=True, finish_loads=True, tma_scales=True
-    ),
-    "tokens in order": _few_tokens(finish_loads=True, tokens_in_order=True),
-    "few tokens, all": _few_tokens(
-        early=True, leader_barriers=True, finish_loads=True, tma_scales=True, tokens_in_order=True
-    ),
+    "permuted columns": _few_tokens(tokens_in_order=False),
+    "tokens in order": _few_tokens(tokens_in_order=True),
     "prefetch": {
         "sparse_mla_decode": Variant(
             sparse_mla_decode.sparse_mla_decode,

@@ -62,9 +62,9 @@ def load(
       quantization: keeps weights in this stored form, and dequantizes them when they are used: the
         published float8, or the integers of a store. None dequantizes to ``dtype`` while loading,
         to the exact product of value and scale, rounded once.
-      activations: ``"float8"`` also rounds the activations that are multiplied by float8 weights,
-        if there are many rows, as in prompts and large batches. DeepSeek's own inference does this.
-        None rounds no activations.
+      activations: ``"float8"`` also rounds the activations that are multiplied by float8 weights
+        or by int4 experts, if there are many rows, as in prompts and large batches: more than 64
+        per matrix. DeepSeek's own inference does this. None rounds no activations.
       cache_dtype: ``"fp8"`` makes attention cache latents and indexer keys in float8,
         ``"fp8_index"`` indexer keys alone; see
         :meth:`~dsv3_jax.model.DeepSeekV3.use_cache_dtype`. None caches ``dtype``.
@@ -92,9 +92,9 @@ def load(
         )
     if activations is not None:
         check_choice("activations", activations, ("float8",))
-        if quantization != "fp8":
+        if quantization not in ("fp8", "int4"):
             raise ValueError(
-                "activations='float8': expected quantization='fp8', got"
+                "activations='float8': expected quantization='fp8' or 'int4', got"
                 f" quantization={quantization!r}"
             )
     if cache_dtype is not None:

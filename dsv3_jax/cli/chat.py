@@ -15,6 +15,7 @@ from dsv3_jax.cli.bench import check_url
 from dsv3_jax.cli.conversation import Conversation
 from dsv3_jax.cli.prompts import check_text
 from dsv3_jax.cli.serve import depth_of, draft_of
+from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import check, check_settings
 
 
@@ -49,5 +50,6 @@ def run(arguments: argparse.Namespace) -> None:
                 raise ValueError("--api-key-file: expected --url with it, got none")
             from dsv3_jax.cli.local_chat import LocalChat
 
+            check_weights(arguments)
             model = until_end.enter_context(LocalChat(arguments, sampling))
         Conversation(model, arguments.system).run()

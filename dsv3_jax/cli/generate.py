@@ -11,6 +11,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from dsv3_jax.cli.prompts import check_text, read_prompts
+from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         if not arguments.chat:
             raise ValueError("--system: expected --chat with it, got none")
         check_text("--system", arguments.system)
-    if arguments.activations is not None and arguments.quantization != "fp8":
-        raise ValueError("--activations: expected --quantization fp8 with it, got none")
+    check_weights(arguments)
     return settings
 
 

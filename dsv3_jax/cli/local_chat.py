@@ -45,6 +45,7 @@ class LocalChat:
                 dtype=arguments.dtype,
                 quantization=arguments.quantization,
                 cache_dtype=arguments.cache_dtype,
+                activations=arguments.activations,
                 layout=make_layout_from(arguments),
             )
         assert tokenizer is not None

@@ -131,6 +131,7 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
             dtype=arguments.dtype,
             quantization=arguments.quantization,
             cache_dtype=arguments.cache_dtype,
+            activations=arguments.activations,
             layout=layout,
         )
     seconds = time.perf_counter() - began

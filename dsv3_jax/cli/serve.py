@@ -11,6 +11,7 @@ import importlib.util
 from numbers import Integral, Real
 
 from dsv3_jax.cli.roles import check_prefill_urls, check_role
+from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import check, check_draft
 
 _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
@@ -60,6 +61,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             flag = "--" + name.replace("_", "-")
             check(flag, milliseconds, "milliseconds from 0.1 to 3600000", Real, 0.1, 3.6e6)
     check_draft(draft_of(arguments), depth_of(arguments))
+    check_weights(arguments)
     check_role(arguments)
 
 

@@ -13,7 +13,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from dsv3_jax.quantization import BlockQuantization, Quantization
+from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 from pallas_kernels import (
     block_dequant,
     block_quant,
@@ -63,6 +63,20 @@ class Weight(nnx.Module):
         self.weight = nnx.Param(values)
 
     @property
+    def can_take_float8_activations(self) -> bool:
+        """Whether activations can be rounded to float8: for float8 weights, and for stacks of int4
+        weights.
+
+        Single int4 matrices of many tokens are multiplied in bfloat16, which XLA does as fast.
+        """
+        match self.quantization:
+            case BlockQuantization():
+                return True
+            case IntegerQuantization(bits=4):
+                return self.weight.ndim > 2
+        return False
+
+    @property
     def scale(self) -> Float32[Array, "*stack rows columns"]:
         """Scales of the blocks of ``block_shape``. Only quantised weights have them."""
         float8 = isinstance(self.quantization, BlockQuantization)
@@ -81,8 +95,9 @@ class Weight(nnx.Module):
         self, x: Float[Array, "M K"]
     ) -> tuple[Float[Array, "M K"], Float32[Array, "M Kb"]]:
         """Returns ``x`` in float8, and its scales for the same column blocks as the weight's."""
-        assert isinstance(self.quantization, BlockQuantization)
-        scale_fmt: Any = self.quantization.scale_fmt
+        scale_fmt: Any = "float32"
+        if isinstance(self.quantization, BlockQuantization):
+            scale_fmt = self.quantization.scale_fmt
         return block_quant(x, (1, self.block_shape[1]), scale_fmt=scale_fmt)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*stack out in"]:

@@ -83,10 +83,10 @@ class Deployment:
             raise ValueError(
                 f"layout: expected one for serving, got {self.layout_name}, which is for training"
             )
-        if self.activations is not None and self.quantization != "fp8":
+        if self.activations is not None and self.quantization not in ("fp8", "int4"):
             raise ValueError(
-                f"activations: expected quantization fp8 with {self.activations} activations, got"
-                f" {self.quantization}"
+                f"activations: expected quantization fp8 or int4 with {self.activations}"
+                f" activations, got {self.quantization}"
             )
         if self.cache_dtype is not None:
             check_choice("cache_dtype", self.cache_dtype, get_args(CacheDtype))

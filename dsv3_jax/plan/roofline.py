@@ -141,7 +141,7 @@ def prefill(
     is_sparse = c.index_topk is not None and deployment.context > c.index_topk
     if is_sparse:
         kv_b_proj = 0
-    if float8:
+    if float8 and deployment.quantization == "fp8":
         float8_flop += 2 * kv_b_proj * read_again
     else:
         bfloat16_flop += 2 * kv_b_proj * read_again

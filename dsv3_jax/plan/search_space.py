@@ -42,7 +42,8 @@ def exchanges(target: Target) -> tuple[Exchange, ...]:
 def can_use_float8_activations(deployment: Deployment) -> bool:
     """Returns whether float8 activations could make the deployment faster or smaller.
 
-    They need float8 weights, kernels that take float8 activations, and float8 matmul units.
+    They need float8 or int4 weights, kernels that take float8 activations, and float8 matmul units.
     """
     chip = deployment.target.chip
-    return deployment.quantization == "fp8" and chip.has_kernels and chip.fp8_flops is not None
+    takes_them = deployment.quantization in ("fp8", "int4")
+    return takes_them and chip.has_kernels and chip.fp8_flops is not None

@@ -210,7 +210,8 @@ class ModelShard:
         Args:
           tokens: tokens on all devices that share the experts.
           local_tokens: tokens on this device.
-          float8: whether activations are rounded to float8 where weights are float8.
+          float8: whether activations are rounded to float8, where weights are float8, or int4 and
+            of experts.
         """
         bfloat16_flop = float8_flop = 0.0
         config = self.shapes.config
@@ -224,7 +225,9 @@ class ModelShard:
             # Absorbed into queries and outputs, kv_b_proj costs as much as one application to the
             # tokens themselves, but the up-projections are bfloat16.
             is_absorbed = decoding and "kv_b_proj" in shard.path
-            if float8 and shard.dtype == jnp.float8_e4m3fn and not is_absorbed:
+            is_int4_expert = "experts" in shard.path and shard.dtype == jnp.uint8
+            takes_float8 = is_int4_expert or shard.dtype == jnp.float8_e4m3fn
+            if float8 and takes_float8 and not is_absorbed:
                 float8_flop += flop
             else:
                 bfloat16_flop += flop

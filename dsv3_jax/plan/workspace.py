@@ -21,6 +21,7 @@ from dsv3_jax.layers.indexer import SCORE_BYTES
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
+from pallas_kernels.grouped_matmul.w4a8 import check_widths
 from pallas_kernels.top_k.threshold import CHUNK_BYTES
 from sharding import Layout, default_capacity, default_pairs_per_call
 from sharding.token_packer import FLOAT8_BLOCK
@@ -206,7 +207,7 @@ def dequantized_bytes(
     if deployment.quantization == "bf16" or deployment.target.platform == "tpu":
         return 0  # a TPU's kernels read weights as stored, for any number of tokens
     has_kernels = deployment.target.chip.has_kernels
-    if deployment.activations and has_kernels:
+    if deployment.activations and has_kernels and deployment.quantization == "fp8":
         return 0
     pairs = _pairs(shard, shard.layout, M)
     copies = largest_ragged_dot = 0
@@ -214,6 +215,9 @@ def dequantized_bytes(
         is_expert = "experts" in parameter.path
         is_quantized = parameter.is_matrix and parameter.dtype.itemsize == 1
         if not is_quantized or except_for in parameter.path:
+            continue
+        takes_float8 = deployment.activations and has_kernels and is_expert
+        if takes_float8 and _has_w4a8_kernel(parameter.shape):
             continue
         if not has_kernels or _exceeds_kernel(
             pairs if is_expert else M, math.prod(parameter.shape[:-2]), parameter.dtype
@@ -246,6 +250,16 @@ def tiled_bytes(shard: ModelShard, deployment: Deployment, except_for: str | Non
         and parameter.dtype == jnp.bfloat16
         and not excluded & {*parameter.path}
     )
+
+
+def _has_w4a8_kernel(shape: tuple[int, ...]) -> bool:
+    """Returns whether the kernel of float8 rows takes int4 matrices, stored as [E, N, K / 2]."""
+    _, N, half = shape
+    try:
+        check_widths(N, 2 * half)
+    except NotImplementedError:
+        return False
+    return True
 
 
 @functools.cache  # called for every parameter

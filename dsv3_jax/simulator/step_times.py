@@ -99,7 +99,8 @@ class StepModel:
             # Each chunk expands the keys and values of all tokens cached before it.
             kv_b = [p for p in shard.parameters if p.is_matrix and "kv_b_proj" in p.path]
             elements = sum(p.elements for p in kv_b)
-            self._key_expansion_seconds = 2 * elements / sharers / rates[1 if float8 else 0]
+            rate = rates[1 if float8 and deployment.quantization == "fp8" else 0]
+            self._key_expansion_seconds = 2 * elements / sharers / rate
         self._key_bytes = cached_token_bytes(deployment) / sharers
         sent = traffic(shard, deployment, _MANY, result_dtype)
         self._network_seconds = (

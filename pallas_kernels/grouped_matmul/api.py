@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_matmul import batched, cpu, mosaic_gpu, mosaic_tpu, reference, w4a8
+from pallas_kernels.grouped_matmul import batched, cpu, mosaic_gpu, mosaic_tpu, reference
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.grouped_matmul,
@@ -13,8 +13,6 @@ BACKENDS = {
     "cpu": cpu.grouped_matmul,
     "batched": batched.grouped_matmul,
     "reference": reference.grouped_matmul,
-    # After the reference, which takes everything: it is used only by name.
-    "mosaic_gpu_w4a8": w4a8.grouped_matmul,
 }
 
 

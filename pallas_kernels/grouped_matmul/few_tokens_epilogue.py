@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_matmul import few_tokens_registers as registers
 from pallas_kernels.grouped_matmul.few_tokens_plan import Plan
 from pallas_kernels.hopper.branch import when
+from pallas_kernels.hopper.loads import when_computed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +85,10 @@ class Reduction:
             for part in range(self.k_warpgroups - 1):
                 source = self.partial_sums.at[first + part]
                 whole = whole + registers.load_partial_sum(source, total.shape[1], on_gpu=on_gpu)
-            plgpu.barrier_arrive(self.read)
+            zero = jnp.int32(0)
+            if on_gpu:  # the sums that were loaded must have been used before the arrival
+                zero = when_computed(zero, unknown_zero(i), whole)
+            when(zero == 0)(lambda: plgpu.barrier_arrive(self.read))
             finish(whole)
 
     def drain(self, k_part: Any, tile_count: Callable[[], Any]) -> None:
@@ -93,6 +97,11 @@ class Reduction:
         @when((k_part > 0) & (tile_count() > 0))
         def _():
             plgpu.barrier_wait(self.read)
+
+
+def unknown_zero(i: Any) -> Any:
+    """Returns 0, which no compiler knows. A block's tile ``i`` is one of fewer than 2^24."""
+    return lax.shift_right_logical(i, jnp.int32(24))
 
 
 def store(

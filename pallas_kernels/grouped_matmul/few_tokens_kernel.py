@@ -13,8 +13,9 @@ Budget for 4.3 TB/s on 132 multiprocessors: 16.5 bytes of matrices per cycle at 
 bytes of 256 rows in 990 cycles. Of int4 these are 64 weights per thread: 24 shifts, 32 ands (both
 at half rate), 32 additions, 8 matmul instructions, 6 reads, and 30 more for scales and the ring.
 That is 130 issue slots for each of a scheduler's 4 warps, 520 in all, 450 of them in its integer
-unit. Shared memory needs 128 cycles to be filled, 128 to be read, and 256 for each 8 tokens, which
-every warp reads, up to 16 tokens. Wider tiles use wgmma, which reads the tokens once, but makes its
+unit. Tokens whose columns are in their own order take a quarter more instructions, and no kernel of
+XLA's before this one. Shared memory needs 128 cycles to be filled, 128 to be read, and 256 for each
+8 tokens, which every warp reads. Wide tiles use wgmma, which reads the tokens once, but makes its
 four warps wait for each other and for its completion. Registers: 32 per thread for unpacked
 weights, 8 for packed ones, and twice tokens / 2 for sums. 128 KiB and more are in flight.
 """
@@ -34,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.grouped_matmul import few_tokens_registers as registers
-from pallas_kernels.grouped_matmul.few_tokens_epilogue import Reduction, store
+from pallas_kernels.grouped_matmul.few_tokens_epilogue import Reduction, store, unknown_zero
 from pallas_kernels.grouped_matmul.few_tokens_mma import multiply
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Plan, Weights
 from pallas_kernels.grouped_matmul.few_tokens_ring import Stages, produce
@@ -46,7 +47,6 @@ from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import when_computed
 from pallas_kernels.hopper.tiles import ACC
-from pallas_kernels.hopper.warpgroup import first_warp
 
 # Registers per thread of the (producer, consumers), by number of consumer warpgroups.
 _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
@@ -82,7 +82,7 @@ def matmul(
     plan = Plan(
         weights, config, M, len(matrices), scales[0].shape[2], thread_blocks, interpret is None
     )
-    gpu, consumers, matrix_count = plan.on_gpu, plan.consumers, plan.matrices
+    gpu, consumers, matrix_count = plan.on_gpu, config.warpgroups, plan.matrices
     ring_scratch = Stages.scratch(plan, matrices[0].dtype)
 
     def few_tokens(x_g, *refs):
@@ -92,17 +92,16 @@ def matmul(
             refs[2 * matrix_count :],
         )
         sizes_g, out_g, *refs = refs
-        ring, reduction = Stages.of(plan, refs[: len(ring_scratch)]), refs[len(ring_scratch) :]
-        ring.initialise()
-        overlap_preceding_kernel(config.early, interpret=interpret)
+        ring = Stages(plan, *refs[: len(ring_scratch)])
+        reduction = refs[len(ring_scratch) :]
+        overlap_preceding_kernel(interpret=interpret)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
         tiles = Tiles(plan, GroupTiles(sizes_g, config.max_tokens, on_gpu=gpu), block)
 
         @when(warpgroup == consumers)
         def _produce():
             plgpu.set_max_registers(_REGISTERS[consumers][0], action="decrease")
-            is_called = first_warp(True) if plan.leads else True
-            when(is_called)(lambda: produce(plan, tiles, ring, x_g, w_g, scale_g))
+            produce(plan, tiles, ring, x_g, w_g)
 
         @when(warpgroup < consumers)
         def _consume():
@@ -165,8 +164,6 @@ class Consumer:
             tokens = jnp.where(feature < tile.own_feature, 0, tokens)
         first_fill = i * fills
         first_step = tile.k_slice * (fills * k_warpgroups) + self.k_part
-        # Scales that TMA copies are read when they are needed. Others are loaded one step ahead.
-        is_scaled_after = weights.is_scaled_last or plan.config.tma_scales
 
         def k_step(k, carry):
             total, step_scales = carry
@@ -174,12 +171,10 @@ class Consumer:
             step = first_step + k * k_warpgroups
             next_scales = (
                 step_scales
-                if is_scaled_after
+                if weights.is_scaled_last
                 else self.load_scales(tile.group, tile.matrix, feature, step + k_warpgroups)
             )
-            ring.full.wait(stage, ring.use(first_fill + k))
-            if plan.config.tma_scales:
-                step_scales = self.copied_scales(i, tile.k_slice, k, step)
+            plgpu.barrier_wait(ring.full.at[stage])
             slot = stage * k_warpgroups + self.k_part
             firsts = range(0, weights.column_blocks, weights.blocks_per_scale)
             for j, first in enumerate(firsts):
@@ -191,21 +186,17 @@ class Consumer:
                 total = total + product
             if not plan.on_gpu:
                 # The interpreter requires a fence between reading a stage and the copy that
-                # overwrites it. On a GPU the weights are in registers by now.
+                # overwrites it. A GPU requires that everything loaded from it has been used.
                 plgpu.commit_smem()
-            elif plan.finishes_loads:
-                # A block has fewer than 2^24 tiles, but the compiler does not know that.
-                zero = lax.shift_right_logical(i, jnp.int32(24))
-                stage = when_computed(stage, zero, total)
-            ring.empty.arrive(stage)
+            else:
+                stage = when_computed(stage, unknown_zero(i), total)
+            plgpu.barrier_arrive(ring.empty.at[stage])
             return total, next_scales
 
         total = jnp.zeros((64, width), jnp.float32)
         if plan.on_gpu:
             total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
-        first_scales = ()
-        if not plan.config.tma_scales:
-            first_scales = self.load_scales(tile.group, tile.matrix, feature, first_step)
+        first_scales = self.load_scales(tile.group, tile.matrix, feature, first_step)
         total, last_scales = lax.fori_loop(0, fills, k_step, (total, first_scales))
         if weights.is_scaled_last:
             total = _scaled(total, last_scales[0])
@@ -218,26 +209,6 @@ class Consumer:
             finish(total)
         else:
             self.reduction.reduce(total, i, self.warpgroup, self.k_part, finish, on_gpu=plan.on_gpu)
-
-    def copied_scales(self, i: Any, k_slice: Any, k: Any, step: Any) -> tuple[Any, ...]:
-        """Returns the scales of a K step from shared memory, as :meth:`load_scales` does.
-
-        Args:
-          i: index of the tile in its thread block.
-          k: index of the fill in its tile.
-        """
-        plan, ring, count = self.plan, self.ring, self.plan.weights.scales_per_step
-        assert ring.scales_full is not None
-        full, (slot, use) = ring.scales_full, ring.scale_slot(i, k)
-        per_copy = jnp.int32(plan.fills_per_scale_copy)
-        when(lax.rem(k, per_copy) == 0)(lambda: full.wait(slot, use))
-        first = plan.first_scale(k_slice, lax.div(k, per_copy))
-        index = jnp.minimum(step * count, plan.scales - count) - first
-        rows = pl.ds(self.first_row, 64)
-        if not plan.on_gpu:
-            return tuple(ring.scales[slot, rows, index + j] for j in range(count))
-        scales = ring.scales.at[slot, rows]
-        return registers.load_copied_scales(scales, index, count, plan.weights.column_blocks)
 
     def load_scales(self, group: Any, matrix: Any, feature: Any, step: Any) -> tuple[Any, ...]:
         """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks.
@@ -295,7 +266,7 @@ class Consumer:
             )
 
         packed = ring.weights.at[slot, rows]
-        if width <= config.max_mma_tokens:
+        if not config.uses_wgmma(width):
             tokens = ring.tokens(n, width, slot, tiled=False)
             return multiply(
                 packed,

@@ -11,22 +11,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-import jax.numpy as jnp
-
 _SHARED_BYTES = 232448 - 1024  # of a thread block, less barriers and alignment
 _MAX_STAGES = 32  # Mosaic supports no more barriers in an array
-_BARRIER_ARRAY_BYTES = 1024  # of barriers that a leader arrives at
-SCALES_PER_COPY = 8
-"""Scales of each row in one copy: 32 bytes, the least that the L2 cache reads from memory."""
+_MMA_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile configuration of the few-token kernel.
-
-    No GPU has run ``early``, ``leader_barriers``, ``tma_scales``, ``finish_loads`` and
-    ``tokens_in_order`` yet. They have been interpreted and compiled.
-    """
+    """Tile configuration of the few-token kernel."""
 
     warpgroups: int = 4
     """Number of consumer warpgroups (1-4). Each computes 64 output features."""
@@ -47,30 +39,9 @@ class Config:
     """Number of stages of the ring buffer. The default is the largest number that fits in shared
     memory."""
 
-    max_mma_tokens: int = 16
-    """Widest tile for which each warp multiplies its own 16 features with mma.sync. Wider tiles use
-    wgmma, which reads the tokens once for 64 features."""
-
-    early: bool = False
-    """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
-
-    leader_barriers: bool = False
-    """Whether one lane arrives at a barrier for its warp, and one thread for a copy. Otherwise all
-    128 threads of a warpgroup arrive."""
-
-    tma_scales: bool = False
-    """Whether TMA copies the scales of several K steps to shared memory. Otherwise every thread
-    loads its rows' scales from global memory, 4 bytes of each row and block of columns."""
-
-    finish_loads: bool = False
-    """Whether a stage is released only when everything that was loaded from it has been used. An
-    arrival at a barrier does not wait for a load, so without it only the time that a copy takes
-    keeps the copy from overwriting what has not been loaded yet. ``tma_scales`` implies it."""
-
     tokens_in_order: bool = False
     """Whether the kernel reads the tokens as they are. Otherwise XLA first permutes their columns,
-    in a kernel of its own unless it is part of what computes the tokens. Takes no tiles wider than
-    ``max_mma_tokens``."""
+    in a kernel of its own unless it is part of what computes the tokens."""
 
     keep_operands: bool = True
     """Whether to keep the unpacked weights in their registers until wgmma is complete. ptxas before
@@ -81,12 +52,10 @@ class Config:
         """Tokens per tile."""
         return self.token_widths[-1]
 
-    def __post_init__(self) -> None:
-        if self.tokens_in_order and self.max_tokens > self.max_mma_tokens:
-            raise ValueError(
-                f"tokens_in_order: expected tiles of at most {self.max_mma_tokens} tokens"
-                f" (max_mma_tokens), got {self.max_tokens}"
-            )
+    def uses_wgmma(self, width: int) -> bool:
+        """Returns whether tiles of ``width`` tokens use wgmma, which reads the tokens once for 64
+        features. In other tiles each warp multiplies its own 16 features with mma.sync."""
+        return width > _MMA_TOKENS and not self.tokens_in_order
 
     @property
     def features(self) -> int:
@@ -170,22 +139,6 @@ class Weights:
         """K steps of a tile that covers all of K."""
         return self.K // self.step_columns
 
-    @property
-    def scales_per_step(self) -> int:
-        """Scales of a row per K step (1 or 2)."""
-        return self.column_blocks // self.blocks_per_scale
-
-    def check_tma_scales(self) -> None:
-        """Raises NotImplementedError if TMA cannot copy the scales, or if there are few of them."""
-        blocks = -(-self.K // self.scale_columns)
-        is_per_step = self.scale_rows == 1 and self.scale_columns <= self.step_columns
-        if not is_per_step or blocks % 4 or blocks < SCALES_PER_COPY:
-            raise NotImplementedError(
-                f"copies scales of single rows and at most {self.step_columns} columns,"
-                f" {SCALES_PER_COPY} of a row or more in multiples of 4, got {blocks} of"
-                f" {self.scale_rows} x {self.scale_columns}"
-            )
-
 
 def stages_that_fit(weights: Weights, config: Config) -> int:
     """Returns the number of ring stages that fit in shared memory."""
@@ -193,43 +146,7 @@ def stages_that_fit(weights: Weights, config: Config) -> int:
     weight_bytes = config.features * 64 * weights.column_blocks
     stage = config.k_warpgroups * (weight_bytes + config.max_tokens * columns * 2)
     partial_sums = config.partial_warpgroups * 64 * config.max_tokens * 4
-    available = _SHARED_BYTES - partial_sums - _BARRIER_ARRAY_BYTES * config.leader_barriers
-    stages = min(available // stage, _MAX_STAGES)
-    if config.tma_scales:
-        copy = config.features * SCALES_PER_COPY * 4
-        while stages * stage + scale_stages(weights, config, stages) * copy > available:
-            stages -= 1
-    return stages
-
-
-def fills_per_tile(weights: Weights, config: Config) -> int:
-    """Returns how often a stage is filled for one tile."""
-    return -(-weights.k_steps // (config.k_warpgroups * config.split_k))
-
-
-def fills_per_scale_copy(weights: Weights, config: Config) -> int:
-    """Returns how many consecutive fills take their scales from one copy."""
-    return SCALES_PER_COPY // (config.k_warpgroups * weights.scales_per_step)
-
-
-def scale_stages(weights: Weights, config: Config, stages: int) -> int:
-    """Returns the number of buffers for copies of scales that need no barrier to be released.
-
-    The copy for some fills begins when the first one's stage is empty, so that the fills up to
-    ``stages`` before it have been read. The copy that it overwrites must belong to these.
-    """
-    fills, per_copy = fills_per_tile(weights, config), fills_per_scale_copy(weights, config)
-    of_tile = [min(per_copy, fills - first) for first in range(0, fills, per_copy)]
-    count = 1
-    while True:
-        # Fills of the copies between one and the copy that overwrites it; the least of all copies.
-        between = [
-            sum(of_tile[(first + i) % len(of_tile)] for i in range(1, count))
-            for first in range(len(of_tile))
-        ]
-        if min(between) >= stages - 1:
-            return count
-        count += 1
+    return min((_SHARED_BYTES - partial_sums) // stage, _MAX_STAGES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,23 +175,6 @@ class Plan:
             raise NotImplementedError(
                 f"takes N of at least {self.config.features}, got {self.weights.N}"
             )
-        if self.config.tma_scales:
-            self.weights.check_tma_scales()
-
-    @property
-    def consumers(self) -> int:
-        """Consumer warpgroups."""
-        return self.config.warpgroups
-
-    @property
-    def leads(self) -> bool:
-        """Whether leaders arrive at barriers. The interpreter has only Pallas' own barriers."""
-        return self.config.leader_barriers and self.on_gpu
-
-    @property
-    def finishes_loads(self) -> bool:
-        """Whether stages are released when what was loaded from them has been used."""
-        return self.config.finish_loads or self.config.tma_scales
 
     @property
     def stages(self) -> int:
@@ -294,28 +194,7 @@ class Plan:
     @property
     def fills(self) -> int:
         """Times that a stage is filled for one tile."""
-        return fills_per_tile(self.weights, self.config)
-
-    @property
-    def fills_per_scale_copy(self) -> int:
-        """Consecutive fills whose scales are copied together."""
-        return fills_per_scale_copy(self.weights, self.config)
-
-    @property
-    def scale_copies(self) -> int:
-        """Copies of scales for one tile."""
-        return -(-self.fills // self.fills_per_scale_copy)
-
-    @property
-    def scale_stages(self) -> int:
-        """Buffers for copies of scales."""
-        return scale_stages(self.weights, self.config, self.stages)
-
-    def first_scale(self, k_slice: Any, copy: Any) -> Any:
-        """Returns the index of the first scale of each row in a tile's ``copy``-th copy."""
-        fill = k_slice * self.fills + copy * self.fills_per_scale_copy
-        first = fill * (self.config.k_warpgroups * self.weights.scales_per_step)
-        return jnp.minimum(first, self.scales - SCALES_PER_COPY)
+        return -(-self.weights.k_steps // (self.config.k_warpgroups * self.config.split_k))
 
     @property
     def k_divides_evenly(self) -> bool:

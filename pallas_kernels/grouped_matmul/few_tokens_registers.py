@@ -213,48 +213,6 @@ def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
     return load(scales)
 
 
-def load_copied_scales(
-    scales: Any, first: jax.Array, count: int, column_blocks: int
-) -> tuple[jax.Array, ...]:
-    """Loads ``count`` (1 or 2) scales of each of 64 weight rows from shared memory.
-
-    Args:
-      scales: float32 [64, scales of a copy].
-      first: index of the first one, a multiple of ``count``.
-
-    Returns:
-      float32 [64], one array per scale.
-    """
-    layout = plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout)
-
-    @inline(REF, SCALAR, returns=(result,) * count)
-    def load(ref, first):
-        stride = ir.MemRefType(ref.type).shape[1]
-        row, _ = row_of_thread(column_blocks)
-        index = arith.addi(arith.muli(row, const(stride)), first.registers.item())
-        pointer = _offset(mgpu.utils.memref_ptr(ref), index, 4)
-        vectors = [
-            llvm.load(
-                ir.VectorType.get((count,), ir.F32Type.get()),
-                _offset(pointer, const(4 * stride * 8 * half), 1),
-                alignment=4 * count,
-            )
-            for half in range(2)
-        ]
-        one = ir.VectorType.get((1,), ir.F32Type.get())
-        return tuple(
-            array(
-                [vector.broadcast(one, llvm.extractelement(v, const(j))) for v in vectors],
-                (64,),
-                layout,
-            )
-            for j in range(count)
-        )
-
-    return load(scales, jnp.asarray(first, jnp.int32))
-
-
 def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_blocks: int) -> None:
     """Stores the first ``tokens`` columns of [64, width] to rows of [width, 64] in global memory.
 

@@ -1,8 +1,8 @@
 """grouped_matmul for Hopper GPUs: chooses a kernel and its configuration, and defines gradients.
 
-There are two kernels. ``kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
+There are three kernels. ``kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
 ``few_tokens`` multiplies bfloat16 rows by int8, int4 or float8 matrices, with at most 64 rows per
-group on average.
+group on average. ``w4a8`` multiplies float8 rows by int4 matrices.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pallas_kernels.grouped_matmul import (
     few_tokens_plan,
     kernel,
     reference,
+    w4a8,
+    w4a8_kernel,
 )
 from pallas_kernels.grouped_matmul.heuristics import choose_tile_width
 from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes, pairs_pay
@@ -59,13 +61,13 @@ def grouped_matmul(
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
-    config: Config | few_tokens_plan.Config | None = None,
+    config: Config | few_tokens_plan.Config | w4a8_kernel.Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
     """grouped_matmul on a Hopper GPU.
 
-    It supports bfloat16 by bfloat16, float8 by float8, and few bfloat16 rows by int8, int4 or
-    float8 matrices. Gradients are computed by other back-ends.
+    It supports bfloat16 by bfloat16, float8 by float8, float8 rows by int4 matrices, and few
+    bfloat16 rows by int8, int4 or float8 matrices. Gradients are computed by other back-ends.
 
     Args:
       config: tuning parameters of the kernel, by default chosen from the shapes.
@@ -75,7 +77,8 @@ def grouped_matmul(
       NotImplementedError: no Hopper GPU, other dtypes, or N not a multiple of 64. Without quantized
         matrices: K not a multiple of 64 (bfloat16) or 128 (float8), or scale blocks other than
         128 x 128. With them: more than 64 rows per group on average, or what
-        :func:`few_tokens.grouped_matmul` refuses.
+        :func:`few_tokens.grouped_matmul` refuses. With float8 rows and int4 matrices: see
+        :func:`w4a8.check_shapes`.
     """
     require_hopper(interpret)
     if 0 in (lhs.size, rhs.size):
@@ -83,6 +86,8 @@ def grouped_matmul(
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     if lhs.dtype == jnp.bfloat16 and rhs_scale is not None:
         check_few_tokens(M, G, rhs.dtype)
+    elif rhs.dtype == jnp.uint8:
+        w4a8.check_shapes(lhs, rhs, block_shape)
     else:
         check_dtypes(lhs, rhs, block_shape)
         config = config or choose_config(M, G, N, K, lhs_scale is not None)
@@ -151,7 +156,7 @@ def supported_configs(
     return supported
 
 
-# (Config of either kernel, interpreter parameters, block_shape)
+# (Config of a kernel, interpreter parameters, block_shape)
 _Settings = tuple[Any, Any, tuple[int, int]]
 
 
@@ -171,6 +176,17 @@ def _grouped_matmul(
             rhs,
             group_sizes,
             rhs_scale=rhs_scale,
+            block_shape=block_shape,
+            config=config,
+            interpret=interpret,
+        )
+    if rhs.dtype == jnp.uint8:
+        return w4a8.grouped_matmul(
+            lhs,
+            rhs,
+            group_sizes,
+            lhs_scale,
+            rhs_scale,
             block_shape=block_shape,
             config=config,
             interpret=interpret,

@@ -87,8 +87,10 @@ def matmul(
     """Multiplies each token with its group's matrix.
 
     Args:
-      x: float8_e4m3fn tokens, padded to ``config.tokens``; in the interpreter to M and as many.
-      values, scales: of the matrices, as :func:`w4a8.arrange` returns them.
+      x: float8_e4m3fn tokens, whose columns :func:`w4a8.permute_columns` has permuted, padded to
+        ``config.tokens``; in the interpreter to M and as many.
+      values: int4 matrices, packed as by :func:`pallas_kernels.integer_quant`.
+      scales: of the matrices, transposed.
       x_scales: scales of the tokens, transposed and padded to ``config.scale_copy``.
     """
     N, on_gpu, stages = values.shape[1], interpret is None, config.ring_stages

@@ -47,7 +47,9 @@ _UNPACK = """{
 
 
 def unpack(packed: Any) -> jax.Array:
-    """Unpacks 64 weight rows of 128 columns, as :func:`w4a8.arrange` orders them, to float8_e4m3fn.
+    """Unpacks 64 weight rows of 128 columns, as they are stored, to float8_e4m3fn.
+
+    The columns have the order of :func:`w4a8.permute_columns`.
 
     Returns:
       The operand of :func:`wgmma.start_product_of_registers`: 16 words per thread.
@@ -105,7 +107,7 @@ def load_columns(numbers: Any, first: jax.Array, count: int) -> jax.Array:
 
 
 def unpack_in_interpreter(packed: jax.Array) -> jax.Array:
-    """Unpacks 64 rows to their integers in the order of the columns, float32 [64, 128]."""
+    """Unpacks 64 rows to their integers in the order of :func:`unpack`, float32 [64, 128]."""
     halves = jnp.stack([packed & 15, packed >> 4], axis=-1).astype(jnp.int32)
     # (quarter, instruction, column, half) to (instruction, half, quarter, column)
     columns = halves.reshape(ROWS, 4, 4, 4, 2).transpose(0, 2, 4, 1, 3)

@@ -68,11 +68,8 @@ MOST_SPILLED = {
 # Instructions per tensor core instruction of a main loop, relative to the record. ptxas schedules
 # the same work differently from version to version.
 MOST_INSTRUCTIONS = 1.03
-# Kernels, by name, that use what they load from shared memory before they release it. Those whose
-# warpgroups share tiles arrive at a barrier of their sums too, which their next tile waits for.
-FINISHES_LOADS = re.compile(
-    "w4a8|16 rows, (early|scales by TMA|in order|finished loads|all)$|with wgmma"
-)
+# Kernels, by name, that use what they load from shared memory before they release it.
+FINISHES_LOADS = re.compile("w4a8|(int8|int4|fp8) by bf16")
 RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
@@ -189,7 +186,7 @@ def w4a8(rows: int, groups: int, N: int, K: int) -> Kernel:
     arrays["lhs"] = Struct((rows * groups, K), FP8)
     arrays["lhs_scale"] = Struct((rows * groups, K // 128), F32)
     options = {"block_shape": (1, 128)}
-    return Kernel("pallas_kernels.grouped_matmul.w4a8", arrays, options, function="grouped_matmul")
+    return Kernel("pallas_kernels.grouped_matmul.mosaic_gpu", arrays, options)
 
 
 def few_tokens_swiglu(rows: int, groups: int, F: int, K: int, form: str) -> Kernel:
@@ -359,14 +356,10 @@ def kernels() -> dict[str, Kernel]:
             table[f"grouped_matmul {form} by bf16 q_a_proj {rows} rows"] = few_tokens(
                 rows, 1, 1536, 7168, form
             )
-    # Settings that are not the default.
-    for name, (rows, config) in FEW_TOKENS.items():
-        shape = f"grouped_matmul int4 by bf16 {rows} rows, {name}"
-        table[shape] = few_tokens(rows, 8, 4096, 7168, "int4", config=config)
-    for form in ("int8", "fp8"):
-        config = FewTokens(4, (8,), 4, tokens_in_order=True)
-        shape = f"grouped_matmul {form} by bf16 1 rows, in order"
-        table[shape] = few_tokens(1, 8, 4096, 7168, form, config=config)
+    # Columns that are permuted, and others that are not.
+    for name, form, rows, config in FEW_TOKENS:
+        shape = f"grouped_matmul {form} by bf16 {rows} rows, {name}"
+        table[shape] = few_tokens(rows, 8, 4096, 7168, form, config=config)
     table |= {f"grouped_matmul w4a8 {rows} rows": w4a8(rows, 8, 4096, 7168) for rows in (64, 4096)}
     # One matrix: warpgroups share a tile.
     for form in ("int8", "int4", "fp8"):
@@ -451,25 +444,13 @@ def kernels() -> dict[str, Kernel]:
     return table
 
 
-_EARLY: Any = {"early": True, "leader_barriers": True, "finish_loads": True}
-# Rows per group and setting.
-FEW_TOKENS = {
-    "in order": (
-        16,
-        FewTokens(4, (8, 16, 32), max_mma_tokens=32, tokens_in_order=True, finish_loads=True),
-    ),
-    "all": (
-        16,
-        FewTokens(
-            4, (8, 16, 32), max_mma_tokens=32, tma_scales=True, tokens_in_order=True, **_EARLY
-        ),
-    ),
-    "all with shared tiles": (
-        1,
-        FewTokens(4, (8,), 4, tma_scales=True, tokens_in_order=True, **_EARLY),
-    ),
-    "all with wgmma": (64, FewTokens(2, (16, 32, 64), tma_scales=True, **_EARLY)),
-}
+# Settings that are not the default: name, format of the matrices, and rows per group.
+FEW_TOKENS = (
+    ("in order", "int4", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
+    ("permuted", "int8", 1, FewTokens(4, (8,), 4)),
+    ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
+    ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
+)
 
 
 # Tokens, columns, dtype of the projections, q_lora_rank and heads.

@@ -6,14 +6,13 @@ registers, it runs jax.numpy code that takes the same bytes.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.block_quant.api import block_quant
-from pallas_kernels.grouped_matmul import w4a8
+from pallas_kernels.grouped_matmul import mosaic_gpu, w4a8
 from pallas_kernels.grouped_matmul.w4a8_kernel import Config
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8, Inputs, run
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
@@ -48,26 +47,13 @@ def test_results(sizes, N, K, config):
     check(out, x.expected(), tolerance("bfloat16"))
 
 
-@kernel_runs
-@pytest.mark.slow
-def test_arranged_matrices_give_the_same_bits():
-    x = inputs((3, 5))
-    lhs, rhs, group_sizes, lhs_scale, rhs_scale = x.arrays()
-    arranged = w4a8.arrange(rhs, rhs_scale)
-    matmul = functools.partial(w4a8.arranged_matmul, config=Config(32), interpret=INTERPRET)
-    out = jax.jit(matmul)(lhs, arranged, group_sizes, lhs_scale)
-    np.testing.assert_array_equal(out, run(x, back_end(Config(32))))
-
-
-def test_arranged_bytes():
-    """Column 32 j + 16 h + 4 q + t is in half h of byte 16 q + 4 j + t."""
-    numbers = np.arange(128) % 16
-    packed = jnp.asarray(numbers[0::2] | numbers[1::2] << 4, jnp.uint8)[None, None]
-    arranged = w4a8.arrange(packed, jnp.ones((1, 1, 1)))
-    halves = np.stack([arranged.values & 15, arranged.values >> 4], -1)[0, 0]
-    for q, j, t, h in np.ndindex(4, 4, 4, 2):
-        assert halves[16 * q + 4 * j + t, h] == numbers[32 * j + 16 * h + 4 * q + t]
-    assert arranged.scales.shape == (1, 1, 1)
+def test_permuted_columns():
+    """Column 32 q + 8 i + 2 t + h becomes column 32 i + 16 h + 4 q + t of its block of 128."""
+    columns = jnp.asarray([np.arange(128.0), -np.arange(128.0)]).reshape(1, 256)
+    permuted = np.asarray(w4a8.permute_columns(columns))[0]
+    for q, i, t, h in np.ndindex(4, 4, 4, 2):
+        at, column = 32 * i + 16 * h + 4 * q + t, 32 * q + 8 * i + 2 * t + h
+        assert (permuted[at], permuted[128 + at]) == (column, -column)
 
 
 def test_every_int4_becomes_its_float8():
@@ -122,12 +108,21 @@ def test_refuses(change, message, monkeypatch):
         w4a8.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
 
 
-def test_it_is_used_only_by_name():
-    x = inputs((3, 4))
-    check(run(x, None), x.expected(), tolerance("bfloat16"))
+@kernel_runs
+@pytest.mark.slow
+def test_it_is_a_kernel_of_the_back_end():
+    x, settings = inputs((3, 5)), {"config": Config(32), "interpret": INTERPRET}
+    chosen = run(x, functools.partial(mosaic_gpu.grouped_matmul, **settings))
+    np.testing.assert_array_equal(chosen, run(x, back_end(Config(32))))
 
 
 @off_gpu
 def test_other_platforms_are_refused():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
-        run(inputs((3, 4)), "mosaic_gpu_w4a8")
+        run(inputs((3, 4)), "mosaic_gpu")
+
+
+@off_gpu
+def test_other_platforms_compute_it_without_the_kernel():
+    x = inputs((3, 4))
+    check(run(x, None), x.expected(), tolerance("bfloat16"))

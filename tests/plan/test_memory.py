@@ -196,6 +196,24 @@ def test_many_bfloat16_tokens_with_quantized_experts():
     assert memory.prefill(shard, rounded).dequantized == 0
 
 
+@pytest.mark.parametrize(("width", "copies"), [(1408, False), (192, True)])
+def test_int4_experts_of_many_float8_tokens_are_not_copied(width, copies):
+    """If the kernel takes their width, a multiple of 128."""
+    config = dataclasses.replace(
+        presets.MOONLIGHT_16B, num_hidden_layers=2, moe_intermediate_size=width
+    )
+    target = Target.parse("gpu:h200x1")
+    plan = Deployment(config, target, "single", 16, 1024, "int4", activations="float8")
+    shard = ModelShapes.of(config, "int4", mtp=False, redundant_experts=0).shard(plan.layout)
+    quantized = [p for p in shard.parameters if p.is_matrix and p.dtype == jnp.uint8]
+    dense, experts = (
+        sum(2 * p.elements for p in quantized if ("experts" in p.path) == is_routed)
+        for is_routed in (False, True)
+    )
+    use = workspace.dequantized_bytes(shard, plan, 8192)
+    assert use > dense + experts if copies else use == dense
+
+
 @pytest.mark.parametrize(
     ("target", "arrays", "more"),
     [("tpu:v5p:2x2x1", 1, CHUNK_BYTES), ("gpu:h200x4", 1, 0), ("gpu:a100-80gbx4", 3, 0)],

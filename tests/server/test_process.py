@@ -33,6 +33,10 @@ ROOT = Path(__file__).parents[2]
     ("arguments", "message"),
     [
         (["--port", "70000"], "--port: expected a port from 0 to 65535, got 70000"),
+        (
+            ["--activations", "float8"],
+            "--activations: expected --quantization fp8 or int4 with it, got none",
+        ),
         (["--max-running", "0"], "--max-running: expected an integer of at least 1, got 0"),
         (["--draft", "medusa"], "draft: expected None, 'mtp', 'ngram'"),
         (["--request-seconds", "nan"], "--request-seconds: expected seconds from 0.001"),

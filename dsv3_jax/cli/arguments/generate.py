@@ -137,11 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shared.add_drafts(parser)
     shared.add_weights(parser)
-    add(
-        "--activations",
-        choices=["float8"],
-        help="with --quantization fp8: also round activations to float8 in large matmuls",
-    )
     shared.add_layout(parser)
     shared.add_exchange(parser)
     shared.add_compile_cache(parser)

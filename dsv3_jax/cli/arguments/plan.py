@@ -83,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen(
         "--activations",
         choices=("float8", "bf16"),
-        help="dtype of activations in matmuls; float8 needs --quantization fp8 (default: bf16)",
+        help="dtype of activations in matmuls; float8 needs --quantization fp8, or int4, whose"
+        " experts take it (default: bf16)",
     )
     chosen(
         "--exchange",

@@ -53,7 +53,7 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dtype``, ``--quantization`` and ``--cache-dtype``."""
+    """Adds ``--dtype``, ``--quantization``, ``--activations`` and ``--cache-dtype``."""
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
@@ -64,6 +64,12 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         choices=["fp8", "int8", "int4"],
         help="keep weights in memory as stored: fp8 of a published checkpoint, or the integers of"
         " a store (default: dequantize them to --dtype)",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=["float8"],
+        help="with --quantization fp8 or int4: also round activations to float8 in large matmuls,"
+        " with int4 those of experts",
     )
     add_cache_dtype(parser)
 
