@@ -9,18 +9,16 @@ rank, value width, experts per token).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
 from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import SCORE_BYTES
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
-from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
+from pallas_kernels.grouped_matmul.mosaic_gpu import has_many_rows
 from pallas_kernels.grouped_matmul.w4a8 import check_widths
 from pallas_kernels.top_k.threshold import CHUNK_BYTES
 from sharding import Layout, default_capacity, default_pairs_per_call
@@ -199,7 +197,8 @@ def dequantized_bytes(
     """Returns the bytes of the bfloat16 copies of quantized weights.
 
     XLA makes them once, before its loop, for the matrices that have too many tokens for the kernels
-    that read weights as stored. For experts its ragged dot then pairs each token with every matrix.
+    that read weights as stored. Without a kernel for the experts in bfloat16, its ragged dot then
+    pairs each token with every matrix.
 
     Args:
       except_for: name of a layer that this pass does not use.
@@ -219,12 +218,12 @@ def dequantized_bytes(
         takes_float8 = deployment.activations and has_kernels and is_expert
         if takes_float8 and _has_w4a8_kernel(parameter.shape):
             continue
-        if not has_kernels or _exceeds_kernel(
-            pairs if is_expert else M, math.prod(parameter.shape[:-2]), parameter.dtype
-        ):
+        rows, groups = pairs if is_expert else M, math.prod(parameter.shape[:-2])
+        if not has_kernels or has_many_rows(rows, groups):
             copies += 2 * parameter.elements
-            if is_expert:
-                columns = parameter.elements // math.prod(parameter.shape[:-1])
+            columns = parameter.elements // math.prod(parameter.shape[:-1])
+            is_regular = parameter.shape[-2] % 64 == columns % 64 == 0
+            if is_expert and not (has_kernels and is_regular and not takes_float8):
                 ragged_dot = 2 * parameter.shape[0] * pairs * columns
                 largest_ragged_dot = max(largest_ragged_dot, ragged_dot)
     return copies + largest_ragged_dot
@@ -260,13 +259,3 @@ def _has_w4a8_kernel(shape: tuple[int, ...]) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-@functools.cache  # called for every parameter
-def _exceeds_kernel(rows: int, groups: int, dtype: np.dtype) -> bool:
-    """Returns whether the kernel that reads weights as stored refuses this number of rows."""
-    try:
-        check_few_tokens(rows, groups, dtype)
-    except NotImplementedError:
-        return True
-    return False

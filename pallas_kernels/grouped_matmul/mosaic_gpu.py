@@ -2,7 +2,8 @@
 
 There are three kernels. ``kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
 ``few_tokens`` multiplies bfloat16 rows by int8, int4 or float8 matrices, with at most 64 rows per
-group on average. ``w4a8`` multiplies float8 rows by int4 matrices.
+group on average; for more rows, XLA dequantizes the matrices to bfloat16 and ``kernel`` multiplies
+by them. ``w4a8`` multiplies float8 rows by int4 matrices.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import FLOAT8
+from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
 from pallas_kernels.grouped_matmul import (
     batched,
     few_tokens,
@@ -66,8 +67,9 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """grouped_matmul on a Hopper GPU.
 
-    It supports bfloat16 by bfloat16, float8 by float8, float8 rows by int4 matrices, and few
-    bfloat16 rows by int8, int4 or float8 matrices. Gradients are computed by other back-ends.
+    It supports bfloat16 by bfloat16, float8 by float8, float8 rows by int4 matrices, and bfloat16
+    rows by int8, int4 or float8 matrices. With more than 64 of these rows per group on average, the
+    matrices are dequantized to bfloat16 first. Gradients are computed by other back-ends.
 
     Args:
       config: tuning parameters of the kernel, by default chosen from the shapes.
@@ -76,7 +78,7 @@ def grouped_matmul(
     Raises:
       NotImplementedError: no Hopper GPU, other dtypes, or N not a multiple of 64. Without quantized
         matrices: K not a multiple of 64 (bfloat16) or 128 (float8), or scale blocks other than
-        128 x 128. With them: more than 64 rows per group on average, or what
+        128 x 128. With up to 64 bfloat16 rows per group and quantized matrices: what
         :func:`few_tokens.grouped_matmul` refuses. With float8 rows and int4 matrices: see
         :func:`w4a8.check_shapes`.
     """
@@ -84,11 +86,13 @@ def grouped_matmul(
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
     (M, K), (G, N, _) = lhs.shape, rhs.shape
-    if lhs.dtype == jnp.bfloat16 and rhs_scale is not None:
-        check_few_tokens(M, G, rhs.dtype)
-    elif rhs.dtype == jnp.uint8:
+    is_quantized = lhs.dtype == jnp.bfloat16 and rhs_scale is not None
+    if is_quantized and has_many_rows(M, G):
+        rhs, rhs_scale = block_dequant(rhs, rhs_scale, block_shape, jnp.bfloat16), None
+        is_quantized = False
+    if rhs.dtype == jnp.uint8 and not is_quantized:
         w4a8.check_shapes(lhs, rhs, block_shape)
-    else:
+    elif not is_quantized:  # few_tokens checks its arguments itself
         check_dtypes(lhs, rhs, block_shape)
         config = config or choose_config(M, G, N, K, lhs_scale is not None)
         assert isinstance(config, Config)
@@ -97,9 +101,15 @@ def grouped_matmul(
     return _grouped_matmul(settings, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
 
 
+def has_many_rows(M: int, G: int) -> bool:
+    """Returns whether M bfloat16 rows are too many for the kernel that reads quantized matrices as
+    stored."""
+    return M > _MAX_FEW_TOKENS * G
+
+
 def check_few_tokens(M: int, G: int, dtype: Any) -> None:
     """Raises NotImplementedError if M rows are too many for the few-token kernel."""
-    if M > _MAX_FEW_TOKENS * G:
+    if has_many_rows(M, G):
         raise NotImplementedError(
             f"takes {_MAX_FEW_TOKENS} rows a group at most, on average, by {dtype} matrices, got"
             f" {M} rows for {G} groups"

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import block_quant
+from pallas_kernels.block_quant.reference import block_dequant, block_quant
 from pallas_kernels.grouped_matmul import few_tokens, few_tokens_plan, kernel
 from pallas_kernels.grouped_matmul.mosaic_gpu import (
     check_dtypes,
-    check_few_tokens,
     choose_few_tokens_config,
+    has_many_rows,
     supported_configs,
 )
 from pallas_kernels.grouped_matmul.plan import (
@@ -68,7 +68,8 @@ def grouped_swiglu(
     """grouped_swiglu on a Hopper GPU.
 
     bfloat16 by bfloat16 and float8 by float8 are rounded once, at the end. Few bfloat16 rows by
-    int8, int4 or float8 matrices are rounded before silu too. Gradients are the reference's.
+    int8, int4 or float8 matrices are rounded before silu too; for many of them the matrices are
+    dequantized to bfloat16 first. Gradients are the reference's.
 
     ``quantize`` is part of the kernel if a tile has 128 columns of the result, which holds with few
     rows, and with many in bfloat16. Tiles for many float8 rows have 96 columns. Then the result is
@@ -81,7 +82,7 @@ def grouped_swiglu(
     Raises:
       NotImplementedError: no Hopper GPU, other dtypes, scale blocks other than 128 x 128, F not a
         multiple of 64 (128 with ``quantize``), or K not a multiple of 64 (bfloat16) or 128
-        (float8). For quantized matrices: ``quantize``, or what grouped_matmul refuses.
+        (float8). For few rows by quantized matrices: ``quantize``, or what grouped_matmul refuses.
       TypeError: a gradient through a quantized result is requested.
     """
     require_hopper(interpret)
@@ -89,8 +90,12 @@ def grouped_swiglu(
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {gate.shape}")
     (M, K), (G, F, _) = lhs.shape, gate.shape
     float8 = lhs_scale is not None
+    if lhs.dtype == jnp.bfloat16 and gate_scale is not None and has_many_rows(M, G):
+        assert up_scale is not None
+        gate = block_dequant(gate, gate_scale, block_shape, jnp.bfloat16)
+        up = block_dequant(up, up_scale, block_shape, jnp.bfloat16)
+        gate_scale = up_scale = None
     if lhs.dtype == jnp.bfloat16 and gate_scale is not None:
-        check_few_tokens(M, G, gate.dtype)
         if quantize:
             raise NotImplementedError(f"does not quantize the result of {gate.dtype} matrices")
         settings = config, interpret, block_shape

@@ -6,6 +6,7 @@ first, which is five times the traffic of float8.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,12 +31,13 @@ def quantized_matmul(
     """As :func:`pallas_kernels.quantized_matmul`, with the result rounded to bfloat16 first.
 
     Raises:
-      NotImplementedError: no Hopper GPU, x not bfloat16, or what grouped_matmul refuses for one
-        group, such as more than 64 rows.
+      NotImplementedError: no Hopper GPU, x not bfloat16, more than 64 rows, for which XLA's own
+        matmul is as fast, or what grouped_matmul refuses for one group.
     """
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
+    mosaic_gpu.check_few_tokens(math.prod(x.shape[:-1]), 1, weight.dtype)
     return multiply_as_one_group(
         mosaic_gpu.grouped_matmul,
         x,

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.quantized_matmul.reference import Matrix
@@ -34,15 +35,17 @@ def swiglu(
 
     Raises:
       NotImplementedError: no Hopper GPU, x not bfloat16, or what grouped_swiglu refuses for one
-        group. Without quantization also more than 128 rows, and fewer than 32 unless the matrices
-        are large.
+        group. XLA's matmuls are as fast for more than 64 rows by quantized matrices or 128 by
+        others, and for fewer than 32 unless the matrices are large: these are refused too.
     """
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
     M = math.prod(x.shape[:-1])
     least = 1 if gate.size >= _LARGE else _MIN_ROWS
-    if gate_scale is None and not least <= M <= _MAX_ROWS:
+    if gate_scale is not None:
+        check_few_tokens(M, 1, gate.dtype)
+    elif not least <= M <= _MAX_ROWS:
         raise NotImplementedError(
             f"takes {least} to {_MAX_ROWS} rows by such bfloat16 matrices, got {M}: XLA's matmuls"
             " are as fast"

@@ -247,10 +247,13 @@ def test_quantized_matrices_use_few_tokens(rhs_dtype, block_shape, monkeypatch):
 
 
 @kernel_runs
-@pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
-def test_gradients_of_quantized_matrices_equal_the_reference_s(rhs_dtype, block_shape):
+@pytest.mark.parametrize(
+    ("rhs_dtype", "block_shape", "sizes"),
+    [*((*each, (3, 0, 9)) for each in QUANTIZED), ("int8", (1, 128), (100, 29))],
+)
+def test_gradients_of_quantized_matrices_equal_the_reference_s(rhs_dtype, block_shape, sizes):
     """Gradients with respect to the rows and to the scales."""
-    x = quantized(rhs_dtype, block_shape)
+    x = quantized(rhs_dtype, block_shape, sizes)
     lhs, rhs, sizes, _, scale = x.arrays()
 
     def gradients(matmul):
@@ -264,11 +267,16 @@ def test_gradients_of_quantized_matrices_equal_the_reference_s(rhs_dtype, block_
         check(got, np.float64(want), tolerance("bfloat16"))
 
 
+@kernel_runs
 @pytest.mark.parametrize(("rhs_dtype", "block_shape"), QUANTIZED)
-def test_many_rows_by_quantized_matrices_are_refused(rhs_dtype, block_shape):
-    x = quantized(rhs_dtype, block_shape, sizes=(100, 29))
-    with pytest.raises(NotImplementedError, match=r"64 rows a group at most, .* 129 rows for 2"):
-        mosaic_gpu.grouped_matmul(*x.arrays(), block_shape=block_shape, interpret=object())
+def test_many_rows_by_quantized_matrices_use_the_kernel_for_bfloat16(
+    rhs_dtype, block_shape, monkeypatch
+):
+    """129 rows for 2 groups. The few-token kernel takes 64 per group."""
+    monkeypatch.delattr(few_tokens, "grouped_matmul")
+    x = quantized(rhs_dtype, block_shape, sizes=(100, 29), M=133)
+    out = functools.partial(back_end(), block_shape=block_shape)(*x.arrays())
+    check(out[: sum(x.group_sizes)], x.expected(), tolerance("bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,22 @@ QUICK = [0, 3, 6, 7, 8]  # every tile in one dtype
 )
 def test_quantized_matrices(form, block_shape):
     """Few bfloat16 rows: one kernel computes both matmuls."""
-    sizes = (5, 0, 1, 17)
+    x = quantized((5, 0, 1, 17), form, block_shape)
+    got = jax.jit(functools.partial(back_end(), block_shape=block_shape))(*x.arrays())
+    check(got, x.expected(), 2 * ROUNDINGS * tolerance("bfloat16"))
+    with pytest.raises(NotImplementedError, match="does not quantize the result of"):
+        back_end()(*x.arrays(), block_shape=block_shape, quantize=True)
+
+
+@kernel_runs
+def test_many_rows_by_quantized_matrices():
+    """The matrices are dequantized first: the few-token kernel takes 64 rows per group."""
+    x = quantized((101, 29), "int4", (1, 128))
+    got = back_end()(*x.arrays(), block_shape=(1, 128))
+    check(got, x.expected(), ROUNDINGS * tolerance("bfloat16"))
+
+
+def quantized(sizes, form, block_shape) -> Inputs:
     gate, up = (
         grouped_matmul_cases.Inputs.random(
             sizes, N=128, K=256, lhs_dtype="bfloat16", rhs_dtype=form, block_shape=block_shape,
@@ -72,11 +87,7 @@ def test_quantized_matrices(form, block_shape):
     up = dataclasses.replace(up, lhs=gate.lhs)
     smaller = np.float32(2.0 ** -np.round(np.log2(np.std(gate.expected()))))
     gate, up = (dataclasses.replace(x, rhs_scale=x.rhs_scale * smaller) for x in (gate, up))
-    x = Inputs(gate, up)
-    got = jax.jit(functools.partial(back_end(), block_shape=block_shape))(*x.arrays())
-    check(got, x.expected(), 2 * ROUNDINGS * tolerance("bfloat16"))
-    with pytest.raises(NotImplementedError, match="does not quantize the result of"):
-        back_end()(*x.arrays(), block_shape=block_shape, quantize=True)
+    return Inputs(gate, up)
 
 
 @kernel_runs

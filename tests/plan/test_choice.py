@@ -103,12 +103,12 @@ def test_nothing_fits_and_the_closest_is_reported(shards):
 @pytest.mark.slow
 def test_combinations_are_proposed(shards):
     """Dequantized weights and a long chunk are each too large: only both changes keep the batch.
-    The planner used to propose only a batch of 4."""
-    plan = deployment(target=Target.parse("h100x2"), batch=2000)
+    The planner used to propose only a smaller batch."""
+    plan = deployment(target=Target.parse("h100x2"), batch=4000)
     with pytest.raises(DoesNotFitError) as refused:
         estimate(plan, shards)
-    assert "--prefill-chunk 77 --activations float8" in refused.value.remedies
-    assert "--batch 4" in refused.value.remedies
+    assert "--prefill-chunk 16 --activations float8" in refused.value.remedies
+    assert "--batch 258" in refused.value.remedies
     for proposal in refused.value.remedies:
         assert estimate(applied(plan, proposal), shards)
 
