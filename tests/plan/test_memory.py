@@ -182,7 +182,7 @@ def test_measured_peaks(name):
 def test_many_bfloat16_tokens_with_quantized_experts():
     """They are dequantized for the kernel of bfloat16. The compiler reports 1.28 GB for 8,192
     tokens and four layers of Moonlight, in which it dequantizes one layer after the other. The
-    planner allows for all of them, as in a loop, but for no ragged dot."""
+    planner allows for all of them, as in a loop, and for no ragged dot."""
     config = dataclasses.replace(presets.MOONLIGHT_16B, num_hidden_layers=4)
     plan = Deployment(
         config, Target.parse("gpu:h200x1"), "single", 16, 1024, "fp8", prefill_chunk=512
