@@ -23,6 +23,7 @@ from dsv3_jax.layers.indexer import hadamard
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import mla_decode
+from pallas_kernels.mla_decode.schedule import Schedule
 from pallas_kernels.sparse_index import blocked
 from sharding import make_layout
 from tests.support.checkpoints import (
@@ -214,11 +215,12 @@ def test_layers_share_the_schedule_of_dense_attention(model, empty, monkeypatch,
 
     def schedule(lengths, *, queries, heads, max_pages):
         assert (queries, heads, max_pages) == (3, CONFIG["num_attention_heads"], PAGES)
-        return jax.lax.population_count(lengths)
+        ones = jax.lax.population_count(lengths)
+        return Schedule(jnp.stack([ones] * 4, axis=1), jnp.zeros((1, 4), jnp.int32))
 
     def scheduled(*arrays, schedule, scale):
         out, lse = mla_decode(*arrays, scale=scale)
-        return out + 1e-30 * jnp.sum(schedule), lse
+        return out + 1e-30 * jnp.sum(schedule.table), lse
 
     monkeypatch.setattr(sparse_attention, "mla_decode_schedule", schedule)
     monkeypatch.setattr(attention, "mla_decode", scheduled)
