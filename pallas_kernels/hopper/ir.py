@@ -82,6 +82,21 @@ def warp_and_lane() -> tuple[Any, Any]:
     return arith.andi(arith.shrui(thread, const(5)), const(3)), arith.andi(thread, const(31))
 
 
+def warp_prefix_sum(total: ir.Value) -> ir.Value:
+    """Returns the sum of an integer of each lane of the warp up to this one."""
+    for step in (1, 2, 4, 8, 16):
+        text = f"""{{
+            .reg .pred there;
+            .reg .b32 other;
+            shfl.sync.up.b32 other|there, $1, {step}, 0, 0xffffffff;
+            mov.b32 $0, $1;
+            @there add.s32 $0, $1, other;
+        }}"""
+        # Early clobber: $0 is written before $1 is read for the last time.
+        total = asm(text, "=&r,r", total, result=i32(), effects=True)
+    return total
+
+
 def wgmma_row() -> Any:
     """Returns the first of the thread's two rows of a wgmma tile. The second is 8 further on."""
     warp, lane = warp_and_lane()

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline
+from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, warp_prefix_sum
 
 WARPS, LANES = 4, 32
 SHAPE = WARPS, LANES
@@ -51,18 +51,7 @@ def prefix_sums(values: jax.Array, interpret: Any) -> jax.Array:
 
     @inline(LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.int32, layout=LAYOUT))
     def scan(values: Any) -> Any:
-        total = _only(values)
-        for step in (1, 2, 4, 8, 16):
-            text = f"""{{
-                .reg .pred there;
-                .reg .b32 other;
-                shfl.sync.up.b32 other|there, $1, {step}, 0, 0xffffffff;
-                mov.b32 $0, $1;
-                @there add.s32 $0, $1, other;
-            }}"""
-            # Early clobber: $0 is written before $1 is read for the last time.
-            total = asm(text, "=&r,r", total, result=i32(), effects=True)
-        return _numbers(total, i32(), is_signed=True)
+        return _numbers(warp_prefix_sum(_only(values)), i32(), is_signed=True)
 
     return scan(values)
 

@@ -27,6 +27,7 @@ from pallas_kernels.hopper.ir import (
     scalar,
     shared_address,
     warp_and_lane,
+    warp_prefix_sum,
     wgmma_row,
     word,
 )
@@ -58,18 +59,7 @@ def warp_lanes(interpret: Any) -> Lanes:
 
     @inline(SCALAR, returns=number)
     def prefix_sum(x: Any) -> Any:
-        total = word(x)
-        for step in (1, 2, 4, 8, 16):
-            text = f"""{{
-                .reg .pred there;
-                .reg .b32 other;
-                shfl.sync.up.b32 other|there, $1, {step}, 0, 0xffffffff;
-                mov.b32 $0, $1;
-                @there add.s32 $0, $1, other;
-            }}"""
-            # Early clobber: $0 is written before $1 is read for the last time.
-            total = asm(text, "=&r,r", total, result=i32(), effects=True)
-        return scalar(total)
+        return scalar(warp_prefix_sum(word(x)))
 
     sum_, max_ = (over_warp(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;") for op in ("add", "max"))
     return Lanes(32, index(), sum_, max_, prefix_sum)

@@ -22,6 +22,7 @@ from pallas_kernels.hopper.ir import (
     i64,
     inline,
     warp_and_lane,
+    warp_prefix_sum,
 )
 
 _PER_REGISTER = 4  # numbers of a thread that are adjacent
@@ -123,17 +124,7 @@ def _scan(values: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
         for value in own:
             before.append(arith.addi(before[-1], value))
         warp, lane = warp_and_lane()
-        inclusive = before[-1]
-        for step in (1, 2, 4, 8, 16):
-            text = f"""{{
-                .reg .pred there;
-                .reg .b32 other;
-                shfl.sync.up.b32 other|there, $1, {step}, 0, 0xffffffff;
-                mov.b32 $0, $1;
-                @there add.s32 $0, $1, other;
-            }}"""
-            # Early clobber: $0 is written before $1 is read for the last time.
-            inclusive = asm(text, "=&r,r", inclusive, result=i32(), effects=True)
+        inclusive = warp_prefix_sum(before[-1])
         base = _shared(scratch)
         at = arith.addi(base, arith.shli(warp, const(2)))
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, const(31))
