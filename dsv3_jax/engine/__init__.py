@@ -36,6 +36,7 @@ prompt_logprobs.py  log-probabilities of prompt tokens
 output.py           tokens, text and log-probabilities on the host
 open_requests.py    the requests that are not at their end
 loop.py             the loop that connects them, and its thread
+fair_lock.py        a lock that the loop cannot keep from others
 checks.py           checks of the model and of settings that contradict each other
 engine.py           the public class: it builds the parts and reads settings
 expert_rebalancer.py  placement of experts by their loads while requests run

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 import numbers
@@ -434,8 +435,21 @@ class Engine:
 
     def flush_tiers(self, timeout: float | None = None) -> bool:
         """Waits until the pages of requests that have ended are in the tiers, on the disk too.
-        Returns False after ``timeout`` seconds."""
-        return self._transfer is None or self._transfer.flush(timeout)
+        Returns False after ``timeout`` seconds.
+
+        Raises:
+          EngineError: the engine failed or was shut down.
+        """
+        if self._transfer is None:
+            return True
+        end = None if timeout is None else time.monotonic() + timeout
+        launched = self._loop.save_pages()
+        if not concurrent.futures.wait([launched], timeout).done:
+            return False
+        if launched.cancelled():
+            raise EngineError("flush_tiers: expected a running engine, got one that was shut down")
+        launched.result()
+        return self._transfer.flush(None if end is None else max(end - time.monotonic(), 0.0))
 
     @property
     def page_transfer(self) -> PageTransfer:

@@ -165,14 +165,16 @@ class Executor:
             self._replayed.result()
         self._replayed = self._launcher.launch(lambda state: self.programs(state, buffer, shape))
 
-    def save(self, saves: Sequence[PageSave]) -> None:
-        """Launches copies of pages to the tiers without a step."""
+    def save(self, saves: Sequence[PageSave]) -> Future[None]:
+        """Launches copies of pages to the tiers without a step. The future is done when these and
+        all earlier ones are launched."""
 
         def launch(state: SlotState) -> tuple[SlotState, None]:
             assert self._transfer is not None
             return state, self._transfer.save(state.pool, saves)
 
         self._saving = self._launcher.launch(launch)
+        return self._saving
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request whose

@@ -12,11 +12,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from dsv3_jax.engine.decode_pace import DecodePace, Pace
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
+from dsv3_jax.engine.fair_lock import FairLock
 from dsv3_jax.engine.open_requests import End, OpenRequests
 from dsv3_jax.engine.output import RequestOutput
 from dsv3_jax.engine.request import EngineRequest
@@ -58,7 +60,7 @@ class PlanExecutor(Protocol):
 
     def dispatch(self, plan: StepPlan) -> None: ...
 
-    def save(self, saves: Sequence[PageSave]) -> None: ...
+    def save(self, saves: Sequence[PageSave]) -> Future[None]: ...
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]: ...
 
@@ -101,7 +103,7 @@ class EngineLoop:
         self._step_began: float | None = None  # written by the thread that steps
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
-        self._stepping = threading.Lock()  # one step at a time
+        self._stepping = FairLock()  # one step at a time
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -222,6 +224,17 @@ class EngineLoop:
             if clears_prefix_cache:
                 self._scheduler.clear_prefix_cache()
         return result
+
+    def save_pages(self) -> Future[None]:
+        """Launches the copies of all pages that are to be stored. The future is done when these and
+        all earlier ones are launched.
+
+        Raises:
+          EngineError: the engine failed or was shut down.
+        """
+        with self._stepping, self._changed:
+            self._check_failed()
+            return self._executor.save(self._scheduler.take_saves())
 
     def check_integrity(self) -> None:
         """Raises AssertionError if pages, slots, queues or handles contradict each other."""

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsv3_jax.disaggregation.protocol import LAST_FRAME, MEDIA_TYPE, PATH, PrefillBody
 from dsv3_jax.disaggregation.transfer import Sender
-from dsv3_jax.engine import Engine
+from dsv3_jax.engine import Engine, EngineError
 from dsv3_jax.pages import PageAddress, PageRecord
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.job import Job
@@ -67,6 +67,7 @@ class Prefills:
         self.counts = PrefillCounts()
         self._service = service
         assert isinstance(service.engine, Engine), "prefill servers have their engine here"
+        self.engine = service.engine
         self.store = service.engine.page_transfer
         self._sender = sender
 
@@ -156,6 +157,7 @@ class _Answer(Response):
         del self.headers["content-length"]
         self._counts = prefills.counts
         self._counts.open_answers += 1
+        self._engine = prefills.engine
         self._store = prefills.store
         self._job = job
         self._computed = asyncio.ensure_future(job.completions())
@@ -242,7 +244,8 @@ class _Answer(Response):
                 return 0
             if self._computed.done():
                 left = max(self._deadline - time.monotonic(), 0.0)
-                await asyncio.to_thread(self._store.flush, left)
+                with contextlib.suppress(EngineError):  # it has ended, and the pages are missing
+                    await asyncio.to_thread(self._engine.flush_tiers, left)
                 are_stored = True
             else:
                 await asyncio.wait([self._computed], timeout=_POLL_SECONDS)

@@ -622,6 +622,12 @@ BREAKS: dict[str, Break] = {
         'dataclasses.replace(self.identity, salt="")',
         (_ENGINE + "test_tiers.py",),
     ),
+    "a flush of the tiers does not wait for copies that are not launched": Break(
+        "dsv3_jax/engine/engine.py",
+        "launched = self._loop.save_pages()",
+        "launched = concurrent.futures.Future()\n        launched.set_result(None)",
+        (_ENGINE + "test_tiers.py",),
+    ),
     "records of pages are not compared with their checksum": Break(
         "dsv3_jax/pages/record.py",
         "if hashlib.sha256(content).digest() != checksum:",

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.loop import EngineLoop
@@ -79,8 +80,11 @@ class SimulatedExecutor:
         self._maybe_fail("dispatch")
         self._in_flight.append((plan, *self.device.run(plan)))
 
-    def save(self, saves: Sequence[PageSave]) -> None:
+    def save(self, saves: Sequence[PageSave]) -> Future[None]:
         self.device.save(saves)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         time.sleep(self._latency())

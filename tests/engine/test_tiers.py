@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
+from dsv3_jax.engine import CacheTiers, Engine, EngineError, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.page_transfer import PageTransfer
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator
 from dsv3_jax.pages import PageFormat
@@ -104,6 +107,30 @@ def test_preempted_requests_load_what_the_device_lost(tiny_mtp, alone, tmp_path)
     computed_again = stats.prompt_tokens - sum(map(len, prompts))
     assert 0 < computed_again < stats.reloaded_tokens
     assert f'dsv3:reloaded_tokens_total{{model_name="tiny"}} {stats.reloaded_tokens}' in text
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_flush_waits_for_pages_that_no_step_has_launched(tiny_mtp, monkeypatch, overlap):
+    """The result of a request can be there before its last pages' copies are launched."""
+    save = PageTransfer.save
+
+    def late(self, *args):
+        time.sleep(0.2)
+        save(self, *args)
+
+    monkeypatch.setattr(PageTransfer, "save", late)
+    tiers = CacheTiers(host_bytes=2**24)
+    with make(tiny_mtp, tiers, background=True, overlap=overlap) as engine:
+        for prompt in PROMPTS:
+            tokens = engine.submit(prompt, max_new_tokens=NEW, ignore_eos=True).result(SECONDS)
+            assert engine.flush_tiers(SECONDS)
+            addresses = engine.page_transfer.addresses(prompt + tokens.tokens[:-1])
+            assert engine.page_transfer.lookup(addresses) == len(addresses) > 5
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine._loop._executor, "save", lambda saves: Future())
+            assert not engine.flush_tiers(0.01)
+    with pytest.raises(EngineError, match="shutdown"):
+        engine.flush_tiers()
 
 
 @pytest.mark.slow
