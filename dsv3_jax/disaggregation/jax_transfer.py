@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -91,6 +92,8 @@ class _JaxLease:
     def __init__(self, sender: JaxSender):
         self._sender = sender
         self._offered: list[tuple[int, list[int]]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def offer(self, records: Sequence[PageRecord]) -> list[bytes]:
         """Registers records. Returns frames with tickets for them."""
@@ -99,8 +102,11 @@ class _JaxLease:
             contents = [record.encode() for record in records[begin : begin + _MAX_RECORDS]]
             number, sizes = secrets.randbits(63), [len(content) for content in contents]
             arrays = [np.frombuffer(content, np.uint8) for content in contents]
-            self._sender.server.await_pull(number, jax.device_put(arrays, _cpu()))
-            self._offered.append((number, sizes))
+            with self._lock:
+                if self._is_closed:  # the decode server went away meanwhile
+                    return tickets
+                self._sender.server.await_pull(number, jax.device_put(arrays, _cpu()))
+                self._offered.append((number, sizes))
             ticket = _Ticket(port=self._sender.port, number=number, sizes=sizes)
             tickets.append(frame(ticket.model_dump_json().encode()))
         return tickets
@@ -109,11 +115,13 @@ class _JaxLease:
         """Removes what was not pulled, by pulling it and giving that up. Other numbers are no
         longer registered, so that pulling them does nothing."""
         server = self._sender.server
+        with self._lock:
+            self._is_closed = True
+            offered, self._offered = self._offered, []
         pulls = []
-        for number, sizes in self._offered:
+        for number, sizes in offered:
             connection = server.connect(server.address())
             pulls.append((connection, _pull(connection, number, sizes)))
-        self._offered.clear()
         deadline = time.monotonic() + _WITHDRAWAL_SECONDS
         while not all(map(_is_ready, (p for _, p in pulls))) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -159,8 +159,9 @@ class RemotePrefill:
                 left = self._seconds - (time.monotonic() - began)
                 await self._ask(peer, wanted, records, left)
                 succeeded, reason = True, "evicted"
-            except (asyncio.CancelledError, TimeoutError):
-                # A deadline says something about the peer, a cancellation does not.
+            except asyncio.CancelledError:
+                # A deadline says something about the peer, a cancellation does not. Both cancel
+                # this task: a TimeoutError is that of a connection to this peer.
                 is_late = time.monotonic() - began >= self._seconds
                 if is_late:
                     self._failed(peer, "deadline", f"no answer within {self._seconds:g} s")

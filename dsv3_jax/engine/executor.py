@@ -217,9 +217,9 @@ class Executor:
         settings = self._settings_of(chunk.request)
         return settings is not None and settings.prompt_logprobs is not None
 
-    def take_routing_counts(self) -> np.ndarray:
-        """Returns the number of tokens that chose each expert, int64 [L_moe, E], in the steps that
-        were launched since the last call. It waits for them."""
+    def take_routing_counts(self) -> Future[jax.Array]:
+        """Returns the number of tokens that chose each expert, integers [L_moe, E], in the steps that
+        were launched since the last call."""
 
         def take(state: SlotState) -> tuple[SlotState, jax.Array]:
             counts = state.routing_counts
@@ -229,7 +229,7 @@ class Executor:
             zeros = jax.device_put(jnp.zeros_like(counts), counts.sharding)
             return dataclasses.replace(state, routing_counts=zeros), taken
 
-        return np.asarray(self._launcher.launch(take).result(), np.int64)
+        return self._launcher.launch(take)
 
     def forget(self, request: ScheduledRequest) -> None:
         """Frees the host memory of a request that has ended."""

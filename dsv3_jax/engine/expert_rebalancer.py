@@ -12,6 +12,7 @@ import logging
 import threading
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from dsv3_jax.engine.engine import Engine
@@ -130,6 +131,8 @@ class ExpertRebalancer:
                 self.rebalance()
             except EngineError:
                 return  # there is nothing left to balance
+            except jax.errors.JaxRuntimeError as error:  # such as a lack of memory for the copy
+                logger.warning("experts were not moved: %s", error)
 
 
 def imbalance(counts: np.ndarray, phy2log: np.ndarray, devices: int) -> float:

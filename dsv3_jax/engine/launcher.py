@@ -33,6 +33,7 @@ class Launcher:
         self._state = state
         self._error: BaseException | None = None
         self._is_closed = False
+        self._closing = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any]] | None]
         self._queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -56,21 +57,23 @@ class Launcher:
         Raises:
           EngineError: the launcher is closed.
         """
-        if self._is_closed:
-            raise EngineError("launch: expected one before the shutdown")
         future: Future[_T] = Future()
-        if self._thread is None:
-            self._run(future, function)
-        else:
-            self._queue.put((future, function))
+        with self._closing:  # a launch behind the end of the queue would wait for ever
+            if self._is_closed:
+                raise _closed()
+            if self._thread is not None:
+                self._queue.put((future, function))
+                return future
+        self._run(future, function)
         return future
 
     def close(self) -> None:
         """Ends the thread after the launch under way, and frees the state's arrays. Launches behind
-        it are cancelled."""
-        self._is_closed = True
-        if self._thread is not None:
+        it fail with an EngineError."""
+        with self._closing:
+            self._is_closed = True
             self._queue.put(None)
+        if self._thread is not None:
             self._thread.join()
         for array in jax.tree.leaves(self._state):
             if isinstance(array, jax.Array):
@@ -85,7 +88,8 @@ class Launcher:
         self, future: Future[_T], function: Callable[[SlotState], tuple[SlotState, _T]]
     ) -> None:
         if self._is_closed:
-            future.cancel()
+            # Not cancelled: `concurrent.futures.wait` would not see that.
+            future.set_exception(_closed())
             return
         try:
             if self._error is not None:
@@ -98,3 +102,7 @@ class Launcher:
                 raise
         else:
             future.set_result(result)
+
+
+def _closed() -> EngineError:
+    return EngineError("launch: expected one before the shutdown")

@@ -295,7 +295,8 @@ class EngineLoop:
         except Exception:
             logger.exception("the engine ends: a step failed")
         finally:
-            self._close_parts()
+            with self._stepping:  # nobody else may be launching something
+                self._close_parts()
             atexit.unregister(self._stop)
 
     def _close_parts(self) -> None:

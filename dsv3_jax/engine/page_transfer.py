@@ -15,6 +15,7 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -105,6 +106,7 @@ class PageTransfer:
         self._pool = pool
         self._staging_bytes = config.staging_bytes
         self._lock = threading.Lock()
+        self._is_closed = False
         self._stager = ThreadPoolExecutor(1, "dsv3-page-stager")
         self._unsaved_bytes = 0
         self.dropped_pages = 0
@@ -231,14 +233,27 @@ class PageTransfer:
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until all pages that were launched are stored. Returns False after ``timeout``
         seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
         reached = threading.Event()
-        self._queue.put(reached)
-        return reached.wait(timeout) and self._tiers.flush(timeout)
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._queue.put(reached)
+        if is_closed:  # the thread stores what was launched, and ends
+            self._saver.join(timeout)
+            are_stored = not self._saver.is_alive()
+        else:
+            are_stored = reached.wait(timeout)
+        if not are_stored:
+            return False
+        return self._tiers.flush(None if end is None else max(end - time.monotonic(), 0.0))
 
     def close(self, timeout: float | None = None) -> None:
         """Stores the pages that were launched, within ``timeout`` seconds, and ends the threads."""
         self._stager.shutdown(wait=False, cancel_futures=True)
-        self._queue.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._queue.put(None)
         self._saver.join(timeout)
         self._tiers.close(timeout)
 

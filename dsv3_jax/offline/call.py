@@ -105,7 +105,7 @@ class Call:
 
     def _take_routing_counts(self) -> None:
         if self._routing_counts is not None:
-            self._routing_counts += self._executor.take_routing_counts()
+            self._routing_counts += np.asarray(self._executor.take_routing_counts().result())
 
     @property
     def new_tokens(self) -> int:

@@ -83,7 +83,10 @@ class DiskPages:
         """See :class:`~dsv3_jax.pages.source.PageSource`. It looks at the file system, for pages of
         other processes."""
         for number, address in enumerate(addresses):
-            if not self._path(address.digest).exists():
+            # Unlike Path.exists, it raises no error of the disk.
+            if not os.path.exists(self._path(address.digest)):
+                for missing in addresses[number:]:  # another process may have deleted them
+                    self._parents.pop(missing.digest, None)
                 return number
         return len(addresses)
 
@@ -95,7 +98,8 @@ class DiskPages:
 
         def read(number: int) -> None:
             nonlocal unread
-            pages[number] = None if future.cancelled() else self._read(addresses[number])
+            is_wanted = not (future.cancelled() or self._is_closed)
+            pages[number] = self._read(addresses[number]) if is_wanted else None
             with self._changed:
                 unread -= 1
                 if unread or not future.set_running_or_notify_cancel():
@@ -104,11 +108,12 @@ class DiskPages:
                 self._stats = self._stats.plus(hits=records)
             future.set_result(records)
 
-        if self._is_closed or not addresses:
-            future.set_result([])
-            return future
-        for number in range(len(addresses)):
-            self._readers.submit(read, number)
+        with self._changed:
+            if not self._is_closed and addresses:
+                for number in range(len(addresses)):
+                    self._readers.submit(read, number)
+                return future
+        future.set_result([])
         return future
 
     def store(self, records: Sequence[PageRecord]) -> None:
@@ -136,7 +141,7 @@ class DiskPages:
             self._is_closed = True
         self._queue.put(None)
         self._writer.join(timeout)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False)  # they read nothing more, and end their futures
 
     def stats(self) -> TierStats:
         """Returns its figures. ``used_bytes`` counts the files of all processes, as of this

@@ -98,8 +98,9 @@ async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[
             has_begun = has_begun or task.done() or _has_answer(messages, state)
             if has_begun and messages:
                 has_sent = True
-                yield messages.copy()
-                messages.clear()
+                # More can come while the caller has this batch.
+                batch, messages[:] = messages.copy(), []
+                yield batch
         if (error := task.exception()) is not None:
             if not has_sent:
                 raise error

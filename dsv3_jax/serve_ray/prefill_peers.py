@@ -39,6 +39,8 @@ async def keep_current(peers: Peers, addresses: Callable[[], Awaitable[list[Pref
             given = await addresses()
         except TimeoutError:
             logger.warning("prefill replicas: expected all addresses within seconds, got none")
+        except Exception:  # Ray's: nobody would look any more, and nobody would know
+            logger.exception("prefill replicas: their addresses are not known")
         else:
             new = dict(given)
             if new.keys() != {peer.url for peer in peers.all}:

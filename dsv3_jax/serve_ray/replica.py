@@ -40,11 +40,14 @@ class Replica:
     closing: contextlib.AsyncExitStack
     """The parts that end with the replica, the last one first."""
 
-    async def start(self, made: MadeEngine, *, sender: Sender | None = None) -> None:
+    async def start(
+        self, made: MadeEngine, *, sender: Sender | None = None, hosts: Hosts | None = None
+    ) -> None:
         """Starts the application, and returns when all programs are compiled.
 
         Args:
           sender: gives pages to decode replicas, or None.
+          hosts: the other processes of its mesh, or None.
         """
         self.id = serve.get_replica_context().replica_id.unique_id
         self.app = create_app(
@@ -52,6 +55,8 @@ class Replica:
         )
         self.service = self.app.state.service
         self.closing = contextlib.AsyncExitStack()
+        if hosts is not None:
+            self.closing.callback(hosts.close)  # after the engine, whose steps need them
         if made.remote is not None:
             self.closing.callback(made.remote.close)  # after the engine
         await self.closing.enter_async_context(self.app.router.lifespan_context(self.app))
@@ -122,8 +127,7 @@ class EngineReplica(Replica):
         else:
             self._hosts = Hosts(settings, type(self).make_engine)
             made = await self._hosts.start()
-            await self.start(made)
-            self.closing.callback(self._hosts.close)
+            await self.start(made, hosts=self._hosts)
             await self._hosts.wait_until_ready()
         if prefill is not None:
             assert made.remote is not None, "the role is decode"

@@ -39,13 +39,13 @@ class Job:
                 async for piece in pieces:
                     yield 0, piece
             return
-        queue: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue(maxsize=1)
+        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(maxsize=1)
 
         async def forward(index: int, handle: EngineRequest) -> None:
             try:
                 async for piece in _checked(handle):
                     await queue.put((index, piece))
-            except ApiError as error:
+            except Exception as error:  # of any kind: the reader below waits for it
                 await queue.put((index, error))
 
         tasks = [asyncio.create_task(forward(*each)) for each in enumerate(self.handles)]
@@ -53,7 +53,7 @@ class Job:
             left = len(tasks)
             while left:
                 index, piece = await queue.get()
-                if isinstance(piece, ApiError):
+                if isinstance(piece, Exception):
                     raise piece
                 left -= piece.finish_reason is not None
                 yield index, piece

@@ -182,13 +182,13 @@ class _Answer(Response):
             await send(start)
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 await first_of(self._send(send), disconnected(receive))
-            await send(body)
         except (ApiError, TimeoutError):
             # Without the last frame, so that the decode server knows.
             self._counts.interrupted += 1
-            await send(body)
         finally:
             await self.close()
+        # After all is freed: it waits for as long as a decode server that was stopped reads nothing.
+        await send(body)
 
     async def close(self) -> None:
         """Ends the request, and forgets the records."""

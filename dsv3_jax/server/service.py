@@ -178,7 +178,7 @@ class Service:
             try:
                 if grammar is not None:
                     await self.grammars.compile(grammar)
-                handles = await self.in_thread(submit)
+                handles = await self._submitted(submit)
             except ValueError as error:
                 raise ApiError.of_engine(error, prompt_field) from None
             except QueueFullError as error:
@@ -189,6 +189,16 @@ class Service:
         job = Job(handles, self._close)
         self._jobs.add(job)
         return job
+
+    async def _submitted(self, submit: Callable[[], list[EngineRequest]]) -> list[EngineRequest]:
+        """Returns the handles of ``submit``, which runs in a thread. If this is cancelled meanwhile,
+        because the client went away, so are the requests."""
+        submitting = self._threads.submit(submit)
+        try:
+            return await asyncio.wrap_future(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_requests)
+            raise
 
     def _prefer(self, peer: Peer, prompts: Sequence[Prompt]) -> None:
         """Lets a prefill server be the first that is asked for the pages of prompts."""
@@ -214,3 +224,10 @@ class Service:
 def service_of(request: Request) -> Service:
     """Returns the service of the application that received ``request``."""
     return request.app.state.service
+
+
+def _cancel_requests(submitting: concurrent.futures.Future[list[EngineRequest]]) -> None:
+    """Cancels requests that were submitted for nobody."""
+    if not submitting.cancelled() and submitting.exception() is None:
+        for handle in submitting.result():
+            handle.cancel()

@@ -91,8 +91,10 @@ class EventStream(Response):
         try:
             await first_of(self._send(send), disconnected(receive))
         finally:
-            await self._events.aclose()
-            self._close()
+            try:
+                await self._events.aclose()
+            finally:
+                self._close()
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}

@@ -6,7 +6,10 @@ import contextlib
 import struct
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import aiohttp
 import pytest
 
 from dsv3_jax.disaggregation import jax_transfer
@@ -202,6 +205,40 @@ def test_another_peer_continues_where_one_failed():
         assert source.figures.peers_up == {url: False, other: True}
         assert not source.figures.recomputed_pages
     assert [body.first_page for body in second.bodies] == [3]
+
+
+def test_another_peer_follows_one_that_cannot_be_connected_to(monkeypatch):
+    """aiohttp's error is a TimeoutError, too, but not that of the request."""
+    ask = RemotePrefill._ask
+
+    async def unreachable(self, peer, *arguments):
+        if peer is self.peers.all[0]:
+            raise aiohttp.ServerTimeoutError("Connection timeout to host")
+        await ask(self, peer, *arguments)
+
+    monkeypatch.setattr(RemotePrefill, "_ask", unreachable)
+    with (
+        running(ScriptedPeer(HttpSender())) as url,
+        remote("http://127.0.0.1:9", url, receiver=HttpReceiver()) as source,
+    ):
+        assert len(source.fetch(ADDRESSES).result(20)) == 5
+        assert source.figures.peers_up == {"http://127.0.0.1:9": False, url: True}
+        assert source.figures.failures == {"connection": 1}
+
+
+def test_nothing_is_registered_after_the_end_of_a_lease():
+    """The decode server can go away while records are encoded."""
+    registered = []
+    server: Any = SimpleNamespace(await_pull=lambda number, arrays: registered.append(number))
+    lease = jax_transfer._JaxLease(SimpleNamespace(server=server, port=1))  # pyright: ignore
+
+    class Record:
+        def encode(self) -> bytes:
+            lease.close()
+            return b"contents"
+
+    assert lease.offer([Record()]) == []  # pyright: ignore
+    assert not registered
 
 
 def test_the_peer_that_has_the_pages_is_asked_first():

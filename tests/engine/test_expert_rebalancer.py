@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -121,6 +122,24 @@ def test_a_thread_rebalances_at_intervals(engine, placed):
         time.sleep(0.01)
     rebalancer.close()
     assert len(calls) >= 3
+
+
+def test_a_move_that_fails_is_not_the_last(caplog):
+    class Failing(ExpertRebalancer):
+        def __init__(self):
+            self._is_closed, self.calls = threading.Event(), 0
+
+        def rebalance(self) -> Rebalance:
+            self.calls += 1
+            if self.calls == 1:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a copy of the experts")
+            self._is_closed.set()
+            return Rebalance(0, 1.0, 1.0, False)
+
+    rebalancer = Failing()
+    rebalancer._run(0.0)
+    assert rebalancer.calls == 2
+    assert "experts were not moved: RESOURCE_EXHAUSTED" in caplog.text
 
 
 def test_the_imbalance_of_a_placement():

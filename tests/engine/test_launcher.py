@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
+import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, EngineError
@@ -61,7 +64,7 @@ def test_a_launch_returns_while_the_one_before_blocks():
     launcher.close()
 
 
-def test_closing_cancels_what_has_not_begun():
+def test_closing_ends_what_has_not_begun():
     launcher = Launcher([], background=True)  # pyright: ignore
     began, go = threading.Event(), threading.Event()
 
@@ -74,11 +77,41 @@ def test_closing_cancels_what_has_not_begun():
     assert began.wait(30)
     closing = threading.Thread(target=launcher.close)
     closing.start()
+    while not launcher._is_closed:
+        time.sleep(0.001)
     go.set()
     closing.join(30)
-    assert later.cancelled() or launcher.state == [True, 2]
-    with pytest.raises(RuntimeError, match="shutdown"):
+    # It does not see a future that was only cancelled.
+    assert concurrent.futures.wait([later], 30).done == {later}
+    with pytest.raises(EngineError, match="shutdown"):
+        later.result()
+    with pytest.raises(EngineError, match="shutdown"):
         launcher.launch(append(3))
+
+
+class LateQueue:
+    """A launcher's queue in which a launch arrives after another thread had time to close it."""
+
+    def __init__(self, launcher: Launcher):
+        self.queue, self.closing = launcher._queue, threading.Thread(target=launcher.close)
+
+    def put(self, launch):
+        if launch is not None:
+            self.closing.start()
+            self.closing.join(0.5)
+        self.queue.put(launch)
+
+    def get(self):
+        return self.queue.get()
+
+
+def test_no_launch_is_behind_the_end_of_the_queue():
+    """It would wait for ever."""
+    launcher = Launcher([], background=True)  # pyright: ignore
+    launcher._queue = queue = LateQueue(launcher)  # pyright: ignore
+    future = launcher.launch(append(1))
+    assert concurrent.futures.wait([future], 5).done
+    queue.closing.join(30)
 
 
 @pytest.fixture
@@ -146,6 +179,27 @@ def test_an_interrupt_ends_an_engine_without_a_thread(tiny_mtp, programs):
         request.result(0)
     with pytest.raises(EngineError):
         engine.step()
+    engine.shutdown()
+
+
+def test_counting_keeps_nobody_from_the_engine(tiny_mtp, monkeypatch):
+    """Whoever waits for the device has no lock: it may be stuck, and somebody has to notice."""
+    counts, asked = concurrent.futures.Future(), threading.Event()
+
+    def take() -> concurrent.futures.Future:
+        asked.set()
+        return counts
+
+    engine = make(tiny_mtp, count_routing=True)
+    monkeypatch.setattr(engine._executor, "take_routing_counts", take)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        taken = pool.submit(engine.take_routing_counts)
+        try:
+            assert asked.wait(30)
+            assert pool.submit(engine.stats).result(5).running == 0
+        finally:
+            counts.set_result(np.ones((1, 8), np.int32))
+        assert taken.result(30).dtype == np.int64
     engine.shutdown()
 
 

@@ -277,6 +277,27 @@ def test_a_stuck_step_is_given_up():
     assert engine.executor.is_closed
 
 
+def test_the_end_waits_for_a_launch_of_another_thread():
+    engine = make(background=False)
+    saving, closed = threading.Event(), threading.Event()
+    save, close = engine.executor.save, engine.executor.close
+    was_closed = []
+
+    def save_slowly(saves):
+        saving.set()
+        was_closed.append(closed.wait(0.3))
+        return save(saves)
+
+    engine.executor.save = save_slowly
+    engine.executor.close = lambda: (close(), closed.set())
+    engine.loop._wait_for_requests = lambda: not saving.wait(SECONDS)  # the thread ends then
+    engine.loop.start()
+    engine.loop.save_pages().result(SECONDS)
+    engine.loop.shutdown(timeout=SECONDS)
+    assert engine.executor.is_closed
+    assert was_closed == [False]
+
+
 def test_a_request_that_arrives_during_a_step_is_in_the_next_one(monkeypatch):
     """A step is planned when the one in flight is about to end, while there are free slots."""
     planned = []

@@ -131,6 +131,7 @@ def test_a_flush_waits_for_pages_that_no_step_has_launched(tiny_mtp, monkeypatch
             assert not engine.flush_tiers(0.01)
     with pytest.raises(EngineError, match="shutdown"):
         engine.flush_tiers()
+    assert engine.page_transfer.flush(5), "its thread has ended, and nobody would answer"
 
 
 @pytest.mark.slow

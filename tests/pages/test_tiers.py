@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -162,6 +165,49 @@ class TestDisk:
         assert disk.flush(SECONDS)
         assert fetch(disk, prefix(PROMPT)) == 3
         disk.close(SECONDS)
+
+
+    def test_a_page_that_another_process_deleted_is_stored_again(self, disk, tmp_path):
+        pages = prefix(PROMPT)
+        disk.store(pages)
+        assert disk.flush(SECONDS)
+        for page in pages[2:]:  # as its eviction does
+            disk._path(page.address.digest).unlink()
+        assert disk.lookup([page.address for page in pages]) == 2
+        assert [page.address in disk for page in pages] == [True] * 2 + [False] * 4
+        disk.store(pages)
+        assert disk.flush(SECONDS)
+        assert disk.lookup([page.address for page in pages]) == 6
+
+    def test_a_disk_that_fails_is_a_miss(self, disk, monkeypatch):
+        """An error would come up in the engine's thread, and end it."""
+        pages = prefix(PROMPT)
+        disk.store(pages)
+        assert disk.flush(SECONDS)
+        stat = os.stat
+
+        def fail(path, *args, **options):
+            if str(path).endswith(".page"):
+                raise OSError(errno.EIO, "Input/output error")
+            return stat(path, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", fail)
+            assert disk.lookup([page.address for page in pages]) == 0
+
+    def test_closing_ends_what_is_being_read(self, disk, monkeypatch):
+        pages = prefix(list(range(100, 500)))
+        go = threading.Event()
+
+        def read(address):
+            go.wait(SECONDS)
+
+        monkeypatch.setattr(disk, "_read", read)
+        future = disk.fetch([page.address for page in pages])
+        disk.close(SECONDS)
+        go.set()
+        assert future.result(SECONDS) == []
+        assert disk.fetch([pages[0].address]).result(0) == []
 
 
 class Late:

@@ -252,6 +252,26 @@ def test_a_stream_begins_with_its_first_token():
     assert [[m["body"] for m in each] for each in others] == [[b"1"], [b"2"], [b""]]
 
 
+def test_nothing_is_lost_while_a_batch_is_on_its_way():
+    async def parts():
+        for i in range(20):
+            yield str(i)
+            await asyncio.sleep(0)
+
+    async def collect() -> str:
+        app = Starlette()
+        app.add_route("/", lambda request: StreamingResponse(parts()))
+        call = Call.of({"type": "http", "method": "GET", "path": "/", "headers": []}, b"", None)
+        text = b""
+        async for batch in answer(app, call, "r7"):
+            text += b"".join(message.get("body", b"") for message in batch)
+            for _ in range(7):  # the application goes on meanwhile
+                await asyncio.sleep(0)
+        return text.decode()
+
+    assert asyncio.run(collect()) == "".join(map(str, range(20)))
+
+
 def test_a_stream_without_tokens_passes_at_once():
     async def parts():
         for i in range(2):

@@ -14,7 +14,7 @@ A, B, C = (PrefillAddress(f"http://{name}:1", f"key of {name}") for name in "abc
 
 def test_peers_follow_the_replicas(monkeypatch):
     monkeypatch.setattr(prefill_peers, "PERIOD_SECONDS", 0.0)
-    looks = iter([[A], [A, B], None, [B, C], []])
+    looks = iter([[A], [A, B], TimeoutError(), RuntimeError("Ray's"), [B, C], []])
     seen = []
     peers = Peers([])
 
@@ -23,8 +23,8 @@ def test_peers_follow_the_replicas(monkeypatch):
         given = next(looks, "end")
         if given == "end":
             raise asyncio.CancelledError
-        if given is None:
-            raise TimeoutError
+        if isinstance(given, Exception):
+            raise given
         return given
 
     async def run():
@@ -33,4 +33,4 @@ def test_peers_follow_the_replicas(monkeypatch):
 
     asyncio.run(run())
     both = {A.url: A.api_key, B.url: B.api_key}
-    assert seen == [{}, {A.url: A.api_key}, both, both, dict([B, C]), {}], "unless one is late"
+    assert seen == [{}, {A.url: A.api_key}, both, both, both, dict([B, C]), {}], "unless a look fails"

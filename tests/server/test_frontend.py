@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -24,6 +25,7 @@ import pytest
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError, RequestError
 from dsv3_jax.engine.prompt_logprobs import PromptRecord
 from dsv3_jax.generation.completion import Completion
+from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.server.frontend.host import EngineHost, _OpenRequest, _Outbox
 from dsv3_jax.server.frontend.messages import Gain, Gains, Hello, PortableError, Reply
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
@@ -314,6 +316,48 @@ def test_a_refused_submission_leaves_nothing(idle):
         remote.submit_all(["full"])
     assert not remote._open
     assert not remote._replies
+
+
+def test_logits_that_are_not_finite_are_an_error_of_the_request():
+    generation: Any = None
+    error = PortableError.of(NonFiniteLogitsError("request: NaN", generation)).exception()
+    assert isinstance(error, RequestError)
+
+
+def test_what_came_before_an_error_is_sent_with_it():
+    class Handle(EngineRequest):
+        """One that gains a piece and fails as soon as somebody has looked for pieces or errors."""
+
+        def pieces_from(self, position: int):
+            try:
+                return super().pieces_from(position)
+            finally:
+                if not self.is_done:
+                    self.deliver("last", [1], [0.0], None)
+                    self.fail(RequestError("request: its grammar"))
+
+    request = _OpenRequest(0, Handle(lambda _: None))
+    gains = [gain for _ in range(2) if (gain := request.gain()) is not None]
+    assert [(gain.text, gain.error is None) for gain in gains] == [("last", False)]
+
+
+def test_a_reply_that_two_threads_end_stops_neither(idle):
+    """The thread that reads goes on to end the requests and the process."""
+    _, remote, _ = idle
+
+    class Racing(concurrent.futures.Future):
+        """It looks open until another thread has ended it."""
+
+        def done(self) -> bool:
+            return False
+
+    reply = Racing()
+    reply.set_exception(EngineError("by the caller"))
+    remote._replies[-1] = reply
+    (handle,) = remote.submit_all(["a"])
+    remote._fail_all(EngineError("engine: its process has ended"))
+    with pytest.raises(EngineError, match="its process has ended"):
+        handle.result(SECONDS)
 
 
 def test_a_failure_of_the_engine_is_reported(idle):

@@ -212,8 +212,8 @@ class _OpenRequest:
 
     def gain(self) -> Gain | None:
         """Returns what is new, or None."""
+        error = self.handle.error  # first: what came before the error is sent with it
         pieces = self.handle.pieces_from(self._pieces)
-        error = self.handle.error
         if not pieces and error is None:
             return None
         is_first = self.is_new

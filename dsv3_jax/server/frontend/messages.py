@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from dsv3_jax.engine import EngineError, QueueFullError, RequestError
 from dsv3_jax.engine.prompt_logprobs import PromptRecord
 from dsv3_jax.generation.completion import Completion, TopLogprobs
+from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.grammar import GrammarError, GrammarSource
 
@@ -87,6 +88,8 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (EngineError, RequestError, QueueFullError, GrammarError, ValueError)
 }
+# Its completions do not travel. As a ValueError it would count as an error of the client.
+_KINDS[NonFiniteLogitsError.__name__] = RequestError
 
 
 class PortableError(NamedTuple):

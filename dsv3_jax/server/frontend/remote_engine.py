@@ -155,8 +155,8 @@ class RemoteEngine:
         except OSError:
             self._replies.pop(number, None)
             raise EngineError("engine: its process has ended") from None
-        if self._failure is not None and not reply.done():  # the reader may have ended before
-            reply.set_exception(EngineError(str(self._failure)))
+        if self._failure is not None:  # the reader may have ended before
+            _fail(reply, EngineError(str(self._failure)))
         return number, reply
 
     def _read(self) -> None:
@@ -178,12 +178,13 @@ class RemoteEngine:
 
     def _take(self, reply: Reply) -> None:
         future = self._replies.pop(reply.number, None)
-        if future is None or future.done():
+        if future is None:
             return
         if reply.error is not None:
-            future.set_exception(reply.error.exception())
+            _fail(future, reply.error.exception())
         else:
-            future.set_result(reply.result)
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_result(reply.result)
 
     def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function in the loop's thread, in order, or here if no loop runs."""
@@ -217,14 +218,19 @@ class RemoteEngine:
     def _fail_all(self, failure: EngineError) -> None:
         self._failure = self._failure or failure
         for reply in list(self._replies.values()):
-            if not reply.done():
-                reply.set_exception(EngineError(str(failure)))
+            _fail(reply, EngineError(str(failure)))
         self._in_loop(self._fail_open, failure)  # after what they have gained before
 
     def _fail_open(self, failure: EngineError) -> None:
         for handle in list(self._open.values()):
             handle.fail(EngineError(str(failure)))
         self._open.clear()
+
+
+def _fail(reply: concurrent.futures.Future[Any], error: Exception) -> None:
+    """Ends a reply with an error, unless it has ended, perhaps just now in another thread."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        reply.set_exception(error)
 
 
 class RemoteGrammars:
