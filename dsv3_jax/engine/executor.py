@@ -218,8 +218,8 @@ class Executor:
         return settings is not None and settings.prompt_logprobs is not None
 
     def take_routing_counts(self) -> Future[jax.Array]:
-        """Returns the number of tokens that chose each expert, integers [L_moe, E], in the steps that
-        were launched since the last call."""
+        """Returns the number of tokens that chose each expert, integers [L_moe, E], in the steps
+        that were launched since the last call."""
 
         def take(state: SlotState) -> tuple[SlotState, jax.Array]:
             counts = state.routing_counts

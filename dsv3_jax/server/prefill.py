@@ -187,7 +187,7 @@ class _Answer(Response):
             self._counts.interrupted += 1
         finally:
             await self.close()
-        # After all is freed: it waits for as long as a decode server that was stopped reads nothing.
+        # After all is freed: it waits for as long as the decode server reads nothing.
         await send(body)
 
     async def close(self) -> None:

@@ -191,8 +191,8 @@ class Service:
         return job
 
     async def _submitted(self, submit: Callable[[], list[EngineRequest]]) -> list[EngineRequest]:
-        """Returns the handles of ``submit``, which runs in a thread. If this is cancelled meanwhile,
-        because the client went away, so are the requests."""
+        """Returns the handles of ``submit``, which runs in a thread. If this is cancelled
+        meanwhile, because the client went away, so are the requests."""
         submitting = self._threads.submit(submit)
         try:
             return await asyncio.wrap_future(submitting)

@@ -31,6 +31,7 @@ _TRAINING = "tests/training/"
 _SHARDING = "tests/sharding/"
 _ENGINE = "tests/engine/"
 _REPLICAS = "tests/serve_ray/"
+_SERVER = "tests/server/"
 
 BREAKS: dict[str, Break] = {
     # ---- pallas_kernels --------------------------------------------------------------------------
@@ -627,6 +628,142 @@ BREAKS: dict[str, Break] = {
         "launched = self._loop.save_pages()",
         "launched = concurrent.futures.Future()\n        launched.set_result(None)",
         (_ENGINE + "test_tiers.py",),
+    ),
+    "a launch can be behind the end of the launcher's queue": Break(
+        "dsv3_jax/engine/launcher.py",
+        "with self._closing:  # a launch behind the end of the queue would wait for ever",
+        "if self._closing:",
+        (_ENGINE + "test_launcher.py",),
+    ),
+    "a launch that was closed out is only cancelled, which a waiter does not see": Break(
+        "dsv3_jax/engine/launcher.py",
+        "future.set_exception(_closed())",
+        "future.cancel()",
+        (_ENGINE + "test_launcher.py",),
+    ),
+    "the engine ends while another thread launches something": Break(
+        "dsv3_jax/engine/loop.py",
+        "with self._stepping:  # nobody else may be launching something",
+        "if self._stepping:",
+        (_ENGINE + "test_loop.py",),
+    ),
+    "who takes routing counts keeps the engine's locks until the device has them": Break(
+        "dsv3_jax/engine/engine.py",
+        "counts = self._loop.between_steps(self._executor.take_routing_counts)",
+        "take = self._executor.take_routing_counts\n"
+        "        counts = self._loop.between_steps(lambda: [c := take(), c.exception()][0])",
+        (_ENGINE + "test_launcher.py",),
+    ),
+    "a flush waits for a thread that has ended": Break(
+        "dsv3_jax/engine/page_transfer.py",
+        "            is_closed = self._is_closed\n",
+        "            is_closed = False\n",
+        (_ENGINE + "test_tiers.py",),
+    ),
+    "a failed move of experts ends the thread that moves them": Break(
+        "dsv3_jax/engine/expert_rebalancer.py",
+        "except jax.errors.JaxRuntimeError as error:",
+        "except ZeroDivisionError as error:",
+        (_ENGINE + "test_expert_rebalancer.py",),
+    ),
+    "a page that another process deleted is not stored again": Break(
+        "dsv3_jax/pages/disk.py",
+        "for missing in addresses[number:]:",
+        "for missing in addresses[:0]:",
+        ("tests/pages/test_tiers.py",),
+    ),
+    "an error of the disk ends the engine that looks for a page": Break(
+        "dsv3_jax/pages/disk.py",
+        "if not os.path.exists(self._path(address.digest)):",
+        "if not self._path(address.digest).exists():",
+        ("tests/pages/test_tiers.py",),
+    ),
+    "reads that were queued when the disk was closed never end": Break(
+        "dsv3_jax/pages/disk.py",
+        "self._readers.shutdown(wait=False)",
+        "self._readers.shutdown(wait=False, cancel_futures=True)",
+        ("tests/pages/test_tiers.py",),
+    ),
+    "a peer that cannot be connected to counts as a deadline": Break(
+        "dsv3_jax/disaggregation/remote_prefill.py",
+        "except asyncio.CancelledError:",
+        "except (asyncio.CancelledError, TimeoutError):",
+        ("tests/disaggregation/test_remote_prefill.py",),
+    ),
+    "records are registered after the end of their lease": Break(
+        "dsv3_jax/disaggregation/jax_transfer.py",
+        "if self._is_closed:  # the decode server went away meanwhile",
+        "if False:",
+        ("tests/disaggregation/test_remote_prefill.py",),
+    ),
+    "a prefill server frees nothing while a decode server reads nothing": Break(
+        "dsv3_jax/server/prefill.py",
+        "self._counts.interrupted += 1\n        finally:",
+        "self._counts.interrupted += 1\n            await send(body)\n        finally:",
+        (_SERVER + "test_ends.py",),
+    ),
+    "requests go on whose client went away during their submission": Break(
+        "dsv3_jax/server/service.py",
+        "submitting.add_done_callback(_cancel_requests)",
+        "pass",
+        (_SERVER + "test_ends.py",),
+    ),
+    "an unknown error of one completion of several is told to nobody": Break(
+        "dsv3_jax/server/job.py",
+        "except Exception as error:  # of any kind: the reader below waits for it",
+        "except ApiError as error:",
+        (_SERVER + "test_ends.py",),
+    ),
+    "a stream whose events fail to end is not closed": Break(
+        "dsv3_jax/server/sse.py",
+        "finally:\n                self._close()",
+        "except ApiError:\n                self._close()",
+        (_SERVER + "test_ends.py",),
+    ),
+    "logits that are not finite are a client's error in the process of HTTP": Break(
+        "dsv3_jax/server/frontend/messages.py",
+        "_KINDS[NonFiniteLogitsError.__name__] = RequestError",
+        "",
+        (_SERVER + "test_frontend.py",),
+    ),
+    "what came before an error is not sent": Break(
+        "dsv3_jax/server/frontend/host.py",
+        "        error = self.handle.error  # first: what came before the error is sent with it\n"
+        "        pieces = self.handle.pieces_from(self._pieces)\n",
+        "        pieces = self.handle.pieces_from(self._pieces)\n"
+        "        error = self.handle.error\n",
+        (_SERVER + "test_frontend.py",),
+    ),
+    "a reply that another thread has ended ends the thread that reads": Break(
+        "dsv3_jax/server/frontend/remote_engine.py",
+        "    with contextlib.suppress(concurrent.futures.InvalidStateError):\n"
+        "        reply.set_exception(error)",
+        "    if not reply.done():\n        reply.set_exception(error)",
+        (_SERVER + "test_frontend.py",),
+    ),
+    "what comes while a batch is on its way to a front is lost": Break(
+        "dsv3_jax/serve_ray/call.py",
+        "batch, messages[:] = messages.copy(), []\n                yield batch",
+        "yield messages.copy()\n                messages.clear()",
+        (_REPLICAS + "test_front.py",),
+    ),
+    "one failed look ends the search for prefill replicas": Break(
+        "dsv3_jax/serve_ray/prefill_peers.py",
+        "except Exception:  # Ray's",
+        "except ZeroDivisionError:  # Ray's",
+        (_REPLICAS + "test_prefill_peers.py",),
+    ),
+    "the other processes of a mesh end before the engine": Break(
+        "dsv3_jax/serve_ray/replica.py",
+        "        if made.remote is not None:\n"
+        "            self.closing.callback(made.remote.close)  # after the engine\n"
+        "        await self.closing.enter_async_context(self.app.router.lifespan_context(self.app))\n",
+        "        if made.remote is not None:\n"
+        "            self.closing.callback(made.remote.close)  # after the engine\n"
+        "        await self.closing.enter_async_context(self.app.router.lifespan_context(self.app))\n"
+        "        if hosts is not None:\n"
+        "            self.closing.callback(hosts.close)\n",
+        (_REPLICAS + "test_replica.py",),
     ),
     "records of pages are not compared with their checksum": Break(
         "dsv3_jax/pages/record.py",

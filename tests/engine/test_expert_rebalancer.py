@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 

@@ -166,7 +166,6 @@ class TestDisk:
         assert fetch(disk, prefix(PROMPT)) == 3
         disk.close(SECONDS)
 
-
     def test_a_page_that_another_process_deleted_is_stored_again(self, disk, tmp_path):
         pages = prefix(PROMPT)
         disk.store(pages)

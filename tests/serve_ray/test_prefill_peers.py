@@ -33,4 +33,6 @@ def test_peers_follow_the_replicas(monkeypatch):
 
     asyncio.run(run())
     both = {A.url: A.api_key, B.url: B.api_key}
-    assert seen == [{}, {A.url: A.api_key}, both, both, both, dict([B, C]), {}], "unless a look fails"
+    assert seen == [{}, {A.url: A.api_key}, both, both, both, dict([B, C]), {}], (
+        "unless a look fails"
+    )

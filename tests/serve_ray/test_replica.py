@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-pytest.importorskip("ray")
+from tests.serve_ray.scripts import result_of
 
+CODE = """
+import asyncio, contextlib, json
+from types import SimpleNamespace
+from unittest import mock
 from dsv3_jax.serve_ray import replica
 
+ended = []
 
-class Parts(replica.Replica):
-    def __del__(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Does nothing: the test ends the parts."""
+@contextlib.asynccontextmanager
+async def lifespan(app):
+    yield
+    ended.append("engine")
 
+service = SimpleNamespace(
+    is_ready=True,
+    failure=None,
+    settings=SimpleNamespace(stuck_seconds=100.0),
+    engine=SimpleNamespace(fail_if_stuck=lambda seconds: None),
+)
+app = SimpleNamespace(
+    state=SimpleNamespace(service=service), router=SimpleNamespace(lifespan_context=lifespan)
+)
+context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
+source = SimpleNamespace(close=lambda: ended.append("source of pages"))
+made = SimpleNamespace(engine=None, tokenizer=None, settings=None, remote=source)
+hosts = SimpleNamespace(close=lambda: ended.append("other processes"))
 
-def test_the_other_processes_of_a_mesh_end_after_the_engine(monkeypatch):
-    ended = []
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Any):
-        yield
-        ended.append("engine")
-
-    service = SimpleNamespace(
-        is_ready=True,
-        failure=None,
-        settings=SimpleNamespace(stuck_seconds=100.0),
-        engine=SimpleNamespace(fail_if_stuck=lambda seconds: None),
-    )
-    app = SimpleNamespace(
-        state=SimpleNamespace(service=service), router=SimpleNamespace(lifespan_context=lifespan)
-    )
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
-    monkeypatch.setattr(replica, "create_app", lambda *arguments, **options: app)
-    monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
-    made: Any = SimpleNamespace(
-        engine=None,
-        tokenizer=None,
-        settings=None,
-        remote=SimpleNamespace(close=lambda: ended.append("source of pages")),
-    )
-    hosts: Any = SimpleNamespace(close=lambda: ended.append("other processes"))
-
-    async def run() -> None:
-        parts = Parts()
+async def run():
+    with (
+        mock.patch.object(replica, "create_app", lambda *arguments, **options: app),
+        mock.patch.object(replica.serve, "get_replica_context", lambda: context),
+    ):
+        parts = replica.Replica()
         await parts.start(made, hosts=hosts)
         await parts.closing.aclose()
 
-    asyncio.run(run())
-    assert ended == ["engine", "source of pages", "other processes"]
+asyncio.run(run())
+print(json.dumps({"ended": ended}))
+"""
+
+
+@pytest.mark.slow
+def test_the_other_processes_of_a_mesh_end_after_the_engine():
+    result = result_of(CODE, JAX_PLATFORMS="cpu")
+    assert result["ended"] == ["engine", "source of pages", "other processes"]

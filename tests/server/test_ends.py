@@ -81,18 +81,21 @@ def test_an_unknown_error_of_one_completion_ends_the_stream_of_several():
         run(read())
 
 
+class Event(BaseModel):
+    """An event of a stream."""
+
+
 def test_a_stream_is_closed_although_its_events_fail_to_end():
     closed = []
 
     async def events() -> AsyncGenerator[BaseModel, None]:
         try:
-            yield BaseModel()
-            await never()
+            yield Event()
         finally:
             raise LookupError("in the end")
 
     async def send(message: Any) -> None:
-        pass
+        await never()
 
     async def receive() -> Any:
         return {"type": "http.disconnect"}
