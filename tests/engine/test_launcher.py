@@ -183,7 +183,7 @@ def test_an_interrupt_ends_an_engine_without_a_thread(tiny_mtp, programs):
 
 
 def test_counting_keeps_nobody_from_the_engine(tiny_mtp, monkeypatch):
-    """Whoever waits for the device has no lock: it may be stuck, and somebody has to notice."""
+    """A thread that waits for the device has no lock: others notice when the device is stuck."""
     counts, asked = concurrent.futures.Future(), threading.Event()
 
     def take() -> concurrent.futures.Future:

@@ -12,12 +12,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError
 from dsv3_jax.engine.errors import RequestError
+from dsv3_jax.engine.loop import LEAD_SECONDS
 from tests.engine.simulated_device import VOCABULARY
 from tests.engine.simulated_engine import SimulatedEngine, Submitted
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -289,7 +291,7 @@ def test_the_end_waits_for_a_launch_of_another_thread():
         return save(saves)
 
     engine.executor.save = save_slowly
-    engine.executor.close = lambda: (close(), closed.set())
+    engine.executor.close = lambda: close() or closed.set()
     engine.loop._wait_for_requests = lambda: not saving.wait(SECONDS)  # the thread ends then
     engine.loop.start()
     engine.loop.save_pages().result(SECONDS)
@@ -298,40 +300,53 @@ def test_the_end_waits_for_a_launch_of_another_thread():
     assert was_closed == [False]
 
 
+def on_sleep(monkeypatch, action) -> None:
+    """Has the loop call ``action(seconds)`` where it would sleep before it plans a step."""
+    clock = SimpleNamespace(sleep=action, monotonic=time.monotonic, perf_counter=time.perf_counter)
+    monkeypatch.setattr("dsv3_jax.engine.loop.time", clock)
+
+
 def test_a_request_that_arrives_during_a_step_is_in_the_next_one(monkeypatch):
     """A step is planned when the one in flight is about to end, while there are free slots."""
-    planned = []
+    engine = make(background=False, stop=None)
+    dispatch, sleeps = engine.executor.dispatch, []
+    planned, arrivals = [], []
 
-    def run(predicted: float) -> int:
-        """Returns how many steps after the third one contain a request's first chunk."""
-        engine = make(latency=lambda: 0.06, stop=None)
-        dispatch = engine.executor.dispatch
+    def record(plan):
+        planned.append([chunk.request.tokens[0] for chunk in plan.chunks])
+        dispatch(plan)
 
-        def record(plan):
-            planned.append([chunk.request.tokens[0] for chunk in plan.chunks])
-            if len(planned) == 3:
-                # The results of the second step come in 60 ms. The third one runs then.
-                threading.Timer(0.09, lambda: submit(engine, 2, 2)).start()
-            dispatch(plan)
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 3:
+            arrivals.append((len(planned), engine.executor.steps_in_flight))
+            submit(engine, 2, 2)
 
-        planned.clear()
-        engine.executor.dispatch = record
-        engine.executor.seconds_left = predicted
-        submit(engine, 1, 14).handle.result(SECONDS)
-        engine.loop.shutdown(timeout=SECONDS)
-        return next(i for i, first in enumerate(planned) if 2 in first) - 2
+    on_sleep(monkeypatch, sleep)
+    engine.executor.dispatch = record
+    engine.executor.seconds_left = 100.0
+    engine.loop.start()
+    submit(engine, 1, 14).handle.result(SECONDS)
+    engine.loop.shutdown(timeout=SECONDS)
+    ((steps, in_flight),) = arrivals
+    assert in_flight == 1, "the next step must not be dispatched yet"
+    assert 2 in planned[steps]
+    assert all(90 < seconds <= 100 - LEAD_SECONDS for seconds in sleeps)
 
-    assert run(predicted=0.08) == 1
-    assert run(predicted=0.0) == 2
 
-
-def test_planning_does_not_wait_without_free_slots():
-    engine = make(max_running=1, latency=lambda: 0.0, stop=None)
-    engine.executor.seconds_left = 0.2
-    began = time.monotonic()
+@pytest.mark.parametrize(("max_running", "seconds_left"), [(1, 100.0), (4, 0.0)])
+def test_planning_does_not_wait_for_nothing(monkeypatch, max_running, seconds_left):
+    """It does not without a free slot, or without a forecast."""
+    sleeps = []
+    engine = make(background=False, max_running=max_running, stop=None)
+    # Before the request is admitted, and after its end, there are free slots.
+    on_sleep(monkeypatch, lambda seconds: sleeps.append(len(engine.scheduler.running)))
+    engine.executor.seconds_left = seconds_left
+    engine.loop.start()
     submit(engine, 1, 40).handle.result(SECONDS)
     engine.loop.shutdown(timeout=SECONDS)
-    assert time.monotonic() - began < 2
+    assert bool(sleeps) == bool(seconds_left)
+    assert not any(sleeps)
 
 
 def test_planning_waits_in_the_engines_own_thread_alone():

@@ -123,13 +123,13 @@ class Lease:
 
 
 def test_a_decode_server_that_reads_nothing_costs_nothing_after_its_time():
-    found: Future[list[Any]] = Future()
-    found.set_result([SimpleNamespace(num_bytes=1)])
+    records: Future[list[Any]] = Future()
+    records.set_result([SimpleNamespace(num_bytes=1)])
     lease, counts, closed = Lease(), PrefillCounts(), []
     prefills: Any = SimpleNamespace(
         counts=counts,
         engine=None,
-        store=SimpleNamespace(lookup=len, fetch=lambda addresses: found),
+        store=SimpleNamespace(lookup=len, fetch=lambda addresses: records),
     )
     sender: Any = SimpleNamespace(keeps_records=False, lease=lambda: lease)
 
