@@ -437,7 +437,7 @@ class Engine:
 
     def flush_tiers(self, timeout: float | None = None) -> bool:
         """Waits until the pages of requests that have ended are in the tiers, on the disk too.
-        Returns False after ``timeout`` seconds.
+        Returns False after ``timeout`` seconds, or when the step under way ends if that is later.
 
         Raises:
           EngineError: the engine failed or was shut down.

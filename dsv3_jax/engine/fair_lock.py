@@ -1,4 +1,4 @@
-"""A lock that no thread can take twice while another one waits for it.
+"""A lock that a thread cannot take again before one of the threads that wait has had it.
 
 The engine's loop takes its lock for every step and releases it only for a moment. An ordinary
 lock goes to the thread that asks first, so that another one could wait for many steps.
