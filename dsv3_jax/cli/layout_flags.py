@@ -24,10 +24,10 @@ def make_layout_from(arguments: argparse.Namespace) -> Layout | None:
     """
     if arguments.layout is None:
         for flag in ("exchange", "distributed"):
-            if getattr(arguments, flag):
+            if getattr(arguments, flag, None):
                 raise ValueError(f"--{flag}: expected --layout with it, got none")
         return None
-    if arguments.distributed:
+    if getattr(arguments, "distributed", False):  # only some commands have it
         initialize()
     return make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
 

@@ -132,7 +132,7 @@ def test_open_prompts_of_prefill_replicas_count_as_requests():
         ),
         ({"serve": {"transfer_port": 1}}, "serve: transfer_port: expected a flag of the engine"),
         ({"serve": {"port": 80}}, "serve: port: expected a flag of the engine or its API"),
-        ({"serve": {"distributed": True}}, "serve: distributed: expected a flag of the engine"),
+        ({"serve": {"distributed": True}}, "serve: unknown argument --distributed"),
         ({"autoscaling": {"max": 4}}, "max: expected one of min_replicas, max_replicas"),
         ({"autoscaling": {"min_replicas": 2}}, "max_replicas: expected an integer of at least min"),
         ({"autoscaling": {"target_cache_usage": 0}}, "target_cache_usage: expected a share"),
