@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="host memory for cache pages that are no longer on the devices (default: 0)",
+        help="host memory for cache pages, for when they are no longer on the devices (default: 0;"
+        " 4 with --role prefill)",
     )
     add(
         "--host-cache-pinned",
