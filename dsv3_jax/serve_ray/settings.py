@@ -25,7 +25,7 @@ _OF_ONE_HOST = {
 """Flags that replicas of several hosts cannot have, and why."""
 _OF_DECODE = ("prefill_seconds", "prefill_min_tokens")
 """Flags that prefill replicas do not get."""
-_OF_A_PAGE = ("dtype", "quantization", "cache_dtype")
+_OF_A_PAGE = ("dtype", "quantization", "activations", "cache_dtype")
 """Flags that determine the contents of a page, and must therefore be the same in both pools."""
 
 

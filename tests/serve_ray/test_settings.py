@@ -82,6 +82,13 @@ def test_pools_that_would_refuse_each_other(name, given, expected):
             AppSettings.of({"serve": {name: given}, "prefill": {"serve": other}})
 
 
+def test_pools_with_other_activations_are_refused():
+    """Rounded activations give other pages, and are part of a page's address."""
+    values = {"serve": {"quantization": "fp8"}, "prefill": {"serve": {"activations": "float8"}}}
+    with pytest.raises(ValueError, match="activations: expected None, as in serve, got float8"):
+        AppSettings.of(values)
+
+
 def test_open_prompts_of_prefill_replicas_count_as_requests():
     context = SimpleNamespace(
         running_replicas=["a", "b"],
