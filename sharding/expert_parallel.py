@@ -123,7 +123,9 @@ def check_exchange(
     return num_experts // devices
 
 
-def check_platform(mesh: Mesh | AbstractMesh, exchange: str, exchange_axes: tuple[str, ...]) -> None:
+def check_platform(
+    mesh: Mesh | AbstractMesh, exchange: str, exchange_axes: tuple[str, ...]
+) -> None:
     """Checks that the platform of ``mesh`` has an exchange, whatever the model is.
 
     Raises:
