@@ -64,6 +64,8 @@ SETTINGS: dict[str, Any] = {
     "alternate": {"alternate": True},
     "together": {"together": True},
     "alternate, together": {"alternate": True, "together": True},
+    "packed": {"packed": True},
+    "alternate, packed": {"alternate": True, "packed": True},
 }
 
 

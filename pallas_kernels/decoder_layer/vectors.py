@@ -32,10 +32,11 @@ _LONGEST = 8192  # numbers of a row that a warpgroup holds at the same time
 def norm_row(
     row_g: Any, added_g: Any, weight_g: Any, target: Any, sums_s: Any, *, eps: float, dtype: Any,
     interpret: Any,
-) -> None:  # fmt: skip
+) -> jax.Array:  # fmt: skip
     """Stores the RMS norm of a row in global memory, rounded to ``dtype``, in shared memory.
 
     Args:
+      target: where, or None. The numbers are returned too.
       added_g: a row that is added first, or None. The sum is rounded to ``dtype``.
       sums_s: float32 [4, 32] in shared memory, of this warpgroup.
     """
@@ -49,9 +50,11 @@ def norm_row(
     meet(interpret)
     mean = sum(sums_s[warp, 0] for warp in range(WARPS)) * (1 / D)
     weight = load_with_layout(weight_g, layout).astype(jnp.float32)
-    normed = row * lax.rsqrt(mean + eps) * weight
-    target[...] = normed.astype(dtype).astype(target.dtype)
+    normed = (row * lax.rsqrt(mean + eps) * weight).astype(dtype)
+    if target is not None:
+        target[...] = normed.astype(target.dtype)
     meet(interpret)  # before the sums are overwritten
+    return normed
 
 
 def copy_row(source: Any, target: Any) -> None:

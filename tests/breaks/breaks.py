@@ -161,7 +161,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_decoder_layer.py",),
     ),
     "a program copies the outputs of another head": Break(
-        "pallas_kernels/decoder_layer/program.py",
+        "pallas_kernels/decoder_layer/entries.py",
         "first = t * plan.heads + self.units.first_head()",
         "first = t * plan.heads",
         (_KERNELS + "test_decoder_layer.py",),

@@ -312,6 +312,19 @@ INTERPRETED = {
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
         {"alternate": True, "together": True},
     ),
+    # Batches of rows: those of the experts do not all fit at the same time.
+    "float8, packed": (
+        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
+        {"packed": True},
+    ),
+    "float8, packed alternately": (
+        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
+        {"packed": True, "alternate": True},
+    ),
+    "float8, packed with W_UV": (
+        Layer(4, 256, 256, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
+        {"packed": True},
+    ),
     # Units of two heads in a program, and of a head in two programs.
     "W_UV": (
         dataclasses.replace(MOE, tokens=2, attention=384, heads=4, latent=128, rule=rule(1)),

@@ -435,6 +435,14 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132, alternate=True, together=True)},
             function="feed_forward",
         )
+    for name, tokens in (("moonlight fp8", 1), ("v3 w_uv", 1), ("v3 w_uv", 4)):
+        layer = dataclasses.replace(feed_forward_layers()[name], tokens=tokens)
+        table[f"feed_forward {name} {tokens} tokens, packed"] = Kernel(
+            "pallas_kernels.decoder_layer.mosaic_gpu",
+            layer.shapes(),
+            layer.options | {"config": FeedForward(132, packed=True, alternate=tokens == 1)},
+            function="feed_forward",
+        )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
         table[f"attention_inputs {name}"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
