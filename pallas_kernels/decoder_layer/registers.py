@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels.hopper.ir import (
     REF,
@@ -37,7 +37,7 @@ from pallas_kernels.hopper.ir import (
     scalar,
 )
 from pallas_kernels.hopper.ir import word as register
-from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE
+from pallas_kernels.route.lanes import LANES, LAYOUT
 
 BLOCK_BYTES = 64
 """Bytes of a matrix row that a warp multiplies at a time, 16 per thread."""

@@ -20,10 +20,10 @@ from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE
 
 @dataclasses.dataclass(frozen=True)
 class Float16Sums:
-    """What the sums over float16 rows are: transposed, and to be multiplied by each row's factor."""
+    """What sums over float16 rows are: transposed, and to be multiplied by each row's factor."""
 
     is_split: bool
-    """Whether the halves are of one matrix, so that the right one's tokens come after four others."""
+    """Whether the halves are of one matrix: the right one's tokens then come after four others."""
 
     factors: Any = None
     """Reference to the rows' factors in shared memory, or None if the sums have been multiplied."""

@@ -1,11 +1,15 @@
 """The code of single threads of feed_forward, run on NumPy for all threads of the consumers."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.decoder_layer import registers
+from pallas_kernels.decoder_layer import totals as totals_module
 from pallas_kernels.decoder_layer.stream import Operand, Rows
+from pallas_kernels.decoder_layer.totals import Float16Sums
 from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -39,11 +43,19 @@ def in_memory(sums):
     return memory
 
 
+# Float8 cases also with rows in float16, of which four fit if the halves are one row's.
+FORMATS = [
+    pytest.param(*case, tokens, packed, id=f"{name}-{tokens}{'-packed' * packed}")
+    for name, case in CASES.items()
+    for packed in ([False, True] if case[0] == FLOAT8 else [False])
+    for tokens in (1, 3, 4 if packed and case[2] else 8)
+]
+
+
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes"), CASES.values(), ids=list(CASES))
-def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, untyped):
-    emulate(monkeypatch, registers)
+@pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes", "tokens", "packed"), FORMATS)
+def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, alone, monkeypatch, untyped):
+    emulate(monkeypatch, registers, totals_module)
     rng = np.random.default_rng(0)
     operand = Operand.of(dtype, K, is_split, most_bytes)
     columns, step = operand.columns, operand.step
@@ -57,8 +69,16 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, unty
     start, stride = 24, K + 40
     memory = np.full(start + tokens * stride, np.nan, BFLOAT16)
     for t in range(tokens):
-        memory[start + t * stride :][:K] = x[t]
+        number = x[t]
+        if packed:  # multiplied by powers of two, exactly
+            number = (number.astype(np.float32) * 2.0 ** (t + 4)).astype(np.float16).view(BFLOAT16)
+        memory[start + t * stride :][:K] = number
     rows = Rows(Buffer(memory), start, stride, tokens)
+    float16 = None
+    if packed:
+        factors = Buffer(np.float32(2.0) ** -np.arange(2, 4 + tokens, dtype=np.float32))
+        rows = dataclasses.replace(rows, factors=factors, first_factor=2)
+        float16 = Float16Sums(is_split, factors, np.int32(2))
     chunks = []
     if dtype == FLOAT8:
         chunks = [scale_registers(scales[n], first, columns) for n, first in enumerate(firsts)]
@@ -74,7 +94,7 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, unty
     memory = in_memory(sums)
     if alone:
         memory[1] = 0  # the other warpgroup has multiplied nothing
-    totals = registers.load_totals(Buffer(memory), tokens, None)
+    totals = totals_module.load_totals(Buffer(memory), tokens, None, float16)
 
     for n, total in enumerate(totals):
         w = weights[n].astype(np.float64)
