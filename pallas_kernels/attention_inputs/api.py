@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
@@ -15,6 +16,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 BACKENDS = {
     "reference": reference.attention_inputs,
     "mosaic_gpu": mosaic_gpu.attention_inputs,
+    "mosaic_gpu_packed": functools.partial(mosaic_gpu.attention_inputs, packed=True),
 }
 
 

@@ -32,12 +32,14 @@ def attention_inputs(
     latent_eps: float,
     config: Config | None = None,
     counter: Any = None,
+    packed: bool = False,
     interpret: Any = None,
 ) -> AttentionInputs:
     """Implements :func:`pallas_kernels.attention_inputs`.
 
     Args:
       counter: see :func:`pallas_kernels.decoder_layer.mosaic_gpu.feed_forward`.
+      packed: whether rows are in float16, if ``config`` is None.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations, pages or W_UK that are
@@ -46,7 +48,8 @@ def attention_inputs(
         little shared memory.
     """
     require_hopper(interpret)
-    config = config or Config(multiprocessors() if interpret is None else 2)
+    programs = multiprocessors() if interpret is None else 2
+    config = config or Config(programs, packed=packed)
     options = {"eps": eps, "latent_eps": latent_eps, "config": config}
     plan = make_plan(x, weights, cos, pages, **options, interpret=interpret)
     if counter is None and interpret is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from pallas_kernels.route.reference import Rule
 BACKENDS = {
     "reference": reference.feed_forward,
     "mosaic_gpu": mosaic_gpu.feed_forward,
+    "mosaic_gpu_packed": functools.partial(mosaic_gpu.feed_forward, packed=True),
 }
 
 

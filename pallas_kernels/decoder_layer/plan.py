@@ -127,16 +127,8 @@ class Plan:
                 )
         if rule is not None:
             _check_rule(rule, experts)
-        if config.packed and (jnp.dtype(weight_dtype).itemsize, jnp.dtype(dtype).itemsize) != (
-            1,
-            2,
-        ):
-            raise NotImplementedError(
-                f"takes packed rows of bfloat16 with float8 matrices, got {jnp.dtype(dtype)} with"
-                f" {jnp.dtype(weight_dtype)}"
-            )
-        if config.packed and tokens > MOST_SPLIT_TOKENS:
-            raise NotImplementedError(f"packs 1 to {MOST_SPLIT_TOKENS} tokens, got {tokens}")
+        if config.packed:
+            check_packed(tokens, dtype, weight_dtype)
         if heads and attention % (2 * ROWS * heads):
             raise NotImplementedError(
                 f"takes head widths of a multiple of {2 * ROWS}, got {attention / heads:g}"
@@ -280,6 +272,18 @@ class Plan:
         latents = self.own_heads * self.stride(self.latent)
         attention = self.stride(self.attention) * bool(self.attention)
         return max(rows, self.tokens * max(attention, latents))
+
+
+def check_packed(tokens: int, dtype: Any, *weight_dtypes: Any) -> None:
+    """Raises NotImplementedError if rows of this dtype cannot be packed for these matrices."""
+    dtype, kinds = jnp.dtype(dtype), {jnp.dtype(each) for each in weight_dtypes}
+    if dtype != jnp.dtype(jnp.bfloat16) or kinds != {jnp.dtype(jnp.float8_e4m3fn)}:
+        raise NotImplementedError(
+            f"packs bfloat16 rows for float8_e4m3fn matrices, got {dtype} and"
+            f" {', '.join(sorted(map(str, kinds)))}"
+        )
+    if tokens > MOST_SPLIT_TOKENS:
+        raise NotImplementedError(f"packs 1 to {MOST_SPLIT_TOKENS} tokens, got {tokens}")
 
 
 def _check_rule(rule: Rule, experts: int) -> None:

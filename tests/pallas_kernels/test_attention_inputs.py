@@ -22,6 +22,7 @@ from pallas_kernels.decoder_layer import mosaic_gpu as layer_kernel
 from pallas_kernels.decoder_layer.api import BACKENDS as LAYER_BACKENDS
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mla_decode.parts import Parts
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, relative_error, rounded, tolerance
@@ -263,12 +264,21 @@ CASES = {
         Attention(2, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
         {"ahead": "arrived"},
     ),
+    "float8, packed": (
+        Attention(4, 256, dtype=BFLOAT16, weights=FLOAT8, dropped=(2,)),
+        {"programs": 3, "packed": True},
+    ),
+    "rank, float8, packed": (
+        Attention(1, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
+        {"packed": True},
+    ),
     "rank": (Attention(q_rank=256, rope=24), {"ahead": "arrived"}),
 }
 
 
 def run(attention, arguments, **settings):
-    config = None if ON_GPU else Config(**{"programs": 2} | settings)
+    programs = {"programs": multiprocessors()} if ON_GPU else {}
+    config = Config(**{"programs": 2} | settings | programs)
     return mosaic_gpu.attention_inputs(**arguments, **OPTIONS, config=config, interpret=INTERPRET)
 
 
