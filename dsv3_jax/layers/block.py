@@ -194,7 +194,8 @@ class DecoderLayer(nnx.Module):
         kernel = functools.partial(around_attention.inputs_in_kernel, self, *arrays)
         preferred = around_attention.is_preferred(self, x.shape[0] * x.shape[1])
         kernels = {"mosaic_gpu": kernel, "mosaic_gpu_merging": kernel}
-        kernels["mosaic_gpu_packed"] = functools.partial(kernel, implementation="mosaic_gpu_packed")
+        for name in ("mosaic_gpu_early", "mosaic_gpu_packed"):
+            kernels[name] = functools.partial(kernel, implementation=name)
         return self._dispatch("a layer before attention", lambda: None, kernels, preferred)
 
     def _feed_forward(
@@ -234,7 +235,8 @@ class DecoderLayer(nnx.Module):
         kernels = {
             "mosaic_gpu": functools.partial(kernel, "attend_absorbed", "mosaic_gpu"),
             "mosaic_gpu_merging": functools.partial(kernel, "attend_in_parts", "mosaic_gpu"),
-            "mosaic_gpu_packed": functools.partial(kernel, "attend_absorbed", "mosaic_gpu_packed"),
+            "mosaic_gpu_early": functools.partial(kernel, "attend_in_parts", "mosaic_gpu_early"),
+            "mosaic_gpu_packed": functools.partial(kernel, "attend_in_parts", "mosaic_gpu_packed"),
         }
         return self._dispatch("a layer after attention", separate, kernels, preferred)
 

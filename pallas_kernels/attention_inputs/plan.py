@@ -95,6 +95,9 @@ class Config:
     packed: bool = False
     """Whether the rows that meet float8 projections are in float16, see
     :mod:`pallas_kernels.decoder_layer.packed`. No GPU has run it."""
+    early: bool = False
+    """Whether the norms' weights are loaded before the preceding kernel or the grid barrier has
+    been waited for. No GPU has run it."""
 
 
 @dataclasses.dataclass(frozen=True)

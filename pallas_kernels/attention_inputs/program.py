@@ -34,7 +34,7 @@ from pallas_kernels.decoder_layer.stream import (
     count_units,
 )
 from pallas_kernels.decoder_layer.totals import Float16Sums
-from pallas_kernels.decoder_layer.vectors import copy_row, norm_row, store_block
+from pallas_kernels.decoder_layer.vectors import copy_row, load_weight, norm_row, store_block
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.grid_barrier import GridBarrier
@@ -188,14 +188,20 @@ class Program:
 
     def consume(self) -> None:
         plan = self.plan
-        self.norm_rows(plan.width, self.refs.weights.norm, lambda t: self.refs.x.at[t], plan.eps)
+        weight = self.refs.weights.norm
+        if plan.config.early:
+            weight = load_weight(weight)
+        self.norm_rows(plan.width, weight, lambda t: self.refs.x.at[t], plan.eps)
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         for phase in plan.phases:
             if phase.barriers > passed:
+                weight = self.refs.weights.q_a_norm
+                if phase.name == "q_proj" and plan.config.early:
+                    weight = load_weight(weight)
                 self.sync_grid(passed)
                 passed = phase.barriers
                 if phase.name == "q_proj":
-                    self.norm_compressed()
+                    self.norm_compressed(weight)
             if phase.name == "w_uk":
                 state = self.consume_pieces(phase, state)
             elif phase.name == "latents":
@@ -209,11 +215,11 @@ class Program:
             self.signals.arrive(barrier)
         self.grid.wait(token)
 
-    def norm_compressed(self) -> None:
+    def norm_compressed(self, weight: Any) -> None:
         """Norms the tokens' results of q_a_proj."""
         plan, Q = self.plan, self.plan.q_rank
         rows = lambda t: self.refs.compressed.at[pl.ds(t * Q, Q)]  # noqa: E731
-        self.norm_rows(Q, self.refs.weights.q_a_norm, rows, plan.latent_eps)
+        self.norm_rows(Q, weight, rows, plan.latent_eps)
 
     def norm_rows(self, width: int, weight: Any, row: Callable[[int], Any], eps: float) -> None:
         """Norms the tokens' rows to the activations' memory, alternately by both warpgroups."""

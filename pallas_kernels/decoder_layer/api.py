@@ -14,12 +14,14 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 
+_KERNEL = mosaic_gpu.feed_forward
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster
 # depends on the whole layer, see dsv3_jax.layers.around_attention.
 BACKENDS = {
     "reference": reference.feed_forward,
-    "mosaic_gpu": mosaic_gpu.feed_forward,
-    "mosaic_gpu_packed": functools.partial(mosaic_gpu.feed_forward, packed=True),
+    "mosaic_gpu": _KERNEL,
+    "mosaic_gpu_early": functools.partial(_KERNEL, settings=("early",)),
+    "mosaic_gpu_packed": functools.partial(_KERNEL, settings=("early", "packed")),
 }
 
 

@@ -35,8 +35,12 @@ class Entries:
     wg: jax.Array
     interpret: Any
 
-    def norm_tokens(self) -> None:
-        """Norms the tokens, alternately by both warpgroups."""
+    def norm_tokens(self, weight: Any) -> None:
+        """Norms the tokens, alternately by both warpgroups.
+
+        Args:
+          weight: see :func:`norm_row`.
+        """
         plan, refs = self.plan, self.refs
         for t in range(plan.tokens):
 
@@ -54,7 +58,7 @@ class Entries:
                 normed = norm_row(
                     row,
                     added,
-                    refs.norm,
+                    weight,
                     unpacked,
                     norms,
                     eps=plan.eps,

@@ -72,6 +72,9 @@ class Config:
     packed: bool = False
     """Whether the rows that meet float8 weights are in float16, see :mod:`packed`. It takes fewer
     instructions. No GPU has run it."""
+    early: bool = False
+    """Whether the norm's weights and the router's bias are loaded before the grid barriers, instead
+    of after what the barriers protect. No GPU has run it."""
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 

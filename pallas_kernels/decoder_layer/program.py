@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decoder_layer.choice import choose
+from pallas_kernels.decoder_layer.choice import choose, load_bias
 from pallas_kernels.decoder_layer.entries import Entries
 from pallas_kernels.decoder_layer.epilogue import epilogue
-from pallas_kernels.decoder_layer.plan import Phase, Plan
+from pallas_kernels.decoder_layer.plan import Entry, Phase, Plan
 from pallas_kernels.decoder_layer.registers import MOST_SPLIT_TOKENS, SUMS, SUMS_SHAPE, no_sums
 from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
 from pallas_kernels.decoder_layer.stream import (
@@ -27,7 +27,7 @@ from pallas_kernels.decoder_layer.stream import (
 )
 from pallas_kernels.decoder_layer.totals import Float16Sums
 from pallas_kernels.decoder_layer.units import Refs, Units
-from pallas_kernels.decoder_layer.vectors import load_block, store_block
+from pallas_kernels.decoder_layer.vectors import load_block, load_weight, store_block
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.grid_barrier import GridBarrier
@@ -35,7 +35,7 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
-from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
+from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
 
 _CHOSEN, _ARRIVED = 0, 1  # signals: the experts are chosen; arrived at grid barriers 0, 1, ...
 
@@ -62,6 +62,7 @@ class Program:
         self.program = lax.axis_index("program")
         self.wg = lax.axis_index("wg")
         self.units = Units(plan, refs, self.program)
+        self.norm, self.bias = refs.norm, refs.bias
         self.factors = next(iter(memory["factors"]), None)
         self.entries = Entries(
             plan, refs, self.units, self.totals, self.activations, self.factors, self.norms,
@@ -105,6 +106,8 @@ class Program:
         plan = self.plan
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         self.record("start")
+        if plan.config.early:
+            self.load_early(plan.entry(0))
         self.enter(0)
         for phase in plan.phases:
             if phase.barriers > passed:
@@ -136,7 +139,7 @@ class Program:
             rows = self.refs.values if plan.heads else self.refs.flat_attended
             self.entries.copy_rows(rows, plan.attention, starts, factor=0)
         elif entry == "norm":
-            self.entries.norm_tokens()
+            self.entries.norm_tokens(self.norm)
         else:
             self.enter_second_part()
         self.record(entry)
@@ -155,7 +158,17 @@ class Program:
         token = self.grid.arrive()
         if self.plan.config.ahead == "arrived":
             self.signals.arrive(_ARRIVED + barrier)
+        if self.plan.config.early:
+            self.load_early(self.plan.entry(barrier + 1))
         self.grid.wait(token)
+
+    def load_early(self, entry: Entry | None) -> None:
+        """Loads the weights that the entry needs, which no program writes. They have left the L2
+        cache since the last step, and arrive while the barrier waits."""
+        if entry == "norm":
+            self.norm = load_weight(self.refs.norm)
+        elif entry == "choice and rows" and self.bias is not None:
+            self.bias = load_bias(self.refs.bias, filled(0), self.plan.experts, self.interpret)
 
     def enter_second_part(self) -> None:
         """Chooses the experts, and copies the shared experts' hidden rows to shared memory."""
@@ -163,7 +176,7 @@ class Program:
         if plan.rule is not None:
             choose(
                 refs.logits,
-                refs.bias,
+                self.bias,
                 refs.scores,
                 refs.experts,
                 refs.weights,

@@ -1,4 +1,4 @@
-"""Runs registers and totals of :mod:`pallas_kernels.decoder_layer` on NumPy, for 256 threads at once.
+"""Runs modules of :mod:`pallas_kernels.decoder_layer` on NumPy, for 256 threads at once.
 
 The interpreter has no threads, so it cannot run code that is inlined below Pallas. Here the
 functions that emit instructions compute instead: a register is an array with one number per thread.
@@ -73,7 +73,7 @@ def float16_pair(words: np.ndarray) -> np.ndarray:
 
 
 def mma(operands: tuple[Any, ...], pair: Any) -> list[np.ndarray]:
-    """mma.sync m16n8k16 of pairs of a 16-bit type: thread g * 4 + q has row g of A and D and column g of B."""
+    """mma.sync m16n8k16 of 16-bit pairs: thread g * 4 + q has row g of A and D, column g of B."""
     sums, a, b = operands[:4], operands[4:8], operands[8:]
     results = [np.array(np.broadcast_to(s, (THREADS,)), np.float32) for s in sums]
     a, b = ([np.broadcast_to(x, (THREADS,)) for x in each] for each in (a, b))

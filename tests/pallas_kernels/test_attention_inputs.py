@@ -270,7 +270,7 @@ CASES = {
     ),
     "rank, float8, packed": (
         Attention(1, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
-        {"packed": True},
+        {"packed": True, "early": True},
     ),
     "rank": (Attention(q_rank=256, rope=24), {"ahead": "arrived"}),
 }
@@ -326,7 +326,7 @@ def test_kernel(attention, settings):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_rank", "rank", "name"),
-    [(None, 128, "mosaic_gpu"), (128, 128, "mosaic_gpu"), (None, 256, "mosaic_gpu_merging")],
+    [(None, 128, "mosaic_gpu"), (128, 128, "mosaic_gpu"), (None, 256, "mosaic_gpu_early")],
 )
 def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeypatch):
     """A step of two sequences with different numbers of tokens, and one with a token for each."""
@@ -356,13 +356,13 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeyp
 
     def second_half(*arrays, **options):
         assert options["w_uv"].shape == (2, 64, rank)
-        assert isinstance(options["attended"], Parts) == (name == "mosaic_gpu_merging")
+        assert isinstance(options["attended"], Parts) == (name == "mosaic_gpu_early")
         config = None if ON_GPU else FeedForward(2, stages=3)
         return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
 
     plain, plain_newest, plain_cache = two_steps()
-    monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
-    monkeypatch.setitem(LAYER_BACKENDS, "mosaic_gpu", second_half)
+    monkeypatch.setitem(BACKENDS, name, by_kernel)
+    monkeypatch.setitem(LAYER_BACKENDS, name, second_half)
     model.use_feed_forward(name)
     got, newest, cached = two_steps()
     assert calls == [(2, 128, rank)] * 2

@@ -301,7 +301,7 @@ INTERPRETED = {
     # The router waits for the projection of attention's output.
     "attention's projection": (
         dataclasses.replace(MOE, tokens=2, attention=384, rule=rule(1)),
-        {},
+        {"early": True},
     ),
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
@@ -318,7 +318,7 @@ INTERPRETED = {
     # Batches of rows: those of the experts do not all fit at the same time.
     "float8, packed": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
-        {"packed": True},
+        {"packed": True, "early": True},
     ),
     "float8, packed alternately": (
         dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
@@ -326,7 +326,7 @@ INTERPRETED = {
     ),
     "float8, packed with W_UV": (
         Layer(4, 256, 256, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
-        {"packed": True},
+        {"packed": True, "early": True},
     ),
     # Units of two heads in a program, and of a head in two programs.
     "W_UV": (
