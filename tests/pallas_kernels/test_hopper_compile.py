@@ -460,8 +460,6 @@ def kernels() -> dict[str, Kernel]:
         table[f"attention_inputs {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
             arrays,
-            {
-                "eps": 1e-5,
             {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
         )
     return table
