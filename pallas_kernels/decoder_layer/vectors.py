@@ -52,7 +52,8 @@ def norm_row(
     meet(interpret)
     mean = sum(sums_s[warp, 0] for warp in range(WARPS)) * (1 / D)
     weight = weight if isinstance(weight, jax.Array) else load_weight(weight)
-    normed = (row * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)).astype(dtype)
+    weight = weight.astype(jnp.float32)
+    normed = (row * lax.rsqrt(mean + eps) * weight).astype(dtype)
     if target is not None:
         target[...] = normed.astype(target.dtype)
     meet(interpret)  # before the sums are overwritten

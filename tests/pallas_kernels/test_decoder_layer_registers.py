@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.decoder_layer import registers
 from pallas_kernels.decoder_layer import totals as totals_module
+from pallas_kernels.decoder_layer.packed import _powers
 from pallas_kernels.decoder_layer.stream import Operand, Rows
 from pallas_kernels.decoder_layer.totals import Float16Sums
 from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate
@@ -106,3 +108,20 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, alone, monkeypat
         np.testing.assert_array_equal(total[0][:128], np.tile(total[0][:64], 2))
         if tokens == 1:  # every token's threads have the only one's totals
             np.testing.assert_array_equal(got, np.broadcast_to(got[0], (8, 8)))
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-42, 1e-30, 0.7, 1.0, 448.0, 65505.0, 3.3e38])
+def test_a_rows_power_of_two(largest):
+    """The row's largest number does not overflow float16, and a power times its inverse is 1."""
+    power, inverse = _powers(jnp.float32(largest), True)
+    assert power * inverse == 1
+    assert np.frexp(np.float32(inverse))[0] == 0.5
+    packed = np.float16(np.float32(largest) * np.float32(power))
+    assert packed < 2**15
+    assert packed >= 2**14 or largest < 2.0**-112
+
+
+def test_a_row_that_is_not_a_number_remains_so():
+    power, inverse = _powers(jnp.float32(jnp.nan), True)
+    assert jnp.isfinite(power)
+    assert np.isnan(np.float16(np.float32(jnp.nan) * power) * inverse)
