@@ -1,4 +1,4 @@
-"""What consumers do before a phase: they bring its activation rows to shared memory."""
+"""Entries of phases: consumers bring activation rows to shared memory before they multiply."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE
 
 @dataclasses.dataclass(frozen=True)
 class Float16Sums:
-    """What sums over float16 rows are: transposed, and to be multiplied by each row's factor."""
+    """Sums over float16 rows are transposed, and have to be multiplied by each row's factor."""
 
     is_split: bool
     """Whether the halves are of one matrix: the right one's tokens then come after four others."""

@@ -45,7 +45,7 @@ def in_memory(sums):
     return memory
 
 
-# Float8 cases also with rows in float16, of which four fit if the halves are one row's.
+# Float8 cases also with rows in float16: at most four if the halves are one row's.
 FORMATS = [
     pytest.param(*case, tokens, packed, id=f"{name}-{tokens}{'-packed' * packed}")
     for name, case in CASES.items()
