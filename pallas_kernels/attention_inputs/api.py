@@ -17,8 +17,8 @@ _KERNEL = mosaic_gpu.attention_inputs
 BACKENDS = {
     "reference": reference.attention_inputs,
     "mosaic_gpu": _KERNEL,
-    "mosaic_gpu_early": functools.partial(_KERNEL, settings=("early",)),
-    "mosaic_gpu_packed": functools.partial(_KERNEL, settings=("early", "packed")),
+    "mosaic_gpu_early": functools.partial(_KERNEL, settings={"early": True}),
+    "mosaic_gpu_packed": functools.partial(_KERNEL, settings={"early": True, "packed": True}),
 }
 
 

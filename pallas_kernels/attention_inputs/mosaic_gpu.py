@@ -5,7 +5,7 @@ benchmarks/NOTES.md has its times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,14 +33,14 @@ def attention_inputs(
     latent_eps: float,
     config: Config | None = None,
     counter: Any = None,
-    settings: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
     interpret: Any = None,
 ) -> AttentionInputs:
     """Implements :func:`pallas_kernels.attention_inputs`.
 
     Args:
       counter: see :func:`pallas_kernels.decoder_layer.mosaic_gpu.feed_forward`.
-      settings: names of settings that are true, if ``config`` is None.
+      settings: of ``config``, if that is None.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations, pages or W_UK that are
@@ -50,7 +50,7 @@ def attention_inputs(
     """
     require_hopper(interpret)
     programs = multiprocessors() if interpret is None else 2
-    config = config or Config(programs, **dict.fromkeys(settings, True))
+    config = config or Config(programs, **(settings or {}))
     options = {"eps": eps, "latent_eps": latent_eps, "config": config}
     plan = make_plan(x, weights, cos, pages, **options, interpret=interpret)
     if counter is None and interpret is None:

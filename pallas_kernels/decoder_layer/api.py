@@ -20,8 +20,8 @@ _KERNEL = mosaic_gpu.feed_forward
 BACKENDS = {
     "reference": reference.feed_forward,
     "mosaic_gpu": _KERNEL,
-    "mosaic_gpu_early": functools.partial(_KERNEL, settings=("early",)),
-    "mosaic_gpu_packed": functools.partial(_KERNEL, settings=("early", "packed")),
+    "mosaic_gpu_early": functools.partial(_KERNEL, settings={"early": True}),
+    "mosaic_gpu_packed": functools.partial(_KERNEL, settings={"early": True, "packed": True}),
 }
 
 

@@ -6,7 +6,7 @@ benchmarks/NOTES.md has its times.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def feed_forward(
     w_uv: Float[Array, "H V C"] | None = None,
     config: Config | None = None,
     counter: Any = None,
-    settings: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`.
@@ -46,7 +46,7 @@ def feed_forward(
       counter: Ref of the grid barrier's counter, ``jax.new_ref(new_counter())``, which all kernels
         of a program should share: XLA then neither fills it for each kernel nor runs two of them at
         the same time. None makes one for this call.
-      settings: names of settings that are true, if ``config`` is None.
+      settings: of ``config``, if that is None.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations and matrices that are not
@@ -55,7 +55,7 @@ def feed_forward(
     """
     require_hopper(interpret)
     programs = multiprocessors() if interpret is None else 2
-    config = config or Config(programs, **dict.fromkeys(settings, True))
+    config = config or Config(programs, **(settings or {}))
     parts = router, shared, routed
     options = {"rule": rule, "eps": eps, "o_proj": o_proj, "w_uv": w_uv, "config": config}
     options["sequences"] = len(attended.out) if isinstance(attended, Parts) else 0
