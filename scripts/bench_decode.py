@@ -26,9 +26,10 @@ With ``--layout`` the model is sharded over all devices by that preset. Batch si
 and bytes and floors are per device. Several exchanges and numbers of micro-batches are measured one
 after the other with the same model.
 
-With ``--feed-forward``, decode steps are measured for each of its values. ``mosaic_gpu`` runs
-everything before attention itself in one kernel and everything after it in another, which with
-``mosaic_gpu_merging`` also merges attention's parts.
+With ``--feed-forward``, decode steps are measured for each of its values, which are those of
+``DeepSeekV3.use_feed_forward``: ``mosaic_gpu`` runs everything before attention itself in one
+kernel and everything after it in another. With ``mosaic_gpu_merging`` the second also merges
+attention's parts.
 
 With ``--acceptances`` the MTP layer drafts, or with ``--drafter ngram`` the text so far, and the
 drafts are accepted at that rate whatever the model computes. A failed measurement records the error

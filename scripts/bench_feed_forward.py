@@ -64,6 +64,10 @@ SETTINGS: dict[str, Any] = {
     "alternate": {"alternate": True},
     "together": {"together": True},
     "alternate, together": {"alternate": True, "together": True},
+    "early": {"early": True},
+    "packed": {"packed": True},
+    "early, packed": {"early": True, "packed": True},
+    "alternate, early, packed": {"alternate": True, "early": True, "packed": True},
 }
 
 

@@ -99,6 +99,7 @@ def inputs_in_kernel(
     caches: Sequence[LayerCache],
     forms: Sequence[Form],
     counter: Any = None,
+    implementation: str = "mosaic_gpu",
 ) -> AbsorbedQueries:
     """Returns the queries for attention, and the cache with the new tokens.
 
@@ -106,6 +107,7 @@ def inputs_in_kernel(
       x: the layer's input: the tokens of all batches, see :func:`join_tokens`.
       caches, forms: one for each batch.
       counter: from :func:`shared_counter`.
+      implementation: the kernel's name.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
@@ -139,7 +141,7 @@ def inputs_in_kernel(
         eps=layer.input_layernorm.eps,
         latent_eps=attention.kv_a_layernorm.eps,
         counter=counter,
-        implementation="mosaic_gpu",
+        implementation=implementation,
     )
     q_latent, q_rope = (q.reshape(*x.shape[:-1], *q.shape[1:]) for q in (q_latent, q_rope))
     return AbsorbedQueries(q_latent, q_rope, {"latent": pages})
@@ -153,6 +155,7 @@ def in_one_kernel(
     heads: Float[Array, "B T H V"] | None,
     counter: Any = None,
     latents: Float[Array, "B T H C"] | Parts | None = None,
+    implementation: str = "mosaic_gpu",
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
 
@@ -160,6 +163,7 @@ def in_one_kernel(
       counter: from :func:`shared_counter`.
       latents: attention's output before W_UV, which may be in parts, or None if ``heads`` or
         ``attended`` has it.
+      implementation: the kernel's name.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
@@ -179,7 +183,7 @@ def in_one_kernel(
         **options,
         attended=given if isinstance(given, Parts) else given.reshape(len(rows), -1),
         counter=counter,
-        implementation="mosaic_gpu",
+        implementation=implementation,
     )
     y = y.reshape(x.shape)
     if chosen is None:

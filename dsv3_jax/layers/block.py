@@ -194,6 +194,8 @@ class DecoderLayer(nnx.Module):
         kernel = functools.partial(around_attention.inputs_in_kernel, self, *arrays)
         preferred = around_attention.is_preferred(self, x.shape[0] * x.shape[1])
         kernels = {"mosaic_gpu": kernel, "mosaic_gpu_merging": kernel}
+        for name in ("mosaic_gpu_early", "mosaic_gpu_packed"):
+            kernels[name] = functools.partial(kernel, implementation=name)
         return self._dispatch("a layer before attention", lambda: None, kernels, preferred)
 
     def _feed_forward(
@@ -221,17 +223,20 @@ class DecoderLayer(nnx.Module):
                 values = attention.unfold(attention.attend_absorbed(*absorbed), x.dtype)
             return self._feed_forward_separately(x, attended, valid, values)
 
-        def kernel(method: str) -> Any:
+        def kernel(method: str, name: str) -> Any:
             latents = None if absorbed is None else getattr(attention, method)(*absorbed)
-            return around_attention.in_one_kernel(self, x, attended, valid, heads, counter, latents)
+            arrays = x, attended, valid, heads, counter, latents
+            return around_attention.in_one_kernel(self, *arrays, implementation=name)
 
         # Without a cache, a result may be differentiated.
         preferred = attended is None and around_attention.is_preferred(
             self, x.shape[0] * x.shape[1]
         )
         kernels = {
-            "mosaic_gpu": functools.partial(kernel, "attend_absorbed"),
-            "mosaic_gpu_merging": functools.partial(kernel, "attend_in_parts"),
+            "mosaic_gpu": functools.partial(kernel, "attend_absorbed", "mosaic_gpu"),
+            "mosaic_gpu_merging": functools.partial(kernel, "attend_in_parts", "mosaic_gpu"),
+            "mosaic_gpu_early": functools.partial(kernel, "attend_in_parts", "mosaic_gpu_early"),
+            "mosaic_gpu_packed": functools.partial(kernel, "attend_in_parts", "mosaic_gpu_packed"),
         }
         return self._dispatch("a layer after attention", separate, kernels, preferred)
 

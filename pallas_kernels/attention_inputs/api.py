@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
@@ -10,11 +11,14 @@ from pallas_kernels.attention_inputs import mosaic_gpu, reference
 from pallas_kernels.attention_inputs.reference import AttentionInputs, AttentionWeights
 from pallas_kernels.dispatch import Implementation, dispatch
 
+_KERNEL = mosaic_gpu.attention_inputs
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster
 # depends on the whole layer, see dsv3_jax.layers.around_attention.
 BACKENDS = {
     "reference": reference.attention_inputs,
-    "mosaic_gpu": mosaic_gpu.attention_inputs,
+    "mosaic_gpu": _KERNEL,
+    "mosaic_gpu_early": functools.partial(_KERNEL, settings={"early": True}),
+    "mosaic_gpu_packed": functools.partial(_KERNEL, settings={"early": True, "packed": True}),
 }
 
 

@@ -131,5 +131,6 @@ def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
         "queries": [plgpu.SMEM((plan.tokens * pieces.nope,), f32)],
         "partials": [plgpu.SMEM((plan.partials,), f32)],
         "norms": [plgpu.SMEM((CONSUMERS, *SHAPE), f32)],
+        "factors": [plgpu.SMEM((plan.tokens,), f32)] if plan.config.packed else [],
         "grid": GridBarrier.scratch(CONSUMERS, interpret),
     }

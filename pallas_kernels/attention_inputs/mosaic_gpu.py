@@ -5,6 +5,7 @@ benchmarks/NOTES.md has its times.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,12 +33,14 @@ def attention_inputs(
     latent_eps: float,
     config: Config | None = None,
     counter: Any = None,
+    settings: Mapping[str, Any] | None = None,
     interpret: Any = None,
 ) -> AttentionInputs:
     """Implements :func:`pallas_kernels.attention_inputs`.
 
     Args:
       counter: see :func:`pallas_kernels.decoder_layer.mosaic_gpu.feed_forward`.
+      settings: of ``config``, if that is None.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations, pages or W_UK that are
@@ -46,7 +49,8 @@ def attention_inputs(
         little shared memory.
     """
     require_hopper(interpret)
-    config = config or Config(multiprocessors() if interpret is None else 2)
+    programs = multiprocessors() if interpret is None else 2
+    config = config or Config(programs, **(settings or {}))
     options = {"eps": eps, "latent_eps": latent_eps, "config": config}
     plan = make_plan(x, weights, cos, pages, **options, interpret=interpret)
     if counter is None and interpret is None:

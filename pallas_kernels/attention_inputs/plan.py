@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from pallas_kernels.decoder_layer.plan import check_packed
 from pallas_kernels.decoder_layer.registers import SUMS_SHAPE
 from pallas_kernels.decoder_layer.stream import CONSUMERS, MOST_TOKENS, ROWS, Operand, Stages
 
@@ -91,6 +92,12 @@ class Config:
     this program has arrived at the barrier, because arriving takes longer while copies are in
     flight. None means always if they fit the ring together with those before the barrier: they have
     then arrived when the program does."""
+    packed: bool = False
+    """Whether the rows that meet float8 projections are in float16, see
+    :mod:`pallas_kernels.decoder_layer.packed`. No GPU has run it."""
+    early: bool = False
+    """Whether the norms' weights are loaded before the preceding kernel or the grid barrier has
+    been waited for. No GPU has run it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +140,8 @@ class Plan:
                 )
         if rope % ROWS:
             raise NotImplementedError(f"takes a rope width of a multiple of {ROWS}, got {rope}")
+        if config.packed:
+            check_packed(tokens, dtype, *weight_dtypes.values())
         pieces = Pieces.of(H, N, C, tokens, dtype, config.programs)
         phases = _phases(tokens, width, q_rank, rope, pieces, weight_dtypes)
         operands = [phase.operand for phase in phases if phase.operand is not None]

@@ -21,6 +21,7 @@ from pallas_kernels.attention_inputs.fold import (
 from pallas_kernels.attention_inputs.plan import Phase, Plan
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.attention_inputs.rotation import store_rotated
+from pallas_kernels.decoder_layer.packed import pack
 from pallas_kernels.decoder_layer.registers import SCALE_BLOCK, zero_after
 from pallas_kernels.decoder_layer.row_copies import RowCopies
 from pallas_kernels.decoder_layer.stream import (
@@ -32,7 +33,8 @@ from pallas_kernels.decoder_layer.stream import (
     Totals,
     count_units,
 )
-from pallas_kernels.decoder_layer.vectors import copy_row, norm_row, store_block
+from pallas_kernels.decoder_layer.totals import Float16Sums
+from pallas_kernels.decoder_layer.vectors import copy_row, load_weight, norm_row, store_block
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.grid_barrier import GridBarrier
@@ -79,6 +81,7 @@ class Program:
         self.signals = Barriers(memory["signals"][0], interpret)
         (self.activations,), (self.norms,) = memory["activations"], memory["norms"]
         (self.queries,), (self.partials,) = memory["queries"], memory["partials"]
+        self.factors = next(iter(memory["factors"]), None)
         self.grid = GridBarrier(
             counter if interpret is None else memory["grid"][0],
             plan.config.programs,
@@ -185,14 +188,20 @@ class Program:
 
     def consume(self) -> None:
         plan = self.plan
-        self.norm_rows(plan.width, self.refs.weights.norm, lambda t: self.refs.x.at[t], plan.eps)
+        weight = self.refs.weights.norm
+        if plan.config.early:
+            weight = load_weight(weight)
+        self.norm_rows(plan.width, weight, lambda t: self.refs.x.at[t], plan.eps)
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         for phase in plan.phases:
             if phase.barriers > passed:
+                weight = self.refs.weights.q_a_norm
+                if phase.name == "q_proj" and plan.config.early:
+                    weight = load_weight(weight)
                 self.sync_grid(passed)
                 passed = phase.barriers
                 if phase.name == "q_proj":
-                    self.norm_compressed()
+                    self.norm_compressed(weight)
             if phase.name == "w_uk":
                 state = self.consume_pieces(phase, state)
             elif phase.name == "latents":
@@ -206,11 +215,11 @@ class Program:
             self.signals.arrive(barrier)
         self.grid.wait(token)
 
-    def norm_compressed(self) -> None:
+    def norm_compressed(self, weight: Any) -> None:
         """Norms the tokens' results of q_a_proj."""
         plan, Q = self.plan, self.plan.q_rank
         rows = lambda t: self.refs.compressed.at[pl.ds(t * Q, Q)]  # noqa: E731
-        self.norm_rows(Q, self.refs.weights.q_a_norm, rows, plan.latent_eps)
+        self.norm_rows(Q, weight, rows, plan.latent_eps)
 
     def norm_rows(self, width: int, weight: Any, row: Callable[[int], Any], eps: float) -> None:
         """Norms the tokens' rows to the activations' memory, alternately by both warpgroups."""
@@ -219,16 +228,20 @@ class Program:
 
             @when(self.wg == t % CONSUMERS)
             def _(t: int = t) -> None:
-                norm_row(
+                target = self.activations.at[pl.ds(t * plan.stride(width), width)]
+                norms = self.norms.at[self.wg]
+                normed = norm_row(
                     row(t),
                     None,
                     weight,
-                    self.activations.at[pl.ds(t * plan.stride(width), width)],
-                    self.norms.at[self.wg],
+                    target if self.factors is None else None,
+                    norms,
                     eps=eps,
                     dtype=plan.dtype,
                     interpret=self.interpret,
                 )
+                if self.factors is not None:
+                    pack([normed], [(target, self.factors.at[t])], norms, self.interpret)
 
         self.totals.meet()
 
@@ -239,7 +252,8 @@ class Program:
         plan, operand, count = self.plan, phase.operand, self.count(phase)
         assert operand is not None
         width = getattr(self.refs.weights, phase.name).weight.shape[1]
-        rows = Rows(self.activations, 0, plan.stride(width), plan.tokens)
+        rows = Rows(self.activations, 0, plan.stride(width), plan.tokens, self.factors)
+        float16 = None if self.factors is None else Float16Sums(operand.is_split, self.factors)
 
         def scales_of(i: jax.Array) -> list[Any]:
             i = jnp.where(i < count, i, 0)  # past the end, those of a unit that exists
@@ -253,7 +267,7 @@ class Program:
 
             @when(self.wg == lax.rem(number, jnp.int32(CONSUMERS)))
             def _() -> None:
-                left, right = self.totals.load(number, plan.tokens)
+                left, right = self.totals.load(number, plan.tokens, float16)
                 self.store_unit(phase, self.unit(phase, i) * ROWS, left + right)
 
             return state, number + 1, following

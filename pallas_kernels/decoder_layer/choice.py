@@ -9,12 +9,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.route.choice import as_integer, mask_groups, scores_of, to_lanes, top_k
-from pallas_kernels.route.lanes import LANES, load_rows, over_warp, store_rows, thread_index
+from pallas_kernels.route.lanes import (
+    LANES,
+    load_rows,
+    over_warp,
+    store_rows,
+    thread_index,
+)
 from pallas_kernels.route.reference import Rule
 
 
 def choose(
-    logits_g: Any, bias_g: Any, scores_g: Any, experts_g: Any, weights_g: Any, *, token: jax.Array,
+    logits_g: Any, bias: Any, scores_g: Any, experts_g: Any, weights_g: Any, *, token: jax.Array,
     first: jax.Array, is_reporter: jax.Array, tokens: int, experts: int, rule: Rule,
     interpret: Any,
 ) -> None:  # fmt: skip
@@ -23,7 +29,8 @@ def choose(
     Args:
       logits_g, scores_g: flat float32 arrays of all tokens' logits, and of their scores, which only
         the reporting program stores.
-      bias_g: added to the scores for the choice, or None.
+      bias: added to the scores for the choice: a reference to a flat array, or what
+        :func:`load_bias` has loaded from there; or None.
       experts_g, weights_g: flat arrays of the chosen experts and their weights.
       token: the warp's token, in all its lanes. A warp without a token stores nothing.
       first: where in ``experts_g`` and ``weights_g`` the program's pairs begin.
@@ -32,14 +39,17 @@ def choose(
     K, lane = rule.num_experts_per_tok, thread_index(1)
     chunks = range(0, experts, LANES)
     exists, own = token < tokens, jnp.minimum(token, tokens - 1)
-    zero = jnp.minimum(token, 0)
     logits = [load_rows(logits_g, own * experts + c, LANES, interpret) for c in chunks]
     scores = scores_of(logits, rule)
     for c, of_chunk in zip(chunks, scores, strict=True):
         store_rows(scores_g, own * experts + c, of_chunk, LANES, exists & is_reporter, interpret)
     choice = scores
-    if bias_g is not None:
-        biases = [load_rows(bias_g, zero + c, LANES, interpret) for c in chunks]
+    if bias is not None:
+        biases = (
+            bias
+            if isinstance(bias, list)
+            else load_bias(bias, jnp.minimum(token, 0), experts, interpret)
+        )
         choice = [s + b for s, b in zip(scores, biases, strict=True)]
     columns = [lane + c for c in chunks]
     ranked = mask_groups([as_integer(x) for x in choice], columns, experts, rule)
@@ -52,3 +62,12 @@ def choose(
     at = first + own * K
     store_rows(experts_g, at, to_lanes(chosen, lane), K, exists, interpret)
     store_rows(weights_g, at, weights, K, exists, interpret)
+
+
+def load_bias(bias_g: Any, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
+    """Loads what is added to the scores, for each chunk of experts one number per lane.
+
+    Args:
+      zero: 0 in all lanes.
+    """
+    return [load_rows(bias_g, zero + c, LANES, interpret) for c in range(0, experts, LANES)]

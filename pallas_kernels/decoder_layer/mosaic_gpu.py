@@ -6,6 +6,7 @@ benchmarks/NOTES.md has its times.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ def feed_forward(
     w_uv: Float[Array, "H V C"] | None = None,
     config: Config | None = None,
     counter: Any = None,
+    settings: Mapping[str, Any] | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`.
@@ -44,6 +46,7 @@ def feed_forward(
       counter: Ref of the grid barrier's counter, ``jax.new_ref(new_counter())``, which all kernels
         of a program should share: XLA then neither fills it for each kernel nor runs two of them at
         the same time. None makes one for this call.
+      settings: of ``config``, if that is None.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations and matrices that are not
@@ -51,7 +54,8 @@ def feed_forward(
         :func:`pallas_kernels.route` refuses on Hopper; or too little shared memory.
     """
     require_hopper(interpret)
-    config = config or Config(multiprocessors() if interpret is None else 2)
+    programs = multiprocessors() if interpret is None else 2
+    config = config or Config(programs, **(settings or {}))
     parts = router, shared, routed
     options = {"rule": rule, "eps": eps, "o_proj": o_proj, "w_uv": w_uv, "config": config}
     options["sequences"] = len(attended.out) if isinstance(attended, Parts) else 0

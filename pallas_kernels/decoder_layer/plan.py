@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.decoder_layer.registers import SUMS_SHAPE
+from pallas_kernels.decoder_layer.registers import MOST_SPLIT_TOKENS, SUMS_SHAPE
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
     MOST_TOKENS,
@@ -69,6 +69,12 @@ class Config:
     together: bool = False
     """Whether a warpgroup loads all rows of activations that it copies before it stores the first.
     No GPU has run it."""
+    packed: bool = False
+    """Whether the rows that meet float8 weights are in float16, see :mod:`packed`. It takes fewer
+    instructions. No GPU has run it."""
+    early: bool = False
+    """Whether the norm's weights and the router's bias are loaded before the grid barriers, instead
+    of after what the barriers protect. No GPU has run it."""
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 
@@ -124,6 +130,8 @@ class Plan:
                 )
         if rule is not None:
             _check_rule(rule, experts)
+        if config.packed:
+            check_packed(tokens, dtype, weight_dtype)
         if heads and attention % (2 * ROWS * heads):
             raise NotImplementedError(
                 f"takes head widths of a multiple of {2 * ROWS}, got {attention / heads:g}"
@@ -149,7 +157,7 @@ class Plan:
         """Returns the number of stages that fit in addition to everything else."""
         used = self.activations * 2 + _RESERVED
         used += 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
-        used += 4 * self.own_outputs * _WARPGROUP
+        used += 4 * self.own_outputs * _WARPGROUP + 4 * self.factors
         fitting = (_SHARED_MEMORY - used) // self.stages.stage_bytes
         wanted = self.config.stages or min(fitting, _MOST_STAGES)
         if not _FEWEST_STAGES <= wanted <= fitting:
@@ -226,6 +234,26 @@ class Plan:
         return self.tokens * self.stride(self.width)
 
     @property
+    def router_start(self) -> int:
+        """Index of the router's rows, if those of the same numbers are in float16."""
+        return self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
+
+    @property
+    def ffn_factor(self) -> int:
+        """Index of the factor of the MLP's first hidden row, after those of the tokens' rows."""
+        return self.tokens
+
+    @property
+    def routed_factor(self) -> int:
+        """Index of the factor of the first routed expert's hidden row."""
+        return 2 * self.tokens
+
+    @property
+    def factors(self) -> int:
+        """Factors of rows in float16, 0 if no rows are."""
+        return (self.routed_factor + self.batch) * self.config.packed
+
+    @property
     def batch(self) -> int:
         """Hidden rows of routed experts that are in shared memory at the same time."""
         if not self.choices:
@@ -241,10 +269,24 @@ class Plan:
 
     @property
     def _early(self) -> int:
-        rows = self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
+        rows = self.router_start
+        if self.config.packed and self.rule is not None:
+            rows += self.tokens * self.stride(self.width)
         latents = self.own_heads * self.stride(self.latent)
         attention = self.stride(self.attention) * bool(self.attention)
         return max(rows, self.tokens * max(attention, latents))
+
+
+def check_packed(tokens: int, dtype: Any, *weight_dtypes: Any) -> None:
+    """Raises NotImplementedError if rows of this dtype cannot be packed for these matrices."""
+    dtype, kinds = jnp.dtype(dtype), {jnp.dtype(each) for each in weight_dtypes}
+    if dtype != jnp.dtype(jnp.bfloat16) or kinds != {jnp.dtype(jnp.float8_e4m3fn)}:
+        raise NotImplementedError(
+            f"packs bfloat16 rows for float8_e4m3fn matrices, got {dtype} and"
+            f" {', '.join(sorted(map(str, kinds)))}"
+        )
+    if tokens > MOST_SPLIT_TOKENS:
+        raise NotImplementedError(f"packs 1 to {MOST_SPLIT_TOKENS} tokens, got {tokens}")
 
 
 def _check_rule(rule: Rule, experts: int) -> None:

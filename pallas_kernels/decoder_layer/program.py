@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decoder_layer.choice import choose
+from pallas_kernels.decoder_layer.choice import choose, load_bias
+from pallas_kernels.decoder_layer.entries import Entries
 from pallas_kernels.decoder_layer.epilogue import epilogue
-from pallas_kernels.decoder_layer.merging import merge_row
-from pallas_kernels.decoder_layer.plan import Phase, Plan
-from pallas_kernels.decoder_layer.registers import SUMS, SUMS_SHAPE, no_sums
+from pallas_kernels.decoder_layer.plan import Entry, Phase, Plan
+from pallas_kernels.decoder_layer.registers import MOST_SPLIT_TOKENS, SUMS, SUMS_SHAPE, no_sums
 from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
     MOST_TOKENS,
     ROWS,
+    Operand,
     Rows,
     Stream,
     Totals,
 )
+from pallas_kernels.decoder_layer.totals import Float16Sums
 from pallas_kernels.decoder_layer.units import Refs, Units
-from pallas_kernels.decoder_layer.vectors import (
-    copy_rows,
-    load_block,
-    norm_row,
-    store_block,
-)
+from pallas_kernels.decoder_layer.vectors import load_block, load_weight, store_block
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.grid_barrier import GridBarrier
@@ -40,7 +35,7 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
-from pallas_kernels.route.lanes import LAYOUT, SHAPE, thread_index
+from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
 
 _CHOSEN, _ARRIVED = 0, 1  # signals: the experts are chosen; arrived at grid barriers 0, 1, ...
 
@@ -67,6 +62,12 @@ class Program:
         self.program = lax.axis_index("program")
         self.wg = lax.axis_index("wg")
         self.units = Units(plan, refs, self.program)
+        self.norm, self.bias = refs.norm, refs.bias
+        self.factors = next(iter(memory["factors"]), None)
+        self.entries = Entries(
+            plan, refs, self.units, self.totals, self.activations, self.factors, self.norms,
+            self.wg, interpret,
+        )  # fmt: skip
 
     def run(self) -> None:
         self.stream.ring.initialise()
@@ -105,6 +106,8 @@ class Program:
         plan = self.plan
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         self.record("start")
+        if plan.config.early:
+            self.load_early(plan.entry(0))
         self.enter(0)
         for phase in plan.phases:
             if phase.barriers > passed:
@@ -130,13 +133,13 @@ class Program:
         if (entry := plan.entry(passed)) is None:
             return
         if entry == "latents":
-            self.copy_latents()
+            self.entries.copy_latents()
         elif entry == "rows":
             starts = [t * plan.stride(plan.attention) for t in range(plan.tokens)]
             rows = self.refs.values if plan.heads else self.refs.flat_attended
-            self.copy_rows(rows, plan.attention, starts)
+            self.entries.copy_rows(rows, plan.attention, starts, factor=0)
         elif entry == "norm":
-            self.norm_tokens()
+            self.entries.norm_tokens(self.norm)
         else:
             self.enter_second_part()
         self.record(entry)
@@ -151,34 +154,21 @@ class Program:
         if event in ("start", "out"):
             store_nanoseconds(clocks, first + len(plan.events) + int(event == "out"))
 
-    def norm_tokens(self) -> None:
-        """Norms the tokens, alternately by both warpgroups."""
-        plan, refs = self.plan, self.refs
-        for t in range(plan.tokens):
-
-            @when(self.wg == t % CONSUMERS)
-            def _(t: int = t) -> None:
-                row, added = refs.h.at[t], None if refs.attended is None else refs.attended.at[t]
-                if plan.attention:
-                    row, added = refs.residual.at[pl.ds(t * plan.width, plan.width)], None
-                norm_row(
-                    row,
-                    added,
-                    refs.norm,
-                    self.activations.at[pl.ds(t * plan.stride(plan.width), plan.width)],
-                    self.norms.at[self.wg],
-                    eps=plan.eps,
-                    dtype=plan.dtype,
-                    interpret=self.interpret,
-                )
-
-        self.totals.meet()
-
     def sync_grid(self, barrier: int) -> None:
         token = self.grid.arrive()
         if self.plan.config.ahead == "arrived":
             self.signals.arrive(_ARRIVED + barrier)
+        if self.plan.config.early:
+            self.load_early(self.plan.entry(barrier + 1))
         self.grid.wait(token)
+
+    def load_early(self, entry: Entry | None) -> None:
+        """Loads the weights that the entry needs, which no program writes. They have left the L2
+        cache since the last step, and arrive while the barrier waits."""
+        if entry == "norm":
+            self.norm = load_weight(self.refs.norm)
+        elif entry == "choice and rows" and self.bias is not None:
+            self.bias = load_bias(self.refs.bias, filled(0), self.plan.experts, self.interpret)
 
     def enter_second_part(self) -> None:
         """Chooses the experts, and copies the shared experts' hidden rows to shared memory."""
@@ -186,7 +176,7 @@ class Program:
         if plan.rule is not None:
             choose(
                 refs.logits,
-                refs.bias,
+                self.bias,
                 refs.scores,
                 refs.experts,
                 refs.weights,
@@ -202,52 +192,13 @@ class Program:
             self.signals.arrive(_CHOSEN)
         if plan.ffn:
             starts = [plan.ffn_start + t * plan.stride(plan.ffn) for t in range(plan.tokens)]
-            self.copy_rows(refs.hidden, plan.ffn, starts)
+            self.entries.copy_rows(refs.hidden, plan.ffn, starts, factor=plan.ffn_factor)
         else:
             for i in range(plan.own_outputs):
                 zeros = plgpu.layout_cast(jnp.zeros(SHAPE, jnp.float32), LAYOUT)
                 when(self.wg == i % CONSUMERS)(
                     lambda i=i, zeros=zeros: _store(self.sums.at[i], zeros)
                 )
-
-    def copy_latents(self) -> None:
-        """Copies or merges the outputs of the heads whose units of w_uv this program has."""
-        plan, stride = self.plan, self.plan.stride(self.plan.latent)
-        for t in range(plan.tokens):
-            starts = [(head * plan.tokens + t) * stride for head in range(plan.own_heads)]
-            first = t * plan.heads + self.units.first_head()
-            if plan.sequences:
-                self.merge_rows(t, starts)
-            else:
-                self.copy_rows(self.refs.flat_attended, plan.latent, starts, first)
-
-    def merge_rows(self, token: int, starts: Sequence[int]) -> None:
-        """Merges a token's parts, of consecutive heads. Each warpgroup has half of the columns."""
-        plan = self.plan
-        sequence, query = divmod(token, plan.tokens // plan.sequences)
-        half = plan.latent // CONSUMERS
-        for n, start in enumerate(starts):
-            row = query * plan.heads + self.units.first_head() + n
-            target = self.activations.at[pl.ds(start + self.wg * half, half)]
-            merge_row(self.refs.parts, sequence, row, pl.ds(self.wg * half, half), target)
-        self.totals.meet()
-
-    def copy_rows(self, source: Any, width: int, starts: Sequence[int], first: Any = 0) -> None:
-        """Copies rows to ``starts`` in the activations' memory, alternately by both warpgroups.
-
-        Args:
-          first: number of the first row in ``source``.
-        """
-        rows = [
-            (source.at[pl.ds((first + n) * width, width)], self.activations.at[pl.ds(start, width)])
-            for n, start in enumerate(starts)
-        ]
-        size = len(rows) if self.plan.config.together else CONSUMERS
-        for begin in range(0, len(rows), size):
-            for wg in range(min(CONSUMERS, len(rows) - begin)):
-                own = rows[begin + wg : begin + size : CONSUMERS]
-                when(self.wg == wg)(functools.partial(copy_rows, own))
-        self.totals.meet()
 
     def rows_of(self, phase: Phase) -> Any:
         """Returns a function from a unit's pair to the activation rows that it meets."""
@@ -259,17 +210,26 @@ class Program:
             return lambda head: Rows(
                 self.activations, (head - first) * of_head, stride, plan.tokens
             )
+        rows = functools.partial(Rows, self.activations, count=plan.tokens)
+        packed = functools.partial(rows, factors=self.factors)
         if phase.name == "o_proj":
-            return lambda _: Rows(self.activations, 0, plan.stride(plan.attention), plan.tokens)
+            return lambda _: packed(0, plan.stride(plan.attention))
         if phase.name == "down":
-            return lambda _: Rows(
-                self.activations, plan.ffn_start, plan.stride(plan.ffn), plan.tokens
-            )
+            stride, factor = plan.stride(plan.ffn), plan.ffn_factor
+            return lambda _: packed(plan.ffn_start, stride, first_factor=factor)
         if phase.name == "routed_gate_up":
             assert plan.rule is not None
             K = jnp.int32(plan.rule.num_experts_per_tok)
-            return lambda pair: Rows(self.activations, lax.div(pair, K) * normed, normed, 1)
-        return lambda _: Rows(self.activations, 0, normed, plan.tokens)
+
+            def of_pair(pair: jax.Array) -> Rows:
+                token = lax.div(pair, K)
+                return packed(token * normed, normed, count=1, first_factor=token)
+
+            return of_pair
+        if phase.name == "router":
+            start = 0 if self.factors is None else plan.router_start
+            return lambda _: rows(start, normed)
+        return lambda _: packed(0, normed)
 
     def consume_units(
         self, phase: Phase, first: Any, last: Any, rows_of: Any, epilogue: Any,
@@ -302,7 +262,7 @@ class Program:
 
             @when(self.wg == lax.rem(i, jnp.int32(CONSUMERS)))
             def _() -> None:
-                epilogue(i, pair, row, *self.totals.load(number, rows.count))
+                epilogue(i, pair, row, *self.load_totals(operand, rows, number))
 
             return state, number + 1, following
 
@@ -310,6 +270,15 @@ class Program:
         carry = state, number, scales_of(begin) if is_scaled else []
         state, number, _ = lax.fori_loop(begin, last, unit, carry)
         return state, number
+
+    def load_totals(
+        self, operand: Operand, rows: Rows, number: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the totals of a unit's halves after exchange ``number``."""
+        float16 = None
+        if rows.factors is not None:
+            float16 = Float16Sums(operand.is_split, rows.factors, rows.first_factor)
+        return self.totals.load(number, rows.count, float16)
 
     def consume_batches(
         self, phase: Phase, state: PipelineState, number: jax.Array
@@ -322,8 +291,12 @@ class Program:
         assert plan.rule is not None
         own, stride, wg = self.units.own_outputs(), plan.stride(plan.expert_ffn), self.wg
         K, first_pair = jnp.int32(plan.rule.num_experts_per_tok), self.units.first_pair()
-        row_token = plgpu.broadcasted_iota(jnp.int32, SUMS_SHAPE, 0, layout=SUMS)
-        row_token = jnp.bitwise_and(row_token, MOST_TOKENS - 1)
+        # Sums over rows in float16 are transposed in registers, with the tokens twice in a row.
+        is_packed = self.factors is not None
+        transposed = is_packed and self.on_gpu
+        row_token = plgpu.broadcasted_iota(jnp.int32, SUMS_SHAPE, int(transposed), layout=SUMS)
+        most = MOST_SPLIT_TOKENS if transposed else MOST_TOKENS
+        row_token = jnp.bitwise_and(row_token, most - 1)
         count = self.units.count(phase)
 
         def scales_of(i: jax.Array) -> list[Any]:
@@ -335,10 +308,12 @@ class Program:
                 state, scales, *sums = carry
                 following = scales_of(first + p + 1)
                 factor = refs.weights[first_pair + low + p]
+                if self.factors is not None:
+                    factor = factor * self.factors[plan.routed_factor + p]
                 if plan.tokens > 1:
                     # All rows of the products are the pair's token.
                     factor = jnp.where(row_token == lax.div(low + p, K), factor, 0.0)
-                rows = Rows(self.activations, p * stride, stride, 1)
+                rows = Rows(self.activations, p * stride, stride, 1, self.factors)
                 is_own = lax.rem(p, jnp.int32(CONSUMERS)) == wg if plan.config.alternate else None
                 state, products = self.stream.consume(operand, rows, scales, state, is_own)
                 sums = [s + factor * x for s, x in zip(sums, products, strict=True)]
@@ -352,7 +327,8 @@ class Program:
 
             @when(self.wg == lax.rem(n, jnp.int32(CONSUMERS)))
             def _() -> None:
-                left, right = self.totals.load(number, plan.tokens)
+                float16 = Float16Sums(operand.is_split) if is_packed else None
+                left, right = self.totals.load(number, plan.tokens, float16)
                 total = self.sums.at[n]
                 _store(total, load_with_layout(total, LAYOUT) + (left + right))
 
@@ -364,7 +340,9 @@ class Program:
             if low:
                 self.totals.meet()  # both warpgroups have read the last batch
             starts = [(pair - low) * stride for pair in range(low, high)]
-            self.copy_rows(refs.routed_hidden, plan.expert_ffn, starts, low)
+            self.entries.copy_rows(
+                refs.routed_hidden, plan.expert_ffn, starts, low, plan.routed_factor
+            )
             add = functools.partial(add_output, low=low, high=high)
             state, number, scales = lax.fori_loop(0, own, add, (state, number, scales))
         return state, number

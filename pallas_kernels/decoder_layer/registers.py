@@ -4,6 +4,11 @@ The tensor cores compute ``x w^T`` with mma.sync: 8 of an instruction's 16 rows 
 8 columns are matrix rows. Which column of K an operand's register has does not matter, as long as
 both operands agree. So a thread reads 16 contiguous bytes of a matrix row, and the same columns of
 a token's row: nothing has to be permuted.
+
+Rows in float16 (:mod:`packed`) meet float8 weights the other way round, ``w x^T``: 16 matrix rows,
+eight of either half, are an instruction's rows, and tokens its columns. If the halves are the
+left and the right columns of one matrix, the tokens are twice in its eight columns: first their
+left, then their right columns. A product of one half's weights and the other's columns is not read.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels.hopper.ir import (
     REF,
@@ -27,13 +32,12 @@ from pallas_kernels.hopper.ir import (
     const,
     float_pair,
     i32,
-    i64,
     inline,
     item,
     scalar,
 )
 from pallas_kernels.hopper.ir import word as register
-from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, thread_index
+from pallas_kernels.route.lanes import LANES, LAYOUT
 
 BLOCK_BYTES = 64
 """Bytes of a matrix row that a warp multiplies at a time, 16 per thread."""
@@ -41,8 +45,8 @@ SCALE_BLOCK = 128
 """Rows, and columns, that share a scale of a float8 matrix."""
 
 WARPS = 8  # of both consumer warpgroups
-_TOKENS = 8  # rows of the sums
-SUMS_SHAPE = 4 * _TOKENS, 8
+TOKENS = 8  # rows of the sums
+SUMS_SHAPE = 4 * TOKENS, 8
 # The sums of a warpgroup's four warps, [warp and token, matrix row]: two numbers per thread.
 SUMS: Any = plgpu.Layout.TILED(
     plgpu.Tiling((SUMS_SHAPE, (8, 8), (2,))),  # pyright: ignore[reportArgumentType]
@@ -65,6 +69,16 @@ _UNPACK = """{
     mul.rn.bf16x2 $0, a, s;
 }"""
 _SELECTORS = "0x1404", "0x3424"  # bytes 0 and 1, 2 and 3
+_MMA_FLOAT16 = _MMA.replace("bf16.bf16", "f16.f16")
+# Four float8_e4m3fn to two pairs of float16, exactly: one machine instruction for each pair.
+_UNPACK_FLOAT16 = """{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}"""
+MOST_SPLIT_TOKENS = TOKENS // 2
+"""Tokens in float16 that fit an instruction if the halves are of one matrix."""
 
 
 def no_sums() -> jax.Array:
@@ -83,12 +97,12 @@ def multiply(
       halves: references to both halves of the stage.
       rows: the activation rows, a :class:`stream.Rows`.
       step: index of the stage in its unit.
-      scales: of each half, from :func:`load_scales`; empty if the matrices are not float8.
+      scales: of each half, from :func:`scales.load_scales`; empty if the matrices are not float8.
       warps: warps that share the columns: those of both warpgroups, or of this one.
     """
     if interpret is not None:
         return _multiply_in_interpreter(operand, halves, rows, step, scales, sums, warps)
-    half_scales = scales
+    half_scales, is_packed = scales, rows.factors is not None
     blocks = operand.step_bytes // BLOCK_BYTES
     columns = BLOCK_BYTES // operand.dtype.itemsize  # per block
     second = operand.columns if operand.is_split else 0  # first column of the second half
@@ -113,33 +127,47 @@ def multiply(
         offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
         weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
         # Rows past the last token repeat it.
-        token = arith.minui(row, const(rows.count - 1))
+        is_twice = bool(is_packed and second)
+        token = arith.andi(row, const(MOST_SPLIT_TOKENS - 1)) if is_twice else row
+        token = arith.minui(token, const(rows.count - 1))
         column = arith.addi(
             arith.muli(register(step), const(operand.step)),
             arith.muli(first_block, const(columns)),
         )
         x_column = arith.addi(column, arith.muli(quarter, const(columns // 4)))
+        if is_twice:
+            x_half = arith.shrui(row, const(MOST_SPLIT_TOKENS.bit_length() - 1))
+            x_column = arith.addi(x_column, arith.muli(x_half, const(second)))
         x_offset = arith.addi(arith.muli(token, const(x_bytes)), arith.muli(x_column, const(2)))
         x_offset = arith.addi(x_offset, arith.muli(register(x_start), const(2)))
         x_pointer = _advance(mgpu.utils.memref_ptr(x), x_offset)
 
         def of_block(block: int, before: list[Any]) -> list[Any]:
             """Returns the four sums after a block: two of each half."""
-            after, x_words = [], []
+            after, x_words, both = [], [], []
+            if is_packed:
+                both = _products_float16(
+                    _load_words(x_pointer, 2 * block * columns)
+                    + _load_words(x_pointer, 2 * block * columns + 16),
+                    *(_load_words(weight, BLOCK_BYTES * block) for weight in weights),
+                )
             for half in range(2):
-                if half == 0 or second:
+                if not is_packed and (half == 0 or second):
                     start = block * columns + half * second
                     words = [
                         _load_words(x_pointer, 2 * start + 16 * i) for i in range(columns // 32)
                     ]
                     x_words = [x for four in words for x in four]
-                packed = _load_words(weights[half], BLOCK_BYTES * block)
-                pairs = [pair for w in packed for pair in _unpacked(w)] if is_float8 else packed
                 two = before[2 * half : 2 * half + 2]
-                if not is_float8:
-                    after += _products(x_words, pairs, two)
-                    continue
-                products = _products(x_words, pairs, [_zero(), _zero()])
+                if is_packed:
+                    products = both[2 * half : 2 * half + 2]
+                else:
+                    packed = _load_words(weights[half], BLOCK_BYTES * block)
+                    pairs = [pair for w in packed for pair in _unpacked(w)] if is_float8 else packed
+                    if not is_float8:
+                        after += _products(x_words, pairs, two)
+                        continue
+                    products = _products(x_words, pairs, [_zero(), _zero()])
                 first = operand.columns if operand.is_split and half else 0
                 k_block = arith.addi(column, const(first + block * columns))
                 k_block = arith.shrui(k_block, const(SCALE_BLOCK.bit_length() - 1))
@@ -219,120 +247,18 @@ def _multiply_in_interpreter(
                 rows.memory[pl.ds(rows.start + t * rows.stride + at, operand.step)]
                 for t in range(rows.count)
             ]
-        ).astype(jnp.float32)
-        x = jnp.concatenate([x, jnp.broadcast_to(x[-1], (_TOKENS - rows.count, operand.step))])
+        )
+        if rows.factors is not None:
+            x = jax.lax.bitcast_convert_type(x, jnp.float16)
+        x = x.astype(jnp.float32)
+        x = jnp.concatenate([x, jnp.broadcast_to(x[-1], (TOKENS - rows.count, operand.step))])
         w = ref[...].astype(jnp.float32)
         if scales:
             k_block = (at + column) // SCALE_BLOCK - first // SCALE_BLOCK
             w = w * jnp.concatenate([chunk[0] for chunk in scales[half]])[k_block]
         product = jnp.einsum("tk,nk->tn", x, jnp.where(is_own, w, 0.0))
-        results.append(before.at[:_TOKENS].add(product))
+        results.append(before.at[:TOKENS].add(product))
     return tuple(results)
-
-
-def load_totals(sums: Any, tokens: int, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns a unit's totals of both halves, one number per thread of a warpgroup.
-
-    Thread i, of 128, has the total of token ``i // 8 % 8`` and row ``i % 8``. Of one token, all
-    tokens' threads have its totals.
-
-    Args:
-      sums: reference to the sums in shared memory, [warpgroups, halves, warps and tokens, rows].
-    """
-    if interpret is not None:
-        totals = jnp.sum(sums[...].reshape(-1, 2, 4, _TOKENS, 8), axis=(0, 2))
-        if tokens == 1:
-            totals = jnp.broadcast_to(totals[:, :1], totals.shape)
-        first, second = (jnp.concatenate([t.reshape(2, LANES)] * 2) for t in totals)
-        return first, second
-
-    result = plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT)
-
-    @inline(REF, returns=(result, result))
-    def load(sums: Any) -> Any:
-        f32 = ir.F32Type.get()
-        thread = arith.andi(mgpu.utils.thread_idx(), const(7 if tokens == 1 else 63))
-        start = mgpu.utils.memref_ptr(sums)
-        start = mgpu.utils.getelementptr(start, [thread], f32)
-        totals = []
-        for half in range(2):
-            numbers = []
-            for warpgroup in range(WARPS // 4):
-                for warp in range(4):
-                    index = (2 * warpgroup + half) * SUMS_SHAPE[0] * 8 + warp * _TOKENS * 8
-                    pointer = mgpu.utils.getelementptr(start, [const(index)], f32)
-                    numbers.append(llvm.load(f32, pointer))
-            total = numbers[0]
-            for number in numbers[1:]:
-                total = arith.addf(total, number)
-            totals.append(
-                array([vector.broadcast(ir.VectorType.get((1,), f32), total)], SHAPE, LAYOUT)
-            )
-        return tuple(totals)
-
-    return load(sums)
-
-
-def load_scales(
-    scales: Any, start: jax.Array, first: int, columns: int, interpret: Any
-) -> list[jax.Array]:
-    """Loads the scales of a row of blocks, one per lane and for as many arrays as they need.
-
-    Args:
-      scales: flat float32 array in global memory.
-      start: index of the scales of the row's first column.
-      first, columns: first column and number of columns that are needed.
-    """
-    low, high = first // SCALE_BLOCK, (first + columns - 1) // SCALE_BLOCK
-    count = high - low + 1
-    chunks = []
-    for chunk in range(0, count, LANES):
-        n = min(LANES, count - chunk)
-        if interpret is not None:
-            values = scales[pl.ds(start + low + chunk, n)]
-            chunks.append(jnp.broadcast_to(jnp.pad(values, (0, LANES - n)), SHAPE))
-            continue
-        index = jnp.minimum(thread_index(1), n - 1) + (start + (low + chunk))
-        chunks.append(_load(scales, index))
-    return chunks
-
-
-def prefetch_scales(scales: Any, start: jax.Array | int, columns: int, interpret: Any) -> None:
-    """Brings the scales of a row of blocks into the L2 cache. A whole warp calls it.
-
-    Args: see :func:`load_scales`.
-    """
-    if interpret is not None:
-        return
-    count = -(-columns // SCALE_BLOCK)
-    sector = 8  # float32 in the 32 bytes that a prefetch brings
-
-    @inline(REF, SCALAR)
-    def prefetch(scales: Any, start: Any) -> None:
-        lane = arith.andi(mgpu.utils.thread_idx(), const(LANES - 1))
-        for first in range(0, count, LANES * sector):
-            index = arith.addi(arith.muli(lane, const(sector)), const(first))
-            index = arith.addi(arith.minui(index, const(count - 1)), register(start))
-            pointer = mgpu.utils.memref_ptr(scales)
-            pointer = mgpu.utils.getelementptr(pointer, [index], ir.F32Type.get())
-            address = llvm.ptrtoint(i64(), pointer)
-            asm("prefetch.global.L2 [$0];", "l", address, effects=True)
-
-    prefetch(scales, jnp.asarray(start, jnp.int32))
-
-
-def _load(ref: Any, index: jax.Array) -> jax.Array:
-    """Returns ``ref[index]`` of float32 weights in global memory, which the kernel never writes."""
-
-    @inline(REF, LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT))
-    def load(ref: Any, index: Any) -> Any:
-        f32 = ir.F32Type.get()
-        position = llvm.extractelement(index.registers.item(), const(0))
-        pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [position], f32)
-        value = vector.broadcast(ir.VectorType.get((1,), f32), llvm.load(f32, pointer))
-        return array([value], SHAPE, LAYOUT)
-
-    return load(ref, index)
 
 
 def _advance(pointer: Any, count: Any) -> Any:
@@ -364,6 +290,23 @@ def _products(x: Sequence[Any], weights: Sequence[Any], sums: list[Any]) -> list
         operands = x[i], const(0), x[i + 1], const(0), *weights[i : i + 2]
         result = asm(_MMA, "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r", *numbers, *operands, result=four)
         sums = [llvm.extractvalue(f32, result, [j]) for j in range(2)]
+    return sums
+
+
+def _products_float16(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
+    """Returns the products of both halves' float8 with float16, as ``_products`` does."""
+    f32 = ir.F32Type.get()
+    four, two = (llvm.StructType.get_literal([kind] * n) for kind, n in ((f32, 4), (i32(), 2)))
+    sums = [_zero()] * 4
+    for i, words in enumerate(zip(*weights, strict=True)):
+        pairs = [
+            llvm.extractvalue(i32(), asm(_UNPACK_FLOAT16, "=r,=r,r", word, result=two), [j])
+            for j in range(2)
+            for word in words
+        ]
+        kinds = "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r"
+        result = asm(_MMA_FLOAT16, kinds, *sums, *pairs, *x[2 * i : 2 * i + 2], result=four)
+        sums = [llvm.extractvalue(f32, result, [j]) for j in range(4)]
     return sums
 
 

@@ -34,14 +34,13 @@ from pallas_kernels.decoder_layer.registers import (
     SCALE_BLOCK,
     SUMS,
     SUMS_SHAPE,
-    load_scales,
-    load_totals,
     multiply,
     no_sums,
-    prefetch_scales,
     zero_after,
 )
 from pallas_kernels.decoder_layer.row_copies import RowCopies
+from pallas_kernels.decoder_layer.scales import load_scales, prefetch_scales
+from pallas_kernels.decoder_layer.totals import Float16Sums, load_totals
 from pallas_kernels.hopper.branch import cond
 from pallas_kernels.hopper.ir import (
     SCALAR,
@@ -124,6 +123,13 @@ class Rows:
 
     count: int
     """1 to MOST_TOKENS."""
+
+    factors: Any = None
+    """Reference to float32 factors by which results are multiplied, if the rows are in float16 (see
+    :mod:`packed`). The weights must be float8."""
+
+    first_factor: Any = 0
+    """Index of the first row's factor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,9 +348,11 @@ class Totals:
             self.memory[lax.rem(number, 2), lax.axis_index("wg"), half] = values
         self.meet()
 
-    def load(self, number: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
+    def load(
+        self, number: jax.Array, tokens: int, float16: Float16Sums | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the totals of both halves after exchange ``number``, see :func:`load_totals`."""
-        return load_totals(self.memory.at[lax.rem(number, 2)], tokens, self.interpret)
+        return load_totals(self.memory.at[lax.rem(number, 2)], tokens, self.interpret, float16)
 
 
 def count_units(program: jax.Array, units: int, programs: int) -> jax.Array:

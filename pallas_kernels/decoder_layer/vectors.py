@@ -30,16 +30,19 @@ _LONGEST = 8192  # numbers of a row that a warpgroup holds at the same time
 
 
 def norm_row(
-    row_g: Any, added_g: Any, weight_g: Any, target: Any, sums_s: Any, *, eps: float, dtype: Any,
+    row_g: Any, added_g: Any, weight: Any, target: Any, sums_s: Any, *, eps: float, dtype: Any,
     interpret: Any,
-) -> None:  # fmt: skip
+) -> jax.Array:  # fmt: skip
     """Stores the RMS norm of a row in global memory, rounded to ``dtype``, in shared memory.
 
     Args:
+      weight: a reference in global memory, or what :func:`load_weight` has loaded from there. From
+        a reference it is loaded after the sum of squares, one latency later.
+      target: where, or None. The numbers are returned too.
       added_g: a row that is added first, or None. The sum is rounded to ``dtype``.
       sums_s: float32 [4, 32] in shared memory, of this warpgroup.
     """
-    D = weight_g.shape[0]
+    D = row_g.shape[0]
     layout = strided(D)
     row = load_with_layout(row_g, layout).astype(jnp.float32)
     if added_g is not None:
@@ -48,10 +51,18 @@ def norm_row(
     sums_s[...] = _warp_sums(row * row, layout, interpret)
     meet(interpret)
     mean = sum(sums_s[warp, 0] for warp in range(WARPS)) * (1 / D)
-    weight = load_with_layout(weight_g, layout).astype(jnp.float32)
-    normed = row * lax.rsqrt(mean + eps) * weight
-    target[...] = normed.astype(dtype).astype(target.dtype)
+    weight = weight if isinstance(weight, jax.Array) else load_weight(weight)
+    weight = weight.astype(jnp.float32)
+    normed = (row * lax.rsqrt(mean + eps) * weight).astype(dtype)
+    if target is not None:
+        target[...] = normed.astype(target.dtype)
     meet(interpret)  # before the sums are overwritten
+    return normed
+
+
+def load_weight(weight_g: Any) -> jax.Array:
+    """Loads a norm's weights as :func:`norm_row` needs them. A whole warpgroup calls it."""
+    return load_with_layout(weight_g, strided(weight_g.shape[0]))
 
 
 def copy_row(source: Any, target: Any) -> None:

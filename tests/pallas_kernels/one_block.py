@@ -1,4 +1,4 @@
-"""Runs :mod:`pallas_kernels.decoder_layer.registers` on NumPy, for 256 threads at once.
+"""Runs modules of :mod:`pallas_kernels.decoder_layer` on NumPy, for 256 threads at once.
 
 The interpreter has no threads, so it cannot run code that is inlined below Pallas. Here the
 functions that emit instructions compute instead: a register is an array with one number per thread.
@@ -67,8 +67,13 @@ def bfloat16_pair(words: np.ndarray) -> np.ndarray:
     return pairs.reshape(*words.shape, 2).astype(np.float32)
 
 
-def mma(operands: tuple[Any, ...]) -> list[np.ndarray]:
-    """mma.sync m16n8k16 of bfloat16: thread g * 4 + q has row g of A and D and column g of B."""
+def float16_pair(words: np.ndarray) -> np.ndarray:
+    pairs = np.ascontiguousarray(words.astype(np.uint32)).view(np.float16)
+    return pairs.reshape(*words.shape, 2).astype(np.float32)
+
+
+def mma(operands: tuple[Any, ...], pair: Any) -> list[np.ndarray]:
+    """mma.sync m16n8k16 of 16-bit pairs: thread g * 4 + q has row g of A and D, column g of B."""
     sums, a, b = operands[:4], operands[4:8], operands[8:]
     results = [np.array(np.broadcast_to(s, (THREADS,)), np.float32) for s in sums]
     a, b = ([np.broadcast_to(x, (THREADS,)) for x in each] for each in (a, b))
@@ -78,10 +83,10 @@ def mma(operands: tuple[Any, ...]) -> list[np.ndarray]:
         own = slice(warp * LANES, (warp + 1) * LANES)
         A, B = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
         for n, (row, column) in enumerate([(0, 0), (8, 0), (0, 8), (8, 8)]):
-            for e, values in enumerate(bfloat16_pair(a[n][own]).T):
+            for e, values in enumerate(pair(a[n][own]).T):
                 A[g + row, 2 * q + e + column] = values
         for n in range(2):
-            for e, values in enumerate(bfloat16_pair(b[n][own]).T):
+            for e, values in enumerate(pair(b[n][own]).T):
                 B[2 * q + e + 8 * n, g] = values
         D = A @ B
         for n in range(4):
@@ -101,10 +106,19 @@ def unpack(text: str, word: np.ndarray) -> np.ndarray:
     return pair[..., 0] | pair[..., 1] << 16
 
 
+def unpack_float16(word: np.ndarray) -> list[np.ndarray]:
+    """The instructions of ``_UNPACK_FLOAT16``: bytes 0 and 1, then 2 and 3."""
+    four = np.ascontiguousarray(word.astype(np.uint32)).view(ml_dtypes.float8_e4m3fn)
+    bits = four.reshape(*word.shape, 4).astype(np.float16).view(np.uint16).astype(np.uint32)
+    return [bits[..., n] | bits[..., n + 1] << 16 for n in (0, 2)]
+
+
 def asm(text: str, _: str, *operands: Any, result: Any = None, effects: bool = False) -> Any:
     del result, effects
     if text.startswith("mma.sync.aligned.m16n8k16"):
-        return mma(operands)
+        return mma(operands, float16_pair if "f16.f16" in text.split("f32.")[1] else bfloat16_pair)
+    if "cvt.rn.f16x2.e4m3x2" in text:
+        return unpack_float16(operands[0])
     if "prmt.b32" in text:
         return unpack(text, operands[0])
     if text.startswith("shfl.sync.idx.b32"):
@@ -134,8 +148,8 @@ def load(type_: Any, pointer: Pointer, alignment: int | None = None) -> Any:
     return pointer.words(4)
 
 
-def emulate(monkeypatch: Any, registers: Any) -> None:
-    """Replaces what the module emits instructions with."""
+def emulate(monkeypatch: Any, *modules: Any) -> None:
+    """Replaces what the modules emit instructions with."""
     size = {"f32": 4, "i8": 1}
     block: list[list[Any]] = []
 
@@ -151,6 +165,7 @@ def emulate(monkeypatch: Any, registers: Any) -> None:
         "arith": SimpleNamespace(
             addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
             andi=np.bitwise_and, shrui=np.right_shift, minui=np.minimum, addf=np.add,
+            mulf=np.multiply,
             select=np.where, constant=lambda _, value: np.float32(value),
             CmpIPredicate=SimpleNamespace(ult="ult", uge="uge"),
             cmpi=lambda predicate, a, b: compare[predicate](a, b),
@@ -189,5 +204,7 @@ def emulate(monkeypatch: Any, registers: Any) -> None:
         "asm": asm,
         "inline": inline,
     }  # fmt: skip
-    for name, fake in fakes.items():
-        monkeypatch.setattr(registers, name, fake)
+    for module in modules:
+        for name, fake in fakes.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)

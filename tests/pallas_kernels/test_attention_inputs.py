@@ -22,6 +22,7 @@ from pallas_kernels.decoder_layer import mosaic_gpu as layer_kernel
 from pallas_kernels.decoder_layer.api import BACKENDS as LAYER_BACKENDS
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
+from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mla_decode.parts import Parts
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, relative_error, rounded, tolerance
@@ -263,12 +264,21 @@ CASES = {
         Attention(2, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
         {"ahead": "arrived"},
     ),
+    "float8, packed": (
+        Attention(4, 256, dtype=BFLOAT16, weights=FLOAT8, dropped=(2,)),
+        {"programs": 3, "packed": True},
+    ),
+    "rank, float8, packed": (
+        Attention(1, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
+        {"packed": True, "early": True},
+    ),
     "rank": (Attention(q_rank=256, rope=24), {"ahead": "arrived"}),
 }
 
 
 def run(attention, arguments, **settings):
-    config = None if ON_GPU else Config(**{"programs": 2} | settings)
+    programs = {"programs": multiprocessors()} if ON_GPU else {}
+    config = Config(**{"programs": 2} | settings | programs)
     return mosaic_gpu.attention_inputs(**arguments, **OPTIONS, config=config, interpret=INTERPRET)
 
 
@@ -316,7 +326,7 @@ def test_kernel(attention, settings):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_rank", "rank", "name"),
-    [(None, 128, "mosaic_gpu"), (128, 128, "mosaic_gpu"), (None, 256, "mosaic_gpu_merging")],
+    [(None, 128, "mosaic_gpu"), (128, 128, "mosaic_gpu"), (None, 256, "mosaic_gpu_early")],
 )
 def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeypatch):
     """A step of two sequences with different numbers of tokens, and one with a token for each."""
@@ -346,13 +356,13 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeyp
 
     def second_half(*arrays, **options):
         assert options["w_uv"].shape == (2, 64, rank)
-        assert isinstance(options["attended"], Parts) == (name == "mosaic_gpu_merging")
+        assert isinstance(options["attended"], Parts) == (name == "mosaic_gpu_early")
         config = None if ON_GPU else FeedForward(2, stages=3)
         return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
 
     plain, plain_newest, plain_cache = two_steps()
-    monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
-    monkeypatch.setitem(LAYER_BACKENDS, "mosaic_gpu", second_half)
+    monkeypatch.setitem(BACKENDS, name, by_kernel)
+    monkeypatch.setitem(LAYER_BACKENDS, name, second_half)
     model.use_feed_forward(name)
     got, newest, cached = two_steps()
     assert calls == [(2, 128, rank)] * 2

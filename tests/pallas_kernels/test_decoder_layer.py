@@ -24,6 +24,7 @@ from pallas_kernels.decoder_layer.api import BACKENDS
 from pallas_kernels.decoder_layer.plan import Config, Plan
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.decoder_layer.units import Refs, Units
+from pallas_kernels.hopper import multiprocessors
 from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
     FLOAT8,
@@ -42,8 +43,8 @@ V3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), BFLOAT16, FLOAT8)
 
 
 def kernel_config(programs=2, **settings):
-    """Returns few programs for the interpreter, or the GPU's default."""
-    return None if ON_GPU else Config(programs, stages=3, **settings)
+    """Returns few programs for the interpreter, all of the GPU's there."""
+    return Config(*[multiprocessors()] if ON_GPU else [programs, 3], **settings)
 
 
 def plan_of(layer, programs=132):
@@ -201,6 +202,8 @@ REFUSED = [
     ),
     ({"weights": "float16"}, {}, "matrices of bfloat16 or float8_e4m3fn, got float16"),
     ({}, {"programs": 133}, "at most 132 programs"),
+    ({}, {"packed": True}, "packs bfloat16 rows for float8_e4m3fn matrices, got bfloat16 and bf"),
+    ({"weights": FLOAT8, "tokens": 5}, {"packed": True}, "packs 1 to 4 tokens, got 5"),
 ]
 
 
@@ -298,7 +301,7 @@ INTERPRETED = {
     # The router waits for the projection of attention's output.
     "attention's projection": (
         dataclasses.replace(MOE, tokens=2, attention=384, rule=rule(1)),
-        {},
+        {"early": True},
     ),
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
@@ -311,6 +314,19 @@ INTERPRETED = {
     "float8, alternately": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
         {"alternate": True, "together": True},
+    ),
+    # Batches of rows: those of the experts do not all fit at the same time.
+    "float8, packed": (
+        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
+        {"packed": True, "early": True},
+    ),
+    "float8, packed alternately": (
+        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
+        {"packed": True, "alternate": True},
+    ),
+    "float8, packed with W_UV": (
+        Layer(4, 256, 256, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
+        {"packed": True, "early": True},
     ),
     # Units of two heads in a program, and of a head in two programs.
     "W_UV": (

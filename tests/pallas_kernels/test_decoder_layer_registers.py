@@ -1,11 +1,17 @@
 """The code of single threads of feed_forward, run on NumPy for all threads of the consumers."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.decoder_layer import registers
+from pallas_kernels.decoder_layer import totals as totals_module
+from pallas_kernels.decoder_layer.packed import _powers
 from pallas_kernels.decoder_layer.stream import Operand, Rows
+from pallas_kernels.decoder_layer.totals import Float16Sums
 from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -39,11 +45,19 @@ def in_memory(sums):
     return memory
 
 
+# Float8 cases also with rows in float16: at most four if the halves are one row's.
+FORMATS = [
+    pytest.param(*case, tokens, packed, id=f"{name}-{tokens}{'-packed' * packed}")
+    for name, case in CASES.items()
+    for packed in ([False, True] if case[0] == FLOAT8 else [False])
+    for tokens in (1, 3, 4 if packed and case[2] else 8)
+]
+
+
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes"), CASES.values(), ids=list(CASES))
-def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, untyped):
-    emulate(monkeypatch, registers)
+@pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes", "tokens", "packed"), FORMATS)
+def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, alone, monkeypatch, untyped):
+    emulate(monkeypatch, registers, totals_module)
     rng = np.random.default_rng(0)
     operand = Operand.of(dtype, K, is_split, most_bytes)
     columns, step = operand.columns, operand.step
@@ -57,8 +71,16 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, unty
     start, stride = 24, K + 40
     memory = np.full(start + tokens * stride, np.nan, BFLOAT16)
     for t in range(tokens):
-        memory[start + t * stride :][:K] = x[t]
+        number = x[t]
+        if packed:  # multiplied by powers of two, exactly
+            number = (number.astype(np.float32) * 2.0 ** (t + 4)).astype(np.float16).view(BFLOAT16)
+        memory[start + t * stride :][:K] = number
     rows = Rows(Buffer(memory), start, stride, tokens)
+    float16 = None
+    if packed:
+        factors = Buffer(np.float32(2.0) ** -np.arange(2, 4 + tokens, dtype=np.float32))
+        rows = dataclasses.replace(rows, factors=factors, first_factor=2)
+        float16 = Float16Sums(is_split, factors, np.int32(2))
     chunks = []
     if dtype == FLOAT8:
         chunks = [scale_registers(scales[n], first, columns) for n, first in enumerate(firsts)]
@@ -74,7 +96,7 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, unty
     memory = in_memory(sums)
     if alone:
         memory[1] = 0  # the other warpgroup has multiplied nothing
-    totals = registers.load_totals(Buffer(memory), tokens, None)
+    totals = totals_module.load_totals(Buffer(memory), tokens, None, float16)
 
     for n, total in enumerate(totals):
         w = weights[n].astype(np.float64)
@@ -86,3 +108,20 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, alone, monkeypatch, unty
         np.testing.assert_array_equal(total[0][:128], np.tile(total[0][:64], 2))
         if tokens == 1:  # every token's threads have the only one's totals
             np.testing.assert_array_equal(got, np.broadcast_to(got[0], (8, 8)))
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-42, 1e-30, 0.7, 1.0, 448.0, 65505.0, 3.3e38])
+def test_a_rows_power_of_two(largest):
+    """The row's largest number does not overflow float16, and a power times its inverse is 1."""
+    power, inverse = _powers(jnp.float32(largest), True)
+    assert power * inverse == 1
+    assert np.frexp(np.float32(inverse))[0] == 0.5
+    packed = np.float16(np.float32(largest) * np.float32(power))
+    assert packed < 2**15
+    assert packed >= 2**14 or largest < 2.0**-112
+
+
+def test_a_row_that_is_not_a_number_remains_so():
+    power, inverse = _powers(jnp.float32(jnp.nan), True)
+    assert jnp.isfinite(power)
+    assert np.isnan(np.float16(np.float32(jnp.nan) * power) * inverse)

@@ -435,11 +435,32 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132, alternate=True, together=True)},
             function="feed_forward",
         )
+    table["feed_forward moonlight parts, early"] = dataclasses.replace(
+        table["feed_forward moonlight parts"],
+        options=feed_forward_layers()["moonlight parts"].options
+        | {"config": FeedForward(132, early=True)},
+    )
+    for name, tokens in (("moonlight fp8", 1), ("v3 w_uv", 1), ("v3 w_uv", 4)):
+        layer = dataclasses.replace(feed_forward_layers()[name], tokens=tokens)
+        table[f"feed_forward {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
+            "pallas_kernels.decoder_layer.mosaic_gpu",
+            layer.shapes(),
+            layer.options | {"config": FeedForward(132, early=True, packed=True)},
+            function="feed_forward",
+        )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
         table[f"attention_inputs {name}"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
             before_attention(tokens, *sizes),
             {"eps": 1e-5, "latent_eps": 1e-6, "config": AttentionInputs(132)},
+        )
+    for name, tokens in (("moonlight fp8 8 tokens", 1), ("v3", 1), ("v3", 4)):
+        arrays = before_attention(tokens, *BEFORE_ATTENTION[name][1:])
+        config = AttentionInputs(132, early=True, packed=True)
+        table[f"attention_inputs {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
+            "pallas_kernels.attention_inputs.mosaic_gpu",
+            arrays,
+            {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
         )
     return table
 
