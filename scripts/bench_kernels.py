@@ -26,7 +26,8 @@ again after a longer warm-up, three times at most. If it still does, there is no
 
 ``ratio`` is the best peer's time divided by ours: above 1, ours is faster. ``roof_fraction`` is the
 roofline time divided by ours. The roofline is the larger of the arithmetic at the run's best matmul
-throughput and the traffic at ``READ_GBS``; a result beyond it is reported as an error.
+throughput and the traffic at the GPU's bandwidth (:mod:`benchmarks.ceiling`); a result beyond it is
+reported as an error.
 ``kernels_a_call`` counts the kernels that one call launches, including XLA's own. ``busy`` is the
 share of a window in which a program ran. ``event_us`` is a peer's time by CUDA events around many
 graphs, to compare clocks.
@@ -49,7 +50,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ceiling import READ_GBS
+from benchmarks.ceiling import short_name
 from benchmarks.kernels import pack_peers, report
 from benchmarks.kernels.shapes import (
     CALLS,
@@ -64,7 +65,7 @@ from benchmarks.kernels.shapes import (
     key,
     select,
 )
-from benchmarks.kernels.tools import short_name, tools
+from benchmarks.kernels.tools import tools
 from benchmarks.kernels.turns import append_windows, names_to_time, summary
 from benchmarks.kernels.variants import VARIANTS, has_variant
 from benchmarks.kernels.workers import Worker
@@ -171,7 +172,7 @@ class Bench:
             ours, peers = self._case(case)
             ours["seconds"] = round(time.monotonic() - began, 1)
             self._raw.append((case, ours, peers))
-            line = report.row(case, ours, peers, report.ceilings(self._measured))
+            line = report.row(case, ours, peers, self._best())
             lines = report.table([line]).splitlines()[1:]
             print(*lines, f"{self.left():.0f} s left", sep="\n", flush=True)
             self.save()
@@ -318,10 +319,13 @@ class Bench:
             result |= summary(result.pop("windows", {}))
         return result
 
+    def _best(self) -> dict[str, float]:
+        return report.ceilings(self._measured, self.result.get("gpu", "none"))
+
     def save(self) -> None:
-        best = report.ceilings(self._measured)
+        best = self._best()
         ceilings = self._measured | {f"best_{name}": value for name, value in best.items()}
-        self.result["ceilings"] = {"read_gbs": READ_GBS} | {
+        self.result["ceilings"] = {
             name: round(value, 1) if isinstance(value, float) else value
             for name, value in ceilings.items()
         }

@@ -48,7 +48,7 @@ def test_flops_and_bytes(case, gflop, megabytes):
 
 def test_roofs():
     """Memory limits the indexer and the selection, arithmetic limits attention."""
-    best = {"bf16_tflops": 700.0, "fp8_tflops": 1300.0}
+    best = {"bf16_tflops": 700.0, "fp8_tflops": 1300.0, "read_gbs": 4393.0}
     roofs = [
         report.roof_us(case, best)
         for case in (Index(64, 32768, 1), SparseAttention(64, 32768, 1, 128), TopK(64, 32768))

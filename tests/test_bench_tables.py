@@ -1,10 +1,12 @@
-"""The tables of scripts/benchmark_tables.py: which rows and values they show."""
+"""The tables of benchmark results: which rows and values they show."""
 
 import pytest
 
-from benchmarks.ceiling import READ_GBS
-from scripts import benchmark_tables
+from benchmarks.ceiling import read_gbs
+from benchmarks.tables import kernels, steps
+from benchmarks.tables import results as result_files
 
+H200 = "NVIDIA H200"
 ROW = {
     "op": "mla_decode", "dtype": "bf16", "shape": "h1", "us": 10.0, "roof_fraction": 0.5,
     "peer": "FlashMLA", "peer_us": 9.0, "ratio": 0.9,
@@ -20,20 +22,20 @@ ROWS = [
 @pytest.fixture
 def results(monkeypatch):
     records = {}
-    monkeypatch.setattr(benchmark_tables, "read", records.__getitem__)
+    monkeypatch.setattr(result_files, "read", records.__getitem__)
     return records
 
 
 def test_unsteady_times_have_no_ratio(results):
     results["kernels_h200"] = {"rows": ROWS}
-    _, _, *lines = benchmark_tables.kernels().splitlines()
+    _, _, *lines = kernels.kernels().splitlines()
     assert [line.split(" | ", 2)[2] for line in lines] == [
         "h1 | 10 | 50% | FlashMLA | 9 | 0.90 |",
         "h2 | 10 | 50% | FlashMLA | 9 | spread of ours 28% |",
         "h3 | 10 | 50% | none |  |  |",
         "h1 |  |  | FlashMLA | 9 |  |",
     ]
-    _, _, *lines = benchmark_tables.kernels_by_kind().splitlines()
+    _, _, *lines = kernels.kernels_by_kind().splitlines()
     assert lines == [
         "| `mla_decode` | bf16 | 3 | 1 | FlashMLA | 0.90 | 0.90 | 0.90 |",
         "| `mla_decode` | fp8 | 1 | 0 | FlashMLA |  |  |  |",
@@ -45,19 +47,22 @@ def test_the_last_result_of_a_slice_counts(results, monkeypatch):
     row = {"phase": "decode", "batch": 1, "context": 4096}
     for name, ms in (("sparse", 4.0), ("sparse_2", 2.0), ("dense", 3.0)):
         rows = [row | {"ms": ms}, {"batch": 8, "context": 4096, "error": "does not fit"}]
-        results[name] = {"date": "2026-11-26", "read_gbs": READ_GBS, "rows": rows}
+        results[name] = {"date": "2026-11-26", "machine": H200, "read_gbs": 4393.0, "rows": rows}
     results["dense"]["rows"].append(row | {"batch": 64, "ms": 9.0})
-    monkeypatch.setattr(benchmark_tables, "_SPARSE", ("sparse", "sparse_2"))
-    monkeypatch.setattr(benchmark_tables, "_DENSE", ("dense",))
-    (line,) = benchmark_tables.sparse_slice().splitlines()[2:]
+    monkeypatch.setattr(steps, "_SPARSE", ("sparse", "sparse_2"))
+    monkeypatch.setattr(steps, "_DENSE", ("dense",))
+    (line,) = steps.sparse_slice().splitlines()[2:]
     assert line.startswith("| 1 | 4,096 | 3.00 | 2.00 | 1.50 |")
     assert "results/sparse_2.json" in line
 
 
 def test_shares_use_the_same_peak():
     row = {"floor_fraction": 0.9}
-    assert benchmark_tables._share_of_peak({"read_gbs": READ_GBS / 2}, row) == "45%"
-    assert benchmark_tables._share_of_peak({"read_gbs": READ_GBS}, {}) == ""
+    of_h200 = {"machine": H200, "read_gbs": read_gbs(H200)}
+    assert result_files.share_of_peak(of_h200, row) == "90%"
+    assert result_files.share_of_peak(of_h200 | {"read_gbs": of_h200["read_gbs"] / 2}, row) == "45%"
+    assert result_files.share_of_peak(of_h200, {}) == ""
+    assert result_files.share_of_peak({"machine": "another", "read_gbs": 1.0}, row) == ""
 
 
 @pytest.mark.parametrize(
@@ -74,4 +79,4 @@ def test_rows_routed_to_few_experts_are_omitted(dtype, batch, visited, shown):
     """Random int4 weights with a mean of -0.5 routed 64 tokens to 16 of 160 experts."""
     row = {"dtype": dtype, "batch": batch, "experts_expected": 63.9}
     row |= {} if visited is None else {"experts_visited": visited}
-    assert benchmark_tables._routed_evenly(row) == shown
+    assert steps.routed_evenly(row) == shown

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.ceiling import READ_GBS
+from benchmarks.ceiling import read_gbs
 from benchmarks.kernels.shapes import Case, Grouped, float8_arithmetic
 
 Row = dict[str, Any]
@@ -18,9 +18,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def ceilings(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the best matmul throughput of bf16 and fp8, in TFLOP/s, as far as measured."""
-    best: dict[str, float] = {}
+def ceilings(measured: Mapping[str, Any], gpu: str) -> dict[str, float]:
+    """Returns the best matmul throughput of bf16 and fp8 in TFLOP/s, as far as it was measured in
+    this run, and the read bandwidth of this GPU in GB/s, if it is known."""
+    bandwidth = read_gbs(gpu)
+    best = {} if bandwidth is None else {"read_gbs": bandwidth}
     for name, value in measured.items():
         kind = name.partition("_")[2]
         if kind in ("bf16_tflops", "fp8_tflops") and isinstance(value, float):
@@ -29,14 +31,14 @@ def ceilings(measured: Mapping[str, Any]) -> dict[str, float]:
 
 
 def roof_us(case: Case, best: Mapping[str, float]) -> float | None:
-    """Returns the roofline time: arithmetic at the measured peak or traffic at ``READ_GBS``.
+    """Returns the roofline time: arithmetic at the measured peak, or traffic at the bandwidth.
 
     The arithmetic of integer weights and float8 caches is bfloat16.
     """
     peak = best.get("fp8_tflops" if float8_arithmetic(case) else "bf16_tflops")
-    if not peak:
+    if not peak or "read_gbs" not in best:
         return None
-    return max(case.flops / peak / 1e6, case.bytes / READ_GBS / 1e3)
+    return max(case.flops / peak / 1e6, case.bytes / best["read_gbs"] / 1e3)
 
 
 def steady(ours: Mapping[str, Any], alternatives: Mapping[str, Mapping[str, Any]]) -> bool:

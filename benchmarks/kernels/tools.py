@@ -1,15 +1,9 @@
-"""Versions of the driver and of CUDA's compilers, and the GPU's name."""
+"""Versions of the driver and of CUDA's compilers."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-
-
-def short_name(gpu: str) -> str:
-    """Returns the model of a GPU name, such as h200 for "NVIDIA H200"."""
-    result = re.search(r"[A-Za-z]+\d+", gpu)
-    return result[0].lower() if result else "none"
 
 
 def tools() -> dict[str, str]:

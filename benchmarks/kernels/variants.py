@@ -88,6 +88,19 @@ def _float8(**settings: Any) -> dict[str, Variant]:
     }
 
 
+def _bfloat16(**settings: Any) -> dict[str, Variant]:
+    """Returns the kernels of many bfloat16 tokens with other settings than the default's."""
+    ops = {"grouped_matmul": grouped_matmul, "grouped_swiglu": grouped_swiglu}
+    return {
+        name: Variant(
+            getattr(op, name),
+            {"config": dataclasses.replace(op.MANY_TOKENS_BFLOAT16[0], **settings)},
+            ("bf16",),
+        )
+        for name, op in ops.items()
+    }
+
+
 def _top_k(**keywords: int) -> dict[str, Variant]:
     return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
 
@@ -107,6 +120,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     },
     "without pairs": _float8(),
     "pairs": _float8(paired=True),
+    "panels of 2 tiles": _bfloat16(panel=2),
+    "panels of 8 tiles": _bfloat16(panel=8),
     "permuted columns": _few_tokens(tokens_in_order=False),
     "tokens in order": _few_tokens(tokens_in_order=True),
     "prefetch": {

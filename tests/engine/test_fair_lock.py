@@ -21,7 +21,7 @@ def test_who_waits_is_next():
         thread = threading.Thread(target=wait)
         with lock:
             thread.start()
-            while not lock._turn.locked():
+            while not lock._next.locked():
                 time.sleep(0)
         with lock:  # at once
             order.append("had it before")

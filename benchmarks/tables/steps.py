@@ -1,0 +1,157 @@
+"""Tables of a model's steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from benchmarks.decode.scaled import tokens_per_s_per_device
+from benchmarks.tables import results
+
+_DECODE = (
+    "decode_moonlight_h200",
+    "decode_moonlight_h200_2",
+    "decode_moonlight_one_h200",
+    "decode_moonlight_fp8_h200",
+    "decode_moonlight_int4_h200",
+    "decode_v3_h200",
+    "decode_v3_h200_2",
+    "decode_v3_many_h200",
+    "decode_v3_mtp_h200_2",
+    "decode_v2_h200",
+)
+_SPARSE = ("decode_v32_h200", "decode_v32_h200_2")
+_DENSE = ("decode_v32_dense_h200", "decode_v32_dense_h200_2")
+"""Slices of V3.2. Where results have the same case, the table shows the last one's."""
+_TWO_GPUS = (
+    "decode_v3_two_gpus_all_gather_h200",
+    "decode_v3_two_gpus_all_gather_many_h200",
+    "decode_v3_two_gpus_all_to_all_h200",
+    "decode_v3_two_gpus_one_sided_h200",
+    "decode_v3_two_gpus_micro_batches_h200",
+    "decode_v3_two_gpus_prefill_h200",
+)
+_PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200", "decode_v2_h200")
+
+
+def routed_evenly(row: dict[str, Any]) -> bool:
+    """Returns whether random integer weights routed tokens to about as many experts as expected.
+
+    A step that reads fewer experts is not representative.
+    """
+    if row["dtype"] not in ("int8", "int4") or row["batch"] == 1:
+        return True
+    return row.get("experts_visited", 0.0) >= 0.9 * row.get("experts_expected", 1.0)
+
+
+def decode() -> str:
+    header = (
+        "model",
+        "weights",
+        ">batch",
+        ">context",
+        ">ms/step",
+        ">tokens/s",
+        ">% of peak bandwidth",
+    )
+    rows = (
+        [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", f"{r['ms']:.2f}",
+         f"{r['tokens_per_s']:,.0f}", results.share_of_peak(results.read(name), r),
+         results.dated_link(name)]
+        for name, r in results.timed(_DECODE, "decode") if routed_evenly(r)
+    )  # fmt: skip
+    return results.markdown([*header, "result"], rows)
+
+
+def sparse_slice() -> str:
+    """Compares the sparse and the dense slice of V3.2, by number of sequences and cached tokens."""
+    sparse, dense = (
+        {(r["batch"], r["context"]): (name, r) for name, r in results.timed(names, "decode")}
+        for names in (_SPARSE, _DENSE)
+    )
+    header = (
+        ">sequences",
+        ">cached tokens each",
+        ">dense, ms/step",
+        ">sparse, ms/step",
+        ">speedup",
+    )
+    more = (">dense, % of peak bandwidth", ">sparse", "results")
+    rows = (
+        [batch, f"{context:,}", f"{of_dense['ms']:.2f}", f"{of_sparse['ms']:.2f}",
+         f"{of_dense['ms'] / of_sparse['ms']:.2f}",
+         results.share_of_peak(results.read(dense_name), of_dense),
+         results.share_of_peak(results.read(sparse_name), of_sparse),
+         f"{results.dated_link(dense_name)}, {results.dated_link(sparse_name)}"]
+        for batch, context in sorted(sparse.keys() & dense.keys())
+        for dense_name, of_dense in [dense[batch, context]]
+        for sparse_name, of_sparse in [sparse[batch, context]]
+    )  # fmt: skip
+    return results.markdown([*header, *more], rows)
+
+
+def prefill() -> str:
+    header = ("model", "weights", ">prompts", ">tokens each", ">ms", ">tokens/s", "result")
+    rows = (
+        [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", f"{r['ms']:.1f}",
+         f"{r['tokens_per_s']:,.0f}", results.dated_link(name)]
+        for name, r in results.timed(_PREFILL, "prefill")
+    )  # fmt: skip
+    return results.markdown(header, rows)
+
+
+def two_gpus() -> str:
+    header = ("phase", ">layers", "exchange", ">micro-batches", ">batch", ">tokens", ">ms")
+    rows = (
+        [phase, r["layers"], r["exchange"], r["micro_batches"], r["batch"], f"{r['context']:,}",
+         f"{r['ms']:.2f}", f"{r['tokens_per_s']:,.0f}",
+         results.share_of_peak(results.read(name), r), results.dated_link(name)]
+        for phase in ("decode", "prefill")
+        for name, r in results.timed(_TWO_GPUS, phase)
+    )  # fmt: skip
+    return results.markdown([*header, ">tokens/s", ">% of peak bandwidth", "result"], rows)
+
+
+def all_layers() -> str:
+    """Takes the fastest setting of each batch size per device."""
+    header = ("phase", ">batch per GPU", ">tokens", ">tokens/s per GPU, slice", ">61 layers")
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for phase in ("decode", "prefill"):
+        for _, r in results.timed(_TWO_GPUS, phase):
+            key = phase, r["batch"] // r["devices"]
+            # All rows of the table are slices of the same number of layers.
+            if r["layers"] == 5 and r["ms"] < best.get(key, {"ms": math.inf})["ms"]:
+                best[key] = r
+    rows = (
+        [phase, rows, f"{r['context']:,}", f"{r['tokens_per_s'] / r['devices']:,.0f}",
+         f"{tokens_per_s_per_device(r):,.0f}"]
+        for (phase, rows), r in sorted(best.items())
+    )  # fmt: skip
+    return results.markdown(header, rows)
+
+
+def speculation() -> str:
+    header = ("drafts", ">batch", ">temperature", ">depth", ">tokens/s", ">tokens per step")
+    rows = (
+        [r["draft"] or "none", r["batch"], f"{r['temperature']:g}", r["depth"],
+         f"{r['tokens_per_s']:,.0f}", f"{r['accept_length']:.2f}",
+         results.share(r["acceptance"][0] if r["acceptance"] else None), f"{r['step_cost']:.2f}",
+         f"{r['speed_up']:.2f}"]
+        for r in results.read("speculation_h200")["rows"]
+    )  # fmt: skip
+    more = (">first draft accepted", ">relative step cost", ">speedup")
+    return results.markdown([*header, *more], rows)
+
+
+def cold_start() -> str:
+    header = (
+        ">layers",
+        "compilation cache",
+        ">seconds to the first token",
+        ">of these, compilation",
+    )
+    rows = (
+        [r["layers"], r["cache"], f"{r['first_token_s']:.1f}", f"{r['phases_s']['programs']:.1f}"]
+        for r in results.read("cold_start_h200")["rows"]
+    )
+    return results.markdown(header, rows)
