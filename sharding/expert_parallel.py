@@ -110,14 +110,7 @@ def check_exchange(
         raise ValueError(
             f"combine_dtype: expected float32 or bfloat16, got {jnp.dtype(combine_dtype)}"
         )
-    if exchange == "ragged_all_to_all" and exchange_axes and mesh_platform(mesh) == "cpu":
-        raise NotImplementedError(
-            "ragged_all_to_all: XLA does not implement it on CPUs; use all_to_all or all_gather"
-        )
-    if exchange == "one_sided" and exchange_axes and jax.process_count() > 1:
-        raise NotImplementedError(
-            f"one_sided: expected devices of one process, got {jax.process_count()} processes"
-        )
+    check_platform(mesh, exchange, exchange_axes)
     if exchange == "one_sided" and exchange_axes and isinstance(mesh, Mesh):
         # The kernel addresses a device by its index in the mesh. The abstract mesh of a trace has
         # no devices to compare with.
@@ -128,6 +121,24 @@ def check_exchange(
                 f" {numbers}"
             )
     return num_experts // devices
+
+
+def check_platform(
+    mesh: Mesh | AbstractMesh, exchange: str, exchange_axes: tuple[str, ...]
+) -> None:
+    """Checks that the platform of ``mesh`` has an exchange, whatever the model is.
+
+    Raises:
+      NotImplementedError: ``ragged_all_to_all`` on CPUs; ``one_sided`` with several processes.
+    """
+    if exchange == "ragged_all_to_all" and exchange_axes and mesh_platform(mesh) == "cpu":
+        raise NotImplementedError(
+            "ragged_all_to_all: XLA does not implement it on CPUs; use all_to_all or all_gather"
+        )
+    if exchange == "one_sided" and exchange_axes and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"one_sided: expected devices of one process, got {jax.process_count()} processes"
+        )
 
 
 def mesh_platform(mesh: Mesh | AbstractMesh) -> str | None:

@@ -196,6 +196,10 @@ BAD_USAGE = pytest.mark.parametrize(
         (["--prompt", "x", "--layout", "pipeline"], "--layout"),
         (["--prompt", "x", "--exchange", "all_to_all"], "--exchange: expected --layout"),
         (["--prompt", "x", "--distributed"], "--distributed: expected --layout"),
+        (
+            ["--prompt", "x", "--layout", "dp_attention_ep", "--exchange", "ragged_all_to_all"],
+            "--exchange ragged_all_to_all: XLA does not implement it on CPUs",
+        ),
         (["--prompt", "x", "--frobnicate"], "--frobnicate"),
         (["--prompt", "x", "--temp", "0"], "--temp"),
         (["--prompt", "x", "--prompt", "y", "--stream"], "--stream: expected one prompt, got 2"),

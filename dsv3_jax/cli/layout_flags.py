@@ -10,6 +10,7 @@ import jax
 
 from dsv3_jax.distributed import initialize
 from sharding import Layout, make_layout
+from sharding.expert_parallel import check_platform
 
 
 def make_layout_from(arguments: argparse.Namespace) -> Layout | None:
@@ -19,17 +20,23 @@ def make_layout_from(arguments: argparse.Namespace) -> Layout | None:
     asked for its devices before.
 
     Raises:
-      ValueError: ``--exchange`` or ``--distributed`` without ``--layout``; or as
-        :func:`sharding.make_layout` and :func:`dsv3_jax.distributed.initialize`.
+      ValueError: ``--exchange`` or ``--distributed`` without ``--layout``; an exchange that this
+        platform lacks; or as :func:`sharding.make_layout` and
+        :func:`dsv3_jax.distributed.initialize`.
     """
     if arguments.layout is None:
         for flag in ("exchange", "distributed"):
-            if getattr(arguments, flag):
+            if getattr(arguments, flag, None):
                 raise ValueError(f"--{flag}: expected --layout with it, got none")
         return None
-    if arguments.distributed:
+    if getattr(arguments, "distributed", False):  # only some commands have it
         initialize()
-    return make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
+    layout = make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
+    try:
+        check_platform(layout.mesh, layout.exchange, layout.exchange_axes)
+    except NotImplementedError as refusal:
+        raise ValueError(f"--exchange {refusal}") from None
+    return layout
 
 
 def only_first_process_prints() -> contextlib.AbstractContextManager[object]:

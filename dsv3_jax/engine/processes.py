@@ -12,7 +12,8 @@ reads nothing.
 A process that is lost takes the others with it: a mesh cannot go on without its devices. The leader
 then fails the engine at its next launch, and a follower ends its process.
 
-What launches other programs than steps, or reads arrays that no process has whole, is refused, see
+Settings that launch other programs than steps, or that read arrays of other processes, are refused:
+tiers, deterministic mode, counting of routed tokens and :meth:`Engine.use`, see
 :func:`check_settings`.
 """
 

@@ -1,1 +1,5 @@
-"""Text generation: sampling, speculative decoding, the jitted loops, and the Generator."""
+"""Settings of a request, sampling, drafters, verification of drafts, and completions.
+
+The programs that use them are in :mod:`dsv3_jax.engine`, the Generator in
+:mod:`dsv3_jax.offline`.
+"""

@@ -14,7 +14,7 @@ from dsv3_jax.cli.arguments.parser import Parser
 from dsv3_jax.cli.serve import check_arguments
 from dsv3_jax.generation.settings import check
 
-_OF_THE_PROCESS = ("host", "port", "distributed", "one_process", "transfer_port")
+_OF_THE_PROCESS = ("host", "port", "one_process", "transfer_port")
 _OF_THE_ROLE = ("role", "prefill_url", "prefill_api_key_file")
 """Flags of ``dsv3 serve`` that a replica has no use for: it knows its address and its peers."""
 _OF_ONE_HOST = {
@@ -25,7 +25,7 @@ _OF_ONE_HOST = {
 """Flags that replicas of several hosts cannot have, and why."""
 _OF_DECODE = ("prefill_seconds", "prefill_min_tokens")
 """Flags that prefill replicas do not get."""
-_OF_A_PAGE = ("dtype", "quantization", "cache_dtype")
+_OF_A_PAGE = ("dtype", "quantization", "activations", "cache_dtype")
 """Flags that determine the contents of a page, and must therefore be the same in both pools."""
 
 

@@ -14,6 +14,7 @@ service.py        the engine as endpoints see it: encoding, submission, readines
 admission.py      how many requests may be open
 grammar.py        structured output: what an answer's text has to match
 tool_grammar.py   grammars of tool calls that have to come
+dsml_grammar.py   the same for DeepSeek-V3.2's format
 schema_limits.py  size and nesting of JSON schemas
 job.py            one HTTP request's completions in the engine
 sse.py            streams of events, and clients that go away

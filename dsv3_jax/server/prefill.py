@@ -114,7 +114,8 @@ class Prefills:
             raise ApiError(
                 409,
                 f"identity: expected {identity.digest.hex()}, got {body.identity}; both servers"
-                " need the same model, weights, dtype, quantization, page size and drafts",
+                " need the same model, weights, dtype, quantization, activations, cache dtype, page"
+                " size and drafts",
                 param="identity",
                 code="other_cache",
             )

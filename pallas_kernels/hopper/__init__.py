@@ -3,8 +3,9 @@
 ``device`` checks the GPU. ``ir`` emits registers' values and instructions below Pallas.
 ``warpgroup`` synchronises the threads of a warpgroup, ``barriers`` warpgroups and TMA copies,
 ``grid_barrier`` all programs of a grid, ``ring`` a producer and its consumers. ``copies`` describes
-TMA copies, ``tiles`` the layouts and buffers of tensor core operands, ``wgmma`` issues their
-instructions, ``launch`` starts a kernel.
+TMA copies, ``loads`` other loads from global memory, ``tiles`` the layouts and buffers of tensor
+core operands, ``wgmma`` issues their instructions, and ``keep`` keeps their registers live.
+``branch`` executes code conditionally, ``math`` has approximations, ``launch`` starts a kernel.
 Each has a form for Pallas' interpreter, which has whole arrays and warpgroups but no threads.
 """
 

@@ -82,6 +82,13 @@ def test_pools_that_would_refuse_each_other(name, given, expected):
             AppSettings.of({"serve": {name: given}, "prefill": {"serve": other}})
 
 
+def test_pools_with_other_activations_are_refused():
+    """Rounded activations give other pages, and are part of a page's address."""
+    values = {"serve": {"quantization": "fp8"}, "prefill": {"serve": {"activations": "float8"}}}
+    with pytest.raises(ValueError, match="activations: expected None, as in serve, got float8"):
+        AppSettings.of(values)
+
+
 def test_open_prompts_of_prefill_replicas_count_as_requests():
     context = SimpleNamespace(
         running_replicas=["a", "b"],
@@ -132,7 +139,7 @@ def test_open_prompts_of_prefill_replicas_count_as_requests():
         ),
         ({"serve": {"transfer_port": 1}}, "serve: transfer_port: expected a flag of the engine"),
         ({"serve": {"port": 80}}, "serve: port: expected a flag of the engine or its API"),
-        ({"serve": {"distributed": True}}, "serve: distributed: expected a flag of the engine"),
+        ({"serve": {"distributed": True}}, "serve: unknown argument --distributed"),
         ({"autoscaling": {"max": 4}}, "max: expected one of min_replicas, max_replicas"),
         ({"autoscaling": {"min_replicas": 2}}, "max_replicas: expected an integer of at least min"),
         ({"autoscaling": {"target_cache_usage": 0}}, "target_cache_usage: expected a share"),

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*PAGES, *ROOT.glob("[A-Z]*.md"), *(ROOT / "benchmarks").glob("*.md")]
-DOCUMENTS = sorted({*DOCUMENTS, ROOT / "dsv3_jax" / "demo" / "README.md"})
+DOCUMENTS = sorted({*DOCUMENTS, *(ROOT / "dsv3_jax").glob("demo*/README.md")})
 
 _FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?<=\n\n)((?:    \S[^\n]*\n(?:    [^\n]*\n)*)+)")

@@ -138,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_drafts(parser)
     shared.add_weights(parser)
     shared.add_layout(parser)
+    shared.add_distributed(parser)
     shared.add_exchange(parser)
     shared.add_compile_cache(parser)
     add("--echo", action="store_true", help="print each prompt before its completion")

@@ -108,7 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="T",
         help="prompt tokens of each sequence per pass (default: 512; without --layout fewer where"
-        " 512 do not fit); with --serve, tokens of a chunk (default: 256)",
+        " 512 do not fit); with --serve, tokens of a chunk (default: 64 on"
+        " Hopper GPUs, 256 on others and on TPUs)",
     )
     add(
         "--compile",

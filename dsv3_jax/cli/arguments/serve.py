@@ -9,7 +9,7 @@ from dsv3_jax import chat_formats
 from dsv3_jax.cli.arguments import shared
 from dsv3_jax.cli.arguments.roles import add_roles
 
-SUMMARY = "Serve a model over HTTP with OpenAI's API."
+SUMMARY = "Serve a model over HTTP with the APIs of OpenAI and Anthropic."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,13 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="host memory for cache pages that are no longer on the devices (default: 0)",
+        help="host memory for cache pages, for when they are no longer on the devices (default: 0;"
+        " 4 with --role prefill)",
     )
     add(
         "--host-cache-pinned",
         action="store_true",
         help="keep pages of --host-cache-gib in pinned memory, from which devices load them"
-        " without another copy; not measured on a GPU yet",
+        " without another copy; slower on an H200, see docs/serving.md",
     )
     add(
         "--disk-cache",

@@ -11,13 +11,17 @@ from sharding.names import Exchange, LayoutName
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--layout`` and ``--distributed``."""
+    """Adds ``--layout``."""
     parser.add_argument(
         "--layout",
         choices=get_args(LayoutName),
         help="shard the model over all devices in this way: see docs/sharding.md (default: use"
         " the first device only)",
     )
+
+
+def add_distributed(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--distributed``, for commands that run on several processes."""
     parser.add_argument(
         "--distributed",
         action="store_true",

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue the run in --out with its recorded settings; only --steps may be raised",
     )
     shared.add_layout(parser)
+    shared.add_distributed(parser)
     add(
         "--expert-devices",
         type=int,

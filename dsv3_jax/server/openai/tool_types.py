@@ -20,7 +20,8 @@ class FunctionDefinition(Body):
     parameters: dict[str, JsonValue] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Accepted and ignored: arguments are not checked against the schema."""
+    """Accepted and ignored: arguments match the schema if ``tool_choice`` requires a call, and are
+    not checked otherwise."""
 
 
 class Tool(Body):
