@@ -90,8 +90,9 @@ def _powers(largest: jax.Array, interpret: Any) -> tuple[jax.Array, jax.Array]:
 
     @inline(SCALAR, returns=(number, number))
     def powers(largest: Any) -> Any:
-        bits = llvm.bitcast(i32(), register(largest))
-        exponent = arith.maxui(arith.shrui(bits, const(_SIGNIFICAND)), const(least))
+        smallest = llvm.bitcast(ir.F32Type.get(), const(least << _SIGNIFICAND))
+        bits = llvm.bitcast(i32(), arith.maximumf(register(largest), smallest))
+        exponent = arith.shrui(bits, const(_SIGNIFICAND))
         inverse = arith.subi(exponent, const(_LARGEST))
         both = [arith.subi(const(sum_of_both), inverse), inverse]
         shifted = [arith.shli(n, const(_SIGNIFICAND)) for n in both]
@@ -117,8 +118,8 @@ def _warp_maximum(row: jax.Array, interpret: Any) -> jax.Array:
             for i in range(ir.VectorType(each.type).shape[0])
         ]
         largest = functools.reduce(arith.maximumf, numbers)
-        # Magnitudes are ordered as their bits are, and a warp's largest integer is one instruction.
-        text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
+        # Magnitudes are ordered as their bits, and the sign is 0: one instruction finds the largest.
+        text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
         bits = llvm.bitcast(i32(), largest)
         largest = llvm.bitcast(f32, asm(text, "=r,r", bits, result=i32(), effects=True))
         return array([vector.broadcast(ir.VectorType.get((1,), f32), largest)], SHAPE, LAYOUT)
