@@ -118,7 +118,7 @@ def _warp_maximum(row: jax.Array, interpret: Any) -> jax.Array:
             for i in range(ir.VectorType(each.type).shape[0])
         ]
         largest = functools.reduce(arith.maximumf, numbers)
-        # Magnitudes are ordered as their bits, and the sign is 0: one instruction finds the largest.
+        # Magnitudes are ordered as their bits, whose sign is 0. This is one instruction.
         text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
         bits = llvm.bitcast(i32(), largest)
         largest = llvm.bitcast(f32, asm(text, "=r,r", bits, result=i32(), effects=True))
