@@ -48,7 +48,8 @@ def feed_forward(
     Args:
       h: the residual.
       norm: weights of the norm.
-      router, routed: the router, and stacks of the experts' matrices; None in a dense layer.
+      router: the router; None in a dense layer.
+      routed: stacks of the experts' matrices; None in a dense layer.
       shared: the dense MLP, or the shared experts as one MLP of their summed width, or None.
       rule: how experts are chosen, see :func:`pallas_kernels.route`; None in a dense layer.
       attended: attention's output, which is added to h first. The sum is rounded to h's dtype.
