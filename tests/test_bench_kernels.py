@@ -610,6 +610,7 @@ def test_a_whole_run(tmp_path):
     assert {"python", "jax", "jaxlib"} <= set(result["versions"])
     assert list(result["checks"].values()) == ["right"] * 2
     assert {"xla_bf16_tflops", "best_bf16_tflops"} <= set(result["ceilings"])
+    assert "read_gbs" not in result["ceilings"], "that of a CPU is not known"
     assert result["clock"] == {"ours": "time.perf_counter"}
     for case, row in zip([TINY[1], TINY[5]], result["rows"], strict=True):
         assert (row["op"], row["shape"], row["dtype"]) == (case.op, case.shape, case.dtype)

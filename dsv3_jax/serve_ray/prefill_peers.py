@@ -24,7 +24,11 @@ class PrefillAddress(NamedTuple):
     """Key that it made when it started. Only Ray's actors have it."""
 
 
-async def keep_current(peers: Peers, addresses: Callable[[], Awaitable[list[PrefillAddress]]]):
+async def keep_current(
+    peers: Peers,
+    addresses: Callable[[], Awaitable[list[PrefillAddress]]],
+    failures: tuple[type[Exception], ...] = (TimeoutError,),
+) -> None:
     """Replaces the peers by the replicas that run now, until it is cancelled.
 
     A replica that was lost is a peer for at most a period, in which requests to it fail and go to
@@ -32,15 +36,15 @@ async def keep_current(peers: Peers, addresses: Callable[[], Awaitable[list[Pref
     stay as they are.
 
     Args:
-      addresses: returns the addresses of all prefill replicas, or raises TimeoutError.
+      addresses: returns the addresses of all prefill replicas, or raises one of ``failures``.
+      failures: errors after which the next look may succeed. Others end the task.
     """
     while True:
         try:
             given = await addresses()
-        except TimeoutError:
-            logger.warning("prefill replicas: expected all addresses within seconds, got none")
-        except Exception:  # Ray's: nobody would look any more, and nobody would know
-            logger.exception("prefill replicas: their addresses are not known")
+        except failures as error:
+            reason = f"{type(error).__name__} {error}".strip()
+            logger.warning("prefill replicas: expected all addresses, got %s", reason)
         else:
             new = dict(given)
             if new.keys() != {peer.url for peer in peers.all}:

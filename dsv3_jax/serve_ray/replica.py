@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMissingImports]
 from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 from starlette.types import Message
 
@@ -120,6 +122,7 @@ class EngineReplica(Replica):
     """
 
     async def __init__(self, settings: AppSettings, prefill: DeploymentHandle | None = None):
+        self._looking: asyncio.Task[None] | None = None
         if settings.hosts == 1:
             self._hosts = None
             made = await asyncio.to_thread(self.make_engine, settings.arguments)
@@ -131,14 +134,23 @@ class EngineReplica(Replica):
             await self._hosts.wait_until_ready()
         if prefill is not None:
             assert made.remote is not None, "the role is decode"
-            looking = asyncio.create_task(
-                keep_current(made.remote.peers, lambda: results_of(prefill, "address"))
+            self._looking = asyncio.create_task(
+                keep_current(
+                    made.remote.peers,
+                    lambda: results_of(prefill, "address"),
+                    (TimeoutError, RayError, RayServeException),
+                )
             )
-            self.closing.callback(looking.cancel)
+            self.closing.callback(self._looking.cancel)
 
     def check(self) -> None:
-        """Raises EngineFailedError if the engine failed, or another process of its mesh."""
+        """Raises EngineFailedError if the engine failed, or another process of its mesh, or if
+        the search for prefill replicas ended."""
         super().check()
+        looking = self._looking
+        if looking is not None and looking.done() and not looking.cancelled():
+            error = looking.exception()
+            raise EngineFailedError("engine: nothing looks for prefill replicas") from error
         if self._hosts is not None:
             self._hosts.check()
 

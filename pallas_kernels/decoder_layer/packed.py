@@ -21,14 +21,19 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.decoder_layer.vectors import strided
-from pallas_kernels.hopper.ir import SCALAR, array, asm, const, i32, inline, item
+from pallas_kernels.decoder_layer.vectors import (
+    LANE_NUMBERS,
+    lane_numbers,
+    own_numbers,
+    strided,
+)
+from pallas_kernels.hopper.ir import SCALAR, asm, const, i32, inline
 from pallas_kernels.hopper.ir import word as register
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.warpgroup import meet
-from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, WARPS, thread_index
+from pallas_kernels.route.lanes import LANES, SHAPE, WARPS, thread_index
 
 _LARGEST = 14  # exponent of a row's largest number
 _BIAS, _SIGNIFICAND = 127, 23  # of float32
@@ -107,21 +112,14 @@ def _warp_maximum(row: jax.Array, interpret: Any) -> jax.Array:
     row = jnp.abs(row.astype(jnp.float32))
     if interpret is not None:
         return jnp.full(SHAPE, jnp.max(row))
-    layout = strided(row.shape[0])
 
-    @inline(layout, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT))
+    @inline(strided(row.shape[0]), returns=LANE_NUMBERS)
     def find(row: Any) -> Any:
-        f32 = ir.F32Type.get()
-        numbers = [
-            item(each, i)
-            for each in row.registers.flat
-            for i in range(ir.VectorType(each.type).shape[0])
-        ]
-        largest = functools.reduce(arith.maximumf, numbers)
+        largest = functools.reduce(arith.maximumf, own_numbers(row))
         # Magnitudes are ordered as their bits, whose sign is 0. This is one instruction.
         text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
         bits = llvm.bitcast(i32(), largest)
-        largest = llvm.bitcast(f32, asm(text, "=r,r", bits, result=i32(), effects=True))
-        return array([vector.broadcast(ir.VectorType.get((1,), f32), largest)], SHAPE, LAYOUT)
+        largest = asm(text, "=r,r", bits, result=i32(), effects=True)
+        return lane_numbers(llvm.bitcast(ir.F32Type.get(), largest))
 
     return find(row)

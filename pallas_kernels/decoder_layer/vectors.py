@@ -97,25 +97,40 @@ def strided(length: int) -> Any:
     return plgpu.Layout.WG_STRIDED((length,), vec_size=math.gcd(length // _THREADS, 8))
 
 
+LANE_NUMBERS = plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT)
+"""A float32 of each lane."""
+
+
+def lane_numbers(number: Any) -> mgpu.FragmentedArray:
+    """Returns an array of :data:`LANE_NUMBERS` from each thread's register."""
+    return array(
+        [vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), number)], SHAPE, LAYOUT
+    )
+
+
+def own_numbers(row: mgpu.FragmentedArray) -> list[Any]:
+    """Returns the registers of the numbers that a thread has of a row."""
+    return [
+        item(register, i)
+        for register in row.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
 def _warp_sums(row: jax.Array, layout: Any, interpret: Any) -> jax.Array:
     """Returns the sum of each warp's numbers of a row, [4, 32], in all its lanes."""
     if interpret is not None:
         return jnp.full(SHAPE, jnp.sum(row) / WARPS)
 
-    @inline(layout, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT))
+    @inline(layout, returns=LANE_NUMBERS)
     def add(row: Any) -> Any:
         f32 = ir.F32Type.get()
-        numbers = [
-            item(register, i)
-            for register in row.registers.flat
-            for i in range(ir.VectorType(register.type).shape[0])
-        ]
-        total = functools.reduce(arith.addf, numbers)
+        total = functools.reduce(arith.addf, own_numbers(row))
         for distance in (16, 8, 4, 2, 1):
             text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
             other = asm(text, "=f,f", total, result=f32, effects=True)
             total = arith.addf(total, other)
-        return array([vector.broadcast(ir.VectorType.get((1,), f32), total)], SHAPE, LAYOUT)
+        return lane_numbers(total)
 
     return add(row)
 

@@ -773,8 +773,8 @@ BREAKS: dict[str, Break] = {
     ),
     "one failed look ends the search for prefill replicas": Break(
         "dsv3_jax/serve_ray/prefill_peers.py",
-        "except Exception:  # Ray's",
-        "except ZeroDivisionError:  # Ray's",
+        "except failures as error:",
+        "except TimeoutError as error:",
         (_REPLICAS + "test_prefill_peers.py",),
     ),
     "the other processes of a mesh end before the engine": Break(

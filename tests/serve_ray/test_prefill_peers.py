@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
 from dsv3_jax.disaggregation.peers import Peers
 from dsv3_jax.serve_ray import prefill_peers
 from dsv3_jax.serve_ray.prefill_peers import PrefillAddress, keep_current
@@ -29,9 +31,11 @@ def test_peers_follow_the_replicas(monkeypatch):
 
     async def run():
         with contextlib.suppress(asyncio.CancelledError):
-            await keep_current(peers, addresses)
+            await keep_current(peers, addresses, (TimeoutError, RuntimeError))
 
     asyncio.run(run())
+    with pytest.raises(ZeroDivisionError):  # it is no failed look, so it ends the task
+        asyncio.run(keep_current(peers, lambda: 1 // 0, (TimeoutError, RuntimeError)))  # pyright: ignore
     both = {A.url: A.api_key, B.url: B.api_key}
     assert seen == [{}, {A.url: A.api_key}, both, both, both, dict([B, C]), {}], (
         "unless a look fails"

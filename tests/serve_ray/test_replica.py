@@ -1,4 +1,4 @@
-"""The order in which the parts of a replica end."""
+"""The parts of a replica: their ends, and its health."""
 
 from __future__ import annotations
 
@@ -42,12 +42,27 @@ async def run():
         await parts.start(made, hosts=hosts)
         await parts.closing.aclose()
 
+async def fail():
+    raise ValueError("not Ray's")
+
+async def look():
+    parts = object.__new__(replica.EngineReplica)
+    parts.service, parts._hosts = service, None
+    parts._looking = asyncio.create_task(fail())
+    parts.check()
+    await asyncio.wait([parts._looking])
+    try:
+        parts.check()
+    except replica.EngineFailedError as error:
+        return repr(error.__cause__)
+
 asyncio.run(run())
-print(json.dumps({"ended": ended}))
+print(json.dumps({"ended": ended, "cause": asyncio.run(look())}))
 """
 
 
 @pytest.mark.slow
-def test_the_other_processes_of_a_mesh_end_after_the_engine():
+def test_ends_and_health():
     result = result_of(CODE, JAX_PLATFORMS="cpu")
     assert result["ended"] == ["engine", "source of pages", "other processes"]
+    assert result["cause"] == 'ValueError("not Ray\'s")', "and the health check fails"
