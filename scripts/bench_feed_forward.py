@@ -17,10 +17,10 @@ start, ``clock_mhz`` the clock in the kernel.
 
 Before anything is timed, results are compared with float32 references, and ``--repeats`` equal
 calls must give equal bits. ``error`` is the largest relative error of a token. Wrong results are
-reported (``wrong``), and not timed. After the first case, ``--launches`` launches of one token show
-that none hangs. After ``--time-limit`` seconds no further case starts; ``not_run`` lists those,
-what the kernel refuses, and what comes after a kernel that trapped. Run one kind of weights per
-process to lose no others by a trap.
+reported (``wrong``), and not timed. After the first case, ``--launches`` launches of one token in
+the last setting show that none hangs. After ``--time-limit`` seconds no further case starts;
+``not_run`` lists those, what the kernel refuses, and what comes after a kernel that trapped. Run
+one kind of weights per process to lose no others by a trap.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ SETTINGS: dict[str, Any] = {
     "alternate": {"alternate": True},
     "together": {"together": True},
     "alternate, together": {"alternate": True, "together": True},
+    "alternate, early": {"alternate": True, "early": True},
     "early": {"early": True},
     "packed": {"packed": True},
     "early, packed": {"early": True, "packed": True},
@@ -213,10 +214,12 @@ def measure(
     return row
 
 
-def endure(layers: tuple[Any, list[Any]], width: int, launches: int) -> dict[str, Any]:
+def endure(
+    layers: tuple[Any, list[Any]], width: int, launches: int, setting: str
+) -> dict[str, Any]:
     """Runs the kernel many times. It would trap if a program were missing at a barrier."""
     graph, states = layers
-    half = feed_forward.one_kernel(graph, Config(multiprocessors()))
+    half = feed_forward.one_kernel(graph, Config(multiprocessors(), **SETTINGS[setting]))
     run = jax.jit(feed_forward.chain(half, CALLS // LAYERS))
     h = jax.random.normal(jax.random.key(0), (1, width), jnp.bfloat16)
     began, programs = time.perf_counter(), -(-launches // CALLS)
@@ -225,7 +228,9 @@ def endure(layers: tuple[Any, list[Any]], width: int, launches: int) -> dict[str
         last = run(h, None, states)
     same = bool(jnp.array_equal(first, last))
     took = round(time.perf_counter() - began, 1)
-    return {"launches": programs * CALLS, "seconds": took, "same_result": same}
+    return {
+        "setting": setting, "launches": programs * CALLS, "seconds": took, "same_result": same,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -272,7 +277,9 @@ def main() -> None:
                 save()
                 if "endurance" not in result and arguments.launches:
                     width = models.config(name).hidden_size
-                    result["endurance"] = endure(layers, width, arguments.launches)
+                    result["endurance"] = endure(
+                        layers, width, arguments.launches, arguments.settings[-1]
+                    )
                     print(result["endurance"], flush=True)
             except NotImplementedError as refusal:
                 result["not_run"].append([name, weights, tokens, o_proj, str(refusal)])

@@ -49,10 +49,9 @@ class Config:
     """Output buffers of 64 rows per consumer warpgroup. They are stored together."""
 
     panel: int | None = None
-    """Number of M tiles that are computed for one N tile before the next N tile. None takes the
-    largest number that stays in the L2 cache while the matrices stream through it; for float8, a
-    group's M tiles on average, in equal parts of at most as many. Tiles of other groups share no
-    matrix with them. bfloat16 has not been measured with that."""
+    """Number of M tiles that are computed for one N tile before the next N tile. None takes a
+    group's M tiles on average, in equal parts that stay in the L2 cache while the matrices stream
+    through it. Tiles of other groups share no matrix with them."""
 
     copy_heights: tuple[int, ...] = ()
     """Heights of the lhs copies for tiles that are not full. The smallest that covers a tile's rows
@@ -224,8 +223,6 @@ class Plan:
         if self.config.panel:
             return max(1, self.config.panel // self.cluster)
         most = max(1, _PANEL_BYTES // (rows * self.k_steps * ATOM))
-        if not self.float8:
-            return most
         tiles = pl.cdiv(self.M, self.groups * rows)
         return pl.cdiv(tiles, pl.cdiv(tiles, most))
 

@@ -126,7 +126,7 @@ class Ring:
         )
 
     def loop(
-        self, steps: int, body: Callable[..., Any], state: PipelineState, carry: Any
+        self, steps: int | jax.Array, body: Callable[..., Any], state: PipelineState, carry: Any
     ) -> tuple[PipelineState, Any]:
         """Runs ``carry = body(i, state, carry)`` for ``steps`` consecutive stages.
 

@@ -61,7 +61,8 @@ def test_blocks_of_a_pair_share_the_rows_of_a_group(sizes):
         (8, 4096, 2048, True, False, 32),
         (32, 256, 2048, True, False, 2),
         (32, 129, 2048, True, True, 1),
-        (32, 256, 2048, False, False, 32),  # 16 MiB
+        (32, 256, 2048, False, False, 2),
+        (8, 4096, 7168, False, False, 8),  # 9 take 16 MiB
     ],
 )
 def test_panels_of_equal_parts_of_a_group(groups, rows, K, float8, paired, expected):

@@ -5,11 +5,17 @@ import dataclasses
 import importlib.util
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dsv3_jax import presets
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.layers.moe import MoE
 from dsv3_jax.plan import memory, topology
 from dsv3_jax.plan.compiled import _kernels, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
@@ -97,6 +103,32 @@ def test_a_compiler_that_is_not_installed(monkeypatch, target, module, extra):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"expected {module} .* 'dsv3-jax\[{extra}\]'"):
         topology.topology(Target.parse(target))
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_the_router_is_not_merged_with_the_shared_expert(target):
+    """In float32 at full precision, XLA would multiply by the router's weight and the shared
+    expert's first two matrices in one matmul, whose results have had NaN on a GPU."""
+    config = dataclasses.replace(
+        presets.MOONLIGHT_16B, hidden_size=1024, moe_intermediate_size=512, n_shared_experts=2
+    )
+    shapes = nnx.eval_shape(
+        lambda: MoE(config, rngs=nnx.Rngs(0), dtype=jnp.float32, quantization=None)
+    )
+    graph, state = nnx.split(shapes)
+    mesh = Mesh(np.array(topology.topology(Target.parse(target))[:1]), ("x",))
+    place = NamedSharding(mesh, PartitionSpec())
+    tokens = jax.ShapeDtypeStruct((4, 1, 1024), jnp.float32)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (state, tokens)
+    )
+    with jax.default_matmul_precision("highest"):
+        lowered = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(*arguments)
+    text, shared = lowered.compile().as_text(), 2 * 1024
+    assert f"f32[{shared},1024]" in text  # the shared expert's two are merged
+    assert f"f32[{shared + config.n_routed_experts},1024]" not in text
 
 
 def test_gpus_without_kernels_are_not_compiled_for():
