@@ -29,7 +29,7 @@ class Loop:
     body: int
     condition: int
     kernels: list[Kernel]
-    """Those that wait for the first one, by depth."""
+    """The kernels that wait for the first one, by depth."""
 
     def longest(self) -> list[str]:
         """Returns the names of the longest chain, without the first kernel."""
