@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from benchmarks.decode import steps
+from benchmarks.profile.chain import last_loop
 from benchmarks.profile.trace import TO_HOST, Event, busy_fraction, by_name, host_waits_us, kernels
 from scripts import profile_step
 from tests.support.checkpoints import tiny_config
@@ -60,3 +61,53 @@ def test_pauses_after_copies_to_the_host():
     events = [Event(n, "", at, 1000) for n, at in zip(names, starts, strict=True)]
     # 4 us after the first copy; the second ends while "a" is already running; "c" follows a kernel.
     assert host_waits_us(events, 2) == pytest.approx(2.0)
+
+
+LOOP = """\
+%add (a: s32[], b: s32[]) -> s32[] {
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %sum = s32[] add(%a, %b)
+}
+
+%body (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %arg = (s32[], /*index=1*/f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %x = f32[8]{0} get-tuple-element(%arg), index=1
+  %next = s32[] fusion(%i), kind=kLoop, calls=%add
+  %gemm_fusion_dot.1 = f32[8]{0} fusion(%x, %next), kind=kCustom, calls=%add
+  %gemm_fusion_dot.2 = (f32[8]{0}, (f32[], s32[])) fusion(%gemm_fusion_dot.1), kind=kCustom
+  %logits = f32[8]{0} get-tuple-element(%gemm_fusion_dot.2), index=0
+  %best = f32[] fusion(%logits), kind=kInput, calls=%add
+  %sorted = f32[8]{0} sort(%logits), dimensions={0}, to_apply=%add
+  %bits = f32[] bitcast(%best)
+  %total = f32[8]{0} fusion(%logits, %bits, %next), kind=kLoop, calls=%add
+  ROOT %tuple = (s32[], f32[8]{0}) tuple(%next, %total)
+}
+
+%proceed (arg: (s32[], f32[8])) -> pred[] {
+  %arg.1 = (s32[], f32[8]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%arg.1), index=0
+  ROOT %less = pred[] fusion(%j), kind=kLoop, calls=%add
+}
+
+ENTRY %main (start: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %start = (s32[], f32[8]{0}) parameter(0)
+  ROOT %while = (s32[], f32[8]{0}) while(%start), condition=%proceed, body=%body
+}
+"""
+
+
+def test_kernels_behind_the_lm_head():
+    loop = last_loop(LOOP, "gemm_fusion_dot")
+    assert (loop.body, loop.condition) == (6, 1)
+    assert [(kernel.depth, kernel.name) for kernel in loop.kernels] == [
+        (1, "best"),
+        (1, "sorted"),
+        (2, "total"),
+    ]
+    assert loop.longest() == ["best", "total"]
+    with pytest.raises(ValueError, match="beginning of a kernel's name, got 'cublas'"):
+        last_loop(LOOP, "cublas")
+    with pytest.raises(ValueError, match="expected a loop"):
+        last_loop(LOOP.partition("ENTRY")[0], "gemm_fusion_dot")

@@ -133,18 +133,25 @@ def _decode(
     shapes = jax.eval_shape(lambda state: _step(model, state, inputs, shape, options)[1:], state)
     outputs = jax.tree.map(lambda x: jnp.zeros((shape.max_steps, *x.shape), x.dtype), shapes)
 
-    def body(carry: tuple) -> tuple:
-        i, state, outputs = carry
-        state, *new = _step(model, state, inputs, shape, options)
-        outputs = jax.tree.map(lambda all_, one: all_.at[i].set(one), outputs, tuple(new))
-        return i + 1, state, outputs
-
-    def proceed(carry: tuple) -> Bool[Array, ""]:
-        i, state, _ = carry
+    def is_due(i: Int[Array, ""], state: SlotState) -> Bool[Array, ""]:
         requests = _decoding(state, inputs, shape, options)
         return (i < steps) & jnp.any(requests.is_running)
 
-    _, state, (new, drafted, _) = jax.lax.while_loop(proceed, body, (jnp.int32(0), state, outputs))
+    def body(carry: tuple) -> tuple:
+        i, _, state, outputs = carry
+        state, *new = _step(model, state, inputs, shape, options)
+        # Step i exists. On GPUs `.at[i].set` would check that in kernels of their own.
+        outputs = jax.tree.map(
+            lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, axis=0),
+            outputs,
+            tuple(new),
+        )
+        return i + 1, is_due(i + 1, state), state, outputs
+
+    # The carry has the condition, because the host waits for it: computed between two steps, it
+    # would be one more kernel that nothing overlaps.
+    carry = jnp.int32(0), is_due(jnp.int32(0), state), state, outputs
+    _, _, state, (new, drafted, _) = jax.lax.while_loop(lambda carry: carry[1], body, carry)
     finished = options.rows.get(state.finished, inputs.decode_slots)
     return state, _output(new, drafted, finished)
 

@@ -92,6 +92,25 @@ class Sampling:
         return greedy() if self.mode == "greedy" else sampled()
 
 
+def largest(
+    x: Float32[Array, "*batch W"],
+) -> tuple[Float32[Array, "*batch"], Int[Array, "*batch"]]:
+    """Returns the largest number of each row and the lowest index that has it.
+
+    NaN counts as the largest number, as in ``jnp.max`` and ``jnp.argmax``. One reduction has both
+    results, so that logits are read once and no kernel has to look up the number at the index.
+    """
+
+    def larger(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
+        (x, i), (y, j) = a, b
+        is_first = (x > y) | jnp.isnan(x)
+        return jnp.where(is_first, x, y), jnp.where(is_first | ((x == y) & (i < j)), i, j)
+
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    least = jnp.float32(-jnp.inf), jnp.int32(0)
+    return jax.lax.reduce((x, index), least, larger, (x.ndim - 1,))
+
+
 def filter_mask(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:
     """Returns the mask of tokens that pass top_k, top_p and min_p, applied in that order, as
     transformers applies them.
@@ -135,10 +154,11 @@ def filter_logits(
     flat = logits.reshape(B * count, W)
     is_greedy = (settings.temperature < jnp.finfo(jnp.float32).tiny)[:, None]
     # Relative to the maximum, so that no temperature makes several logits +inf.
-    relative = flat - jnp.max(flat, axis=-1, keepdims=True)
+    maximum, best = largest(flat)
+    relative = flat - maximum[:, None]
     temperature = jnp.minimum(settings.temperature, _MAX_TEMPERATURE)[:, None]
     scaled = relative / jnp.where(is_greedy, 1.0, temperature)
-    is_best = jnp.arange(W) == jnp.argmax(flat, axis=-1)[:, None]
+    is_best = jnp.arange(W) == best[:, None]
     keep = jnp.where(is_greedy, is_best, filter_mask(scaled, settings))
     return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)
 
@@ -191,7 +211,7 @@ def sample(
     """Returns each sequence's token at ``positions``, greedy or sampled by its settings."""
     return sampling.choose(
         lambda: sample_filtered(filter_logits(logits, sampling), sampling, positions, purpose),
-        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        lambda: largest(logits)[1],
     )
 
 

@@ -99,6 +99,14 @@ def test_one_step_has_no_loop(programs, state):
     assert several == one + 1
 
 
+def test_the_loop_over_steps_only_reads_its_condition(programs, state):
+    """A GPU's host waits for the condition, so the step before computes it."""
+    text = programs.lower(*jax.tree.flatten(state), programs.shape(1, 0)).as_text()
+    conditions = re.findall(r"\n *cond \{\n(.*?)\n *\} do \{", text, re.DOTALL)
+    only_read = [each for each in conditions if re.fullmatch(r" *stablehlo.return .*", each)]
+    assert len(only_read) == 1
+
+
 def test_padding_has_no_context(state):
     full = dataclasses.replace(
         state,
