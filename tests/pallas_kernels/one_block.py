@@ -113,15 +113,60 @@ def unpack_float16(word: np.ndarray) -> list[np.ndarray]:
     return [bits[..., n] | bits[..., n + 1] << 16 for n in (0, 2)]
 
 
+def run(text: str, operands: tuple[Any, ...]) -> Any:
+    """Runs instructions on 32-bit words one by one. ``$0`` and so on are results, then operands."""
+    lines = [line.strip() for line in text.strip("{}\n ").split(";")]
+    lines = [line.split(None, 1) for line in lines if line and not line.startswith(".reg")]
+    count = 1 + max(int(n) for n in re.findall(r"\$(\d+)", text)) - len(operands)
+    words = {f"${count + n}": np.asarray(x).astype(np.uint32) for n, x in enumerate(operands)}
+
+    def halves(name: str) -> np.ndarray:
+        bits = np.ascontiguousarray(np.broadcast_to(word(name), (THREADS,)))
+        return bits.view(np.float16).reshape(-1, 2)
+
+    def word(name: str) -> Any:
+        return words[name] if name in words else np.uint32(int(name, 0))
+
+    for name, rest in lines:
+        target, *sources = rest.split(", ")
+        if name == "shr.u32":
+            result = word(sources[0]) >> word(sources[1])
+        elif name == "lop3.b32":
+            assert sources[3] == "0x6A"  # (a & b) ^ c
+            result = (word(sources[0]) & word(sources[1])) ^ word(sources[2])
+        elif name == "xor.b32":
+            result = word(sources[0]) ^ word(sources[1])
+        elif name == "mov.b32":
+            result = word(sources[0])
+        elif name == "prmt.b32":
+            a, b, selector = (word(source) for source in sources)
+            of_bytes = [each >> (8 * i) & 255 for each in (a, b) for i in range(4)]
+            chosen = [of_bytes[int(selector) >> (4 * i) & 7] << (8 * i) for i in range(4)]
+            result = chosen[0] | chosen[1] | chosen[2] | chosen[3]
+        elif name in ("sub.rn.f16x2", "fma.rn.f16x2"):
+            a, b, *c = (halves(source).astype(np.float64) for source in sources)
+            pair = a - b if name.startswith("sub") else a * b + c[0]
+            result = pair.astype(np.float16).view(np.uint32).reshape(-1)
+        else:
+            raise AssertionError(f"an unknown instruction: {name}")
+        words[target] = result
+    return [words[f"${n}"] for n in range(count)]
+
+
 def asm(text: str, _: str, *operands: Any, result: Any = None, effects: bool = False) -> Any:
     del result, effects
     if text.startswith("mma.sync.aligned.m16n8k16"):
         return mma(operands, float16_pair if "f16.f16" in text.split("f32.")[1] else bfloat16_pair)
     if "cvt.rn.f16x2.e4m3x2" in text:
         return unpack_float16(operands[0])
+    if "sub.rn.f16x2" in text:
+        return run(text, operands)
     if "prmt.b32" in text:
         return unpack(text, operands[0])
     if text.startswith("shfl.sync.idx.b32"):
+        if "0x1C1F" in text:  # from one of four lanes
+            quarter = int(text.split(", ")[2])
+            return np.repeat(np.broadcast_to(operands[0], (THREADS,))[quarter::4], 4)
         value, lane = (np.broadcast_to(x, (THREADS,)) for x in operands)
         return value.reshape(-1, LANES)[np.arange(THREADS) // LANES, lane]
     raise AssertionError(f"an unknown instruction: {text}")
@@ -148,6 +193,13 @@ def load(type_: Any, pointer: Pointer, alignment: int | None = None) -> Any:
     return pointer.words(4)
 
 
+def select(condition: np.ndarray, a: Any, b: Any) -> Any:
+    if not isinstance(a, Pointer):
+        return np.where(condition, a, b)
+    offset = np.where(condition, a.offset, b.offset + len(a.memory))
+    return Pointer(np.concatenate([a.memory, b.memory]), offset)
+
+
 def emulate(monkeypatch: Any, *modules: Any) -> None:
     """Replaces what the modules emit instructions with."""
     size = {"f32": 4, "i8": 1}
@@ -166,7 +218,7 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
             addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
             andi=np.bitwise_and, shrui=np.right_shift, minui=np.minimum, addf=np.add,
             mulf=np.multiply,
-            select=np.where, constant=lambda _, value: np.float32(value),
+            select=select, constant=lambda _, value: np.float32(value),
             CmpIPredicate=SimpleNamespace(ult="ult", uge="uge"),
             cmpi=lambda predicate, a, b: compare[predicate](a, b),
         ),
