@@ -12,6 +12,7 @@ from flax import nnx
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import attention_inputs
 from pallas_kernels.attention_inputs import mosaic_gpu, reference
 from pallas_kernels.attention_inputs.api import BACKENDS
@@ -344,10 +345,15 @@ def test_kernel(attention, settings):
 @kernel_runs
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("q_rank", "rank", "name"),
-    [(None, 128, "mosaic_gpu"), (128, 128, "mosaic_gpu"), (None, 256, "mosaic_gpu_early")],
+    ("q_rank", "rank", "name", "weights"),
+    [
+        (None, 128, "mosaic_gpu", None),
+        (128, 128, "mosaic_gpu", None),
+        (None, 256, "mosaic_gpu_early", None),
+        (None, 256, "mosaic_gpu_packed", "int4"),
+    ],
 )
-def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeypatch):
+def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, weights, monkeypatch):
     """A step of two sequences with different numbers of tokens, and one with a token for each."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, num_hidden_layers=1, first_k_dense_replace=1,
@@ -355,8 +361,11 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeyp
         qk_nope_head_dim=128, qk_rope_head_dim=16, v_head_dim=64, kv_lora_rank=rank,
         q_lora_rank=q_rank, initializer_range=0.2,
     )  # fmt: skip
-    dtype = jnp.bfloat16 if ON_GPU else jnp.float32
-    model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
+    dtype = jnp.bfloat16 if ON_GPU or weights else jnp.float32
+    quantization = QUANTIZATIONS[weights or "bf16"]
+    settings = {"early": True, "packed": True} if name == "mosaic_gpu_packed" else {}
+    config = ModelConfig.from_hf(raw)
+    model = DeepSeekV3(config, rngs=nnx.Rngs(0), dtype=dtype, quantization=quantization)
     cache = LatentKVCache.init(model.cache_spec(), 2, 64)
     tokens, calls = jnp.asarray([[3, 17], [5, 0]], jnp.int32), []
 
@@ -369,14 +378,16 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeyp
 
     def by_kernel(*arrays, **options):
         calls.append(arrays[1].w_uk.shape)
+        programs = multiprocessors() if ON_GPU else 2
         return mosaic_gpu.attention_inputs(
-            *arrays, **options, config=None if ON_GPU else Config(2), interpret=INTERPRET
+            *arrays, **options, config=Config(programs, **settings), interpret=INTERPRET
         )
 
     def second_half(*arrays, **options):
         assert options["w_uv"].shape == (2, 64, rank)
-        assert isinstance(options["attended"], Parts) == (name == "mosaic_gpu_early")
-        config = None if ON_GPU else FeedForward(2, stages=3)
+        assert isinstance(options["attended"], Parts) == (name != "mosaic_gpu")
+        few = {"programs": 2, "stages": 3}
+        config = FeedForward(**{"programs": multiprocessors()} if ON_GPU else few, **settings)
         return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
 
     plain, plain_newest, plain_cache = two_steps()
