@@ -1,8 +1,8 @@
 """Checks and times the second half of a decoder layer in one kernel, on one Hopper GPU.
 
     python -m scripts.bench_feed_forward [--models moonlight-16b v3-slice] [--tokens 1 2 4 8]
-        [--weights bf16 fp8 int8 int4] [--o-proj without with] [--launches 1000000] [--time-limit 540]
-        [--out benchmarks/results/feed_forward_h200.json]
+        [--weights bf16 fp8 int8 int4] [--o-proj without with] [--launches 1000000]
+        [--time-limit 540] [--out benchmarks/results/feed_forward_h200.json]
 
 Layers with experts, of published widths with random weights, run one after the other without
 attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each of its settings, and

@@ -106,7 +106,7 @@ def _store_permuted(target: Any, row: jax.Array, weights: Any, interpret: Any) -
         f16 = ir.F16Type.get()
         thread = arith.andi(mgpu.utils.thread_idx(), const(_THREADS - 1))
         registers = list(row.registers.flat)
-        count = ir.VectorType(registers[0].type).shape[0]
+        count = length // (_THREADS * len(registers))  # numbers of a register
         memory, size = mgpu.utils.memref_ptr(target), _THREADS * count
         first = arith.muli(thread, const(count))
         # A register's numbers that stay together: a piece, whose own order is known, or one.

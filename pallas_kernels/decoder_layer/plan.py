@@ -296,7 +296,7 @@ class Plan:
 
 
 def padded(columns: int, *weight_dtypes: Any) -> int:
-    """Returns the distance of activation rows of so many columns, see :meth:`Plan.stride`."""
+    """Returns the distance of activation rows of N columns, see :meth:`Plan.stride`."""
     is_float8 = any(dtype.itemsize == 1 and not is_integer(dtype) for dtype in weight_dtypes)
     return columns + ((16 if is_float8 else 64) - 2 * columns) % 128 // 2
 

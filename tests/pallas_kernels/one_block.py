@@ -22,7 +22,7 @@ class Buffer:
     """Memory, and the shape of the reference to it."""
 
     def __init__(self, array: np.ndarray):
-        self.bytes = np.frombuffer(array.tobytes(), np.uint8)
+        self.bytes = np.frombuffer(array.tobytes(), np.uint8).copy()
         self.shape = array.shape
 
 
@@ -200,9 +200,16 @@ def select(condition: np.ndarray, a: Any, b: Any) -> Any:
     return Pointer(np.concatenate([a.memory, b.memory]), offset)
 
 
+def store(value: Any, pointer: Pointer, alignment: int | None = None) -> None:
+    numbers = value.numbers if isinstance(value, Values) else [value]
+    stored = np.ascontiguousarray(np.stack(numbers, axis=-1)).view(np.uint8)
+    assert not np.any(pointer.offset % (alignment or 1)), "a misaligned store"
+    pointer.memory[pointer.offset[:, None] + np.arange(stored.shape[1])] = stored
+
+
 def emulate(monkeypatch: Any, *modules: Any) -> None:
     """Replaces what the modules emit instructions with."""
-    size = {"f32": 4, "i8": 1}
+    size = {"f32": 4, "f16": 2, "i8": 1}
     block: list[list[Any]] = []
 
     @contextlib.contextmanager
@@ -223,7 +230,7 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
             cmpi=lambda predicate, a, b: compare[predicate](a, b),
         ),
         "llvm": SimpleNamespace(
-            load=load, extractelement=lambda vector, i: vector[int(i)],
+            load=load, store=store, extractelement=lambda vector, i: vector[int(i)],
             extractvalue=lambda _, struct, i: struct[i[0]],
             intr_fma=lambda a, b, c: np.float32(a) * np.float32(b) + c,
             StructType=SimpleNamespace(get_literal=lambda _: None),
@@ -240,13 +247,18 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
         ),
         "ir": SimpleNamespace(
             F32Type=SimpleNamespace(get=lambda: "f32"),
+            F16Type=SimpleNamespace(get=lambda: "f16"),
+            DenseI64ArrayAttr=SimpleNamespace(get=list),
             IntegerType=SimpleNamespace(get_signless=lambda bits: f"i{bits}"),
             VectorType=SimpleNamespace(get=lambda shape, _: shape),
             FloatAttr=SimpleNamespace(get=lambda _, value: value),
             InsertionPoint=insertion_point,
         ),
         "scf": SimpleNamespace(IfOp=Branch, yield_=lambda values: block[-1].extend(values)),
-        "vector": SimpleNamespace(broadcast=lambda _, value: Values(value)),
+        "vector": SimpleNamespace(
+            broadcast=lambda _, value: Values(value),
+            shuffle=lambda a, _, mask: Values(*(a[n] for n in mask)),
+        ),
         "array": lambda registers, shape, layout: registers[0],
         "float_pair": Values,
         "item": lambda register, i: register[i],

@@ -1,6 +1,7 @@
 """The code of single threads of feed_forward, run on NumPy for all threads of the consumers."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,6 +10,7 @@ import pytest
 
 from pallas_kernels.block_quant.reference import block_dequant, integer_quant
 from pallas_kernels.decoder_layer import integers, registers
+from pallas_kernels.decoder_layer import packed as packed_module
 from pallas_kernels.decoder_layer import scales as scales_module
 from pallas_kernels.decoder_layer import totals as totals_module
 from pallas_kernels.decoder_layer.packed import _powers
@@ -220,3 +222,20 @@ def test_every_integer_is_exact(text, bits, order):
         stored = [(word >> np.uint32(bits * n)) % 2**bits for n in order]
         want = [(each.astype(np.int64) ^ 2 ** (bits - 1)) - 2 ** (bits - 1) for each in stored]
         np.testing.assert_array_equal(pairs, np.stack(want, axis=-1))
+
+
+@pytest.mark.parametrize("dtype", [INT4, INT8])
+@pytest.mark.parametrize("length", [128, 256, 512, 1408, 2048])
+def test_rows_for_integers_are_stored_as_permuted(length, dtype, monkeypatch, untyped):
+    """Threads have one, two, four or eight neighbouring numbers in a register."""
+    row = np.arange(length).astype(np.float16)
+    want = np.asarray(integers.permute(jnp.asarray(row), dtype))
+    count = np.gcd(length // 128, 8)
+    own = (np.arange(THREADS) % 128)[:, None] * count + np.arange(count)
+    registers_ = [Values(*row[first + own].T) for first in range(0, length, 128 * count)]
+    emulate(monkeypatch, packed_module, integers)
+    memory = Buffer(np.full(length, -1, np.float16))
+    held = SimpleNamespace(shape=(length,), registers=SimpleNamespace(flat=registers_))
+    monkeypatch.setattr(packed_module, "inline", lambda *_: lambda function: function)
+    packed_module._store_permuted(memory, held, dtype, None)
+    np.testing.assert_array_equal(memory.bytes.view(np.float16), want)
