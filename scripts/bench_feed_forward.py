@@ -1,8 +1,8 @@
 """Checks and times the second half of a decoder layer in one kernel, on one Hopper GPU.
 
     python -m scripts.bench_feed_forward [--models moonlight-16b v3-slice] [--tokens 1 2 4 8]
-        [--weights bf16 fp8] [--o-proj without with] [--launches 1000000] [--time-limit 540]
-        [--out benchmarks/results/feed_forward_h200.json]
+        [--weights bf16 fp8 int8 int4] [--o-proj without with] [--launches 1000000]
+        [--time-limit 540] [--out benchmarks/results/feed_forward_h200.json]
 
 Layers with experts, of published widths with random weights, run one after the other without
 attention: by the persistent kernel of ``pallas_kernels.feed_forward`` in each of its settings, and
@@ -58,6 +58,9 @@ LAYERS = 4  # different layers of a program, so that the L2 cache holds the weig
 CALLS = 16  # layers of a timed program: XLA may compile the kernel again for each
 WINDOWS, WINDOW_S = 5, 0.1
 LAUNCHES = 50  # programs in flight before clocks are read
+INTEGERS = "int8", "int4"
+# Bytes per weight, with int4's scales; those of whole rows or of blocks hardly count.
+BYTES = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5 + 4 / 128}
 SETTINGS: dict[str, Any] = {
     "always": {"ahead": "always"},
     "arrived": {"ahead": "arrived"},
@@ -155,13 +158,19 @@ def phases(
     }
 
 
+def settings_for(names: Sequence[str], weights: str) -> list[str]:
+    """Returns the settings with which the kernel takes such weights, apart from sizes."""
+    if weights not in INTEGERS:
+        return list(names)
+    return [n for n in names if SETTINGS[n].get("packed") and not SETTINGS[n].get("alternate")]
+
+
 def weight_bytes(config: ModelConfig, weights: str, tokens: int, attention: int) -> int:
     """Returns the bytes that the kernel reads: every pair of a token and an expert counts."""
     D, F = config.hidden_size, config.moe_intermediate_size
     experts = config.n_shared_experts + tokens * config.num_experts_per_tok
-    itemsize = 1 if weights == "fp8" else 2
     matrices = 3 * D * F * experts + D * attention
-    return matrices * itemsize + 2 * D * config.n_routed_experts
+    return round(matrices * BYTES[weights]) + 2 * D * config.n_routed_experts
 
 
 def measure(
@@ -196,7 +205,8 @@ def measure(
     programs["exact"] = jax.jit(exact), (h, heads, states[:1])
     add("plain", feed_forward.plain(graph))
     events = ()
-    for name in settings.settings:
+    names = settings_for(settings.settings, weights)
+    for name in names:
         setting = Config(multiprocessors(), **SETTINGS[name])
         add(name, feed_forward.one_kernel(graph, setting))
         setting = dataclasses.replace(setting, timed=True)
@@ -205,7 +215,7 @@ def measure(
         programs[f"stamps {name}"] = stamps, (h, heads, states)
     compiled = compile_all(programs)
     wanted = [compiled["exact"](h, heads, [state]) for state in states]
-    for name in (*settings.settings, "plain"):
+    for name in (*names, "plain"):
         row[name] = check(compiled[f"check {name}"], h, heads, states, wanted, settings.repeats)
         if "wrong" not in row[name]:
             row[name] |= timed(compiled[f"time {name}"], h, heads, states)
@@ -236,7 +246,7 @@ def endure(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the second half of a layer in one kernel.")
     parser.add_argument("--models", nargs="*", default=["moonlight-16b", "v3-slice"])
-    parser.add_argument("--weights", nargs="*", default=["bf16", "fp8"], choices=["bf16", "fp8"])
+    parser.add_argument("--weights", nargs="*", default=["bf16", "fp8"], choices=BYTES)
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
     choices = "without", "with"
     parser.add_argument("--o-proj", nargs="*", default=choices[:1], choices=choices)
@@ -275,10 +285,11 @@ def main() -> None:
                 result["rows"].append(row)
                 print(json.dumps(row), flush=True)
                 save()
-                if "endurance" not in result and arguments.launches:
+                names = settings_for(arguments.settings, weights)
+                if "endurance" not in result and arguments.launches and names:
                     width = models.config(name).hidden_size
                     result["endurance"] = endure(
-                        layers, width, arguments.launches, arguments.settings[-1]
+                        layers, width, arguments.launches, names[-1]
                     )
                     print(result["endurance"], flush=True)
             except NotImplementedError as refusal:

@@ -28,6 +28,7 @@ READ = [
     ("moonlight-16b", "bf16", False, 147.1, True),
     ("moonlight-16b", "bf16", True, 146.8, True),
     ("moonlight-16b", "fp8", False, 73.7, True),
+    ("moonlight-16b", "int4", False, 36.96, True),
     ("v3-slice", "fp8", False, 517.5, False),
 ]
 

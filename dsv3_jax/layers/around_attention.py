@@ -22,7 +22,7 @@ from dsv3_jax.layers.norm import RMSNorm
 from dsv3_jax.layers.paged_cache import LayerCache, new_slots
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.router import routing_rule
-from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.quantization import INT4, INT8, BlockQuantization
 from pallas_kernels import attention_inputs, feed_forward
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
@@ -232,9 +232,10 @@ def _scales(*weights: Weight) -> tuple[Array, ...]:
     quantization = weights[0].quantization
     if quantization is None:
         return ()
-    if not isinstance(quantization, BlockQuantization) or weights[0].block_shape != (128, 128):
+    is_float8 = isinstance(quantization, BlockQuantization) and weights[0].block_shape == (128, 128)
+    if not is_float8 and quantization not in (INT8, INT4):
         raise NotImplementedError(
-            f"takes matrices without quantization or in float8 with blocks of 128x128, got"
-            f" {quantization}"
+            "takes matrices without quantization, in float8 with blocks of 128x128, in int8 with a"
+            f" scale for each row, or in int4 with blocks of 1x128, got {quantization}"
         )
     return tuple(weight.scale for weight in weights)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.attention_inputs import mosaic_gpu, reference
 from pallas_kernels.attention_inputs.reference import AttentionInputs, AttentionWeights
+from pallas_kernels.decoder_layer.formats import scales_shape, shape_of
 from pallas_kernels.dispatch import Implementation, dispatch
 
 _KERNEL = mosaic_gpu.attention_inputs
@@ -82,9 +83,9 @@ def _check(x: Array, weights: AttentionWeights, cos: Array, pages: Array) -> Non
         projections["q_a_proj"] = weights.q_a_proj
         norms["q_a_norm"] = weights.q_a_norm, Q
     for name, (weight, scales) in projections.items():
-        if weight.shape != expected[name]:
-            raise ValueError(f"{name}: expected shape {expected[name]}, got {weight.shape}")
-        blocks = tuple(-(-size // 128) for size in weight.shape)
+        if (shape := shape_of(weight)) != expected[name]:
+            raise ValueError(f"{name}: expected shape {expected[name]}, got {shape}")
+        blocks = scales_shape(weight)
         if scales and [scale.shape for scale in scales] != [blocks]:
             got = [scale.shape for scale in scales]
             raise ValueError(f"{name}: expected scales of shape {blocks}, got {got}")

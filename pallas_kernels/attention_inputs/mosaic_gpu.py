@@ -16,6 +16,7 @@ from pallas_kernels.attention_inputs import kernel
 from pallas_kernels.attention_inputs.plan import Config, PhaseName, Plan
 from pallas_kernels.attention_inputs.reference import AttentionInputs, AttentionWeights
 from pallas_kernels.block_quant.reference import FLOAT8
+from pallas_kernels.decoder_layer.formats import is_integer
 from pallas_kernels.decoder_layer.stream import ROWS
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
@@ -44,9 +45,9 @@ def attention_inputs(
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations, pages or W_UK that are
-        not bfloat16; projections that are not bfloat16, or float8 with scales; widths that are not
-        multiples of 128, or rope widths and columns of pages that are not multiples of 8; or too
-        little shared memory.
+        not bfloat16; projections that are neither bfloat16, nor float8, int8 or int4 with scales;
+        integers without the setting ``packed``; widths that are not multiples of 128, or rope
+        widths and columns of pages that are not multiples of 8; or too little shared memory.
     """
     require_hopper(interpret)
     programs = multiprocessors() if interpret is None else 2
@@ -86,9 +87,11 @@ def make_plan(
         if (projection := getattr(weights, name)) is None:
             continue
         dtype = dtypes[name] = projection.weight.dtype
-        if dtype != x.dtype and not (dtype == jnp.dtype(FLOAT8) and projection.scales):
+        is_scaled = dtype == jnp.dtype(FLOAT8) or is_integer(dtype)
+        if dtype != x.dtype and not (is_scaled and projection.scales):
             raise NotImplementedError(
-                f"takes projections of {x.dtype}, or float8_e4m3fn with scales, got {dtype}"
+                f"takes projections of {x.dtype}, or float8_e4m3fn, int8 or int4 with scales, got"
+                f" {dtype}"
             )
     H, N, C = weights.w_uk.shape
     plan = Plan.of(

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.decoder_layer.plan import check_packed
+from pallas_kernels.decoder_layer.formats import is_integer
+from pallas_kernels.decoder_layer.plan import check_packed, padded
 from pallas_kernels.decoder_layer.registers import SUMS_SHAPE
 from pallas_kernels.decoder_layer.stream import CONSUMERS, MOST_TOKENS, ROWS, Operand, Stages
 
@@ -27,13 +28,16 @@ class Phase:
 
     name: PhaseName
     units: int
-    """Eight output features of a projection, a piece of W_UK, or a token's latent."""
+    """Some output features of a projection, a piece of W_UK, or a token's latent."""
     before: int
     """Units of the phases before. The first unit is of the next program, modulo their number."""
     barriers: int = 0
     """Grid barriers before this phase."""
     operand: Operand | None = None
     """The matrix of a projection."""
+    rows: int = ROWS
+    """Output features of a unit of a projection: if the operand's halves are not split, each has
+    eight of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +97,8 @@ class Config:
     flight. None means always if they fit the ring together with those before the barrier: they have
     then arrived when the program does."""
     packed: bool = False
-    """Whether the rows that meet float8 projections are in float16, see
-    :mod:`pallas_kernels.decoder_layer.packed`. No GPU has run it."""
+    """Whether the rows that meet float8 or integer projections are in float16, see
+    :mod:`pallas_kernels.decoder_layer.packed`. Integers need it. No GPU has run it."""
     early: bool = False
     """Whether the norms' weights are loaded before the preceding kernel or the grid barrier has
     been waited for. No GPU has run it."""
@@ -142,6 +146,8 @@ class Plan:
             raise NotImplementedError(f"takes a rope width of a multiple of {ROWS}, got {rope}")
         if config.packed:
             check_packed(tokens, dtype, *weight_dtypes.values())
+        elif any(map(is_integer, weight_dtypes.values())):
+            raise NotImplementedError("takes int8 and int4 projections only packed")
         pieces = Pieces.of(H, N, C, tokens, dtype, config.programs)
         phases = _phases(tokens, width, q_rank, rope, pieces, weight_dtypes)
         operands = [phase.operand for phase in phases if phase.operand is not None]
@@ -161,6 +167,12 @@ class Plan:
             return plan
         ahead = "always" if plan.most_stages <= count else "arrived"
         return dataclasses.replace(plan, config=dataclasses.replace(config, ahead=ahead))
+
+    @property
+    def weight_dtype(self) -> Any:
+        """The dtype of the projections, if rows are packed."""
+        operands = [phase.operand for phase in self.phases if phase.operand is not None]
+        return operands[0].dtype
 
     @property
     def used_bytes(self) -> int:
@@ -207,8 +219,7 @@ class Plan:
         The tokens that a quarter of a warp reads at once are then in different banks.
         """
         operands = [phase.operand for phase in self.phases if phase.operand is not None]
-        padding = 16 if min(operand.dtype.itemsize for operand in operands) == 1 else 64
-        return columns + (padding - 2 * columns) % 128 // 2
+        return padded(columns, *(operand.dtype for operand in operands))
 
 
 def _phases(
@@ -218,22 +229,29 @@ def _phases(
     """Returns the phases in the order in which their weights are read."""
     phases: list[Phase] = []
 
-    def add(name: PhaseName, units: int, barriers: int, columns: int = 0) -> None:
+    def add(name: PhaseName, units: int, barriers: int) -> None:
         before = sum(phase.units for phase in phases)
-        operand = None
-        if columns:
-            operand = Operand.of(weight_dtypes[name], columns, True, _STEP_BYTES)
-        phases.append(Phase(name, units, before, barriers, operand))
+        phases.append(Phase(name, units, before, barriers))
 
-    queries = pieces.heads * (pieces.nope + rope) // ROWS
-    latents = (pieces.rank + rope) // ROWS
+    def add_projection(name: PhaseName, features: int, columns: int, barriers: int) -> None:
+        dtype, before = weight_dtypes[name], sum(phase.units for phase in phases)
+        rows = 2 * ROWS if is_integer(dtype) else ROWS
+        if features % rows:
+            raise NotImplementedError(
+                f"takes {name} of {jnp.dtype(dtype)} with a multiple of {rows} rows, got {features}"
+            )
+        operand = Operand.of(dtype, columns, not is_integer(dtype), _STEP_BYTES)
+        phases.append(Phase(name, features // rows, before, barriers, operand, rows))
+
+    queries = pieces.heads * (pieces.nope + rope)
+    latents = pieces.rank + rope
     if q_rank:
-        add("q_a_proj", q_rank // ROWS, 0, width)
-        add("kv_a_proj", latents, 0, width)
-        add("q_proj", queries, 1, q_rank)
+        add_projection("q_a_proj", q_rank, width, 0)
+        add_projection("kv_a_proj", latents, width, 0)
+        add_projection("q_proj", queries, q_rank, 1)
     else:
-        add("q_proj", queries, 0, width)
-        add("kv_a_proj", latents, 0, width)
+        add_projection("q_proj", queries, width, 0)
+        add_projection("kv_a_proj", latents, width, 0)
     last = 2 if q_rank else 1
     add("w_uk", pieces.heads * pieces.per_head, last)
     add("latents", tokens, last)

@@ -21,8 +21,10 @@ from pallas_kernels.attention_inputs.fold import (
 from pallas_kernels.attention_inputs.plan import Phase, Plan
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.attention_inputs.rotation import store_rotated
+from pallas_kernels.decoder_layer.epilogue import output_blocks
+from pallas_kernels.decoder_layer.formats import scale_block, scales_shape, shape_of
 from pallas_kernels.decoder_layer.packed import pack
-from pallas_kernels.decoder_layer.registers import SCALE_BLOCK, zero_after
+from pallas_kernels.decoder_layer.registers import zero_after
 from pallas_kernels.decoder_layer.row_copies import RowCopies
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
@@ -123,13 +125,18 @@ class Program:
     def halves(self, phase: Phase, i: jax.Array) -> tuple[Half, Half]:
         """Returns the weights of the program's i-th unit of a projection."""
         assert phase.operand is not None
-        (weight, scales), row = getattr(self.refs.weights, phase.name), self.unit(phase, i) * ROWS
-        left = Half(weight, row)
-        if scales:
-            columns = -(-weight.shape[1] // SCALE_BLOCK)
-            start = lax.div(row, jnp.int32(SCALE_BLOCK)) * columns
-            left = dataclasses.replace(left, scales=scales[0], scales_start=start)
-        return left, dataclasses.replace(left, column=phase.operand.columns)
+        weight, scales = getattr(self.refs.weights, phase.name)
+        operand, first = phase.operand, self.unit(phase, i) * phase.rows
+
+        def half(n: int) -> Half:
+            row = first if operand.is_split else first + n * ROWS
+            made = Half(weight, row, n * operand.columns if operand.is_split else 0)
+            if not scales:
+                return made
+            start = lax.div(row, jnp.int32(scale_block(weight)[0])) * scales_shape(weight)[1]
+            return dataclasses.replace(made, scales=scales[0], scales_start=start)
+
+        return half(0), half(1)
 
     def piece(self, phase: Phase, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the head and the first column of the program's i-th piece of W_UK."""
@@ -241,7 +248,8 @@ class Program:
                     interpret=self.interpret,
                 )
                 if self.factors is not None:
-                    pack([normed], [(target, self.factors.at[t])], norms, self.interpret)
+                    targets, dtype = [(target, self.factors.at[t])], plan.weight_dtype
+                    pack([normed], targets, dtype, norms, self.interpret)
 
         self.totals.meet()
 
@@ -251,7 +259,7 @@ class Program:
         """Multiplies this program's units of a projection, as ``number`` exchanges before."""
         plan, operand, count = self.plan, phase.operand, self.count(phase)
         assert operand is not None
-        width = getattr(self.refs.weights, phase.name).weight.shape[1]
+        width = shape_of(getattr(self.refs.weights, phase.name).weight)[1]
         rows = Rows(self.activations, 0, plan.stride(width), plan.tokens, self.factors)
         float16 = None if self.factors is None else Float16Sums(operand.is_split, self.factors)
 
@@ -268,7 +276,9 @@ class Program:
             @when(self.wg == lax.rem(number, jnp.int32(CONSUMERS)))
             def _() -> None:
                 left, right = self.totals.load(number, plan.tokens, float16)
-                self.store_unit(phase, self.unit(phase, i) * ROWS, left + right)
+                row = self.unit(phase, i) * phase.rows
+                for n, block in enumerate(output_blocks(operand, left, right)):
+                    self.store_features(phase, row + n * ROWS, block)
 
             return state, number + 1, following
 
@@ -276,7 +286,7 @@ class Program:
         state, number, _ = lax.fori_loop(0, count, unit, carry)
         return state, number
 
-    def store_unit(self, phase: Phase, row: jax.Array, block: jax.Array) -> None:
+    def store_features(self, phase: Phase, row: jax.Array, block: jax.Array) -> None:
         """Stores eight output features of a projection. Those with positions are rotated."""
         plan, refs, pieces = self.plan, self.refs, self.plan.pieces
         tokens, interpret = plan.tokens, self.interpret

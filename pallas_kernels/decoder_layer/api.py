@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
+from pallas_kernels.decoder_layer.formats import scales_shape, shape_of
 from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mla_decode.parts import Parts
@@ -112,10 +113,10 @@ def _check_attended(
         return
     (M, D), width = h.shape, h.shape[1]
     if o_proj is not None:
-        width = o_proj.weight.shape[1]
+        width = shape_of(o_proj.weight)[1]
         if o_proj.weight.shape[0] != D:
             raise ValueError(f"o_proj: expected {D} rows, got shape {o_proj.weight.shape}")
-        blocks = -(-D // 128), -(-width // 128)
+        blocks = scales_shape(o_proj.weight)
         if o_proj.scales and [scale.shape for scale in o_proj.scales] != [blocks]:
             got = [scale.shape for scale in o_proj.scales]
             raise ValueError(f"o_proj: expected scales of shape {blocks}, got {got}")
@@ -149,11 +150,11 @@ def _check_parts(h: Array, parts: Parts, w_uv: Array | None) -> None:
 def _check_matrices(name: str, matrices: Matrices, D: int) -> None:
     *stack, F, _ = matrices.gate.shape
     expected = (*stack, F, D), (*stack, F, D), (*stack, D, F)
-    got = tuple(matrix.shape for matrix in matrices[:3])
+    got = tuple(shape_of(matrix) for matrix in matrices[:3])
     if got != expected:
         raise ValueError(f"{name}: expected gate, up and down of shapes {expected}, got {got}")
     if matrices.scales:
-        blocks = [(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)) for shape in expected]
+        blocks = [scales_shape(matrix) for matrix in matrices[:3]]
         scales = [scale.shape for scale in matrices.scales]
         if scales != blocks:
             raise ValueError(f"{name}: expected scales of shapes {blocks}, got {scales}")

@@ -66,7 +66,8 @@ class Entries:
                     interpret=self.interpret,
                 )
                 if self.factors is not None:
-                    pack([normed], [(target, self.factors.at[t])], norms, self.interpret)
+                    targets = [(target, self.factors.at[t])]
+                    pack([normed], targets, plan.weight_dtype, norms, self.interpret)
 
         self.totals.meet()
 
@@ -109,9 +110,8 @@ class Entries:
         if self.factors is not None and factor is not None:
             packed = [(*row, self.factors.at[factor + n]) for n, row in enumerate(rows)]
             for wg in range(min(CONSUMERS, len(rows))):
-                norms = self.norms.at[wg]
-                run = functools.partial(pack_rows, packed[wg::CONSUMERS], norms, self.interpret)
-                when(self.wg == wg)(run)
+                own = packed[wg::CONSUMERS], self.plan.weight_dtype, self.norms.at[wg]
+                when(self.wg == wg)(functools.partial(pack_rows, *own, self.interpret))
             self.totals.meet()
             return
         size = len(rows) if self.plan.config.together else CONSUMERS

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decoder_layer.plan import Phase, Plan
-from pallas_kernels.decoder_layer.stream import ROWS
+from pallas_kernels.decoder_layer.stream import ROWS, Operand
 from pallas_kernels.decoder_layer.units import Refs
 from pallas_kernels.decoder_layer.vectors import load_block, store_block
+
+
+def output_blocks(operand: Operand, left: jax.Array, right: jax.Array) -> list[jax.Array]:
+    """Returns the blocks of output features of a matrix, from the totals of a unit's halves."""
+    return [left + right] if operand.is_split else [left, right]
 
 
 def epilogue(
@@ -45,12 +51,15 @@ def epilogue(
         store_block(refs.routed_hidden, start, 0, hidden, 1, interpret)
 
     def keep(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
-        sums.at[i][...] = left + right
+        blocks = output_blocks(phase.operand, left, right)
+        for n, block in enumerate(blocks):
+            sums.at[i * len(blocks) + n][...] = block
 
     def store_residual(i: Any, pair: Any, row: Any, left: Any, right: Any) -> None:
-        attended = (left + right).astype(plan.dtype).astype(jnp.float32)
-        h = load_block(refs.flat_h, row, plan.width, plan.tokens, interpret)
-        store_block(refs.residual, row, plan.width, h + attended, plan.tokens, interpret)
+        for n, block in enumerate(output_blocks(phase.operand, left, right)):
+            attended, start = block.astype(plan.dtype).astype(jnp.float32), row + n * ROWS
+            h = load_block(refs.flat_h, start, plan.width, plan.tokens, interpret)
+            store_block(refs.residual, start, plan.width, h + attended, plan.tokens, interpret)
 
     by_name = {
         "w_uv": store_values,

@@ -167,7 +167,7 @@ def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
         "totals": Totals.scratch(interpret),
         "signals": signals,
         "activations": [plgpu.SMEM((plan.activations,), dtype)],
-        "sums": [plgpu.SMEM((plan.own_outputs, *SHAPE), f32)],
+        "sums": [plgpu.SMEM((plan.own_outputs * plan.output_blocks, *SHAPE), f32)],
         "norms": [plgpu.SMEM((CONSUMERS, *SHAPE), f32)],
         "factors": [plgpu.SMEM((plan.factors,), f32)] if plan.factors else [],
         "grid": GridBarrier.scratch(CONSUMERS, interpret),

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer import kernel
+from pallas_kernels.decoder_layer.formats import is_integer, shape_of
 from pallas_kernels.decoder_layer.plan import Config, Plan
 from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.hopper import multiprocessors, require_hopper
@@ -49,8 +50,9 @@ def feed_forward(
       settings: of ``config``, if that is None.
 
     Raises:
-      NotImplementedError: no Hopper GPU; more than 8 tokens; activations and matrices that are not
-        bfloat16, or float8 matrices with scales; widths that are not multiples of 128; what
+      NotImplementedError: no Hopper GPU; more than 8 tokens; activations that are not bfloat16;
+        matrices that are neither bfloat16, nor float8, int8 or int4 with scales; integers without
+        the setting ``packed``; widths that are not multiples of 128; what
         :func:`pallas_kernels.route` refuses on Hopper; or too little shared memory.
     """
     require_hopper(interpret)
@@ -94,24 +96,28 @@ def make_plan(
         dtypes.add(jnp.dtype(o_proj.weight.dtype))
     (weight_dtype,) = dtypes if len(dtypes) == 1 else (None,)
     router_dtype = h.dtype if router is None else router.weight.dtype
-    is_float8 = weight_dtype == jnp.dtype(FLOAT8)
+    is_scaled = weight_dtype is not None and (
+        weight_dtype == jnp.dtype(FLOAT8) or is_integer(weight_dtype)
+    )
     allowed = {jnp.dtype(jnp.bfloat16)} | ({jnp.dtype(jnp.float32)} if interpret else set())
     if h.dtype not in allowed or router_dtype != h.dtype:
         raise NotImplementedError(
             f"takes bfloat16 activations and routers, got {h.dtype} and {router_dtype}"
         )
-    if weight_dtype != h.dtype and not is_float8:
+    if weight_dtype != h.dtype and not is_scaled:
         names = ", ".join(sorted(map(str, dtypes)))
-        raise NotImplementedError(f"takes matrices of {h.dtype} or float8_e4m3fn, got {names}")
+        raise NotImplementedError(
+            f"takes matrices of one of {h.dtype}, float8_e4m3fn, int8 and int4, got {names}"
+        )
     if w_uv is not None and w_uv.dtype != h.dtype:
         raise NotImplementedError(f"takes W_UV of {h.dtype}, got {w_uv.dtype}")
     scales = [len(each.scales) // 3 for each in matrices]
-    if is_float8 and not all([*scales, o_proj is None or o_proj.scales]):
-        raise NotImplementedError("takes float8 matrices with scales, got none")
+    if is_scaled and not all([*scales, o_proj is None or o_proj.scales]):
+        raise NotImplementedError(f"takes {weight_dtype} matrices with scales, got none")
     return Plan.of(
         tokens=h.shape[0],
         width=h.shape[1],
-        attention=0 if o_proj is None else o_proj.weight.shape[1],
+        attention=0 if o_proj is None else shape_of(o_proj.weight)[1],
         heads=0 if w_uv is None else w_uv.shape[0],
         latent=0 if w_uv is None else w_uv.shape[2],
         sequences=sequences,

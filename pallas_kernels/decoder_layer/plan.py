@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from pallas_kernels.decoder_layer.formats import is_integer
 from pallas_kernels.decoder_layer.registers import MOST_SPLIT_TOKENS, SUMS_SHAPE
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
@@ -38,6 +39,9 @@ class Phase:
 
     A phase's units are numbered matrix by matrix. Program p has the units p, p + programs, and so
     on, after ``shift`` has been added to p. In w_uv it has consecutive units, of few heads.
+
+    The halves of a unit are those of its operand. If that is not split, and the phase has one
+    matrix instead of gate and up, they are eight rows each.
     """
 
     name: PhaseName
@@ -50,6 +54,8 @@ class Phase:
     barriers: int = 0
     """Grid barriers before this phase's activations."""
     shift: int = 0
+    rows: int = ROWS
+    """Output features of a unit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +76,8 @@ class Config:
     """Whether a warpgroup loads all rows of activations that it copies before it stores the first.
     No GPU has run it."""
     packed: bool = False
-    """Whether the rows that meet float8 weights are in float16, see :mod:`packed`. It takes fewer
-    instructions. No GPU has run it."""
+    """Whether the rows that meet float8 or integer weights are in float16, see :mod:`packed`. It
+    takes fewer instructions, and integers need it. No GPU has run it."""
     early: bool = False
     """Whether the norm's weights and the router's bias are loaded before the grid barriers, instead
     of after what the barriers protect. No GPU has run it."""
@@ -132,6 +138,8 @@ class Plan:
             _check_rule(rule, experts)
         if config.packed:
             check_packed(tokens, dtype, weight_dtype)
+        if is_integer(weight_dtype):
+            _check_integers(width, config)
         if heads and attention % (2 * ROWS * heads):
             raise NotImplementedError(
                 f"takes head widths of a multiple of {2 * ROWS}, got {attention / heads:g}"
@@ -157,7 +165,7 @@ class Plan:
         """Returns the number of stages that fit in addition to everything else."""
         used = self.activations * 2 + _RESERVED
         used += 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
-        used += 4 * self.own_outputs * _WARPGROUP + 4 * self.factors
+        used += 4 * self.own_outputs * self.output_blocks * _WARPGROUP + 4 * self.factors
         fitting = (_SHARED_MEMORY - used) // self.stages.stage_bytes
         wanted = self.config.stages or min(fitting, _MOST_STAGES)
         if not _FEWEST_STAGES <= wanted <= fitting:
@@ -176,7 +184,17 @@ class Plan:
     @property
     def own_outputs(self) -> int:
         """The most units of a D-wide output that a program has."""
-        return count_most(self.width // ROWS, self.config.programs)
+        return count_most(self.width // self.output_rows, self.config.programs)
+
+    @property
+    def output_rows(self) -> int:
+        """Output features of a unit of a D-wide output."""
+        return self.phases[-1].rows
+
+    @property
+    def output_blocks(self) -> int:
+        """Blocks of eight output features of such a unit."""
+        return self.output_rows // ROWS
 
     @property
     def events(self) -> tuple[str, ...]:
@@ -223,10 +241,10 @@ class Plan:
         """Returns the distance of activation rows in shared memory.
 
         The tokens that a quarter of a warp reads at once are then in different banks: a thread
-        reads 16 bytes per block of bfloat16 weights, and 32 bytes of float8 weights.
+        reads 16 bytes per block of bfloat16 weights, and 32 bytes of float8 weights. What it reads
+        for integers is next to the other threads' 16 bytes.
         """
-        padding = 16 if self.weight_dtype.itemsize == 1 else 64
-        return columns + (padding - 2 * columns) % 128 // 2
+        return padded(columns, self.weight_dtype)
 
     @property
     def ffn_start(self) -> int:
@@ -277,16 +295,35 @@ class Plan:
         return max(rows, self.tokens * max(attention, latents))
 
 
+def padded(columns: int, *weight_dtypes: Any) -> int:
+    """Returns the distance of activation rows of N columns, see :meth:`Plan.stride`."""
+    is_float8 = any(dtype.itemsize == 1 and not is_integer(dtype) for dtype in weight_dtypes)
+    return columns + ((16 if is_float8 else 64) - 2 * columns) % 128 // 2
+
+
 def check_packed(tokens: int, dtype: Any, *weight_dtypes: Any) -> None:
     """Raises NotImplementedError if rows of this dtype cannot be packed for these matrices."""
     dtype, kinds = jnp.dtype(dtype), {jnp.dtype(each) for each in weight_dtypes}
-    if dtype != jnp.dtype(jnp.bfloat16) or kinds != {jnp.dtype(jnp.float8_e4m3fn)}:
+    float8 = jnp.dtype(jnp.float8_e4m3fn)
+    are_integers = len(kinds) == 1 and all(map(is_integer, kinds))
+    if dtype != jnp.dtype(jnp.bfloat16) or not (kinds == {float8} or are_integers):
         raise NotImplementedError(
-            f"packs bfloat16 rows for float8_e4m3fn matrices, got {dtype} and"
+            f"packs bfloat16 rows for matrices of float8_e4m3fn, int8 or int4, got {dtype} and"
             f" {', '.join(sorted(map(str, kinds)))}"
         )
-    if tokens > MOST_SPLIT_TOKENS:
-        raise NotImplementedError(f"packs 1 to {MOST_SPLIT_TOKENS} tokens, got {tokens}")
+    if tokens > MOST_SPLIT_TOKENS and not are_integers:
+        raise NotImplementedError(
+            f"packs 1 to {MOST_SPLIT_TOKENS} tokens for float8_e4m3fn matrices, got {tokens}"
+        )
+
+
+def _check_integers(width: int, config: Config) -> None:
+    if not config.packed or config.alternate:
+        raise NotImplementedError(
+            "takes int8 and int4 matrices only packed, and not alternately, got"
+            f" packed={config.packed} and alternate={config.alternate}"
+        )
+    assert width % (2 * ROWS) == 0
 
 
 def _check_rule(rule: Rule, experts: int) -> None:
@@ -313,30 +350,32 @@ def _phases(
     def operand(dtype: Any, columns: int, *, is_split: bool) -> Operand:
         return Operand.of(dtype, columns, is_split, _STEP_BYTES)
 
+    def of_output(columns: int) -> Operand:
+        return operand(weight_dtype, columns, is_split=not is_integer(weight_dtype))
+
+    # A row of integers is short, and half of it may not have whole groups.
+    rows = 2 * ROWS if is_integer(weight_dtype) else ROWS
     phases: list[Phase] = []
     router_units = 0
     before = int(bool(attention))  # barriers before the norm
     if attention:
-        phases.append(
-            Phase("o_proj", operand(weight_dtype, attention, is_split=True), width // ROWS)
-        )
+        phases.append(Phase("o_proj", of_output(attention), width // rows, rows=rows))
     if rule is not None:
         router_units = experts // ROWS
         router = operand(router_dtype, width, is_split=True)
         phases.append(Phase("router", router, router_units, barriers=before))
     if ffn:
         gate_up = operand(weight_dtype, width, is_split=False)
-        down = operand(weight_dtype, ffn, is_split=True)
         # Programs without a unit of the router get the first ones here.
         phases.append(Phase("gate_up", gate_up, ffn // ROWS, barriers=before, shift=-router_units))
-        phases.append(Phase("down", down, width // ROWS, barriers=before + 1))
+        phases.append(Phase("down", of_output(ffn), width // rows, barriers=before + 1, rows=rows))
     if rule is not None:
         gate_up = operand(weight_dtype, width, is_split=False)
-        down = operand(weight_dtype, expert_ffn, is_split=True)
+        down = of_output(expert_ffn)
         pairs = tokens * rule.num_experts_per_tok
         phases += [
             Phase("routed_gate_up", gate_up, expert_ffn // ROWS, pairs, barriers=before + 1),
-            Phase("routed_down", down, width // ROWS, pairs, barriers=before + 2),
+            Phase("routed_down", down, width // rows, pairs, barriers=before + 2, rows=rows),
         ]
     return tuple(phases)
 
@@ -350,4 +389,4 @@ def _with_w_uv(
     """
     operand = Operand.of(dtype, latent, False, _STEP_BYTES)
     later = [dataclasses.replace(each, barriers=each.barriers + 1) for each in phases]
-    return Phase("w_uv", operand, head_width // (2 * ROWS), heads), *later
+    return Phase("w_uv", operand, head_width // (2 * ROWS), heads, rows=2 * ROWS), *later

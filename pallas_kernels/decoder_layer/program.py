@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decoder_layer.choice import choose, load_bias
 from pallas_kernels.decoder_layer.entries import Entries
-from pallas_kernels.decoder_layer.epilogue import epilogue
+from pallas_kernels.decoder_layer.epilogue import epilogue, output_blocks
 from pallas_kernels.decoder_layer.plan import Entry, Phase, Plan
 from pallas_kernels.decoder_layer.registers import MOST_SPLIT_TOKENS, SUMS, SUMS_SHAPE, no_sums
 from pallas_kernels.decoder_layer.stamps import store_cycles, store_nanoseconds
@@ -194,9 +194,9 @@ class Program:
             starts = [plan.ffn_start + t * plan.stride(plan.ffn) for t in range(plan.tokens)]
             self.entries.copy_rows(refs.hidden, plan.ffn, starts, factor=plan.ffn_factor)
         else:
-            for i in range(plan.own_outputs):
+            for i in range(plan.own_outputs * plan.output_blocks):
                 zeros = plgpu.layout_cast(jnp.zeros(SHAPE, jnp.float32), LAYOUT)
-                when(self.wg == i % CONSUMERS)(
+                when(self.wg == i // plan.output_blocks % CONSUMERS)(
                     lambda i=i, zeros=zeros: _store(self.sums.at[i], zeros)
                 )
 
@@ -291,11 +291,12 @@ class Program:
         assert plan.rule is not None
         own, stride, wg = self.units.own_outputs(), plan.stride(plan.expert_ffn), self.wg
         K, first_pair = jnp.int32(plan.rule.num_experts_per_tok), self.units.first_pair()
-        # Sums over rows in float16 are transposed in registers, with the tokens twice in a row.
+        # Sums over rows in float16 are transposed in registers, with the tokens twice in a row if
+        # the halves are of one row.
         is_packed = self.factors is not None
         transposed = is_packed and self.on_gpu
         row_token = plgpu.broadcasted_iota(jnp.int32, SUMS_SHAPE, int(transposed), layout=SUMS)
-        most = MOST_SPLIT_TOKENS if transposed else MOST_TOKENS
+        most = MOST_SPLIT_TOKENS if transposed and operand.is_split else MOST_TOKENS
         row_token = jnp.bitwise_and(row_token, most - 1)
         count = self.units.count(phase)
 
@@ -329,8 +330,9 @@ class Program:
             def _() -> None:
                 float16 = Float16Sums(operand.is_split) if is_packed else None
                 left, right = self.totals.load(number, plan.tokens, float16)
-                total = self.sums.at[n]
-                _store(total, load_with_layout(total, LAYOUT) + (left + right))
+                for j, block in enumerate(output_blocks(operand, left, right)):
+                    total = self.sums.at[n * plan.output_blocks + j]
+                    _store(total, load_with_layout(total, LAYOUT) + block)
 
             return state, number + 1, scales
 
@@ -350,9 +352,11 @@ class Program:
     def store_out(self) -> None:
         """Adds the sums to the residual."""
         plan, refs = self.plan, self.refs
-        for i in range(plan.own_outputs):
-            row = (self.program + i * self.programs) * ROWS
-            is_own = (self.wg == i % CONSUMERS) & (row < plan.width)
+        blocks = plan.output_blocks
+        for i in range(plan.own_outputs * blocks):
+            row = (self.program + i // blocks * self.programs) * plan.output_rows
+            row += i % blocks * ROWS
+            is_own = (self.wg == i // blocks % CONSUMERS) & (row < plan.width)
 
             @when(is_own)
             def _(i: int = i, row: jax.Array = row) -> None:

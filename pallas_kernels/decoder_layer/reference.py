@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from pallas_kernels.block_quant.reference import block_dequant
+from pallas_kernels.decoder_layer.formats import scale_block
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.rms_norm import reference as rms_norm
@@ -18,21 +19,23 @@ from pallas_kernels.route.reference import Rule
 
 
 class Matrices(NamedTuple):
-    """Gate, up and down projections: single matrices, or stacks of them."""
+    """Gate, up and down projections: single matrices, or stacks of them.
 
-    gate: Float[Array, "*E F D"]
-    up: Float[Array, "*E F D"]
-    down: Float[Array, "*E D F"]
+    The columns of int4 are stored in pairs, see :mod:`pallas_kernels.decoder_layer.formats`.
+    """
+
+    gate: Num[Array, "*E F D"]
+    up: Num[Array, "*E F D"]
+    down: Num[Array, "*E D F"]
     scales: tuple[Float32[Array, "*E rows columns"], ...] = ()
-    """Scales of each if they are float8, one per block of 128x128."""
+    """Scales of each if they are float8 or integers, in the blocks of their format."""
 
 
 class Projection(NamedTuple):
-    """A linear projection, such as attention's output projection."""
+    """A linear projection, such as attention's output projection, as in :class:`Matrices`."""
 
-    weight: Float[Array, "N K"]
+    weight: Num[Array, "N K"]
     scales: tuple[Float32[Array, "rows columns"], ...] = ()
-    """The scale of a float8 matrix, one number per block of 128x128."""
 
 
 class Router(NamedTuple):
@@ -141,11 +144,11 @@ def mlp(
 
 
 def multiply(
-    x: Float[Array, "M K"], weight: Float[Array, "N K"], scales: Sequence[Array]
+    x: Float[Array, "M K"], weight: Num[Array, "N stored"], scales: Sequence[Array]
 ) -> Float32[Array, "M N"]:
-    """Returns ``W x``; a float8 matrix W has scales."""
+    """Returns ``W x``; a matrix W of float8 or integers has scales."""
     if scales:
-        weight = block_dequant(weight, scales[0], (128, 128), x.dtype)
+        weight = block_dequant(weight, scales[0], scale_block(weight), x.dtype)
     return jnp.einsum("mk,nk->mn", x, weight, preferred_element_type=jnp.float32)
 
 

@@ -9,6 +9,7 @@ Rows in float16 (:mod:`packed`) meet float8 weights the other way round, ``w x^T
 eight of either half, are an instruction's rows, and tokens its columns. If the halves are the
 left and the right columns of one matrix, the tokens are twice in its eight columns: first their
 left, then their right columns. A product of one half's weights and the other's columns is not read.
+Int8 and int4 weights meet float16 in the same way, in other columns (:mod:`integers`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+from pallas_kernels.decoder_layer import integers
+from pallas_kernels.decoder_layer.formats import SCALE_BLOCK
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -41,8 +44,6 @@ from pallas_kernels.route.lanes import LANES, LAYOUT
 
 BLOCK_BYTES = 64
 """Bytes of a matrix row that a warp multiplies at a time, 16 per thread."""
-SCALE_BLOCK = 128
-"""Rows, and columns, that share a scale of a float8 matrix."""
 
 WARPS = 8  # of both consumer warpgroups
 TOKENS = 8  # rows of the sums
@@ -97,18 +98,20 @@ def multiply(
       halves: references to both halves of the stage.
       rows: the activation rows, a :class:`stream.Rows`.
       step: index of the stage in its unit.
-      scales: of each half, from :func:`scales.load_scales`; empty if the matrices are not float8.
+      scales: of each half, from :func:`scales.load_scales`, or of each stage, from
+        :func:`scales.load_row_scales`; empty if the matrices have none.
       warps: warps that share the columns: those of both warpgroups, or of this one.
     """
     if interpret is not None:
         return _multiply_in_interpreter(operand, halves, rows, step, scales, sums, warps)
     half_scales, is_packed = scales, rows.factors is not None
     blocks = operand.step_bytes // BLOCK_BYTES
-    columns = BLOCK_BYTES // operand.dtype.itemsize  # per block
+    columns = operand.block_columns
     second = operand.columns if operand.is_split else 0  # first column of the second half
-    is_float8 = operand.dtype.itemsize == 1
+    is_integer = operand.is_integer
+    is_float8 = bool(scales) and not is_integer
     row_bytes, x_bytes = halves_row_bytes(halves), 2 * rows.stride
-    flat_scales = [chunk for half in scales for chunk in half]
+    flat_scales = list(scales) if is_integer else [chunk for half in scales for chunk in half]
     types = REF, REF, REF, SCALAR, SCALAR, [LAYOUT] * len(flat_scales), SUMS, SUMS
 
     @inline(*types, returns=(plgpu.ShapeDtypeStruct(SUMS_SHAPE, jnp.float32, layout=SUMS),) * 2)
@@ -134,7 +137,8 @@ def multiply(
             arith.muli(register(step), const(operand.step)),
             arith.muli(first_block, const(columns)),
         )
-        x_column = arith.addi(column, arith.muli(quarter, const(columns // 4)))
+        own_columns = integers.PIECE if is_integer else columns // 4
+        x_column = arith.addi(column, arith.muli(quarter, const(own_columns)))
         if is_twice:
             x_half = arith.shrui(row, const(MOST_SPLIT_TOKENS.bit_length() - 1))
             x_column = arith.addi(x_column, arith.muli(x_half, const(second)))
@@ -142,8 +146,22 @@ def multiply(
         x_offset = arith.addi(x_offset, arith.muli(register(x_start), const(2)))
         x_pointer = _advance(mgpu.utils.memref_ptr(x), x_offset)
 
+        def of_integers(block: int, before: list[Any]) -> list[Any]:
+            """Does :meth:`of_block` for int8 and int4."""
+            pieces = range(0, columns, 4 * integers.PIECE)
+            x_words = [_load_words(x_pointer, 2 * (block * columns + n)) for n in pieces]
+            words = [_load_words(weight, BLOCK_BYTES * block) for weight in weights]
+            both = integers.products(x_words, *words, operand.dtype)
+            scale = [_of_quarter(row_scales, 2 * half + block) for half in range(2)]
+            return [
+                llvm.intr_fma(p, scale[n // 2], s)
+                for n, (p, s) in enumerate(zip(both, before, strict=True))
+            ]
+
         def of_block(block: int, before: list[Any]) -> list[Any]:
             """Returns the four sums after a block: two of each half."""
+            if is_integer:
+                return of_integers(block, before)
             after, x_words, both = [], [], []
             if is_packed:
                 both = _products_float16(
@@ -177,6 +195,7 @@ def multiply(
                 after += [llvm.intr_fma(p, scale, s) for p, s in zip(products, two, strict=True)]
             return after
 
+        row_scales = _of_stage(scales, register(step)) if is_integer else None
         numbers = [item(s.registers.flat[0], i) for s in sums for i in range(2)]
         end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(warps))
         for block in range(-(-blocks // warps)):
@@ -233,9 +252,8 @@ def _multiply_in_interpreter(
 ) -> Any:  # fmt: skip
     """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
     wg = jax.lax.axis_index("wg")
-    columns = BLOCK_BYTES // operand.dtype.itemsize
     blocks = operand.step_bytes // BLOCK_BYTES
-    middle = 4 * blocks // WARPS * columns
+    middle = 4 * blocks // WARPS * operand.block_columns
     column = jnp.arange(operand.step)
     is_own = jnp.where(wg == 0, column < middle, column >= middle) | (warps < WARPS)
     results = []
@@ -252,10 +270,19 @@ def _multiply_in_interpreter(
             x = jax.lax.bitcast_convert_type(x, jnp.float16)
         x = x.astype(jnp.float32)
         x = jnp.concatenate([x, jnp.broadcast_to(x[-1], (TOKENS - rows.count, operand.step))])
-        w = ref[...].astype(jnp.float32)
-        if scales:
+        if operand.is_integer:
+            scale = scales[half]
+            if operand.group:
+                groups = operand.step // operand.group
+                scale = jax.lax.dynamic_slice_in_dim(scale, step * groups, groups, 1)
+            w = integers.unpack(ref[...]).reshape(*scale.shape, -1) * scale[:, :, None]
+            w = integers.permute(w.reshape(-1, operand.step), operand.dtype)
+        else:
+            w = ref[...].astype(jnp.float32)
+        if scales and not operand.is_integer:
             k_block = (at + column) // SCALE_BLOCK - first // SCALE_BLOCK
             w = w * jnp.concatenate([chunk[0] for chunk in scales[half]])[k_block]
+        # Permuted columns remain in their block, and therefore in their warpgroup.
         product = jnp.einsum("tk,nk->tn", x, jnp.where(is_own, w, 0.0))
         results.append(before.at[:TOKENS].add(product))
     return tuple(results)
@@ -313,6 +340,22 @@ def _products_float16(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
 def _zero() -> Any:
     f32 = ir.F32Type.get()
     return arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+
+
+def _of_stage(chunks: Sequence[Any], step: Any) -> Any:
+    """Returns a stage's register, of registers for each stage of a unit or for all of them."""
+    own = [llvm.extractelement(chunk.registers.item(), const(0)) for chunk in chunks]
+    result = own[0]
+    for n, value in enumerate(own[1:], 1):
+        is_later = arith.cmpi(arith.CmpIPredicate.uge, step, const(n))
+        result = arith.select(is_later, value, result)
+    return result
+
+
+def _of_quarter(value: Any, quarter: int) -> Any:
+    """Returns the register that one of the four threads with the same matrix row has."""
+    text = f"shfl.sync.idx.b32 $0, $1, {quarter}, 0x1C1F, 0xffffffff;"
+    return asm(text, "=f,f", value, result=ir.F32Type.get(), effects=True)
 
 
 def _of_lane(chunks: Sequence[Any], index: Any) -> Any:

@@ -29,9 +29,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decoder_layer.formats import (
+    SCALE_BLOCK,
+    columns_per_element,
+    is_integer,
+)
 from pallas_kernels.decoder_layer.registers import (
     BLOCK_BYTES,
-    SCALE_BLOCK,
     SUMS,
     SUMS_SHAPE,
     multiply,
@@ -39,7 +43,7 @@ from pallas_kernels.decoder_layer.registers import (
     zero_after,
 )
 from pallas_kernels.decoder_layer.row_copies import RowCopies
-from pallas_kernels.decoder_layer.scales import load_scales, prefetch_scales
+from pallas_kernels.decoder_layer.scales import load_row_scales, load_scales, prefetch_scales
 from pallas_kernels.decoder_layer.totals import Float16Sums, load_totals
 from pallas_kernels.hopper.branch import cond
 from pallas_kernels.hopper.ir import (
@@ -67,7 +71,8 @@ class Operand:
     """Static description of the matrices of a phase."""
 
     dtype: Any
-    """bfloat16, float8_e4m3fn with scales of 128x128 blocks, or in the interpreter float32."""
+    """bfloat16, float8_e4m3fn with scales of 128x128 blocks, int8 with a scale for each row, uint8
+    for int4 with scales of 1x128 blocks, or in the interpreter float32."""
 
     columns: int
     """Columns of a half."""
@@ -77,7 +82,7 @@ class Operand:
 
     is_split: bool
     """Whether the halves are the left and the right columns of one matrix. Otherwise they are equal
-    columns of two matrices."""
+    columns of two matrices, or of different rows. Halves of integers are never split."""
 
     @staticmethod
     def of(dtype: Any, columns: int, is_split: bool, most_bytes: int) -> Operand:
@@ -87,8 +92,9 @@ class Operand:
         Raises:
           NotImplementedError: a half is not a multiple of 64 bytes.
         """
-        itemsize = jnp.dtype(dtype).itemsize
-        row = columns * itemsize // (2 if is_split else 1)
+        itemsize, per_element = jnp.dtype(dtype).itemsize, columns_per_element(dtype)
+        assert not (is_split and is_integer(dtype))
+        row = columns * itemsize // per_element // (2 if is_split else 1)
         if row % BLOCK_BYTES:
             raise NotImplementedError(
                 f"takes rows of a multiple of {BLOCK_BYTES * (2 if is_split else 1)} bytes, got"
@@ -97,15 +103,40 @@ class Operand:
         blocks = row // BLOCK_BYTES
         fitting = range(most_bytes // BLOCK_BYTES, 0, -1)
         step = next(n for n in fitting if blocks % n == 0) * BLOCK_BYTES
-        return Operand(jnp.dtype(dtype), row // itemsize, step // itemsize, is_split)
+        row, step = (size // itemsize * per_element for size in (row, step))
+        return Operand(jnp.dtype(dtype), row, step, is_split)
 
     @property
     def steps(self) -> int:
         return self.columns // self.step
 
     @property
+    def elements(self) -> int:
+        """Stored elements of a row per ring stage."""
+        return self.step // columns_per_element(self.dtype)
+
+    @property
     def step_bytes(self) -> int:
-        return self.step * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def block_columns(self) -> int:
+        """Columns that a warp multiplies at a time."""
+        return BLOCK_BYTES // self.dtype.itemsize * columns_per_element(self.dtype)
+
+    @property
+    def is_integer(self) -> bool:
+        return is_integer(self.dtype)
+
+    @property
+    def group(self) -> int | None:
+        """Columns of an integer matrix that share a row's scale, or None if all of them do."""
+        return SCALE_BLOCK if columns_per_element(self.dtype) == 2 else None
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row of an integer matrix."""
+        return self.columns // self.group if self.group else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +157,7 @@ class Rows:
 
     factors: Any = None
     """Reference to float32 factors by which results are multiplied, if the rows are in float16 (see
-    :mod:`packed`). The weights must be float8."""
+    :mod:`packed`). The weights must be float8 or integers, and integers need it."""
 
     first_factor: Any = 0
     """Index of the first row's factor."""
@@ -149,10 +180,10 @@ class Half:
     """Index of the matrix in a stack."""
 
     scales: Any = None
-    """Reference to all float32 scales of a float8 matrix or stack, flat; one per 128x128 block."""
+    """Reference to all float32 scales of a matrix or stack of float8 or integers, flat."""
 
     scales_start: jax.Array | int = 0
-    """Index of the scale of this row's first column."""
+    """Index of the scale of the first row's first column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +229,7 @@ class Stages:
         if self.interpret is None:
             return self.refs[0].at[stage, half]
         ref = self.refs[self.dtypes.index(operand.dtype)]
-        return ref.at[stage, half, :, pl.ds(0, operand.step)]
+        return ref.at[stage, half, :, pl.ds(0, operand.elements)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +255,7 @@ class Stream:
         def fill(i: jax.Array, state: PipelineState, carry: None) -> None:
             copies = []
             for n, half in enumerate(halves):
-                columns = pl.ds(half.column + i * operand.step, operand.step)
+                columns = pl.ds(half.column + i * operand.elements, operand.elements)
                 window = (*half.index, pl.ds(half.row, ROWS), columns)
                 target = self.stages.half(operand, state.stage, n)
                 copies.append(
@@ -237,8 +268,11 @@ class Stream:
 
         for half in halves:
             if operand.dtype.itemsize == 1:
-                start = half.scales_start + half.column // SCALE_BLOCK
-                prefetch_scales(half.scales, start, operand.columns, self.stages.interpret)
+                start, count = half.scales_start, ROWS * operand.groups
+                if not operand.is_integer:
+                    start += half.column // SCALE_BLOCK
+                    count = -(-operand.columns // SCALE_BLOCK)
+                prefetch_scales(half.scales, start, count, self.stages.interpret)
         return self.ring.loop(self.steps(operand.steps), fill, state, None)[0]
 
     def steps(self, count: int) -> Any:
@@ -259,10 +293,13 @@ class Stream:
         """Loads the scales of a unit, for :meth:`consume`, from the L2 cache: load them early.
 
         Returns:
-          Numbers in the lanes' registers for each half. Nothing, unless the matrices are float8.
+          Numbers in the lanes' registers for each half, or of integers for each stage. Nothing of
+          matrices without scales.
         """
         if operand.dtype.itemsize != 1:
             return []
+        if operand.is_integer:
+            return load_row_scales(operand, halves, self.stages.interpret)
         return [
             load_scales(
                 half.scales,

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.decoder_layer.formats import scale_block, shape_of
 from pallas_kernels.decoder_layer.plan import Phase, Plan
 from pallas_kernels.decoder_layer.reference import Matrices
-from pallas_kernels.decoder_layer.registers import SCALE_BLOCK
 from pallas_kernels.decoder_layer.stream import ROWS, Half, count_units
 
 
@@ -71,7 +71,7 @@ class Units:
         return count_units(self.shifted(phase), phase.units * phase.matrices, self.programs)
 
     def own_outputs(self) -> jax.Array:
-        return count_units(self.program, self.plan.width // ROWS, self.programs)
+        return count_units(self.program, self.plan.width // self.plan.output_rows, self.programs)
 
     def shifted(self, phase: Phase) -> jax.Array:
         """Returns the program's number in a phase."""
@@ -87,16 +87,15 @@ class Units:
         if phase.name == "routed_down":
             pair, output = self._routed_down(i)
             unit = self.program + output * self.programs
-            return pair, jnp.minimum(unit, phase.units - 1) * ROWS
+            return pair, jnp.minimum(unit, phase.units - 1) * phase.rows
         unit = self.shifted(phase) + i * self.programs
         if phase.name == "w_uv":
             unit = self.program * self.plan.own_units + i
         unit = jnp.minimum(unit, phase.units * phase.matrices - 1)
         if phase.matrices == 1:
-            return jnp.int32(0), unit * ROWS
+            return jnp.int32(0), unit * phase.rows
         units = jnp.int32(phase.units)
-        rows = 2 * ROWS if phase.name == "w_uv" else ROWS
-        return lax.div(unit, units), lax.rem(unit, units) * rows
+        return lax.div(unit, units), lax.rem(unit, units) * phase.rows
 
     def first_head(self) -> jax.Array:
         """Returns the first of the heads, ``own_heads``, that hold this program's units of w_uv."""
@@ -135,7 +134,7 @@ class Units:
         if phase.name.startswith("routed"):
             matrices = self.refs.routed
             index = (self.refs.experts[self.first_pair() + pair],)
-        names = ("down", "down") if phase.operand.is_split else ("gate", "up")
+        names = ("down", "down") if phase.name.endswith("down") else ("gate", "up")
         halves: list[Half] = []
         for n, name in enumerate(names):
             number = Matrices._fields.index(name)
@@ -150,10 +149,13 @@ class Units:
     ) -> Half:  # fmt: skip
         """Returns half ``n`` of a unit. ``scales`` are none, or the matrix' own."""
         column = n * phase.operand.columns if phase.operand.is_split else 0
+        if phase.rows > ROWS:
+            row += n * ROWS
         if not scales:
             return Half(matrix, row, column, index)
-        rows, columns = (-(-size // SCALE_BLOCK) for size in matrix.shape[-2:])
-        scale_row = lax.div(row, jnp.int32(SCALE_BLOCK))
+        sizes = zip(shape_of(matrix)[-2:], scale_block(matrix), strict=True)
+        rows, columns = (-(-size // block) for size, block in sizes)
+        scale_row = lax.div(row, jnp.int32(scale_block(matrix)[0]))
         if index:
             scale_row = index[0] * rows + scale_row
         return Half(matrix, row, column, index, scales[0], scale_row * columns)

@@ -7,14 +7,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.block_quant.reference import block_quant
+from pallas_kernels.block_quant.reference import block_dequant, block_quant, integer_quant
+from pallas_kernels.decoder_layer.formats import is_integer, scale_block, scales_shape
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.numerics import rounded
 
 FLOAT32, BFLOAT16, FLOAT8 = "float32", "bfloat16", "float8_e4m3fn"
+INT8, INT4 = "int8", "int4"
 EPS = 1e-6
+
+
+def stored_dtype(weights: str) -> str:
+    """Returns the dtype in which a format is stored."""
+    return "uint8" if weights == INT4 else weights
+
+
+def in_format(matrix: jax.Array, weights: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns a float32 matrix, or a stack of them, in a format, and its scales if it has any."""
+    if weights == FLOAT8:
+        values, scale = block_quant(matrix, (128, 128))
+    elif weights in (INT8, INT4):
+        values, scale = integer_quant(matrix, *((8, None) if weights == INT8 else (4, 128)))
+    else:
+        return matrix.astype(weights), ()
+    return values, (scale,)
+
+
+def shape_in_format(shape: tuple[int, ...], weights: str) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the shapes of :func:`in_format`."""
+    *rows, columns = shape
+    stored = (*rows, columns // 2 if weights == INT4 else columns)
+    matrix = jax.ShapeDtypeStruct(stored, stored_dtype(weights))
+    if weights not in (FLOAT8, INT8, INT4):
+        return matrix, ()
+    return matrix, (jax.ShapeDtypeStruct(scales_shape(matrix), jnp.float32),)
+
+
+def exact_matrix(matrix: Any, scales: Any) -> np.ndarray:
+    """Returns a matrix in float64."""
+    if not scales:
+        return rounded(matrix, matrix.dtype)
+    if is_integer(matrix.dtype):
+        ones = jnp.ones_like(scales[0])
+        values = np.asarray(block_dequant(matrix, ones, scale_block(matrix)), np.float64)
+    else:
+        values = rounded(matrix, matrix.dtype)
+    blocks = scale_block(matrix)
+    rows, columns = (np.arange(n) // b for n, b in zip(values.shape, blocks, strict=True))
+    return values * np.asarray(scales[0], np.float64)[rows[:, None], columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +95,12 @@ class Layer:
                 normal(*stack, F, D, scale=D**-0.5),
                 normal(*stack, D, F, scale=F**-0.5),
             ]
-            if self.weights != FLOAT8:
-                gate, up, down = (matrix.astype(self.weights) for matrix in made)
-                return Matrices(gate, up, down)
-            (gate, up, down), scales = zip(*(block_quant(m, (128, 128)) for m in made), strict=True)
-            return Matrices(gate, up, down, tuple(scales))
+            (gate, up, down), scales = zip(*(in_format(m, self.weights) for m in made), strict=True)
+            return Matrices(gate, up, down, sum(scales, ()))
 
         def projection() -> Projection:
             weight = normal(D, self.attention, scale=self.attention**-0.5)
-            if self.weights != FLOAT8:
-                return Projection(weight.astype(self.weights))
-            weight, scale = block_quant(weight, (128, 128))
-            return Projection(weight, (scale,))
+            return Projection(*in_format(weight, self.weights))
 
         router = None
         if E:
@@ -86,15 +122,9 @@ class Layer:
 
         def matrices(F: int, *stack: int) -> Matrices:
             shapes = (*stack, F, D), (*stack, F, D), (*stack, D, F)
-            made = [struct(shape, self.weights) for shape in shapes]
-            scales = [(*shape[:-2], *(-(-n // 128) for n in shape[-2:])) for shape in shapes]
-            of_float8 = tuple(struct(shape, jnp.float32) for shape in scales)
-            return Matrices(*made[:3], of_float8 if self.weights == FLOAT8 else ())  # pyright: ignore
+            made, scales = zip(*(shape_in_format(s, self.weights) for s in shapes), strict=True)
+            return Matrices(*made, sum(scales, ()))
 
-        projection: Any = Projection(struct((D, self.attention), self.weights))  # pyright: ignore
-        if self.weights == FLOAT8:
-            scale = struct((-(-D // 128), -(-self.attention // 128)), jnp.float32)
-            projection = projection._replace(scales=(scale,))
         router = Router(struct((E, D), self.dtype), struct((E,), jnp.float32)) if E else None  # pyright: ignore
         return {
             "h": struct((self.tokens, D), self.dtype),
@@ -103,8 +133,11 @@ class Layer:
             "shared": matrices(self.ffn) if self.ffn else None,
             "routed": matrices(self.expert_ffn, E) if E else None,
             "attended": self._attended_shape(),
-            "o_proj": projection if self.attention else None,
+            "o_proj": self._projection_shape() if self.attention else None,
         } | self._w_uv(lambda *shape: struct(shape, self.dtype))
+
+    def _projection_shape(self) -> Projection:
+        return Projection(*shape_in_format((self.width, self.attention), self.weights))
 
     def _w_uv(self, make: Any) -> dict[str, Any]:
         """Returns the argument, if there is one. ``make`` is a function of its shape."""
@@ -177,12 +210,9 @@ def expected(arguments: dict[str, Any], experts: Any, weights: Any) -> np.ndarra
 
     def dense(matrices: Matrices | Projection, n: int, index: Any) -> np.ndarray:
         matrix: Any = matrices[n]
-        matrix = f64(matrix if index is None else matrix[index])
-        if not matrices.scales:
-            return matrix
-        scale = f64(matrices.scales[n] if index is None else matrices.scales[n][index])
-        rows, columns = (np.arange(size) // 128 for size in matrix.shape)
-        return matrix * scale[rows[:, None], columns]
+        own = matrix, *matrices.scales[n : n + 1]
+        matrix, *scales = own if index is None else (each[index] for each in own)
+        return exact_matrix(matrix, scales)
 
     def mlp(x: np.ndarray, matrices: Matrices, index: Any = None) -> np.ndarray:
         gate, up = (dense(matrices, n, index) @ x for n in (0, 1))

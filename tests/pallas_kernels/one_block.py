@@ -22,7 +22,7 @@ class Buffer:
     """Memory, and the shape of the reference to it."""
 
     def __init__(self, array: np.ndarray):
-        self.bytes = np.frombuffer(array.tobytes(), np.uint8)
+        self.bytes = np.frombuffer(array.tobytes(), np.uint8).copy()
         self.shape = array.shape
 
 
@@ -113,15 +113,60 @@ def unpack_float16(word: np.ndarray) -> list[np.ndarray]:
     return [bits[..., n] | bits[..., n + 1] << 16 for n in (0, 2)]
 
 
+def run(text: str, operands: tuple[Any, ...]) -> Any:
+    """Runs instructions on 32-bit words one by one. ``$0`` and so on are results, then operands."""
+    lines = [line.strip() for line in text.strip("{}\n ").split(";")]
+    lines = [line.split(None, 1) for line in lines if line and not line.startswith(".reg")]
+    count = 1 + max(int(n) for n in re.findall(r"\$(\d+)", text)) - len(operands)
+    words = {f"${count + n}": np.asarray(x).astype(np.uint32) for n, x in enumerate(operands)}
+
+    def halves(name: str) -> np.ndarray:
+        bits = np.ascontiguousarray(np.broadcast_to(word(name), (THREADS,)))
+        return bits.view(np.float16).reshape(-1, 2)
+
+    def word(name: str) -> Any:
+        return words[name] if name in words else np.uint32(int(name, 0))
+
+    for name, rest in lines:
+        target, *sources = rest.split(", ")
+        if name == "shr.u32":
+            result = word(sources[0]) >> word(sources[1])
+        elif name == "lop3.b32":
+            assert sources[3] == "0x6A"  # (a & b) ^ c
+            result = (word(sources[0]) & word(sources[1])) ^ word(sources[2])
+        elif name == "xor.b32":
+            result = word(sources[0]) ^ word(sources[1])
+        elif name == "mov.b32":
+            result = word(sources[0])
+        elif name == "prmt.b32":
+            a, b, selector = (word(source) for source in sources)
+            of_bytes = [each >> (8 * i) & 255 for each in (a, b) for i in range(4)]
+            chosen = [of_bytes[int(selector) >> (4 * i) & 7] << (8 * i) for i in range(4)]
+            result = chosen[0] | chosen[1] | chosen[2] | chosen[3]
+        elif name in ("sub.rn.f16x2", "fma.rn.f16x2"):
+            a, b, *c = (halves(source).astype(np.float64) for source in sources)
+            pair = a - b if name.startswith("sub") else a * b + c[0]
+            result = pair.astype(np.float16).view(np.uint32).reshape(-1)
+        else:
+            raise AssertionError(f"an unknown instruction: {name}")
+        words[target] = result
+    return [words[f"${n}"] for n in range(count)]
+
+
 def asm(text: str, _: str, *operands: Any, result: Any = None, effects: bool = False) -> Any:
     del result, effects
     if text.startswith("mma.sync.aligned.m16n8k16"):
         return mma(operands, float16_pair if "f16.f16" in text.split("f32.")[1] else bfloat16_pair)
     if "cvt.rn.f16x2.e4m3x2" in text:
         return unpack_float16(operands[0])
+    if "sub.rn.f16x2" in text:
+        return run(text, operands)
     if "prmt.b32" in text:
         return unpack(text, operands[0])
     if text.startswith("shfl.sync.idx.b32"):
+        if "0x1C1F" in text:  # from one of four lanes
+            quarter = int(text.split(", ")[2])
+            return np.repeat(np.broadcast_to(operands[0], (THREADS,))[quarter::4], 4)
         value, lane = (np.broadcast_to(x, (THREADS,)) for x in operands)
         return value.reshape(-1, LANES)[np.arange(THREADS) // LANES, lane]
     raise AssertionError(f"an unknown instruction: {text}")
@@ -148,9 +193,23 @@ def load(type_: Any, pointer: Pointer, alignment: int | None = None) -> Any:
     return pointer.words(4)
 
 
+def select(condition: np.ndarray, a: Any, b: Any) -> Any:
+    if not isinstance(a, Pointer):
+        return np.where(condition, a, b)
+    offset = np.where(condition, a.offset, b.offset + len(a.memory))
+    return Pointer(np.concatenate([a.memory, b.memory]), offset)
+
+
+def store(value: Any, pointer: Pointer, alignment: int | None = None) -> None:
+    numbers = value.numbers if isinstance(value, Values) else [value]
+    stored = np.ascontiguousarray(np.stack(numbers, axis=-1)).view(np.uint8)
+    assert not np.any(pointer.offset % (alignment or 1)), "a misaligned store"
+    pointer.memory[pointer.offset[:, None] + np.arange(stored.shape[1])] = stored
+
+
 def emulate(monkeypatch: Any, *modules: Any) -> None:
     """Replaces what the modules emit instructions with."""
-    size = {"f32": 4, "i8": 1}
+    size = {"f32": 4, "f16": 2, "i8": 1}
     block: list[list[Any]] = []
 
     @contextlib.contextmanager
@@ -166,12 +225,12 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
             addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
             andi=np.bitwise_and, shrui=np.right_shift, minui=np.minimum, addf=np.add,
             mulf=np.multiply,
-            select=np.where, constant=lambda _, value: np.float32(value),
+            select=select, constant=lambda _, value: np.float32(value),
             CmpIPredicate=SimpleNamespace(ult="ult", uge="uge"),
             cmpi=lambda predicate, a, b: compare[predicate](a, b),
         ),
         "llvm": SimpleNamespace(
-            load=load, extractelement=lambda vector, i: vector[int(i)],
+            load=load, store=store, extractelement=lambda vector, i: vector[int(i)],
             extractvalue=lambda _, struct, i: struct[i[0]],
             intr_fma=lambda a, b, c: np.float32(a) * np.float32(b) + c,
             StructType=SimpleNamespace(get_literal=lambda _: None),
@@ -188,13 +247,18 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
         ),
         "ir": SimpleNamespace(
             F32Type=SimpleNamespace(get=lambda: "f32"),
+            F16Type=SimpleNamespace(get=lambda: "f16"),
+            DenseI64ArrayAttr=SimpleNamespace(get=list),
             IntegerType=SimpleNamespace(get_signless=lambda bits: f"i{bits}"),
             VectorType=SimpleNamespace(get=lambda shape, _: shape),
             FloatAttr=SimpleNamespace(get=lambda _, value: value),
             InsertionPoint=insertion_point,
         ),
         "scf": SimpleNamespace(IfOp=Branch, yield_=lambda values: block[-1].extend(values)),
-        "vector": SimpleNamespace(broadcast=lambda _, value: Values(value)),
+        "vector": SimpleNamespace(
+            broadcast=lambda _, value: Values(value),
+            shuffle=lambda a, _, mask: Values(*(a[n] for n in mask)),
+        ),
         "array": lambda registers, shape, layout: registers[0],
         "float_pair": Values,
         "item": lambda register, i: register[i],

@@ -12,23 +12,32 @@ from flax import nnx
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import attention_inputs
 from pallas_kernels.attention_inputs import mosaic_gpu, reference
 from pallas_kernels.attention_inputs.api import BACKENDS
 from pallas_kernels.attention_inputs.plan import Config, Plan
 from pallas_kernels.attention_inputs.reference import AttentionWeights
-from pallas_kernels.block_quant.reference import block_quant
 from pallas_kernels.decoder_layer import mosaic_gpu as layer_kernel
 from pallas_kernels.decoder_layer.api import BACKENDS as LAYER_BACKENDS
 from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mla_decode.parts import Parts
+from tests.pallas_kernels.decoder_layer_cases import (
+    BFLOAT16,
+    FLOAT8,
+    FLOAT32,
+    INT4,
+    INT8,
+    exact_matrix,
+    in_format,
+    stored_dtype,
+)
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, relative_error, rounded, tolerance
 from tests.support.checkpoints import tiny_config
 
-FLOAT32, BFLOAT16, FLOAT8 = "float32", "bfloat16", "float8_e4m3fn"
 EPS, LATENT_EPS = 1e-5, 1e-6
 OPTIONS: dict[str, Any] = {"eps": EPS, "latent_eps": LATENT_EPS}
 
@@ -67,10 +76,7 @@ class Attention:
 
         def projection(rows, columns):
             weight = normal(rows, columns, scale=columns**-0.5)
-            if self.weights != FLOAT8:
-                return Projection(weight.astype(self.weights))
-            weight, scale = block_quant(weight, (128, 128))
-            return Projection(weight, (scale,))
+            return Projection(*in_format(weight, self.weights))
 
         def norm(width):
             return (1 + normal(width, scale=0.1)).astype(self.dtype)
@@ -107,11 +113,7 @@ class Attention:
             return rounded(array, array.dtype)
 
         def dense(projection):
-            matrix = f64(projection.weight)
-            if not projection.scales:
-                return matrix
-            rows, columns = (np.arange(size) // 128 for size in matrix.shape)
-            return matrix * f64(projection.scales[0])[rows[:, None], columns]
+            return exact_matrix(projection.weight, projection.scales)
 
         def norm(row, weight, eps):
             return row / np.sqrt(np.mean(row**2, axis=-1, keepdims=True) + eps) * f64(weight)
@@ -143,7 +145,7 @@ class Attention:
 
 
 def plan_of(attention, programs=132, **settings):
-    dtypes = dict.fromkeys(attention.shapes, attention.weights)
+    dtypes = dict.fromkeys(attention.shapes, stored_dtype(attention.weights))
     w_uk = attention.heads, attention.nope, attention.rank
     return Plan.of(
         attention.tokens, attention.width, attention.q_rank, attention.rope, w_uk, dtypes, 1e-5,
@@ -152,13 +154,16 @@ def plan_of(attention, programs=132, **settings):
 
 
 MOONLIGHT = Attention(1, 2048, 0, 16, 128, 64, 512, BFLOAT16, BFLOAT16)
+MOONLIGHT_INT4 = dataclasses.replace(MOONLIGHT, weights=INT4)
 V3 = Attention(1, 7168, 1536, 128, 128, 64, 512, BFLOAT16, FLOAT8)
 
 
 @pytest.mark.parametrize("programs", [132, 7])
-@pytest.mark.parametrize("attention", [MOONLIGHT, V3], ids=["moonlight", "v3"])
+@pytest.mark.parametrize(
+    "attention", [MOONLIGHT, V3, MOONLIGHT_INT4], ids=["moonlight", "v3", "moonlight int4"]
+)
 def test_programs_share_every_unit_once(attention, programs):
-    plan = plan_of(attention, programs)
+    plan = plan_of(attention, programs, packed=attention.weights == INT4)
     for phase in plan.phases:
         units = [
             unit
@@ -173,15 +178,16 @@ def test_programs_share_every_unit_once(attention, programs):
     [
         (MOONLIGHT, (2 * 2048 * (16 * 192 + 576) + 2 * 16 * 128 * 512) / 1e6),
         (V3, (7168 * (1536 + 576) + 1536 * 128 * 192 + 2 * 128 * 128 * 512) / 1e6),
+        (MOONLIGHT_INT4, (2048 * (16 * 192 + 576) / 2 + 2 * 16 * 128 * 512) / 1e6),
     ],
-    ids=["moonlight", "v3"],
+    ids=["moonlight", "v3", "moonlight int4"],
 )
 def test_phases_read_every_weight_once(attention, megabytes):
-    plan = plan_of(attention)
+    plan = plan_of(attention, packed=attention.weights == INT4)
     pieces, total = plan.pieces, 0
     for phase in plan.phases:
         if phase.operand is not None:
-            total += phase.units * 16 * phase.operand.columns * phase.operand.dtype.itemsize
+            total += phase.units * 16 * phase.operand.steps * phase.operand.step_bytes
         elif phase.name == "w_uk":
             total += phase.units * pieces.steps * pieces.rows * pieces.width * 2
     assert total / 1e6 == pytest.approx(megabytes)
@@ -208,7 +214,12 @@ REFUSED = [
     ({"rope": 12}, "rope width of a multiple of 8, got 12"),
     ({"width": 14336, "tokens": 8}, "takes 3 ring stages of"),
     ({"dtype": FLOAT32}, "takes bfloat16 activations, W_UK and pages, got float32"),
-    ({"weights": "float16"}, "projections of bfloat16, or float8_e4m3fn with scales, got float16"),
+    ({"weights": "float16"}, "bfloat16, or float8_e4m3fn, int8 or int4 with scales, got float16"),
+    ({"weights": INT4}, "int8 and int4 projections only packed"),
+    (
+        {"weights": INT4, "rope": 8, "config": {"packed": True}},
+        "kv_a_proj of uint8 with a multiple of 16 rows, got 136",
+    ),
 ]
 
 
@@ -217,11 +228,11 @@ REFUSED = [
 def test_refusals(changes, message, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
     sizes = {"dtype": BFLOAT16, "weights": BFLOAT16} | changes
+    config = Config(132, **sizes.pop("config", {}))
     shapes = jax.eval_shape(Attention(**sizes).arguments)
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(
-            lambda given: mosaic_gpu.attention_inputs(**given, **OPTIONS, config=Config(132)),
-            shapes,
+            lambda given: mosaic_gpu.attention_inputs(**given, **OPTIONS, config=config), shapes
         )
 
 
@@ -272,6 +283,15 @@ CASES = {
         Attention(1, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
         {"packed": True, "early": True},
     ),
+    "int4, eight tokens": (
+        Attention(8, 256, dtype=BFLOAT16, weights=INT4, dropped=(2,)),
+        {"programs": 3, "packed": True},
+    ),
+    "rank, int4": (
+        Attention(1, 256, q_rank=128, rank=256, dtype=BFLOAT16, weights=INT4),
+        {"packed": True, "early": True},
+    ),
+    "int8": (Attention(2, 384, dtype=BFLOAT16, weights=INT8), {"packed": True}),
     "rank": (Attention(q_rank=256, rope=24), {"ahead": "arrived"}),
 }
 
@@ -290,7 +310,7 @@ def run(attention, arguments, **settings):
     ],
 )
 def test_reference(attention):
-    weights = FLOAT8 if attention.weights == FLOAT8 else FLOAT32
+    weights = FLOAT32 if attention.weights == BFLOAT16 else attention.weights
     attention = dataclasses.replace(attention, dtype=FLOAT32, weights=weights)
     arguments = attention.arguments()
     got = attention_inputs(**arguments, **OPTIONS)
@@ -325,10 +345,15 @@ def test_kernel(attention, settings):
 @kernel_runs
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("q_rank", "rank", "name"),
-    [(None, 128, "mosaic_gpu"), (128, 128, "mosaic_gpu"), (None, 256, "mosaic_gpu_early")],
+    ("q_rank", "rank", "name", "weights"),
+    [
+        (None, 128, "mosaic_gpu", None),
+        (128, 128, "mosaic_gpu", None),
+        (None, 256, "mosaic_gpu_early", None),
+        (None, 256, "mosaic_gpu_packed", "int4"),
+    ],
 )
-def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeypatch):
+def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, weights, monkeypatch):
     """A step of two sequences with different numbers of tokens, and one with a token for each."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, num_hidden_layers=1, first_k_dense_replace=1,
@@ -336,8 +361,11 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeyp
         qk_nope_head_dim=128, qk_rope_head_dim=16, v_head_dim=64, kv_lora_rank=rank,
         q_lora_rank=q_rank, initializer_range=0.2,
     )  # fmt: skip
-    dtype = jnp.bfloat16 if ON_GPU else jnp.float32
-    model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
+    dtype = jnp.bfloat16 if ON_GPU or weights else jnp.float32
+    quantization = QUANTIZATIONS[weights or "bf16"]
+    settings = {"early": True, "packed": True} if name == "mosaic_gpu_packed" else {}
+    config = ModelConfig.from_hf(raw)
+    model = DeepSeekV3(config, rngs=nnx.Rngs(0), dtype=dtype, quantization=quantization)
     cache = LatentKVCache.init(model.cache_spec(), 2, 64)
     tokens, calls = jnp.asarray([[3, 17], [5, 0]], jnp.int32), []
 
@@ -350,14 +378,16 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, monkeyp
 
     def by_kernel(*arrays, **options):
         calls.append(arrays[1].w_uk.shape)
+        programs = multiprocessors() if ON_GPU else 2
         return mosaic_gpu.attention_inputs(
-            *arrays, **options, config=None if ON_GPU else Config(2), interpret=INTERPRET
+            *arrays, **options, config=Config(programs, **settings), interpret=INTERPRET
         )
 
     def second_half(*arrays, **options):
         assert options["w_uv"].shape == (2, 64, rank)
-        assert isinstance(options["attended"], Parts) == (name == "mosaic_gpu_early")
-        config = None if ON_GPU else FeedForward(2, stages=3)
+        assert isinstance(options["attended"], Parts) == (name != "mosaic_gpu")
+        few = {"programs": 2, "stages": 3}
+        config = FeedForward(**{"programs": multiprocessors()} if ON_GPU else few, **settings)
         return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
 
     plain, plain_newest, plain_cache = two_steps()

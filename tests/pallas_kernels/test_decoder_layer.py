@@ -17,7 +17,7 @@ from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.around_attention import arguments as arguments_of
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.quantization import QUANTIZATIONS
+from dsv3_jax.quantization import IntegerQuantization
 from pallas_kernels import feed_forward
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.api import BACKENDS
@@ -29,9 +29,12 @@ from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
     FLOAT8,
     FLOAT32,
+    INT4,
+    INT8,
     Layer,
     expected,
     rule,
+    stored_dtype,
 )
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, relative_error, tolerance
@@ -48,11 +51,13 @@ def kernel_config(programs=2, **settings):
 
 
 def plan_of(layer, programs=132):
+    weights = stored_dtype(layer.weights)
+    config = Config(programs, packed=layer.weights in (INT8, INT4))
     return Plan.of(
         layer.tokens, layer.width, layer.attention, layer.heads, layer.latent,
         len(layer.split), layer.ffn,
-        layer.expert_ffn, layer.experts, layer.rule, 1e-6, layer.dtype, layer.weights, layer.dtype,
-        Config(programs), None,
+        layer.expert_ffn, layer.experts, layer.rule, 1e-6, layer.dtype, weights, layer.dtype,
+        config, None,
     )  # fmt: skip
 
 
@@ -127,8 +132,14 @@ W_UV = [
     dataclasses.replace(MOONLIGHT, attention=2048, heads=16, latent=512),
     dataclasses.replace(V3, attention=16384, heads=128, latent=512),
 ]
+INTEGERS = [
+    dataclasses.replace(W_UV[0], weights=INT4),
+    dataclasses.replace(MOONLIGHT, weights=INT8),
+    dataclasses.replace(V3, weights=INT4),
+]
 SHARED = [
     pytest.param(MOONLIGHT, id="moonlight"),
+    pytest.param(INTEGERS[0], id="moonlight int4"),
     pytest.param(V3, id="v3"),
     pytest.param(W_UV[0], id="moonlight w_uv", marks=pytest.mark.slow),
     pytest.param(W_UV[1], id="v3 w_uv", marks=pytest.mark.slow),
@@ -141,7 +152,9 @@ def test_programs_share_every_unit_once(layer, programs):
     """Every matrix' groups of eight output features, or 16 in w_uv, in every phase."""
     plan = plan_of(layer, programs)
     for phase in plan.phases:
-        size = 16 if phase.name == "w_uv" else 8
+        size = phase.rows
+        halves_of_a_matrix = phase.name in ("w_uv", "o_proj") or phase.name.endswith("down")
+        assert size == (16 if halves_of_a_matrix and not phase.operand.is_split else 8)
 
         def locate(program, i, phase=phase):
             units = Units(plan, Refs(*[None] * len(Refs._fields)), program)
@@ -169,15 +182,17 @@ def test_programs_share_every_unit_once(layer, programs):
         # 3 x 7 x 2048 x 1408 x 2 bytes: six experts, and shared ones as wide as two. The router.
         (MOONLIGHT, 8 * 3 * 2048 * 1408 * 2 / 1e6 + 2048 * 64 * 2 / 1e6),
         (V3, 9 * 3 * 7168 * 2048 / 1e6 + 7168 * 256 * 2 / 1e6),
+        (INTEGERS[1], 8 * 3 * 2048 * 1408 / 1e6 + 2048 * 64 * 2 / 1e6),
+        (INTEGERS[2], 9 * 3 * 7168 * 2048 / 2e6 + 7168 * 256 * 2 / 1e6),
     ],
-    ids=["moonlight", "v3"],
+    ids=["moonlight", "v3", "moonlight int8", "v3 int4"],
 )
 def test_phases_read_every_weight_once(layer, megabytes):
     total = 0
     for phase in plan_of(layer).phases:
         operand = phase.operand
         assert operand.steps * operand.step == operand.columns
-        total += phase.units * phase.matrices * 16 * operand.columns * operand.dtype.itemsize
+        total += phase.units * phase.matrices * 16 * operand.steps * operand.step_bytes
     assert total / 1e6 == pytest.approx(megabytes)
 
 
@@ -200,10 +215,20 @@ REFUSED = [
         {},
         "parts with a multiple of 256 columns, got 128",
     ),
-    ({"weights": "float16"}, {}, "matrices of bfloat16 or float8_e4m3fn, got float16"),
+    ({"weights": "float16"}, {}, "one of bfloat16, float8_e4m3fn, int8 and int4, got float16"),
+    (
+        {"weights": INT4},
+        {},
+        "int8 and int4 matrices only packed, and not alternately, got packed=F",
+    ),
+    ({"weights": INT8}, {"packed": True, "alternate": True}, "got packed=True and alternate=True"),
     ({}, {"programs": 133}, "at most 132 programs"),
-    ({}, {"packed": True}, "packs bfloat16 rows for float8_e4m3fn matrices, got bfloat16 and bf"),
-    ({"weights": FLOAT8, "tokens": 5}, {"packed": True}, "packs 1 to 4 tokens, got 5"),
+    (
+        {},
+        {"packed": True},
+        "packs bfloat16 rows for matrices of float8_e4m3fn, int8 or int4, got bf",
+    ),
+    ({"weights": FLOAT8, "tokens": 5}, {"packed": True}, "packs 1 to 4 tokens for float8"),
 ]
 
 
@@ -231,12 +256,16 @@ def test_layers_that_the_kernel_does_not_take():
     """A layer that names only the kernel fails. One that names others too runs on the next."""
     config = ModelConfig.from_hf(tiny_config())
     layer = DecoderLayer(
-        config, dense=False, rngs=nnx.Rngs(0), dtype=jnp.float32, quantization=QUANTIZATIONS["int8"]
+        config,
+        dense=False,
+        rngs=nnx.Rngs(0),
+        dtype=jnp.float32,
+        quantization=IntegerQuantization(bits=4, group_size=64),
     )
     x = jax.random.normal(jax.random.key(0), (1, 2, config.hidden_size))
     plain, _ = layer._feed_forward(x, x, None)
     layer.feed_forward = "mosaic_gpu"
-    with pytest.raises(NotImplementedError, match="float8 with blocks of 128x128, got Integer"):
+    with pytest.raises(NotImplementedError, match="int4 with blocks of 1x128, got Integer"):
         layer._feed_forward(x, x, None)
     layer.feed_forward = ("mosaic_gpu", "separate")
     np.testing.assert_array_equal(layer._feed_forward(x, x, None)[0], plain)
@@ -326,6 +355,27 @@ INTERPRETED = {
     ),
     "float8, packed with W_UV": (
         Layer(4, 256, 256, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
+        {"packed": True, "early": True},
+    ),
+    # An odd number of groups per row of the experts' downs, and batches of their rows.
+    "int4": (
+        Layer(2, 256, 256, 384, 32, rule(3), BFLOAT16, INT4),
+        {"packed": True, "early": True},
+    ),
+    "int4, eight tokens with W_UV": (
+        Layer(8, 256, 384, dtype=BFLOAT16, weights=INT4, attention=128, heads=2, latent=256),
+        {"packed": True, "early": True},
+    ),
+    "int4, no shared experts": (
+        dataclasses.replace(MOE, ffn=0, dtype=BFLOAT16, weights=INT4),
+        {"packed": True, "programs": 3, "ahead": "always"},
+    ),
+    "int8": (
+        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=INT8, rule=rule(3)),
+        {"packed": True},
+    ),
+    "int8, attention's projection": (
+        Layer(3, 256, 128, dtype=BFLOAT16, weights=INT8, attention=384),
         {"packed": True, "early": True},
     ),
     # Units of two heads in a program, and of a head in two programs.

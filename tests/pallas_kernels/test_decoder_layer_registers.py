@@ -1,20 +1,25 @@
 """The code of single threads of feed_forward, run on NumPy for all threads of the consumers."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.decoder_layer import registers
+from pallas_kernels.block_quant.reference import block_dequant, integer_quant
+from pallas_kernels.decoder_layer import integers, registers
+from pallas_kernels.decoder_layer import packed as packed_module
+from pallas_kernels.decoder_layer import scales as scales_module
 from pallas_kernels.decoder_layer import totals as totals_module
 from pallas_kernels.decoder_layer.packed import _powers
-from pallas_kernels.decoder_layer.stream import Operand, Rows
+from pallas_kernels.decoder_layer.stream import Half, Operand, Rows
 from pallas_kernels.decoder_layer.totals import Float16Sums
-from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate
+from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate, run
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+INT8, INT4 = np.dtype(np.int8), np.dtype(np.uint8)
 # Columns of a row, whether its halves are one row's, and the most bytes of a step.
 CASES = {
     "every warp has a block": (FLOAT8, 1024, False, 512),
@@ -125,3 +130,112 @@ def test_a_row_that_is_not_a_number_remains_so():
     power, inverse = _powers(jnp.float32(jnp.nan), True)
     assert jnp.isfinite(power)
     assert np.isnan(np.float16(np.float32(jnp.nan) * power) * inverse)
+
+
+# Columns of a row, and the most bytes of a step.
+INTEGERS = {
+    "int4, two blocks per warp": (INT4, 2048, 1024),
+    "int4, eleven blocks": (INT4, 1408, 1024),
+    "int4, two stages": (INT4, 2816, 1024),
+    "int4, one block": (INT4, 128, 1024),
+    "int8, two stages": (INT8, 1408, 1024),
+    "int8, one block": (INT8, 64, 1024),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize(("dtype", "K", "most_bytes"), INTEGERS.values(), ids=list(INTEGERS))
+def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
+    rng = np.random.default_rng(0)
+    operand = Operand.of(dtype, K, False, most_bytes)
+    bits, group = (4, 128) if dtype == INT4 else (8, None)
+    made = [
+        integer_quant(jnp.asarray(n * rng.standard_normal((8, K)), jnp.float32), bits, group)
+        for n in (1, 3)
+    ]
+    block = (1, group or K)
+    weights = [np.asarray(block_dequant(*half, block), np.float64) for half in made]
+    x = rng.standard_normal((tokens, K)).astype(BFLOAT16)
+
+    start, stride = 24, K + 40
+    memory = np.full(start + tokens * stride, np.nan, BFLOAT16)
+    for t in range(tokens):
+        packed = (x[t].astype(np.float32) * 2.0 ** (t + 4)).astype(np.float16)
+        packed = np.asarray(integers.permute(jnp.asarray(packed), dtype))
+        memory[start + t * stride :][:K] = packed.view(BFLOAT16)
+    # The scales of other rows come first.
+    before = (3, 8)
+    scaled = [
+        Half(None, 0, 0, (), Buffer(np.append(np.full(n, np.nan, np.float32), scale)), n)
+        for n, (_, scale) in zip(before, made, strict=True)
+    ]
+    emulate(monkeypatch, registers, totals_module, integers, scales_module)
+    factors = Buffer(np.float32(2.0) ** -np.arange(2, 4 + tokens, dtype=np.float32))
+    rows = Rows(Buffer(memory), start, stride, tokens, factors, 2)
+    scales = scales_module.load_row_scales(operand, scaled, None)
+    assert len(scales) == (operand.steps if dtype == INT4 else 1)
+    sums = (Values(0.0, 0.0), Values(0.0, 0.0))
+    size = operand.step_bytes
+    for i in range(operand.steps):
+        stage = np.zeros((2, 8, size + 64), np.uint8)  # rows with padding
+        for n, (stored, _) in enumerate(made):
+            stage[n, :, :size] = np.asarray(stored).view(np.uint8)[:, i * size : (i + 1) * size]
+        halves = [Buffer(half) for half in stage]
+        sums = registers.multiply(operand, halves, rows, i, scales, sums, None)
+    float16 = Float16Sums(False, factors, np.int32(2))
+    totals = totals_module.load_totals(Buffer(in_memory(sums)), tokens, None, float16)
+    for total, w in zip(totals, weights, strict=True):
+        got = total[0][:64].reshape(8, 8)
+        np.testing.assert_allclose(got[:tokens], x.astype(np.float64) @ w.T, rtol=1e-4, atol=1e-3)
+        if tokens == 1:
+            np.testing.assert_array_equal(got, np.broadcast_to(got[0], (8, 8)))
+
+
+@pytest.mark.parametrize("dtype", [INT4, INT8])
+def test_positions_of_activations(dtype, monkeypatch):
+    """Threads store numbers where ``permute`` has them, also those that store a piece at once."""
+    permuted = np.asarray(integers.permute(jnp.arange(512), dtype))
+    order = integers.order_of_piece(dtype)
+    emulate(monkeypatch, integers)
+    position = integers.position(np.arange(512), dtype)
+    np.testing.assert_array_equal(permuted[position], np.arange(512))
+    first = position[::8]
+    for n, column in enumerate(order):
+        np.testing.assert_array_equal(permuted[first + n], np.arange(0, 512, 8) + column)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "order"),
+    [
+        (integers.UNPACK_INT4, 4, [0, 4, 1, 5, 2, 6, 3, 7]),
+        (integers.UNPACK_INT8, 8, [0, 1, 2, 3]),
+    ],
+)
+def test_every_integer_is_exact(text, bits, order):
+    """In every position of a word."""
+    numbers = np.arange(THREADS)
+    count = 32 // bits
+    for place in range(count):
+        word = np.uint32(0x12345678) & ~np.uint32((2**bits - 1) << bits * place)
+        word = word | (numbers % 2**bits).astype(np.uint32) << np.uint32(bits * place)
+        pairs = np.stack(run(text, (word,)), axis=-1).view(np.float16)
+        stored = [(word >> np.uint32(bits * n)) % 2**bits for n in order]
+        want = [(each.astype(np.int64) ^ 2 ** (bits - 1)) - 2 ** (bits - 1) for each in stored]
+        np.testing.assert_array_equal(pairs, np.stack(want, axis=-1))
+
+
+@pytest.mark.parametrize("dtype", [INT4, INT8])
+@pytest.mark.parametrize("length", [128, 256, 512, 1408, 2048])
+def test_rows_for_integers_are_stored_as_permuted(length, dtype, monkeypatch, untyped):
+    """Threads have one, two, four or eight neighbouring numbers in a register."""
+    row = np.arange(length).astype(np.float16)
+    want = np.asarray(integers.permute(jnp.asarray(row), dtype))
+    count = np.gcd(length // 128, 8)
+    own = (np.arange(THREADS) % 128)[:, None] * count + np.arange(count)
+    registers_ = [Values(*row[first + own].T) for first in range(0, length, 128 * count)]
+    emulate(monkeypatch, packed_module, integers)
+    memory = Buffer(np.full(length, -1, np.float16))
+    held = SimpleNamespace(shape=(length,), registers=SimpleNamespace(flat=registers_))
+    monkeypatch.setattr(packed_module, "inline", lambda *_: lambda function: function)
+    packed_module._store_permuted(memory, held, dtype, None)
+    np.testing.assert_array_equal(memory.bytes.view(np.float16), want)

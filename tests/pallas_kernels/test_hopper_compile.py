@@ -50,7 +50,7 @@ from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
-from tests.pallas_kernels.decoder_layer_cases import Layer, rule
+from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
@@ -448,6 +448,29 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132, early=True, packed=True)},
             function="feed_forward",
         )
+    for name, weights, tokens in (
+        ("moonlight", "int4", 1),
+        ("moonlight", "int4", 8),
+        ("moonlight", "int8", 1),
+        ("v3", "int4", 1),
+    ):
+        layer = feed_forward_layers()[f"{name} parts"]
+        split = (2,) * tokens
+        layer = dataclasses.replace(layer, weights=weights, tokens=tokens, split=split)
+        table[f"feed_forward {name} {weights} {tokens} tokens, packed"] = Kernel(
+            "pallas_kernels.decoder_layer.mosaic_gpu",
+            layer.shapes(),
+            layer.options | {"config": FeedForward(132, early=True, packed=True)},
+            function="feed_forward",
+        )
+    # The first layer of Moonlight.
+    layer = Layer(1, 2048, 11264, 0, 0, None, "bfloat16", "int4", False, 2048, 16, 512, (2,))
+    table["feed_forward moonlight dense int4 1 tokens, packed"] = Kernel(
+        "pallas_kernels.decoder_layer.mosaic_gpu",
+        layer.shapes(),
+        layer.options | {"config": FeedForward(132, early=True, packed=True)},
+        function="feed_forward",
+    )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
         table[f"attention_inputs {name}"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
@@ -460,6 +483,19 @@ def kernels() -> dict[str, Kernel]:
         table[f"attention_inputs {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
             arrays,
+            {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
+        )
+    for name, weights, tokens in (
+        ("moonlight", "int4", 1),
+        ("moonlight", "int4", 8),
+        ("moonlight", "int8", 1),
+        ("v3", "int4", 1),
+    ):
+        _, width, _, *sizes = BEFORE_ATTENTION[name]
+        config = AttentionInputs(132, early=True, packed=True)
+        table[f"attention_inputs {name} {weights} {tokens} tokens, packed"] = Kernel(
+            "pallas_kernels.attention_inputs.mosaic_gpu",
+            before_attention(tokens, width, weights, *sizes),
             {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
         )
     return table
@@ -509,8 +545,8 @@ def before_attention(
 
 
 def projection(rows: int, width: int, dtype: Any) -> Projection:
-    scales = (Struct((-(-rows // 128), -(-width // 128)), F32),) if dtype == FP8 else ()
-    return Projection(Struct((rows, width), dtype), scales)
+    weights = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    return Projection(*shape_in_format((rows, width), weights))
 
 
 def feed_forward_layers() -> dict[str, Layer]:
