@@ -288,9 +288,7 @@ def main() -> None:
                 names = settings_for(arguments.settings, weights)
                 if "endurance" not in result and arguments.launches and names:
                     width = models.config(name).hidden_size
-                    result["endurance"] = endure(
-                        layers, width, arguments.launches, names[-1]
-                    )
+                    result["endurance"] = endure(layers, width, arguments.launches, names[-1])
                     print(result["endurance"], flush=True)
             except NotImplementedError as refusal:
                 result["not_run"].append([name, weights, tokens, o_proj, str(refusal)])
