@@ -18,7 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-class PlainExports(lowered_once.Exports):
-    """Has the kernel itself in place of the exported module."""
-
-    def get(self, settings: dict[str, Any], arrays: dict[str, Any]) -> Any:
-        structure = jax.tree.structure(arrays)
-
-        def call(*leaves: jax.Array) -> Any:
-            return self._function(**jax.tree.unflatten(structure, leaves), **settings)
-
-        return argparse.Namespace(call=call)
+def plain_caller(exports: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> Any:
+    """Returns the kernel itself in place of its module, see :meth:`lowered_once.Exports.caller`."""
+    return exports._of_leaves(settings, jax.tree.structure(arrays))
 
 
 def lower(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -69,8 +62,7 @@ def lower(arguments: argparse.Namespace) -> dict[str, Any]:
     A process can do so in one way only, because JAX keeps what it has traced.
     """
     if arguments.way == WAYS[0]:
-        vars_of_class: Any = lowered_once.Exports
-        vars_of_class.get = PlainExports.get
+        lowered_once.Exports.caller = plain_caller
     devices = np.array(topology(Target.parse("h200x1")))
     mesh = jax.sharding.Mesh(devices, ("device",))
     on_device = jax.sharding.SingleDeviceSharding(devices[0])

@@ -38,7 +38,12 @@ class Exports:
         self._lock = threading.Lock()
         self._variants: dict[Hashable, _Variant] = {}
 
-    def get(self, settings: dict[str, Hashable], arrays: dict[str, Any]) -> export.Exported:
+    def caller(self, settings: dict[str, Hashable], arrays: dict[str, Any]) -> Callable[..., Any]:
+        """Returns a function of the arrays' leaves that calls their module."""
+        plain = self._of_leaves(settings, jax.tree.structure(arrays))
+        return _transformable(self.module(settings, arrays).call, plain)
+
+    def module(self, settings: dict[str, Hashable], arrays: dict[str, Any]) -> export.Exported:
         """Returns the module for these static arguments, and for arrays of these types.
 
         Threads that ask for the same module at the same time wait for the one that makes it.
@@ -49,7 +54,9 @@ class Exports:
         with self._lock:
             variant = self._variants.get(key)
             if variant is None:
-                variant = self._variants[key] = _Variant(self._jitted(settings, structure))
+                variant = self._variants[key] = _Variant(
+                    jax.jit(self._of_leaves(settings, structure), keep_unused=True)
+                )
         # A program's mesh is no part of the kernel, which therefore lowers alike for all meshes.
         with variant.lock, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             shapes = [jax.ShapeDtypeStruct(s, d, weak_type=weak) for s, d, weak in types]
@@ -60,11 +67,11 @@ class Exports:
                 variant.modules[id(jaxpr)] = jaxpr, made
             return variant.modules[id(jaxpr)][1]
 
-    def _jitted(self, settings: dict[str, Hashable], structure: Any) -> Any:
-        @functools.partial(jax.jit, keep_unused=True)
+    def _of_leaves(self, settings: dict[str, Hashable], structure: Any) -> Callable[..., Any]:
         def run(*leaves: jax.Array) -> Any:
             return self._function(**jax.tree.unflatten(structure, leaves), **settings)
 
+        run.__name__ = self._function.__name__  # in the names of a program's operations
         return run
 
 
@@ -122,13 +129,7 @@ def lowered_once(
             settings = {name: arrays.pop(name) for name in static}
             if settings.get("interpret") is not None:
                 return function(*args, **kwargs)
-            leaves, structure = jax.tree.flatten(arrays)
-            exported = exports.get(settings, arrays)
-
-            def plain(*leaves: jax.Array) -> Any:
-                return function(**jax.tree.unflatten(structure, leaves), **settings)
-
-            return _transformable(exported.call, plain)(*leaves)
+            return exports.caller(settings, arrays)(*jax.tree.leaves(arrays))
 
         return jax.jit(call, static_argnames=static)
 
