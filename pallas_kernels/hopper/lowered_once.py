@@ -4,10 +4,11 @@ Tracing a kernel and lowering it to Mosaic GPU takes Python up to a second. ``ja
 between the layers of one program only: the twenty or more programs of a serving engine, most of
 which contain the same kernels, would lower each of them twenty times. Here a kernel is exported
 once with ``jax.export``, and every program calls the exported module. XLA inlines the call, so the
-compiled programs are the same.
+compiled programs differ in the names of operations alone.
 
 It is for kernels without refs among their arguments, and without axes of a mesh: neither can be
-exported. The kernel may be called inside ``shard_map``, where it has the shapes of one device.
+exported. So ``feed_forward``, ``attention_inputs`` and ``token_exchange`` do without. The kernel
+may be called inside ``shard_map``, where it has the shapes of one device.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ class Exports:
                 variant = self._variants[key] = _Variant(
                     jax.jit(self._of_leaves(settings, structure), keep_unused=True)
                 )
-        # A program's mesh is no part of the kernel, which therefore lowers alike for all meshes.
-        with variant.lock, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with variant.lock:
             shapes = [jax.ShapeDtypeStruct(s, d, weak_type=weak) for s, d, weak in types]
-            # JAX's own cache of traces knows every option that the trace depends on.
+            # JAX's own cache of traces knows everything else that the trace depends on.
             jaxpr = variant.jitted.trace(*shapes).jaxpr
             if id(jaxpr) not in variant.modules:
                 made = export.export(variant.jitted, platforms=(self._platform,))(*shapes)
@@ -76,7 +76,8 @@ class Exports:
 
 
 class _Variant:
-    """The modules of one signature. There are several only if options of JAX change."""
+    """The modules of one signature. There are several if options of JAX change, or the axes of the
+    ``shard_map`` around the kernel."""
 
     def __init__(self, jitted: Any):
         self.jitted = jitted

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax import export
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.hopper.lowered_once import lowered_once
+from pallas_kernels.hopper.lowered_once import Exports, lowered_once
 
 
 class Pair(NamedTuple):
@@ -117,20 +118,29 @@ def test_an_option_of_jax_has_its_own_module(counted):
     assert counted.exports == 2
 
 
-def test_threads_wait_for_one_module(counted):
-    barrier, results = threading.Barrier(8), []
+def test_threads_wait_for_one_module(monkeypatch):
+    real, made, found = export.export, [], []
+
+    def slow(*args, **kwargs):
+        time.sleep(0.1)
+        made.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(export, "export", slow)
+    exports, barrier = Exports(lambda x: x + 1, "cpu"), threading.Barrier(8)
 
     def work():
         barrier.wait()
-        results.append(jax.jit(program(counted.kernel, factor=0.5))(pair()))
+        found.append(exports.module({}, {"x": jnp.zeros(3)}))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 8
-    assert counted.exports == 1
+    assert len(found) == 8
+    assert len({id(module) for module in found}) == 1
+    assert len(made) == 1
 
 
 def test_an_error_is_not_kept():

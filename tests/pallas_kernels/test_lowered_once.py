@@ -63,8 +63,11 @@ def test_layers_and_programs_lower_a_kernel_once(text_of, monkeypatch):
         assert text_of(layers).count("custom_call @mosaic_gpu") == text_of.kernels
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="jax 0.10 exports an older version of Mosaic's code"
+)
 def test_the_exported_kernel_is_the_same(text_of, monkeypatch):
-    exported = CALL.findall(text_of(1))
+    exported = calls(text_of(1))
     with monkeypatch.context() as patch:
         patch.setattr(lowered_once.Exports, "caller", plain_caller)
         jax.clear_caches()
@@ -72,7 +75,15 @@ def test_the_exported_kernel_is_the_same(text_of, monkeypatch):
     jax.clear_caches()
     assert "call_exported" not in plain
     assert len(exported) == text_of.kernels
-    assert sorted(exported) == sorted(CALL.findall(plain))
+    assert exported == calls(plain)
+
+
+def calls(text):
+    """Returns each kernel's code, name, layouts and aliases, without the names of its operands."""
+    found = [
+        re.sub(r"%\w+(:\d+)?|backend_config = \"\", ", "", line) for line in CALL.findall(text)
+    ]
+    return sorted(found)
 
 
 def plain_caller(exports, settings, arrays):
