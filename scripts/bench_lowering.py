@@ -53,7 +53,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def plain_caller(exports: Any, settings: dict[str, Any], arrays: dict[str, Any]) -> Any:
     """Returns the kernel itself in place of its module, see :meth:`lowered_once.Exports.caller`."""
-    return exports._of_leaves(settings, jax.tree.structure(arrays))
+    return exports.of_leaves(settings, jax.tree.structure(arrays))
 
 
 def lower(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -62,12 +62,13 @@ def lower(arguments: argparse.Namespace) -> dict[str, Any]:
     A process can do so in one way only, because JAX keeps what it has traced.
     """
     if arguments.way == WAYS[0]:
-        lowered_once.Exports.caller = plain_caller
+        exports: Any = lowered_once.Exports
+        exports.caller = plain_caller
     devices = np.array(topology(Target.parse("h200x1")))
     mesh = jax.sharding.Mesh(devices, ("device",))
     on_device = jax.sharding.SingleDeviceSharding(devices[0])
 
-    def placed(shapes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def placed(shapes: Sequence[Any]) -> list[Any]:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device) for x in shapes]
 
     rows = []

@@ -41,7 +41,7 @@ class Exports:
 
     def caller(self, settings: dict[str, Hashable], arrays: dict[str, Any]) -> Callable[..., Any]:
         """Returns a function of the arrays' leaves that calls their module."""
-        plain = self._of_leaves(settings, jax.tree.structure(arrays))
+        plain = self.of_leaves(settings, jax.tree.structure(arrays))
         return _transformable(self.module(settings, arrays).call, plain)
 
     def module(self, settings: dict[str, Hashable], arrays: dict[str, Any]) -> export.Exported:
@@ -56,7 +56,7 @@ class Exports:
             variant = self._variants.get(key)
             if variant is None:
                 variant = self._variants[key] = _Variant(
-                    jax.jit(self._of_leaves(settings, structure), keep_unused=True)
+                    jax.jit(self.of_leaves(settings, structure), keep_unused=True)
                 )
         with variant.lock:
             shapes = [jax.ShapeDtypeStruct(s, d, weak_type=weak) for s, d, weak in types]
@@ -67,7 +67,9 @@ class Exports:
                 variant.modules[id(jaxpr)] = jaxpr, made
             return variant.modules[id(jaxpr)][1]
 
-    def _of_leaves(self, settings: dict[str, Hashable], structure: Any) -> Callable[..., Any]:
+    def of_leaves(self, settings: dict[str, Hashable], structure: Any) -> Callable[..., Any]:
+        """Returns the kernel as a function of the arrays' leaves."""
+
         def run(*leaves: jax.Array) -> Any:
             return self._function(**jax.tree.unflatten(structure, leaves), **settings)
 

@@ -297,7 +297,7 @@ BREAKS: dict[str, Break] = {
     "route is lowered for every program": Break(
         "pallas_kernels/route/kernel.py",
         '@lowered_once("rule", "one_kernel", "interpret")',
-        'jit = functools.partial(jax.jit, static_argnames=("rule", "one_kernel", "interpret"))\n@jit',
+        '@functools.partial(jax.jit, static_argnames=("rule", "one_kernel", "interpret"))',
         (_KERNELS + "test_lowered_once.py",),
     ),
     # ---- sparse attention ------------------------------------------------------------------------

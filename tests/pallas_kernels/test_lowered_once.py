@@ -87,4 +87,4 @@ def calls(text):
 
 
 def plain_caller(exports, settings, arrays):
-    return exports._of_leaves(settings, jax.tree.structure(arrays))
+    return exports.of_leaves(settings, jax.tree.structure(arrays))
