@@ -1,9 +1,9 @@
 """Lowers a kernel once per process instead of once for every program that contains it.
 
 Tracing a kernel and lowering it to Mosaic GPU takes Python up to a second. ``jax.jit`` shares both
-between the layers of one program only: the twenty or more programs of a serving engine, most of
-which contain the same kernels, would lower each of them twenty times. Here a kernel is exported
-once with ``jax.export``, and every program calls the exported module. XLA inlines the call, so the
+between the layers of one program only: a serving engine has twenty or more programs, most of them
+contain the same kernels, and each program would lower them again. Here a kernel is exported once
+with ``jax.export``, and every program calls the exported module. XLA inlines the call, so the
 compiled programs differ in the names of operations alone.
 
 It is for kernels without refs among their arguments, and without axes of a mesh: neither can be

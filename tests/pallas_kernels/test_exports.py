@@ -119,7 +119,7 @@ def test_an_option_of_jax_has_its_own_module(counted):
 
 
 def test_threads_wait_for_one_module(monkeypatch):
-    real, made, found = export.export, [], []
+    real, made, modules = export.export, [], []
 
     def slow(*args, **kwargs):
         time.sleep(0.1)
@@ -131,15 +131,15 @@ def test_threads_wait_for_one_module(monkeypatch):
 
     def work():
         barrier.wait()
-        found.append(exports.module({}, {"x": jnp.zeros(3)}))
+        modules.append(exports.module({}, {"x": jnp.zeros(3)}))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len({id(module) for module in found}) == 1
+    assert len(modules) == 8
+    assert len({id(module) for module in modules}) == 1
     assert len(made) == 1
 
 

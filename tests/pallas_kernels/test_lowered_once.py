@@ -31,7 +31,7 @@ CALL = re.compile(r"stablehlo.custom_call @mosaic_gpu.*")
 
 @pytest.fixture(params=KERNELS_OF)
 def text_of(request, monkeypatch):
-    """Returns a function: the text of a program with so many calls of the operation."""
+    """Returns a function: the text of a program with N calls of the operation."""
     kernel = KERNELS[request.param]
     function = getattr(importlib.import_module(kernel.module), kernel.op)
     fakes = {"require_hopper": lambda interpret=None: None, "multiprocessors": lambda: 132}
@@ -80,10 +80,10 @@ def test_the_exported_kernel_is_the_same(text_of, monkeypatch):
 
 def calls(text):
     """Returns each kernel's code, name, layouts and aliases, without the names of its operands."""
-    found = [
+    kernels = [
         re.sub(r"%\w+(:\d+)?|backend_config = \"\", ", "", line) for line in CALL.findall(text)
     ]
-    return sorted(found)
+    return sorted(kernels)
 
 
 def plain_caller(exports, settings, arrays):
