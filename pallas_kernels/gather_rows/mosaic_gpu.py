@@ -20,6 +20,7 @@ from pallas_kernels.gather_rows import reference
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
+from pallas_kernels.hopper.lowered_once import lowered_once
 
 _THREADS = 128
 _VECTOR_BYTES = 16  # of a load
@@ -55,7 +56,7 @@ def vector_size(D: int, itemsize: int) -> int:
     return math.gcd(D // _THREADS, _VECTOR_BYTES // itemsize)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+@lowered_once("interpret")
 def copy_rows(
     x: Num[Array, "M D"], rows: Int[Array, " N"], *, interpret: Any = None
 ) -> Num[Array, "N D"]:

@@ -46,15 +46,14 @@ from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import when_computed
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC
 
 # Registers per thread of the (producer, consumers), by number of consumer warpgroups.
 _REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
 
 
-@functools.partial(
-    jax.jit, static_argnames=("M", "weights", "config", "thread_blocks", "interpret")
-)
+@lowered_once("M", "weights", "config", "thread_blocks", "interpret")
 def matmul(
     x: BFloat16[Array, "blocks rows 64"] | BFloat16[Array, "rows K"],
     matrices: Sequence[Matrices],

@@ -34,7 +34,6 @@ records what was tried and measured.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +67,7 @@ from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_column
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROWS
 from pallas_kernels.hopper.warpgroup import first_warp
@@ -75,7 +75,7 @@ from pallas_kernels.hopper.warpgroup import first_warp
 _INTERPRETED_BLOCKS = 2
 
 
-@functools.partial(jax.jit, static_argnames=("config", "quantize", "interpret"))
+@lowered_once("config", "quantize", "interpret")
 def matmul(
     lhs: Float[Array, "M K"],
     matrices: Sequence[Float[Array, "G N K"]],

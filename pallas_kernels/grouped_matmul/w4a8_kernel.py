@@ -15,7 +15,6 @@ are the limit, not the tensor cores. Shared memory moves 25 KB in and 40 KB out 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ROW, ROWS, WGMMA, spread_columns, spread_rows
 from pallas_kernels.hopper.warpgroup import first_warp
@@ -71,7 +71,7 @@ class Config:
         return self.stages or _SHARED_BYTES // stage
 
 
-@functools.partial(jax.jit, static_argnames=("M", "config", "thread_blocks", "interpret"))
+@lowered_once("M", "config", "thread_blocks", "interpret")
 def matmul(
     x: Float[Array, "rows K"],
     values: UInt8[Array, "G N K2"],

@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -38,6 +37,7 @@ from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, WGMMA, spread_columns, tiles_of
 from pallas_kernels.hopper.warpgroup import WARPS, meet, publish
@@ -59,7 +59,7 @@ from pallas_kernels.mla_decode.work import Work
 _Partials = tuple[Float32[Array, "partials M C"], Float32[Array, "partials M"]]
 
 
-@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "config", "interpret"))
+@lowered_once("queries", "heads", "scale", "config", "interpret")
 def attend(
     q_latent: BFloat16[Array, "B M C"],
     q_rope: BFloat16[Array, "B M R"],

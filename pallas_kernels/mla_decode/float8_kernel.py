@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -30,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int, UInt8
 
 from pallas_kernels.hopper.branch import cond, when
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
 from pallas_kernels.mla_decode.consumer import Consumer, ConsumerSignals
@@ -46,7 +46,7 @@ _COMPUTE_REGISTERS, _FILL_REGISTERS = 192, 120  # per thread: 2 * compute + fill
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
-@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "interpret"))
+@lowered_once("queries", "heads", "scale", "interpret")
 def attend(
     q_latent: BFloat16[Array, "B M C"],
     q_rope: BFloat16[Array, "B M R"],

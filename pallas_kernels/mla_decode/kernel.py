@@ -17,16 +17,15 @@ L2 cache. Scores are scaled to base 2.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.mla_decode.epilogue import TileResults
 from pallas_kernels.mla_decode.kernel_parts import TILE, results
 from pallas_kernels.mla_decode.plan import Config, Plan
@@ -45,7 +44,7 @@ _VALUE_REGISTERS, _SCORE_REGISTERS = 160, 96
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
-@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "config", "interpret"))
+@lowered_once("queries", "heads", "scale", "config", "interpret")
 def attend(
     q_latent: BFloat16[Array, "B M C"],
     q_rope: BFloat16[Array, "B M R"],

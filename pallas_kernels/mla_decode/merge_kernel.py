@@ -19,13 +19,14 @@ from jaxtyping import Array, BFloat16, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
 
 _PROGRAMS_AN_SM = 4  # resident programs per multiprocessor, limited by registers
 _LOADS = 8  # query rows of partial results that a program loads concurrently
 
 
-@functools.partial(jax.jit, static_argnames=("interpret"))
+@lowered_once("interpret")
 def merge_partials(
     out: BFloat16[Array, "B M C"],
     lse: Float32[Array, "B M"],

@@ -17,10 +17,8 @@ sequences, and 2 % more with short ones. With more rows than one program takes, 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -31,6 +29,7 @@ from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import WGMMA, spread_columns, tiles_of
 from pallas_kernels.hopper.warpgroup import warp_is
@@ -51,7 +50,7 @@ from pallas_kernels.mla_decode.work import Work
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
-@functools.partial(jax.jit, static_argnames=("queries", "heads", "scale", "config", "interpret"))
+@lowered_once("queries", "heads", "scale", "config", "interpret")
 def attend(
     q_latent: BFloat16[Array, "B M C"],
     q_rope: BFloat16[Array, "B M R"],

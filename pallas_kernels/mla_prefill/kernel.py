@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.branch import when
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
 from pallas_kernels.mla_prefill.epilogue import Results
@@ -45,7 +46,7 @@ _as_layout: Any = plgpu.layout_cast
 _run_state: Any = pl.run_state
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "config", "interpret"))
+@lowered_once("scale", "config", "interpret")
 def attend(
     q: jax.Array,
     k: jax.Array,

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from pallas_kernels.hopper import require_hopper
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.rms_norm import reference
 
 _THREADS = 128
@@ -73,7 +74,7 @@ def _normed(
     return [x.reshape(*batch, D) for x in results]
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@lowered_once("eps", "interpret")
 def norm_row(
     addends: tuple[BFloat16[Array, " D"], ...],
     weight: BFloat16[Array, " D"],

@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int
 
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import meet, sync_cluster, sync_program
 from pallas_kernels.route.choice import as_integer, mask_groups, scores_of, to_lanes, top_k
 from pallas_kernels.route.lanes import (
@@ -57,7 +58,7 @@ _TOGETHER = (
 _WORD_BITS = 5  # log2 of the bits of a word
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "one_kernel", "interpret"))
+@lowered_once("rule", "one_kernel", "interpret")
 def choose_and_sort(
     logits: Float32[Array, "M E"],
     bias: Float32[Array, " E"] | None,

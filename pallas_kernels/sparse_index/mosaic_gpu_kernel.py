@@ -19,7 +19,6 @@ sees are not read; their scores are -inf.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, tiles_of, two_views
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
@@ -114,7 +114,7 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     return Config(queries, pages, groups, stages, unroll=1 if many else 2, keep_weights=many)
 
 
-@functools.partial(jax.jit, static_argnames=("queries", "config", "interpret"))
+@lowered_once("queries", "config", "interpret")
 def score(
     q: Float[Array, "B G rows D"],
     weights: Float32[Array, "B G Tg J"],

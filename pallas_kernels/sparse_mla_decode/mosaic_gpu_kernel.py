@@ -24,7 +24,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -33,6 +32,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
 from pallas_kernels.hopper.warpgroup import WARPS, publish
@@ -72,7 +72,7 @@ class Config:
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
 
 
-@functools.partial(jax.jit, static_argnames=("work", "page", "scale", "config", "interpret"))
+@lowered_once("work", "page", "scale", "config", "interpret")
 def attend(
     q_latent: BFloat16[Array, "Q M C"],
     q_rope: BFloat16[Array, "Q M R"],

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import meet, sync_cluster
 from pallas_kernels.top_k.registers import (
     add_to_histogram,
@@ -57,7 +58,7 @@ _DIGIT, _LARGER, _TOTAL, _EQUAL = range(4)  # what warpgroups tell each other
 _PASSES = len(_DIGITS)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "programs", "interpret"))
+@lowered_once("k", "programs", "interpret")
 def select(
     scores: Float32[Array, "rows S"],
     lengths: Int[Array, " rows"] | None = None,

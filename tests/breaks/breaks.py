@@ -294,6 +294,36 @@ BREAKS: dict[str, Break] = {
         "blocks[..., ::-1].transpose(0, 1, 3, 5, 2, 4)",
         (_KERNELS + "test_w4a8.py",),
     ),
+    "an exported kernel serves other static arguments": Break(
+        "pallas_kernels/hopper/lowered_once.py",
+        "key = tuple(settings.items()), structure, types",
+        "key = structure, types",
+        (_KERNELS + "test_exports.py",),
+    ),
+    "an exported kernel ignores the precision of matmuls": Break(
+        "pallas_kernels/hopper/lowered_once.py",
+        "jaxpr = variant.jitted.trace(*shapes).jaxpr",
+        "jaxpr = None",
+        (_KERNELS + "test_exports.py",),
+    ),
+    "an exported kernel ignores weak types": Break(
+        "pallas_kernels/hopper/lowered_once.py",
+        "return aval.shape, aval.dtype, aval.weak_type",
+        "return aval.shape, aval.dtype, False",
+        (_KERNELS + "test_exports.py",),
+    ),
+    "threads export the same kernel": Break(
+        "pallas_kernels/hopper/lowered_once.py",
+        "with variant.lock:",
+        "if True:",
+        (_KERNELS + "test_exports.py",),
+    ),
+    "route is lowered for every program": Break(
+        "pallas_kernels/route/kernel.py",
+        '@lowered_once("rule", "one_kernel", "interpret")',
+        '@functools.partial(jax.jit, static_argnames=("rule", "one_kernel", "interpret"))',
+        (_KERNELS + "test_lowered_once.py",),
+    ),
     # ---- sparse attention ------------------------------------------------------------------------
     "the indexer rotates interleaved pairs": Break(
         "dsv3_jax/layers/indexer.py",
