@@ -204,15 +204,10 @@ class DeepSeekV3(nnx.Module):
         Args:
           implementation: ``"mosaic_gpu"`` is one kernel for everything before attention itself and
             one for everything after it, for up to eight tokens; ``"separate"`` is an operation for
-            each step. With ``"mosaic_gpu_merging"`` the second kernel also merges attention's
-            parts, for one batch. ``"mosaic_gpu_early"`` does so too, and both kernels load norms'
-            weights earlier; ``"mosaic_gpu_packed"`` also has activations in float16 where they meet
-            float8 weights, for up to four tokens, and is the only name for int8 and int4 weights,
-            which are read as stored. No GPU has run these two. A sequence of names is tried in its
-            order:
-            ``("mosaic_gpu", "separate")`` uses the kernels where it can. None uses
-            ``"mosaic_gpu"`` where it has been measured to be faster: for one token, if a layer
-            reads no more than ``around_attention.MOST_BYTES``.
+            each step. A sequence of names is tried in its order: ``("mosaic_gpu", "separate")``
+            uses the kernels where it can. None uses them where they have been measured to be
+            faster: for up to two tokens, if the weights are quantized or a layer reads no more than
+            ``around_attention.MOST_BYTES``.
         """
         for layer in (*self.layers, *self.mtp):
             layer.feed_forward = implementation

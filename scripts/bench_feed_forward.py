@@ -61,18 +61,7 @@ LAUNCHES = 50  # programs in flight before clocks are read
 INTEGERS = "int8", "int4"
 # Bytes per weight, with int4's scales; those of whole rows or of blocks hardly count.
 BYTES = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5 + 4 / 128}
-SETTINGS: dict[str, Any] = {
-    "always": {"ahead": "always"},
-    "arrived": {"ahead": "arrived"},
-    "alternate": {"alternate": True},
-    "together": {"together": True},
-    "alternate, together": {"alternate": True, "together": True},
-    "alternate, early": {"alternate": True, "early": True},
-    "early": {"early": True},
-    "packed": {"packed": True},
-    "early, packed": {"early": True, "packed": True},
-    "alternate, early, packed": {"alternate": True, "early": True, "packed": True},
-}
+SETTINGS: dict[str, Any] = {"packed": {"packed": True}, "unpacked": {}}
 
 
 def random_layers(config: ModelConfig, weights: str) -> tuple[Any, list[Any]]:
@@ -160,9 +149,8 @@ def phases(
 
 def settings_for(names: Sequence[str], weights: str) -> list[str]:
     """Returns the settings with which the kernel takes such weights, apart from sizes."""
-    if weights not in INTEGERS:
-        return list(names)
-    return [n for n in names if SETTINGS[n].get("packed") and not SETTINGS[n].get("alternate")]
+    refused = "packed" if weights == "bf16" else "unpacked" if weights in INTEGERS else None
+    return [name for name in names if name != refused]
 
 
 def weight_bytes(config: ModelConfig, weights: str, tokens: int, attention: int) -> int:

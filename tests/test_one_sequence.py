@@ -29,20 +29,20 @@ READ = [
     ("moonlight-16b", "bf16", True, 146.8, True),
     ("moonlight-16b", "fp8", False, 73.7, True),
     ("moonlight-16b", "int4", False, 36.96, True),
-    ("v3-slice", "fp8", False, 517.5, False),
+    ("v3-slice", "fp8", False, 517.5, True),
+    ("v3-slice", "bf16", False, 1031.3, False),
 ]
 
 
 @pytest.mark.parametrize(("name", "weights", "dense", "megabytes", "preferred"), READ)
-def test_layers_that_read_little_prefer_the_kernels(
-    name, weights, dense, megabytes, preferred, monkeypatch
-):
+def test_layers_that_prefer_the_kernels(name, weights, dense, megabytes, preferred, monkeypatch):
     layer = layer_of(name, weights, dense=dense)
     assert around_attention.read_bytes(layer) / 1e6 == pytest.approx(megabytes, rel=1e-3)
     assert not around_attention.is_preferred(layer, 1)  # not on this machine
     on_hopper(monkeypatch)
     assert around_attention.is_preferred(layer, 1) == preferred
-    assert not around_attention.is_preferred(layer, 2)
+    assert around_attention.is_preferred(layer, 2) == preferred
+    assert not around_attention.is_preferred(layer, 3)
 
 
 def test_a_counter_only_where_the_kernels_run(monkeypatch):

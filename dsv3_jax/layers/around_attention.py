@@ -33,9 +33,15 @@ from pallas_kernels.mla_decode.parts import Parts
 from sharding import Layout
 
 MOST_BYTES = 256 * 2**20
-"""Weights up to which the kernels are preferred. On an H200 they are faster for one token of
-Moonlight, whose second half of a layer reads 147 MB in bfloat16, and slower for one of V3, which
-reads 518 MB in float8."""
+"""Weights in bfloat16 up to which the kernels are preferred. In Moonlight, the second half of a
+layer reads 147 MB of them for one token. Larger layers have been measured in float8 only, V3's."""
+
+MOST_PREFERRED = 2
+"""Tokens up to which the kernels are preferred: more have not been compared."""
+
+MOST_MERGED = 8192
+"""Positions of a block table up to which the second kernel merges attention's parts. Each program
+merges those of its heads, which takes longer than a kernel for all heads if there are many."""
 
 
 @runtime_checkable
@@ -51,7 +57,15 @@ class Layer(Protocol):
 
 def is_preferred(layer: Layer, tokens: int) -> bool:
     """Returns whether the kernels should be tried first for this number of tokens."""
-    return tokens == 1 and _runs(layer.layout) and read_bytes(layer) <= MOST_BYTES
+    if tokens > MOST_PREFERRED or not _runs(layer.layout):
+        return False
+    return layer.self_attn.o_proj.quantization is not None or read_bytes(layer) <= MOST_BYTES
+
+
+def merges_parts(caches: Sequence[LayerCache]) -> bool:
+    """Returns whether the second kernel should merge attention's parts."""
+    room = caches[0].block_tables.shape[1] * caches[0].page_size
+    return len(caches) == 1 and room <= MOST_MERGED
 
 
 def shared_counter(layout: Layout | None, tokens: int) -> Any:
@@ -99,7 +113,6 @@ def inputs_in_kernel(
     caches: Sequence[LayerCache],
     forms: Sequence[Form],
     counter: Any = None,
-    implementation: str = "mosaic_gpu",
 ) -> AbsorbedQueries:
     """Returns the queries for attention, and the cache with the new tokens.
 
@@ -107,7 +120,6 @@ def inputs_in_kernel(
       x: the layer's input: the tokens of all batches, see :func:`join_tokens`.
       caches, forms: one for each batch.
       counter: from :func:`shared_counter`.
-      implementation: the kernel's name.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
@@ -141,7 +153,7 @@ def inputs_in_kernel(
         eps=layer.input_layernorm.eps,
         latent_eps=attention.kv_a_layernorm.eps,
         counter=counter,
-        implementation=implementation,
+        implementation="mosaic_gpu",
     )
     q_latent, q_rope = (q.reshape(*x.shape[:-1], *q.shape[1:]) for q in (q_latent, q_rope))
     return AbsorbedQueries(q_latent, q_rope, {"latent": pages})
@@ -155,7 +167,6 @@ def in_one_kernel(
     heads: Float[Array, "B T H V"] | None,
     counter: Any = None,
     latents: Float[Array, "B T H C"] | Parts | None = None,
-    implementation: str = "mosaic_gpu",
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
     """Does :meth:`DecoderLayer._feed_forward` in one kernel. ``valid`` only affects the statistics.
 
@@ -163,7 +174,6 @@ def in_one_kernel(
       counter: from :func:`shared_counter`.
       latents: attention's output before W_UV, which may be in parts, or None if ``heads`` or
         ``attended`` has it.
-      implementation: the kernel's name.
 
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
@@ -183,7 +193,7 @@ def in_one_kernel(
         **options,
         attended=given if isinstance(given, Parts) else given.reshape(len(rows), -1),
         counter=counter,
-        implementation=implementation,
+        implementation="mosaic_gpu",
     )
     y = y.reshape(x.shape)
     if chosen is None:

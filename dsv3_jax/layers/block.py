@@ -193,10 +193,7 @@ class DecoderLayer(nnx.Module):
         arrays = x, rotation, caches, forms, counter
         kernel = functools.partial(around_attention.inputs_in_kernel, self, *arrays)
         preferred = around_attention.is_preferred(self, x.shape[0] * x.shape[1])
-        kernels = {"mosaic_gpu": kernel, "mosaic_gpu_merging": kernel}
-        for name in ("mosaic_gpu_early", "mosaic_gpu_packed"):
-            kernels[name] = functools.partial(kernel, implementation=name)
-        return self._dispatch("a layer before attention", lambda: None, kernels, preferred)
+        return self._dispatch("a layer before attention", lambda: None, kernel, preferred)
 
     def _feed_forward(
         self,
@@ -223,38 +220,36 @@ class DecoderLayer(nnx.Module):
                 values = attention.unfold(attention.attend_absorbed(*absorbed), x.dtype)
             return self._feed_forward_separately(x, attended, valid, values)
 
-        def kernel(method: str, name: str) -> Any:
-            latents = None if absorbed is None else getattr(attention, method)(*absorbed)
+        def kernel() -> Any:
+            latents = None
+            if absorbed is not None and around_attention.merges_parts(absorbed[1]):
+                latents = attention.attend_in_parts(*absorbed)
+            elif absorbed is not None:
+                latents = attention.attend_absorbed(*absorbed)
             arrays = x, attended, valid, heads, counter, latents
-            return around_attention.in_one_kernel(self, *arrays, implementation=name)
+            return around_attention.in_one_kernel(self, *arrays)
 
         # Without a cache, a result may be differentiated.
         preferred = attended is None and around_attention.is_preferred(
             self, x.shape[0] * x.shape[1]
         )
-        kernels = {
-            "mosaic_gpu": functools.partial(kernel, "attend_absorbed", "mosaic_gpu"),
-            "mosaic_gpu_merging": functools.partial(kernel, "attend_in_parts", "mosaic_gpu"),
-            "mosaic_gpu_early": functools.partial(kernel, "attend_in_parts", "mosaic_gpu_early"),
-            "mosaic_gpu_packed": functools.partial(kernel, "attend_in_parts", "mosaic_gpu_packed"),
-        }
-        return self._dispatch("a layer after attention", separate, kernels, preferred)
+        return self._dispatch("a layer after attention", separate, kernel, preferred)
 
     def _dispatch(
         self,
         name: str,
         separate: Callable[[], Any],
-        kernels: dict[str, Callable[[], Any]],
+        kernel: Callable[[], Any],
         preferred: bool,
     ) -> Any:
         """Calls what :meth:`DeepSeekV3.use_feed_forward` has selected.
 
         Args:
-          preferred: whether None tries ``"mosaic_gpu"`` first. It tries no other kernel.
+          preferred: whether None tries ``"mosaic_gpu"`` first.
         """
-        backends = {"separate": separate} | kernels
+        backends = {"separate": separate, "mosaic_gpu": kernel}
         if preferred:
-            backends = {"mosaic_gpu": kernels["mosaic_gpu"]} | backends
+            backends = {"mosaic_gpu": kernel} | backends
         return dispatch(name, backends, self.feed_forward)
 
     def _feed_forward_separately(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
@@ -12,15 +11,9 @@ from pallas_kernels.attention_inputs.reference import AttentionInputs, Attention
 from pallas_kernels.decoder_layer.formats import scales_shape, shape_of
 from pallas_kernels.dispatch import Implementation, dispatch
 
-_KERNEL = mosaic_gpu.attention_inputs
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster
 # depends on the whole layer, see dsv3_jax.layers.around_attention.
-BACKENDS = {
-    "reference": reference.attention_inputs,
-    "mosaic_gpu": _KERNEL,
-    "mosaic_gpu_early": functools.partial(_KERNEL, settings={"early": True}),
-    "mosaic_gpu_packed": functools.partial(_KERNEL, settings={"early": True, "packed": True}),
-}
+BACKENDS = {"reference": reference.attention_inputs, "mosaic_gpu": mosaic_gpu.attention_inputs}
 
 
 def attention_inputs(

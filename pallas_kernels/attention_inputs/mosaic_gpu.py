@@ -5,7 +5,6 @@ benchmarks/NOTES.md has its times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from pallas_kernels.attention_inputs.plan import Config, PhaseName, Plan
 from pallas_kernels.attention_inputs.reference import AttentionInputs, AttentionWeights
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer.formats import is_integer
+from pallas_kernels.decoder_layer.plan import packs
 from pallas_kernels.decoder_layer.stream import ROWS
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
@@ -34,24 +34,24 @@ def attention_inputs(
     latent_eps: float,
     config: Config | None = None,
     counter: Any = None,
-    settings: Mapping[str, Any] | None = None,
     interpret: Any = None,
 ) -> AttentionInputs:
     """Implements :func:`pallas_kernels.attention_inputs`.
 
     Args:
       counter: see :func:`pallas_kernels.decoder_layer.mosaic_gpu.feed_forward`.
-      settings: of ``config``, if that is None.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations, pages or W_UK that are
         not bfloat16; projections that are neither bfloat16, nor float8, int8 or int4 with scales;
-        integers without the setting ``packed``; widths that are not multiples of 128, or rope
-        widths and columns of pages that are not multiples of 8; or too little shared memory.
+        widths that are not multiples of 128, or rope widths and columns of pages that are not
+        multiples of 8; or too little shared memory.
     """
     require_hopper(interpret)
     programs = multiprocessors() if interpret is None else 2
-    config = config or Config(programs, **(settings or {}))
+    if config is None:
+        dtypes = _weight_dtypes(weights).values()
+        config = Config(programs, packed=packs(len(x), x.dtype, *dtypes))
     options = {"eps": eps, "latent_eps": latent_eps, "config": config}
     plan = make_plan(x, weights, cos, pages, **options, interpret=interpret)
     if counter is None and interpret is None:
@@ -81,14 +81,10 @@ def make_plan(
             f"takes bfloat16 activations, W_UK and pages, got {x.dtype}, {weights.w_uk.dtype} and"
             f" {pages.dtype}"
         )
-    names: tuple[PhaseName, ...] = "q_proj", "kv_a_proj", "q_a_proj"
-    dtypes: dict[PhaseName, Any] = {}
-    for name in names:
-        if (projection := getattr(weights, name)) is None:
-            continue
-        dtype = dtypes[name] = projection.weight.dtype
+    dtypes = _weight_dtypes(weights)
+    for name, dtype in dtypes.items():
         is_scaled = dtype == jnp.dtype(FLOAT8) or is_integer(dtype)
-        if dtype != x.dtype and not (is_scaled and projection.scales):
+        if dtype != x.dtype and not (is_scaled and getattr(weights, name).scales):
             raise NotImplementedError(
                 f"takes projections of {x.dtype}, or float8_e4m3fn, int8 or int4 with scales, got"
                 f" {dtype}"
@@ -112,3 +108,10 @@ def make_plan(
             f"takes pages with a multiple of {ROWS} columns, got {pages.shape[2]}"
         )
     return plan
+
+
+def _weight_dtypes(weights: AttentionWeights) -> dict[PhaseName, Any]:
+    """Returns the dtypes of the projections, by name."""
+    names: tuple[PhaseName, ...] = "q_proj", "kv_a_proj", "q_a_proj"
+    projections = ((name, getattr(weights, name)) for name in names)
+    return {name: each.weight.dtype for name, each in projections if each is not None}

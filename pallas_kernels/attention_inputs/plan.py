@@ -98,10 +98,7 @@ class Config:
     then arrived when the program does."""
     packed: bool = False
     """Whether the rows that meet float8 or integer projections are in float16, see
-    :mod:`pallas_kernels.decoder_layer.packed`. Integers need it. No GPU has run it."""
-    early: bool = False
-    """Whether the norms' weights are loaded before the preceding kernel or the grid barrier has
-    been waited for. No GPU has run it."""
+    :mod:`pallas_kernels.decoder_layer.packed`. Integers need it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,16 +195,13 @@ class Program:
 
     def consume(self) -> None:
         plan = self.plan
-        weight = self.refs.weights.norm
-        if plan.config.early:
-            weight = load_weight(weight)
+        weight = load_weight(self.refs.weights.norm)
         self.norm_rows(plan.width, weight, lambda t: self.refs.x.at[t], plan.eps)
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         for phase in plan.phases:
             if phase.barriers > passed:
-                weight = self.refs.weights.q_a_norm
-                if phase.name == "q_proj" and plan.config.early:
-                    weight = load_weight(weight)
+                if phase.name == "q_proj":  # loaded while the barrier waits
+                    weight = load_weight(self.refs.weights.q_a_norm)
                 self.sync_grid(passed)
                 passed = phase.barriers
                 if phase.name == "q_proj":

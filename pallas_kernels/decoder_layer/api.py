@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,15 +14,9 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 
-_KERNEL = mosaic_gpu.feed_forward
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster
 # depends on the whole layer, see dsv3_jax.layers.around_attention.
-BACKENDS = {
-    "reference": reference.feed_forward,
-    "mosaic_gpu": _KERNEL,
-    "mosaic_gpu_early": functools.partial(_KERNEL, settings={"early": True}),
-    "mosaic_gpu_packed": functools.partial(_KERNEL, settings={"early": True, "packed": True}),
-}
+BACKENDS = {"reference": reference.feed_forward, "mosaic_gpu": mosaic_gpu.feed_forward}
 
 
 def feed_forward(

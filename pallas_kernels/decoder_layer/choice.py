@@ -20,17 +20,16 @@ from pallas_kernels.route.reference import Rule
 
 
 def choose(
-    logits_g: Any, bias: Any, scores_g: Any, experts_g: Any, weights_g: Any, *, token: jax.Array,
-    first: jax.Array, is_reporter: jax.Array, tokens: int, experts: int, rule: Rule,
-    interpret: Any,
+    logits_g: Any, bias: list[jax.Array] | None, scores_g: Any, experts_g: Any, weights_g: Any, *,
+    token: jax.Array, first: jax.Array, is_reporter: jax.Array, tokens: int, experts: int,
+    rule: Rule, interpret: Any,
 ) -> None:  # fmt: skip
     """Chooses the experts of each warp's token, as :func:`pallas_kernels.route` does.
 
     Args:
       logits_g, scores_g: flat float32 arrays of all tokens' logits, and of their scores, which only
         the reporting program stores.
-      bias: added to the scores for the choice: a reference to a flat array, or what
-        :func:`load_bias` has loaded from there; or None.
+      bias: what is added to the scores for the choice, from :func:`load_bias`, or None.
       experts_g, weights_g: flat arrays of the chosen experts and their weights.
       token: the warp's token, in all its lanes. A warp without a token stores nothing.
       first: where in ``experts_g`` and ``weights_g`` the program's pairs begin.
@@ -45,12 +44,7 @@ def choose(
         store_rows(scores_g, own * experts + c, of_chunk, LANES, exists & is_reporter, interpret)
     choice = scores
     if bias is not None:
-        biases = (
-            bias
-            if isinstance(bias, list)
-            else load_bias(bias, jnp.minimum(token, 0), experts, interpret)
-        )
-        choice = [s + b for s, b in zip(scores, biases, strict=True)]
+        choice = [s + b for s, b in zip(scores, bias, strict=True)]
     columns = [lane + c for c in chunks]
     ranked = mask_groups([as_integer(x) for x in choice], columns, experts, rule)
     bits = [lax.bitcast_convert_type(s, jnp.int32) for s in scores]

@@ -15,7 +15,7 @@ from pallas_kernels.decoder_layer.packed import pack, pack_rows
 from pallas_kernels.decoder_layer.plan import Plan
 from pallas_kernels.decoder_layer.stream import CONSUMERS, Totals
 from pallas_kernels.decoder_layer.units import Refs, Units
-from pallas_kernels.decoder_layer.vectors import copy_rows, norm_row
+from pallas_kernels.decoder_layer.vectors import copy_row, norm_row
 from pallas_kernels.hopper.branch import when
 
 
@@ -35,11 +35,11 @@ class Entries:
     wg: jax.Array
     interpret: Any
 
-    def norm_tokens(self, weight: Any) -> None:
+    def norm_tokens(self, weight: jax.Array) -> None:
         """Norms the tokens, alternately by both warpgroups.
 
         Args:
-          weight: see :func:`norm_row`.
+          weight: from :func:`vectors.load_weight`.
         """
         plan, refs = self.plan, self.refs
         for t in range(plan.tokens):
@@ -114,9 +114,6 @@ class Entries:
                 when(self.wg == wg)(functools.partial(pack_rows, *own, self.interpret))
             self.totals.meet()
             return
-        size = len(rows) if self.plan.config.together else CONSUMERS
-        for begin in range(0, len(rows), size):
-            for wg in range(min(CONSUMERS, len(rows) - begin)):
-                own = rows[begin + wg : begin + size : CONSUMERS]
-                when(self.wg == wg)(functools.partial(copy_rows, own))
+        for n, row in enumerate(rows):
+            when(self.wg == n % CONSUMERS)(functools.partial(copy_row, *row))
         self.totals.meet()

@@ -6,7 +6,6 @@ benchmarks/NOTES.md has its times.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer import kernel
 from pallas_kernels.decoder_layer.formats import is_integer, shape_of
-from pallas_kernels.decoder_layer.plan import Config, Plan
+from pallas_kernels.decoder_layer.plan import Config, Plan, packs
 from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
@@ -38,7 +37,6 @@ def feed_forward(
     w_uv: Float[Array, "H V C"] | None = None,
     config: Config | None = None,
     counter: Any = None,
-    settings: Mapping[str, Any] | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "M D"], Chosen | None]:
     """Implements :func:`pallas_kernels.feed_forward`.
@@ -47,18 +45,19 @@ def feed_forward(
       counter: Ref of the grid barrier's counter, ``jax.new_ref(new_counter())``, which all kernels
         of a program should share: XLA then neither fills it for each kernel nor runs two of them at
         the same time. None makes one for this call.
-      settings: of ``config``, if that is None.
 
     Raises:
       NotImplementedError: no Hopper GPU; more than 8 tokens; activations that are not bfloat16;
-        matrices that are neither bfloat16, nor float8, int8 or int4 with scales; integers without
-        the setting ``packed``; widths that are not multiples of 128; what
-        :func:`pallas_kernels.route` refuses on Hopper; or too little shared memory.
+        matrices that are neither bfloat16, nor float8, int8 or int4 with scales; widths that are
+        not multiples of 128; what :func:`pallas_kernels.route` refuses on Hopper; or too little
+        shared memory.
     """
     require_hopper(interpret)
     programs = multiprocessors() if interpret is None else 2
-    config = config or Config(programs, **(settings or {}))
     parts = router, shared, routed
+    if config is None:
+        dtypes = _weight_dtypes(shared, routed, o_proj)
+        config = Config(programs, packed=packs(len(h), h.dtype, *dtypes))
     options = {"rule": rule, "eps": eps, "o_proj": o_proj, "w_uv": w_uv, "config": config}
     options["sequences"] = len(attended.out) if isinstance(attended, Parts) else 0
     plan = make_plan(h, *parts, **options, interpret=interpret)
@@ -69,6 +68,15 @@ def feed_forward(
     )
     out, chosen, _ = made
     return out, chosen
+
+
+def _weight_dtypes(
+    shared: Matrices | None, routed: Matrices | None, o_proj: Projection | None
+) -> set[Any]:
+    """Returns the dtypes of all matrices but the router's and W_UV."""
+    matrices = [each for each in (shared, routed) if each is not None]
+    dtypes = {jnp.dtype(matrix.dtype) for each in matrices for matrix in each[:3]}
+    return dtypes if o_proj is None else dtypes | {jnp.dtype(o_proj.weight.dtype)}
 
 
 def make_plan(
@@ -91,9 +99,7 @@ def make_plan(
       sequences: sequences whose attention's output is in parts.
     """
     matrices = [each for each in (shared, routed) if each is not None]
-    dtypes = {jnp.dtype(matrix.dtype) for each in matrices for matrix in each[:3]}
-    if o_proj is not None:
-        dtypes.add(jnp.dtype(o_proj.weight.dtype))
+    dtypes = _weight_dtypes(shared, routed, o_proj)
     (weight_dtype,) = dtypes if len(dtypes) == 1 else (None,)
     router_dtype = h.dtype if router is None else router.weight.dtype
     is_scaled = weight_dtype is not None and (

@@ -66,21 +66,9 @@ class Config:
     """Thread blocks, at most one per multiprocessor."""
     stages: int | None = None
     """Number of stages of the ring buffer. None means as many as fit, at most 12."""
-    ahead: Literal["always", "arrived"] = "arrived"
-    """The time from which weights of phases after a grid barrier are copied: always, or only when
-    this program has arrived at the barrier. Arriving takes longer while copies are in flight."""
-    alternate: bool = False
-    """Whether the warpgroups multiply the downs of routed experts alternately, instead of half of
-    the columns of each. No GPU has run it."""
-    together: bool = False
-    """Whether a warpgroup loads all rows of activations that it copies before it stores the first.
-    No GPU has run it."""
     packed: bool = False
     """Whether the rows that meet float8 or integer weights are in float16, see :mod:`packed`. It
-    takes fewer instructions, and integers need it. No GPU has run it."""
-    early: bool = False
-    """Whether the norm's weights and the router's bias are loaded before the grid barriers, instead
-    of after what the barriers protect. No GPU has run it."""
+    takes fewer instructions, and integers need it."""
     timed: bool = False
     """Whether each program records its clock at :attr:`Plan.events`."""
 
@@ -301,6 +289,17 @@ def padded(columns: int, *weight_dtypes: Any) -> int:
     return columns + ((16 if is_float8 else 64) - 2 * columns) % 128 // 2
 
 
+def packs(tokens: int, dtype: Any, *weight_dtypes: Any) -> bool:
+    """Returns whether rows should be packed: for integers always, for float8 where it is possible."""
+    if any(map(is_integer, weight_dtypes)):
+        return True
+    try:
+        check_packed(tokens, dtype, *weight_dtypes)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def check_packed(tokens: int, dtype: Any, *weight_dtypes: Any) -> None:
     """Raises NotImplementedError if rows of this dtype cannot be packed for these matrices."""
     dtype, kinds = jnp.dtype(dtype), {jnp.dtype(each) for each in weight_dtypes}
@@ -318,11 +317,8 @@ def check_packed(tokens: int, dtype: Any, *weight_dtypes: Any) -> None:
 
 
 def _check_integers(width: int, config: Config) -> None:
-    if not config.packed or config.alternate:
-        raise NotImplementedError(
-            "takes int8 and int4 matrices only packed, and not alternately, got"
-            f" packed={config.packed} and alternate={config.alternate}"
-        )
+    if not config.packed:
+        raise NotImplementedError("takes int8 and int4 matrices only packed")
     assert width % (2 * ROWS) == 0
 
 

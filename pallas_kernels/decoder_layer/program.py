@@ -62,7 +62,8 @@ class Program:
         self.program = lax.axis_index("program")
         self.wg = lax.axis_index("wg")
         self.units = Units(plan, refs, self.program)
-        self.norm, self.bias = refs.norm, refs.bias
+        self.norm: Any = None
+        self.bias: list[jax.Array] | None = None
         self.factors = next(iter(memory["factors"]), None)
         self.entries = Entries(
             plan, refs, self.units, self.totals, self.activations, self.factors, self.norms,
@@ -88,7 +89,8 @@ class Program:
     def produce(self) -> None:
         state, passed = self.stream.ring.start(), 0
         for phase in self.plan.phases:
-            if phase.barriers > passed and self.plan.config.ahead == "arrived":
+            # Arriving takes longer while copies are in flight.
+            if phase.barriers > passed:
                 self.signals.wait(_ARRIVED + passed, 0)
             passed = phase.barriers
             if phase.name == "routed_gate_up":
@@ -106,8 +108,7 @@ class Program:
         plan = self.plan
         state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         self.record("start")
-        if plan.config.early:
-            self.load_early(plan.entry(0))
+        self.load_early(plan.entry(0))
         self.enter(0)
         for phase in plan.phases:
             if phase.barriers > passed:
@@ -156,10 +157,8 @@ class Program:
 
     def sync_grid(self, barrier: int) -> None:
         token = self.grid.arrive()
-        if self.plan.config.ahead == "arrived":
-            self.signals.arrive(_ARRIVED + barrier)
-        if self.plan.config.early:
-            self.load_early(self.plan.entry(barrier + 1))
+        self.signals.arrive(_ARRIVED + barrier)
+        self.load_early(self.plan.entry(barrier + 1))
         self.grid.wait(token)
 
     def load_early(self, entry: Entry | None) -> None:
@@ -167,7 +166,7 @@ class Program:
         cache since the last step, and arrive while the barrier waits."""
         if entry == "norm":
             self.norm = load_weight(self.refs.norm)
-        elif entry == "choice and rows" and self.bias is not None:
+        elif entry == "choice and rows" and self.refs.bias is not None:
             self.bias = load_bias(self.refs.bias, filled(0), self.plan.experts, self.interpret)
 
     def enter_second_part(self) -> None:
@@ -289,7 +288,7 @@ class Program:
         """
         plan, refs, operand = self.plan, self.refs, phase.operand
         assert plan.rule is not None
-        own, stride, wg = self.units.own_outputs(), plan.stride(plan.expert_ffn), self.wg
+        own, stride = self.units.own_outputs(), plan.stride(plan.expert_ffn)
         K, first_pair = jnp.int32(plan.rule.num_experts_per_tok), self.units.first_pair()
         # Sums over rows in float16 are transposed in registers, with the tokens twice in a row if
         # the halves are of one row.
@@ -315,8 +314,7 @@ class Program:
                     # All rows of the products are the pair's token.
                     factor = jnp.where(row_token == lax.div(low + p, K), factor, 0.0)
                 rows = Rows(self.activations, p * stride, stride, 1, self.factors)
-                is_own = lax.rem(p, jnp.int32(CONSUMERS)) == wg if plan.config.alternate else None
-                state, products = self.stream.consume(operand, rows, scales, state, is_own)
+                state, products = self.stream.consume(operand, rows, scales, state)
                 sums = [s + factor * x for s, x in zip(sums, products, strict=True)]
                 return state, following, *sums
 

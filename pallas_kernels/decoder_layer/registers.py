@@ -89,7 +89,7 @@ def no_sums() -> jax.Array:
 
 def multiply(
     operand: Any, halves: Sequence[Any], rows: Any, step: jax.Array, scales: Sequence[Any],
-    sums: tuple[jax.Array, jax.Array], interpret: Any, warps: int = WARPS,
+    sums: tuple[jax.Array, jax.Array], interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Adds the products of a stage's columns to the warpgroup's sums.
 
@@ -100,10 +100,9 @@ def multiply(
       step: index of the stage in its unit.
       scales: of each half, from :func:`scales.load_scales`, or of each stage, from
         :func:`scales.load_row_scales`; empty if the matrices have none.
-      warps: warps that share the columns: those of both warpgroups, or of this one.
     """
     if interpret is not None:
-        return _multiply_in_interpreter(operand, halves, rows, step, scales, sums, warps)
+        return _multiply_in_interpreter(operand, halves, rows, step, scales, sums)
     half_scales, is_packed = scales, rows.factors is not None
     blocks = operand.step_bytes // BLOCK_BYTES
     columns = operand.block_columns
@@ -123,9 +122,7 @@ def multiply(
             arith.andi(thread, const(3)),
         )
         warp = mgpu.utils.warp_idx()
-        if warps < WARPS:
-            warp = arith.andi(warp, const(warps - 1))
-        first_block = arith.divui(arith.muli(warp, const(blocks)), const(warps))
+        first_block = arith.divui(arith.muli(warp, const(blocks)), const(WARPS))
         offset = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(quarter, const(16)))
         offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
         weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
@@ -197,9 +194,9 @@ def multiply(
 
         row_scales = _of_stage(scales, register(step)) if is_integer else None
         numbers = [item(s.registers.flat[0], i) for s in sums for i in range(2)]
-        end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(warps))
-        for block in range(-(-blocks // warps)):
-            if blocks % warps == 0 or block < blocks // warps:
+        end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(WARPS))
+        for block in range(-(-blocks // WARPS)):
+            if blocks % WARPS == 0 or block < blocks // WARPS:
                 numbers = of_block(block, numbers)
                 continue
             index = arith.addi(first_block, const(block))
@@ -247,15 +244,14 @@ def halves_row_bytes(halves: Sequence[Any]) -> int:
 
 
 def _multiply_in_interpreter(
-    operand: Any, halves: Sequence[Any], rows: Any, step: Any, scales: Sequence[Any], sums: Any,
-    warps: int,
-) -> Any:  # fmt: skip
+    operand: Any, halves: Sequence[Any], rows: Any, step: Any, scales: Sequence[Any], sums: Any
+) -> Any:
     """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
     wg = jax.lax.axis_index("wg")
     blocks = operand.step_bytes // BLOCK_BYTES
     middle = 4 * blocks // WARPS * operand.block_columns
     column = jnp.arange(operand.step)
-    is_own = jnp.where(wg == 0, column < middle, column >= middle) | (warps < WARPS)
+    is_own = jnp.where(wg == 0, column < middle, column >= middle)
     results = []
     for half, (ref, before) in enumerate(zip(halves, sums, strict=True)):
         first = operand.columns if operand.is_split and half else 0

@@ -19,7 +19,6 @@ cycle for bfloat16 weights, 33 for float8, of the 128 that shared memory moves.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ from pallas_kernels.decoder_layer.registers import (
 from pallas_kernels.decoder_layer.row_copies import RowCopies
 from pallas_kernels.decoder_layer.scales import load_row_scales, load_scales, prefetch_scales
 from pallas_kernels.decoder_layer.totals import Float16Sums, load_totals
-from pallas_kernels.hopper.branch import cond
 from pallas_kernels.hopper.ir import (
     SCALAR,
     asm,
@@ -312,15 +310,12 @@ class Stream:
         ]
 
     def consume(
-        self, operand: Operand, rows: Rows, scales: Sequence[Any], state: PipelineState,
-        is_own: Any = None,
-    ) -> tuple[PipelineState, tuple[jax.Array, jax.Array]]:  # fmt: skip
+        self, operand: Operand, rows: Rows, scales: Sequence[Any], state: PipelineState
+    ) -> tuple[PipelineState, tuple[jax.Array, jax.Array]]:
         """Multiplies a unit's weights with the activation rows. Every consumer warpgroup calls it.
 
         Args:
           scales: from :meth:`scales`.
-          is_own: whether this warpgroup multiplies the unit alone, or leaves it to the other one.
-            None if they share it.
 
         Returns:
           The next state, and this warpgroup's sums of both halves, for :class:`Totals`.
@@ -329,12 +324,7 @@ class Stream:
         def add(i: jax.Array, state: PipelineState, sums: Any) -> Any:
             self.ring.wait_full(state)
             halves = [self.stages.half(operand, state.stage, n) for n in range(2)]
-            run = functools.partial(multiply, operand, halves, rows, i, scales)
-            if is_own is None:
-                sums = run(sums, self.stages.interpret)
-            else:
-                alone = functools.partial(run, interpret=self.stages.interpret, warps=4)
-                sums = cond(is_own, lambda *sums: alone(sums), lambda *sums: sums, *sums)
+            sums = multiply(operand, halves, rows, i, scales, sums, self.stages.interpret)
             read = state.stage + zero_after(sums, SUMS, self.stages.interpret)
             self.ring.release(state._replace(stage=read))
             return sums

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,14 +29,13 @@ _LONGEST = 8192  # numbers of a row that a warpgroup holds at the same time
 
 
 def norm_row(
-    row_g: Any, added_g: Any, weight: Any, target: Any, sums_s: Any, *, eps: float, dtype: Any,
-    interpret: Any,
+    row_g: Any, added_g: Any, weight: jax.Array, target: Any, sums_s: Any, *, eps: float,
+    dtype: Any, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """Stores the RMS norm of a row in global memory, rounded to ``dtype``, in shared memory.
 
     Args:
-      weight: a reference in global memory, or what :func:`load_weight` has loaded from there. From
-        a reference it is loaded after the sum of squares, one latency later.
+      weight: from :func:`load_weight`.
       target: where, or None. The numbers are returned too.
       added_g: a row that is added first, or None. The sum is rounded to ``dtype``.
       sums_s: float32 [4, 32] in shared memory, of this warpgroup.
@@ -51,7 +49,6 @@ def norm_row(
     sums_s[...] = _warp_sums(row * row, layout, interpret)
     meet(interpret)
     mean = sum(sums_s[warp, 0] for warp in range(WARPS)) * (1 / D)
-    weight = weight if isinstance(weight, jax.Array) else load_weight(weight)
     weight = weight.astype(jnp.float32)
     normed = (row * lax.rsqrt(mean + eps) * weight).astype(dtype)
     if target is not None:
@@ -68,27 +65,17 @@ def load_weight(weight_g: Any) -> jax.Array:
 def copy_row(source: Any, target: Any) -> None:
     """Copies a row from global memory, where other programs may have written it, to shared memory.
 
-    A whole warpgroup calls it.
+    A whole warpgroup calls it. A row that is too long to hold is copied in equal pieces.
     """
-    copy_rows([(source, target)])
-
-
-def copy_rows(rows: Sequence[tuple[Any, Any]]) -> None:
-    """Copies rows of the same length, as :func:`copy_row` does.
-
-    As many as fit the registers are loaded before any is stored.
-    """
-    (length,) = rows[0][1].shape
+    (length,) = target.shape
     fewest = -(-length // _LONGEST)
     pieces = next(n for n in range(fewest, length) if length % (n * _THREADS) == 0)
     size = length // pieces
-    windows = [pl.ds(piece * size, size) for piece in range(pieces)]
-    copies = [(source, target, window) for source, target in rows for window in windows]
     together = _LONGEST // size
-    for first in range(0, len(copies), together):
-        group = copies[first : first + together]
-        values = [load_with_layout(source.at[window], strided(size)) for source, _, window in group]
-        for (_, target, window), loaded in zip(group, values, strict=True):
+    for first in range(0, pieces, together):
+        windows = [pl.ds(n * size, size) for n in range(first, min(first + together, pieces))]
+        values = [load_with_layout(source.at[window], strided(size)) for window in windows]
+        for window, loaded in zip(windows, values, strict=True):
             target[window] = loaded.astype(target.dtype)
 
 

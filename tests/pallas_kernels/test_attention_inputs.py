@@ -11,6 +11,7 @@ from flax import nnx
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import LatentKVCache
+from dsv3_jax.layers import around_attention
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import attention_inputs
@@ -281,7 +282,7 @@ CASES = {
     ),
     "rank, float8, packed": (
         Attention(1, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
-        {"packed": True, "early": True},
+        {"packed": True},
     ),
     "int4, eight tokens": (
         Attention(8, 256, dtype=BFLOAT16, weights=INT4, dropped=(2,)),
@@ -289,7 +290,7 @@ CASES = {
     ),
     "rank, int4": (
         Attention(1, 256, q_rank=128, rank=256, dtype=BFLOAT16, weights=INT4),
-        {"packed": True, "early": True},
+        {"packed": True},
     ),
     "int8": (Attention(2, 384, dtype=BFLOAT16, weights=INT8), {"packed": True}),
     "rank": (Attention(q_rank=256, rope=24), {"ahead": "arrived"}),
@@ -345,15 +346,12 @@ def test_kernel(attention, settings):
 @kernel_runs
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("q_rank", "rank", "name", "weights"),
-    [
-        (None, 128, "mosaic_gpu", None),
-        (128, 128, "mosaic_gpu", None),
-        (None, 256, "mosaic_gpu_early", None),
-        (None, 256, "mosaic_gpu_packed", "int4"),
-    ],
+    ("q_rank", "rank", "weights", "most_merged"),
+    [(None, 128, None, 64), (128, 128, None, 63), (None, 256, "int4", 64)],
 )
-def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, weights, monkeypatch):
+def test_a_models_tokens_are_those_of_the_plain_path(
+    q_rank, rank, weights, most_merged, monkeypatch
+):
     """A step of two sequences with different numbers of tokens, and one with a token for each."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, num_hidden_layers=1, first_k_dense_replace=1,
@@ -363,7 +361,7 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, weights
     )  # fmt: skip
     dtype = jnp.bfloat16 if ON_GPU or weights else jnp.float32
     quantization = QUANTIZATIONS[weights or "bf16"]
-    settings = {"early": True, "packed": True} if name == "mosaic_gpu_packed" else {}
+    settings = {"packed": weights is not None}
     config = ModelConfig.from_hf(raw)
     model = DeepSeekV3(config, rngs=nnx.Rngs(0), dtype=dtype, quantization=quantization)
     cache = LatentKVCache.init(model.cache_spec(), 2, 64)
@@ -385,15 +383,16 @@ def test_a_models_tokens_are_those_of_the_plain_path(q_rank, rank, name, weights
 
     def second_half(*arrays, **options):
         assert options["w_uv"].shape == (2, 64, rank)
-        assert isinstance(options["attended"], Parts) == (name != "mosaic_gpu")
+        assert isinstance(options["attended"], Parts) == (most_merged == 64)
         few = {"programs": 2, "stages": 3}
         config = FeedForward(**{"programs": multiprocessors()} if ON_GPU else few, **settings)
         return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
 
     plain, plain_newest, plain_cache = two_steps()
-    monkeypatch.setitem(BACKENDS, name, by_kernel)
-    monkeypatch.setitem(LAYER_BACKENDS, name, second_half)
-    model.use_feed_forward(name)
+    monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
+    monkeypatch.setitem(LAYER_BACKENDS, "mosaic_gpu", second_half)
+    monkeypatch.setattr(around_attention, "MOST_MERGED", most_merged)  # 64 are in the block tables
+    model.use_feed_forward("mosaic_gpu")
     got, newest, cached = two_steps()
     assert calls == [(2, 128, rank)] * 2
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)

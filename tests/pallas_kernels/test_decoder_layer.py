@@ -219,9 +219,8 @@ REFUSED = [
     (
         {"weights": INT4},
         {},
-        "int8 and int4 matrices only packed, and not alternately, got packed=F",
+        "int8 and int4 matrices only packed",
     ),
-    ({"weights": INT8}, {"packed": True, "alternate": True}, "got packed=True and alternate=True"),
     ({}, {"programs": 133}, "at most 132 programs"),
     (
         {},
@@ -313,7 +312,7 @@ def test_wrong_arguments(changes, message, untyped):
 # ---- the kernel ----------------------------------------------------------------------------------
 
 INTERPRETED = {
-    "dense": (Layer(tokens=3, attended=True), {"ahead": "always"}),
+    "dense": (Layer(tokens=3, attended=True), {}),
     # Groups, and more programs than output units of 16 / 2 programs each.
     "groups": (
         dataclasses.replace(
@@ -330,45 +329,37 @@ INTERPRETED = {
     # The router waits for the projection of attention's output.
     "attention's projection": (
         dataclasses.replace(MOE, tokens=2, attention=384, rule=rule(1)),
-        {"early": True},
+        {},
     ),
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
-        {"programs": 3, "ahead": "always"},
+        {"programs": 3},
     ),
     "float8": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
         {},
     ),
-    "float8, alternately": (
-        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
-        {"alternate": True, "together": True},
-    ),
     # Batches of rows: those of the experts do not all fit at the same time.
     "float8, packed": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
-        {"packed": True, "early": True},
-    ),
-    "float8, packed alternately": (
-        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
-        {"packed": True, "alternate": True},
+        {"packed": True},
     ),
     "float8, packed with W_UV": (
         Layer(4, 256, 256, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
-        {"packed": True, "early": True},
+        {"packed": True},
     ),
     # An odd number of groups per row of the experts' downs, and batches of their rows.
     "int4": (
         Layer(2, 256, 256, 384, 32, rule(3), BFLOAT16, INT4),
-        {"packed": True, "early": True},
+        {"packed": True},
     ),
     "int4, eight tokens with W_UV": (
         Layer(8, 256, 384, dtype=BFLOAT16, weights=INT4, attention=128, heads=2, latent=256),
-        {"packed": True, "early": True},
+        {"packed": True},
     ),
     "int4, no shared experts": (
         dataclasses.replace(MOE, ffn=0, dtype=BFLOAT16, weights=INT4),
-        {"packed": True, "programs": 3, "ahead": "always"},
+        {"packed": True, "programs": 3},
     ),
     "int8": (
         dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=INT8, rule=rule(3)),
@@ -376,7 +367,7 @@ INTERPRETED = {
     ),
     "int8, attention's projection": (
         Layer(3, 256, 128, dtype=BFLOAT16, weights=INT8, attention=384),
-        {"packed": True, "early": True},
+        {"packed": True},
     ),
     # Units of two heads in a program, and of a head in two programs.
     "W_UV": (
@@ -385,7 +376,7 @@ INTERPRETED = {
     ),
     "float8, W_UV": (
         Layer(1, 128, 128, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
-        {"ahead": "always"},
+        {},
     ),
     # Parts in two rounds of loads.
     "parts": (Layer(attention=128, heads=2, latent=256, split=(11,)), {}),

@@ -59,9 +59,8 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes", "tokens", "packed"), FORMATS)
-def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, alone, monkeypatch, untyped):
+def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, monkeypatch, untyped):
     emulate(monkeypatch, registers, totals_module)
     rng = np.random.default_rng(0)
     operand = Operand.of(dtype, K, is_split, most_bytes)
@@ -96,12 +95,8 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, alone, monkeypat
             part = np.ascontiguousarray(weights[n, :, i * step : (i + 1) * step])
             stage[n, :, : operand.step_bytes] = part.view(np.uint8)
         halves = [Buffer(half) for half in stage]
-        warps = registers.WARPS // 2 if alone else registers.WARPS
-        sums = registers.multiply(operand, halves, rows, i, chunks, sums, None, warps)
-    memory = in_memory(sums)
-    if alone:
-        memory[1] = 0  # the other warpgroup has multiplied nothing
-    totals = totals_module.load_totals(Buffer(memory), tokens, None, float16)
+        sums = registers.multiply(operand, halves, rows, i, chunks, sums, None)
+    totals = totals_module.load_totals(Buffer(in_memory(sums)), tokens, None, float16)
 
     for n, total in enumerate(totals):
         w = weights[n].astype(np.float64)
@@ -235,7 +230,7 @@ def test_rows_for_integers_are_stored_as_permuted(length, dtype, monkeypatch, un
     registers_ = [Values(*row[first + own].T) for first in range(0, length, 128 * count)]
     emulate(monkeypatch, packed_module, integers)
     memory = Buffer(np.full(length, -1, np.float16))
-    held = SimpleNamespace(shape=(length,), registers=SimpleNamespace(flat=registers_))
+    array = SimpleNamespace(shape=(length,), registers=SimpleNamespace(flat=registers_))
     monkeypatch.setattr(packed_module, "inline", lambda *_: lambda function: function)
-    packed_module._store_permuted(memory, held, dtype, None)
+    packed_module._store_permuted(memory, array, dtype, None)
     np.testing.assert_array_equal(memory.bytes.view(np.float16), want)

@@ -427,25 +427,12 @@ def kernels() -> dict[str, Kernel]:
             layer.options | {"config": FeedForward(132)},
             function="feed_forward",
         )
-    for name in ("moonlight", "moonlight fp8"):
-        layer = feed_forward_layers()["moonlight fp8" if "fp8" in name else "moonlight o_proj"]
-        table[f"feed_forward {name}, alternately"] = Kernel(
-            "pallas_kernels.decoder_layer.mosaic_gpu",
-            layer.shapes(),
-            layer.options | {"config": FeedForward(132, alternate=True, together=True)},
-            function="feed_forward",
-        )
-    table["feed_forward moonlight parts, early"] = dataclasses.replace(
-        table["feed_forward moonlight parts"],
-        options=feed_forward_layers()["moonlight parts"].options
-        | {"config": FeedForward(132, early=True)},
-    )
     for name, tokens in (("moonlight fp8", 1), ("v3 w_uv", 1), ("v3 w_uv", 4)):
         layer = dataclasses.replace(feed_forward_layers()[name], tokens=tokens)
         table[f"feed_forward {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
             "pallas_kernels.decoder_layer.mosaic_gpu",
             layer.shapes(),
-            layer.options | {"config": FeedForward(132, early=True, packed=True)},
+            layer.options | {"config": FeedForward(132, packed=True)},
             function="feed_forward",
         )
     for name, weights, tokens in (
@@ -460,7 +447,7 @@ def kernels() -> dict[str, Kernel]:
         table[f"feed_forward {name} {weights} {tokens} tokens, packed"] = Kernel(
             "pallas_kernels.decoder_layer.mosaic_gpu",
             layer.shapes(),
-            layer.options | {"config": FeedForward(132, early=True, packed=True)},
+            layer.options | {"config": FeedForward(132, packed=True)},
             function="feed_forward",
         )
     # The first layer of Moonlight.
@@ -468,7 +455,7 @@ def kernels() -> dict[str, Kernel]:
     table["feed_forward moonlight dense int4 1 tokens, packed"] = Kernel(
         "pallas_kernels.decoder_layer.mosaic_gpu",
         layer.shapes(),
-        layer.options | {"config": FeedForward(132, early=True, packed=True)},
+        layer.options | {"config": FeedForward(132, packed=True)},
         function="feed_forward",
     )
     for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
@@ -479,7 +466,7 @@ def kernels() -> dict[str, Kernel]:
         )
     for name, tokens in (("moonlight fp8 8 tokens", 1), ("v3", 1), ("v3", 4)):
         arrays = before_attention(tokens, *BEFORE_ATTENTION[name][1:])
-        config = AttentionInputs(132, early=True, packed=True)
+        config = AttentionInputs(132, packed=True)
         table[f"attention_inputs {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
             arrays,
@@ -492,7 +479,7 @@ def kernels() -> dict[str, Kernel]:
         ("v3", "int4", 1),
     ):
         _, width, _, *sizes = BEFORE_ATTENTION[name]
-        config = AttentionInputs(132, early=True, packed=True)
+        config = AttentionInputs(132, packed=True)
         table[f"attention_inputs {name} {weights} {tokens} tokens, packed"] = Kernel(
             "pallas_kernels.attention_inputs.mosaic_gpu",
             before_attention(tokens, width, weights, *sizes),
