@@ -59,7 +59,8 @@ def program_digest(lowered: jax.stages.Lowered) -> str:
     Raises:
       ValueError: the program has no Mosaic GPU kernel. Other kernels' code would not be digested.
     """
-    operation = lowered.compiler_ir().operation
+    module: Any = lowered.compiler_ir()
+    operation = module.operation
     kernels = _kernels(operation)
     if not kernels:
         raise ValueError("expected a program with a Mosaic GPU kernel, got none")
@@ -85,13 +86,13 @@ def _kernels(operation: Any) -> list[str]:
 
 
 def _text(bytecode: bytes) -> str:
-    from jax.experimental.mosaic.gpu import dialect
+    from jax.experimental.mosaic.gpu import dialect  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
     with ir.Context() as context:
         context.allow_unregistered_dialects = True  # that of serialized modules
         dialect.register_dialect(context)
-        return ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+        return str(ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False))
 
 
 def write(record: dict[str, Any], path: Path) -> None:
