@@ -5,7 +5,8 @@
 
 It compiles all kernels of ``tests/pallas_kernels/test_hopper_compile.py`` without a GPU, prints
 those that differ from the record, and updates it. A change that only moves code leaves the PTX as
-it is. It needs JAX's CUDA plugin, ptxas and nvdisasm (the package nvidia-cuda-nvdisasm).
+it is. The test does not compile a program again that the record has without a fault. The script
+needs JAX's CUDA plugin, ptxas and nvdisasm (the package nvidia-cuda-nvdisasm).
 """
 
 from __future__ import annotations
@@ -28,28 +29,36 @@ from benchmarks.kernels.machine_code import (
     ptx_of,
     unfinished_loads,
 )
+from tests.pallas_kernels.known_programs import RECORD, compilers, known_programs, write
 from tests.pallas_kernels.test_hopper_compile import (
     KERNELS,
     OPS,
-    RECORD,
+    XLA_OPTIONS,
     compile_in_child,
+    faults_of,
     finishes_loads,
+    most_spilled,
     ptxas_version,
+    spilled,
 )
 
 
-def record(op: str, before: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns, by kernel and by entry of its PTX: digest, instructions in all, main loops.
+def record(
+    op: str, before: dict[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Returns what was compiled of an operation's kernels, and programs without a fault.
 
-    A loop is ``[instructions, conditional instructions, tensor core instructions]``. Of a kernel
+    The former has by kernel, and by entry of its PTX: digest, instructions in all, main loops. A
+    loop is ``[instructions, conditional instructions, tensor core instructions]``. Of a kernel
     that must finish its loads before an arrival, the number of those that may be unfinished too.
 
     Args:
       before: what an older record of the same ptxas has. Equal PTX is not disassembled again.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results = compile_in_child(op, Path(folder))
+        results = compile_in_child(op, Path(folder), {})
     kernels: dict[str, dict[str, Any]] = {}
+    programs = {}
     for name, result in results.items():
         if "error" in result:
             raise RuntimeError(f"expected {name} to compile, got {result['error']}")
@@ -59,7 +68,12 @@ def record(op: str, before: dict[str, Any]) -> dict[str, dict[str, Any]]:
             is_whole = "unfinished_loads" in old or not finishes_loads(name)
             is_known = is_whole and old.get("ptx") == digest(ptx)
             kernels[name][entry] = old if is_known else counted(ptx, finishes_loads(name))
-    return kernels
+        is_finished = not any(entry.get("unfinished_loads") for entry in kernels[name].values())
+        if is_finished and not faults_of(result, most_spilled(name)):
+            programs[name] = {"program": result["program"], "spilled": spilled(result["report"])}
+            if "unsigned" in result:
+                programs[name]["unsigned"] = result["unsigned"]
+    return kernels, programs
 
 
 def counted(ptx: str, finishes_loads: bool) -> dict[str, Any]:
@@ -103,15 +117,21 @@ def main(words: Sequence[str]) -> int:
         for name, entries in old["kernels"].items()
         if name in KERNELS and KERNELS[name].op not in (arguments.op or OPS)
     }
+    programs = {
+        name: program
+        for name, program in known_programs(old, XLA_OPTIONS).items()
+        if name in kernels
+    }
     for op in arguments.op or OPS:
-        kernels |= record(op, old["kernels"] if old["ptxas"] == ptxas_version() else {})
-    kernels = {name: kernels[name] for name in KERNELS if name in kernels}
-    lines = [f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in kernels.items()]
-    arguments.record.write_text(
-        f'{{"jax": "{jax.__version__}", "ptxas": "{ptxas_version()}", "kernels": {{\n'
-        + ",\n".join(lines)
-        + "\n}}\n"
+        new = record(op, old["kernels"] if old["ptxas"] == ptxas_version() else {})
+        kernels |= new[0]
+        programs |= new[1]
+    kernels, programs = (
+        {name: table[name] for name in KERNELS if name in table} for table in (kernels, programs)
     )
+    versions = {"jax": jax.__version__, "ptxas": ptxas_version()}
+    tables = {"compilers": compilers(XLA_OPTIONS), "kernels": kernels, "programs": programs}
+    write(versions | tables, arguments.record)
     lines = differences(old["kernels"], kernels)
     print("\n".join(lines) or f"the PTX of all {len(kernels)} kernels is the same")
     return 0

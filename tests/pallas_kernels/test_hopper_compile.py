@@ -2,7 +2,8 @@
 
 The test reads ptxas' report on each kernel. It must have no spills except those in MOST_SPILLED,
 and no warning that ptxas serializes wgmma. It needs JAX's CUDA plugin and ptxas. With nvdisasm too,
-it counts the instructions of the main loops.
+it counts the instructions of the main loops. A program that these compilers have compiled before,
+according to the record, is only lowered (``known_programs.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib
-import importlib.metadata
 import json
 import os
 import re
@@ -51,6 +51,13 @@ from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
+from tests.pallas_kernels.known_programs import (
+    RECORD,
+    installed_versions,
+    known_programs,
+    program_digest,
+    ptxas_version,
+)
 
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # Bytes stored or loaded, by prefix of the kernel's name. If several queries do not fill a pair of
@@ -70,7 +77,6 @@ MOST_SPILLED = {
 MOST_INSTRUCTIONS = 1.03
 # Kernels, by name, that use what they load from shared memory before they release it.
 FINISHES_LOADS = re.compile("w4a8|(int8|int4|fp8) by bf16|^feed_forward")
-RECORD = Path(__file__).with_name("machine_code.json")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
@@ -562,6 +568,9 @@ def feed_forward_layers() -> dict[str, Layer]:
 
 
 KERNELS = kernels()
+# XLA's own fusions around a kernel are not looked at. Without a device it would compile each in
+# several ways and choose none of them by its time.
+XLA_OPTIONS = "--xla_gpu_autotune_level=0"
 # Most kernels first: xdist's other processes then compile the rest meanwhile.
 OPS = [op for op, _ in Counter(kernel.op for kernel in KERNELS.values()).most_common()]
 
@@ -570,9 +579,10 @@ OPS = [op for op, _ in Counter(kernel.op for kernel in KERNELS.values()).most_co
 
 
 def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
-    """Returns ``{"seconds", "report"}`` or ``{"error"}`` by kernel name.
+    """Returns ``{"program", "seconds", "report"}`` or ``{"error"}`` by kernel name.
 
-    A report is the PTX and what ptxas prints.
+    A program is the digest of the lowered program, a report the PTX and what ptxas prints. A kernel
+    whose program is in the file ``known.json`` is not compiled: its result is what the file has.
     """
     import numpy as np
     from jax.experimental import topologies
@@ -587,6 +597,7 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
         )
         return NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec("x"))
 
+    known = json.loads((directory / "known.json").read_text())
     results = {}
     # Printed rather than dumped: writing all of Mosaic GPU's dumps takes longer than compiling.
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
@@ -594,13 +605,21 @@ def compile_all(op: str, directory: Path) -> dict[str, dict[str, Any]]:
         if kernel.op == op:
             output = directory / f"{number}.txt"
             try:
+                began = cpu_seconds()
+                lowered = lower(kernel, split_over(kernel.devices))
+                program = program_digest(lowered)
+                before = known.get(name, {})
+                if before.get("program") == program and (op not in SIGNED or "unsigned" in before):
+                    results[name] = before
+                    continue
                 with stdout_to(output):
-                    seconds = compile_one(kernel, split_over(kernel.devices))
+                    lowered.compile()
+                seconds = cpu_seconds() - began
             except Exception as error:
                 results[name] = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
                 continue
             report = output.read_text()
-            results[name] = {"seconds": seconds, "report": report}
+            results[name] = {"program": program, "seconds": seconds, "report": report}
             if op in SIGNED:
                 results[name]["unsigned"] = len(UNSIGNED.findall(report))
     return results
@@ -620,7 +639,7 @@ def stdout_to(path: Path) -> Iterator[None]:
             os.close(stdout)
 
 
-def compile_one(kernel: Kernel, sharding: Any) -> float:
+def lower(kernel: Kernel, sharding: Any) -> jax.stages.Lowered:
     function = backend(kernel)
     arrays = jax.tree.map(
         lambda x: Struct(x.shape, x.dtype, sharding=sharding), dict(kernel.arrays)
@@ -632,9 +651,7 @@ def compile_one(kernel: Kernel, sharding: Any) -> float:
     if kernel.devices > 1:
         mesh, split = sharding.mesh, sharding.spec
         run = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
-    began = cpu_seconds()
-    jax.jit(run).lower(arrays).compile()
-    return cpu_seconds() - began
+    return jax.jit(run).lower(arrays)
 
 
 def cpu_seconds() -> float:
@@ -652,13 +669,6 @@ def backend(kernel: Kernel) -> Callable[..., Any]:
     return getattr(module, kernel.function or kernel.op)
 
 
-def ptxas_version() -> str:
-    printed = subprocess.run(["ptxas", "--version"], check=True, capture_output=True, text=True)
-    release = re.search(r"V([\d.]+)", printed.stdout)
-    assert release is not None, printed.stdout
-    return release[1]
-
-
 # ---- the tests -----------------------------------------------------------------------------------
 
 
@@ -666,17 +676,23 @@ def reason_to_skip() -> str | None:
     version = tuple(int(x) for x in jax.__version__.split(".")[:2])
     if version < (0, 11):
         return "needs jax 0.11"
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
-    if not {"jax-cuda12-plugin", "jax-cuda13-plugin"} & installed:
+    if not installed_versions("jax-cuda12-plugin", "jax-cuda13-plugin"):
         return "needs JAX's CUDA plugin: jax-cuda13-plugin and jax-cuda13-pjrt"
-    wheels = {"nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"}
-    if shutil.which("ptxas") is None and not wheels & installed:
+    wheels = installed_versions("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
+    if shutil.which("ptxas") is None and not wheels:
         return "needs ptxas: CUDA's, or the package nvidia-cuda-nvcc"
     return None
 
 
-def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
-    """Runs :func:`compile_all` in a process of its own."""
+def compile_in_child(
+    op: str, directory: Path, known: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Runs :func:`compile_all` in a process of its own.
+
+    Args:
+      known: results of programs that need not be compiled again, by kernel.
+    """
+    (directory / "known.json").write_text(json.dumps(known))
     without = {"XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"}
     run = subprocess.run(
         [sys.executable, __file__, op, str(directory)],
@@ -684,9 +700,7 @@ def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
         | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(Path(__file__).parents[2]),
-            # XLA's own fusions around a kernel are not looked at. Without a device it would compile
-            # each in several ways and choose none of them by its time.
-            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+            "XLA_FLAGS": XLA_OPTIONS,
         },
         capture_output=True,
         text=True,
@@ -701,13 +715,13 @@ def compile_in_child(op: str, directory: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.compiles
 @pytest.mark.parametrize("op", OPS)
 def test_kernels(op, tmp_path, subtests):
-    compiled = compile_in_child(op, tmp_path)
+    known = known_programs(json.loads(RECORD.read_text()), XLA_OPTIONS)
+    compiled = compile_in_child(op, tmp_path, known)
     with subtests.test("no kernel spills registers"):
         faults = []
         for name, result in compiled.items():
             print(f"{name}: {result.get('seconds', 0):.1f} s")
-            most = next((n for start, n in MOST_SPILLED.items() if name.startswith(start)), 0)
-            faults += [f"{name}: {fault}" for fault in faults_of(result, most)]
+            faults += [f"{name}: {fault}" for fault in faults_of(result, most_spilled(name))]
         assert not faults, "\n".join(faults)
     with subtests.test("main loops have the recorded number of instructions"):
         if nvdisasm() is None:
@@ -748,6 +762,12 @@ def load_faults(compiled: dict[str, dict[str, Any]]) -> list[str]:
     recorded, same_ptxas = record_and_whether_of_this_ptxas()
     faults = []
     for name, result in compiled.items():
+        if "spilled" in result and finishes_loads(name):
+            faults += [
+                f"{name}: expected a record that all loads of {entry} are finished"
+                for entry, before in recorded[name].items()
+                if before.get("unfinished_loads") != 0
+            ]
         for entry, ptx in ptx_of(result.get("report", "")).items():
             before = recorded.get(name, {}).get(entry, {})
             is_known = same_ptxas and before.get("ptx") == digest(ptx)
@@ -825,14 +845,32 @@ def test_only_recorded_code_is_not_disassembled(row, ptxas, is_disassembled, tmp
     assert [fault.partition(":")[0] for fault in faults] == expected
 
 
+def most_spilled(name: str) -> int:
+    """Returns the bytes that a kernel may store or load for lack of registers."""
+    return next((n for start, n in MOST_SPILLED.items() if name.startswith(start)), 0)
+
+
+def spilled(report: str) -> int:
+    """Returns the most bytes of spill stores or loads in a report."""
+    return max((int(n) for frame in FRAME.findall(report) for n in frame), default=0)
+
+
 def faults_of(result: dict[str, Any], most_spilled: int = 0) -> list[str]:
+    """Returns what a result of :func:`compile_all` should not have.
+
+    A recorded result has the bytes of its spills instead of a report.
+    """
     if "error" in result:
         return [result["error"]]
     faults = []
-    if result["seconds"] > MOST_SECONDS:
-        faults.append(f"compiled for {result['seconds']:.0f} s, above {MOST_SECONDS}")
     if result.get("unsigned"):
         faults.append(f"{result['unsigned']} maxima of unsigned numbers")
+    if "report" not in result:
+        if result["spilled"] > most_spilled:
+            faults.append(f"bytes of spill stores or loads: {result['spilled']}")
+        return faults
+    if result["seconds"] > MOST_SECONDS:
+        faults.append(f"compiled for {result['seconds']:.0f} s, above {MOST_SECONDS}")
     frames = FRAME.findall(result["report"])
     if not frames:
         faults.append("ptxas reported nothing")
@@ -848,6 +886,7 @@ GOOD = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads (C7519) a
 
 def test_a_good_report_has_no_faults():
     assert faults_of({"seconds": 19.0, "report": GOOD + GOOD}) == []
+    assert faults_of({"program": "recorded", "spilled": 4, "unsigned": 0}, most_spilled=4) == []
 
 
 @pytest.mark.parametrize(
@@ -862,6 +901,8 @@ def test_a_good_report_has_no_faults():
             "'8'",
         ),
         ({"seconds": 1.0, "report": f"(C7510) wgmma serialized {GOOD}"}, "C7510"),
+        ({"program": "recorded", "spilled": 8}, "spill stores or loads: 8"),
+        ({"program": "recorded", "spilled": 0, "unsigned": 3}, "3 maxima"),
     ],
 )
 def test_faults_are_seen(result, fault):
