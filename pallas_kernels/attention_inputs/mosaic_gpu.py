@@ -113,5 +113,8 @@ def make_plan(
 def _weight_dtypes(weights: AttentionWeights) -> dict[PhaseName, Any]:
     """Returns the dtypes of the projections, by name."""
     names: tuple[PhaseName, ...] = "q_proj", "kv_a_proj", "q_a_proj"
-    projections = ((name, getattr(weights, name)) for name in names)
-    return {name: each.weight.dtype for name, each in projections if each is not None}
+    dtypes: dict[PhaseName, Any] = {}
+    for name in names:
+        if (projection := getattr(weights, name)) is not None:
+            dtypes[name] = projection.weight.dtype
+    return dtypes

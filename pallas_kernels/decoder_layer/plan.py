@@ -290,7 +290,7 @@ def padded(columns: int, *weight_dtypes: Any) -> int:
 
 
 def packs(tokens: int, dtype: Any, *weight_dtypes: Any) -> bool:
-    """Returns whether rows should be packed: for integers always, for float8 where it is possible."""
+    """Returns whether rows should be packed: for integers always, for float8 if possible."""
     if any(map(is_integer, weight_dtypes)):
         return True
     try:

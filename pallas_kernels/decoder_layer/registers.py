@@ -147,8 +147,8 @@ def multiply(
             """Does :meth:`of_block` for int8 and int4."""
             pieces = range(0, columns, 4 * integers.PIECE)
             x_words = [_load_words(x_pointer, 2 * (block * columns + n)) for n in pieces]
-            words = [_load_words(weight, BLOCK_BYTES * block) for weight in weights]
-            both = integers.products(x_words, *words, operand.dtype)
+            first, other = (_load_words(weight, BLOCK_BYTES * block) for weight in weights)
+            both = integers.products(x_words, first, other, operand.dtype)
             scale = [_of_quarter(row_scales, 2 * half + block) for half in range(2)]
             return [
                 llvm.intr_fma(p, scale[n // 2], s)
