@@ -216,11 +216,7 @@ REFUSED = [
         "parts with a multiple of 256 columns, got 128",
     ),
     ({"weights": "float16"}, {}, "one of bfloat16, float8_e4m3fn, int8 and int4, got float16"),
-    (
-        {"weights": INT4},
-        {},
-        "int8 and int4 matrices only packed",
-    ),
+    ({"weights": INT4}, {}, "int8 and int4 matrices only packed"),
     ({}, {"programs": 133}, "at most 132 programs"),
     (
         {},
@@ -242,6 +238,28 @@ def test_refusals(changes, config, message, monkeypatch):
     )
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(lambda arguments: run(**arguments), arguments)
+
+
+@off_gpu
+@pytest.mark.parametrize(
+    ("weights", "tokens", "packed"),
+    [(FLOAT8, 1, True), (FLOAT8, 5, False), (INT4, 8, True), (INT8, 1, True), (BFLOAT16, 1, False)],
+)
+def test_quantized_matrices_meet_rows_in_float16(weights, tokens, packed, monkeypatch):
+    """So they do by default, if so many tokens fit."""
+    plans = []
+
+    def kernel(h, *_, plan, interpret):
+        plans.append(plan)
+        return h, None, None
+
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    monkeypatch.setattr(mosaic_gpu, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(mosaic_gpu.kernel, "feed_forward", kernel)
+    layer = dataclasses.replace(MOE, dtype=BFLOAT16, weights=weights, tokens=tokens)
+    run = functools.partial(mosaic_gpu.feed_forward, **layer.options, counter=0)
+    jax.eval_shape(lambda arguments: run(**arguments), layer.shapes())
+    assert [plan.config.packed for plan in plans] == [packed]
 
 
 @off_gpu
