@@ -70,7 +70,6 @@ def _index(**settings: Any) -> dict[str, Variant]:
         B, T, J, _ = q.shape
         plan = index_plan(B, T, J, tables.shape[1], q.dtype.itemsize)
         config = dataclasses.replace(plan, **settings)
-        config = dataclasses.replace(config, stages=min(config.stages, plan.stages))
         if config == plan or plan.groups > 1:
             raise NotImplementedError(f"the setting is for other shapes than {q.shape}")
         return sparse_index.sparse_index(**arguments, config=config)
@@ -137,8 +136,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         ),
     },
     "units of 12 pages": _index(pages=12),
-    "units of 12 pages, 12 stages": _index(pages=12, stages=12),
-    "12 stages": _index(stages=12),
+    "22 stages": _index(stages=22),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
     "4 programs": _top_k(programs=4),

@@ -56,7 +56,9 @@ _MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thr
 _REGISTERS = 232, 40  # per thread of consumers and producer
 _INTERPRETED_PROGRAMS = 2
 _MOST_ROWS = 256  # heads of all queries of a group
-_MOST_STAGES = 22
+# Of one group, and of two. With few queries the programs read at the memory's bandwidth, and more
+# pages in flight make it slower.
+_MOST_STAGES = {1: 12, CONSUMERS: 22}
 _SHARED_BYTES = 232448 - 8 * 1024  # of a program, less barriers
 _MOST_PAGES = 32  # of a unit
 
@@ -109,7 +111,7 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     pages = None
     if groups == 1:
         pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
-    stages = min(room, _MOST_STAGES) // 2 * 2
+    stages = min(room, _MOST_STAGES[groups]) // 2 * 2
     many = groups > 1  # shared memory is busy with the operands of the matmuls
     return Config(queries, pages, groups, stages, unroll=1 if many else 2, keep_weights=many)
 

@@ -326,8 +326,8 @@ def kernels() -> dict[str, Kernel]:
         for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
             shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
             table[shape] = index(queries, rows, pages, dtype)
-    few_stages = IndexConfig(1, 12, 1, 12, 2)
-    table["sparse_index fp8 64x1, 12 stages"] = index(1, 64, 512, FP8, config=few_stages)
+    small_units = IndexConfig(1, 12, 1, 12, 2)
+    table["sparse_index fp8 64x1, units of 12 pages"] = index(1, 64, 512, FP8, config=small_units)
     table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
     table |= {
         "top_k 64 rows of 32768": selection(64, 32768),
