@@ -45,13 +45,19 @@ class Buckets:
 
     @classmethod
     def default(
-        cls, max_running: int, *, platform: str, multiple: int = 1, absorbed_chunks: bool = False
+        cls,
+        max_running: int,
+        *,
+        platform: str,
+        multiple: int = 1,
+        absorbed_chunks: bool = False,
+        one_request: bool = False,
     ) -> Buckets:
         """Returns the sizes for a platform.
 
-        Decoding requests come in powers of two up to ``max_running`` on a GPU, whose step with 64
-        requests takes a quarter longer than with 16; in powers of four on a CPU, and of eight on a
-        TPU. Chunks come in powers of two up to 2,048 tokens, on a CPU up to 256.
+        Decoding requests come in powers of two from 8 to ``max_running`` on a GPU, whose step with
+        64 requests takes a quarter longer than with 16; in powers of four on a CPU, and of eight on
+        a TPU. Chunks come in powers of two up to 2,048 tokens, on a CPU up to 256.
 
         XLA's GPU runtime waits for the device to read how often a loop runs. Programs for GPUs
         therefore have no loop over decode steps unless these are short.
@@ -61,6 +67,8 @@ class Buckets:
           multiple: number of micro-batches. Sizes are rounded up to multiples of it.
           absorbed_chunks: whether chunks attend in absorbed form, see :func:`absorbs_chunks`. They
             are shorter then.
+          one_request: whether one decoding request has a size of its own. On a Hopper GPU, kernels
+            for one or two tokens run most of its layers.
         """
         base, first = {"cpu": (4, 0), "gpu": (2, 3)}.get(platform, (8, 1))
         decodes = (*(base**i for i in range(first, 16) if base**i < max_running), max_running)
@@ -69,21 +77,27 @@ class Buckets:
             tuple(sorted({-(-size // multiple) * multiple for size in sizes}))
             for sizes in (decodes, chunks)
         )
+        multi_step_decodes = decodes[0] if platform == "gpu" else None
+        if one_request and multiple == 1:
+            decodes = tuple(sorted({1, *decodes}))
         return cls(
             decodes,
             chunks,
             chunk_tokens=64 if absorbed_chunks else 32 if platform == "cpu" else 256,
             max_steps=8,
-            multi_step_decodes=decodes[0] if platform == "gpu" else None,
+            multi_step_decodes=multi_step_decodes,
             chunk_form="absorbed" if absorbed_chunks else "expanded",
         )
 
     @classmethod
-    def of_devices(cls, max_running: int, layout: Layout | None) -> Buckets:
+    def of_devices(
+        cls, max_running: int, layout: Layout | None, *, one_request: bool = True
+    ) -> Buckets:
         """Returns the default sizes of an engine with this layout, or on the default device.
 
         Args:
           max_running: number of slots of all shards.
+          one_request: whether one decoding request has a size of its own where that is faster.
         """
         if layout is None:
             platform, shards, multiple, token_shards = target.platform(), 1, 1, 1
@@ -96,6 +110,7 @@ class Buckets:
             platform=platform,
             multiple=multiple,
             absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+            one_request=one_request and is_hopper and layout is None,
         )
 
     def check(self, max_running: int, multiple: int) -> None:

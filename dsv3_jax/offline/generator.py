@@ -449,7 +449,8 @@ class Generator:
     def _buckets(self, size: int) -> Buckets:
         """Returns the sizes of the programs for a batch size."""
         layout = self._signature.layout
-        default = Buckets.of_devices(size, layout)
+        # Without a size for the last request of a batch, which would be compiled meanwhile.
+        default = Buckets.of_devices(size, layout, one_request=False)
         if not self._reproducible:
             return default
         local_batch = size if layout is None else size // layout.num_shards("batch")

@@ -30,6 +30,7 @@ def default_buckets(target: Target, layout_name: str, decodes: int) -> Buckets:
         decodes,
         platform=target.platform,
         absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+        one_request=is_hopper and target.devices == 1,
     )
 
 

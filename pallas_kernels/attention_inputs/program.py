@@ -369,7 +369,7 @@ class Program:
                 norm_row(
                     self.refs.latents.at[pl.ds(t * C, C)],
                     None,
-                    self.refs.weights.kv_a_norm,
+                    load_weight(self.refs.weights.kv_a_norm),
                     self.refs.pages.at[slot, pl.ds(0, C)],
                     self.norms.at[self.wg],
                     eps=plan.latent_eps,

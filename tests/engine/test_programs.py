@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv3_jax.engine import buckets as buckets_module
 from dsv3_jax.engine.buckets import Buckets, absorbs_chunks
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.slot_rows import SlotRows
@@ -178,6 +179,20 @@ class TestBuckets:
         for decodes, max_steps in ((1, 8), (8, 8), (9, 1), (256, 1)):
             assert self.DEFAULT.shape(decodes, 0, **self.LIMITS).max_steps == max_steps
             assert (decodes <= self.DEFAULT.most_multi_step_decodes) is (max_steps > 1)
+
+    def test_one_request_has_a_program_on_one_hopper_gpu(self, monkeypatch):
+        monkeypatch.setattr(buckets_module.target, "platform", lambda: "gpu")
+        for capability, decodes in (("9.0", (1, 8, 16)), ("8.0", (8, 16))):
+            monkeypatch.setattr(buckets_module.target, "compute_capability", lambda c=capability: c)
+            buckets = Buckets.of_devices(16, None)
+            assert (buckets.decodes, buckets.most_multi_step_decodes) == (decodes, 8)
+            assert buckets.shape(1, 0, **self.LIMITS).decodes == decodes[0]
+            assert buckets.shape(1, 1, **self.LIMITS).decodes == 16
+            assert Buckets.of_devices(16, None, one_request=False).decodes == (8, 16)
+            assert Buckets.of_devices(1, None).decodes == (1,)
+        one, two = Target.parse("h100"), Target.parse("h100x2")
+        assert default_buckets(one, "single", 16).decodes == (1, 8, 16)
+        assert default_buckets(two, "dp_attention_ep", 16).decodes == (8, 16)
 
     def test_few_requests_in_a_large_program_decode_one_step(self):
         buckets = dataclasses.replace(self.DEFAULT, decodes=(256,))
