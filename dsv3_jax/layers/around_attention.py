@@ -25,6 +25,7 @@ from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization
 from pallas_kernels import attention_inputs, feed_forward
 from pallas_kernels.attention_inputs.reference import AttentionWeights
+from pallas_kernels.decoder_layer.plan import PART_COLUMNS
 from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.hopper import require_hopper
@@ -62,10 +63,11 @@ def is_preferred(layer: Layer, tokens: int) -> bool:
     return layer.self_attn.o_proj.quantization is not None or read_bytes(layer) <= MOST_BYTES
 
 
-def merges_parts(caches: Sequence[LayerCache]) -> bool:
+def merges_parts(layer: Layer, caches: Sequence[LayerCache]) -> bool:
     """Returns whether the second kernel should merge attention's parts."""
     room = caches[0].block_tables.shape[1] * caches[0].page_size
-    return len(caches) == 1 and room <= MOST_MERGED
+    fits = layer.self_attn.config.kv_lora_rank % PART_COLUMNS == 0
+    return fits and len(caches) == 1 and room <= MOST_MERGED
 
 
 def shared_counter(layout: Layout | None, tokens: int) -> Any:

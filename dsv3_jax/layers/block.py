@@ -222,7 +222,7 @@ class DecoderLayer(nnx.Module):
 
         def kernel() -> Any:
             latents = None
-            if absorbed is not None and around_attention.merges_parts(absorbed[1]):
+            if absorbed is not None and around_attention.merges_parts(self, absorbed[1]):
                 latents = attention.attend_in_parts(*absorbed)
             elif absorbed is not None:
                 latents = attention.attend_absorbed(*absorbed)

@@ -30,6 +30,8 @@ _STEP_BYTES = 1024  # of a matrix row per stage, which then has 16 KiB
 _EXPERT_ROWS = 20 * 1024  # least numbers of routed experts' rows that fit at the same time
 _LANES = 32
 _WARPGROUP = 128
+PART_COLUMNS = CONSUMERS * _WARPGROUP
+"""Attention's parts have a multiple of so many columns, half of them for each warpgroup."""
 _MOST_EXPERTS, _MOST_CHOICES = 384, 16
 
 
@@ -132,9 +134,9 @@ class Plan:
             raise NotImplementedError(
                 f"takes head widths of a multiple of {2 * ROWS}, got {attention / heads:g}"
             )
-        if sequences and latent % (CONSUMERS * _WARPGROUP):
+        if sequences and latent % PART_COLUMNS:
             raise NotImplementedError(
-                f"takes parts with a multiple of {CONSUMERS * _WARPGROUP} columns, got {latent}"
+                f"takes parts with a multiple of {PART_COLUMNS} columns, got {latent}"
             )
         phases = _phases(
             tokens, width, attention, ffn, expert_ffn, experts, rule, weight_dtype, router_dtype
