@@ -31,7 +31,7 @@ _EXPERT_ROWS = 20 * 1024  # least numbers of routed experts' rows that fit at th
 _LANES = 32
 _WARPGROUP = 128
 PART_COLUMNS = CONSUMERS * _WARPGROUP
-"""Attention's parts have a multiple of so many columns, half of them for each warpgroup."""
+"""Attention's parts have a multiple of this number of columns: each warpgroup has half of them."""
 _MOST_EXPERTS, _MOST_CHOICES = 384, 16
 
 

@@ -246,7 +246,7 @@ def test_refusals(changes, config, message, monkeypatch):
     [(FLOAT8, 1, True), (FLOAT8, 5, False), (INT4, 8, True), (INT8, 1, True), (BFLOAT16, 1, False)],
 )
 def test_quantized_matrices_meet_rows_in_float16(weights, tokens, packed, monkeypatch):
-    """So they do by default, if so many tokens fit."""
+    """The default packs the rows if that number of tokens fits."""
     plans = []
 
     def kernel(h, *_, plan, interpret):
