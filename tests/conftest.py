@@ -29,7 +29,7 @@ import pytest
 
 from tests.support import covering
 
-pytest_plugins = ["tests.support.timeouts"]
+pytest_plugins = ["tests.support.shares", "tests.support.timeouts"]
 
 # JAX traces create many long-lived objects. With Python's default thresholds, garbage collection
 # takes a tenth of the time.
