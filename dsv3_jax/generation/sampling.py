@@ -97,18 +97,10 @@ def largest(
 ) -> tuple[Float32[Array, "*batch"], Int[Array, "*batch"]]:
     """Returns the largest number of each row and the lowest index that has it.
 
-    NaN counts as the largest number, as in ``jnp.max`` and ``jnp.argmax``. One reduction has both
-    results, so that logits are read once and no kernel has to look up the number at the index.
+    NaN counts as the largest number. One reduction of pairs would read the numbers once, but XLA
+    cannot compile it for GPUs that share the row: its all-reduce knows no such pairs.
     """
-
-    def larger(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
-        (x, i), (y, j) = a, b
-        is_first = (x > y) | jnp.isnan(x)
-        return jnp.where(is_first, x, y), jnp.where(is_first | ((x == y) & (i < j)), i, j)
-
-    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    least = jnp.float32(-jnp.inf), jnp.int32(0)
-    return jax.lax.reduce((x, index), least, larger, (x.ndim - 1,))
+    return jnp.max(x, axis=-1), jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
 def filter_mask(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:

@@ -646,12 +646,6 @@ BREAKS: dict[str, Break] = {
         "logits",
         (_GENERATION + "test_loop.py", _GENERATION + "test_speculation.py"),
     ),
-    "the last of equal logits is chosen": Break(
-        "dsv3_jax/generation/sampling.py",
-        "((x == y) & (i < j))",
-        "((x == y) & (i > j))",
-        (_GENERATION + "test_sampling.py",),
-    ),
     # ---- dsv3_jax: engine ------------------------------------------------------------------------
     "the host waits for a kernel between two steps": Break(
         "dsv3_jax/engine/step.py",
