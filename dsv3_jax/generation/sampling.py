@@ -92,17 +92,6 @@ class Sampling:
         return greedy() if self.mode == "greedy" else sampled()
 
 
-def largest(
-    x: Float32[Array, "*batch W"],
-) -> tuple[Float32[Array, "*batch"], Int[Array, "*batch"]]:
-    """Returns the largest number of each row and the lowest index that has it.
-
-    NaN counts as the largest number. One reduction of pairs would read the numbers once, but XLA
-    cannot compile it for GPUs that share the row: its all-reduce knows no such pairs.
-    """
-    return jnp.max(x, axis=-1), jnp.argmax(x, axis=-1).astype(jnp.int32)
-
-
 def filter_mask(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:
     """Returns the mask of tokens that pass top_k, top_p and min_p, applied in that order, as
     transformers applies them.
@@ -146,11 +135,10 @@ def filter_logits(
     flat = logits.reshape(B * count, W)
     is_greedy = (settings.temperature < jnp.finfo(jnp.float32).tiny)[:, None]
     # Relative to the maximum, so that no temperature makes several logits +inf.
-    maximum, best = largest(flat)
-    relative = flat - maximum[:, None]
+    relative = flat - jnp.max(flat, axis=-1, keepdims=True)
     temperature = jnp.minimum(settings.temperature, _MAX_TEMPERATURE)[:, None]
     scaled = relative / jnp.where(is_greedy, 1.0, temperature)
-    is_best = jnp.arange(W) == best[:, None]
+    is_best = jnp.arange(W) == jnp.argmax(flat, axis=-1)[:, None]
     keep = jnp.where(is_greedy, is_best, filter_mask(scaled, settings))
     return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)
 
@@ -203,7 +191,7 @@ def sample(
     """Returns each sequence's token at ``positions``, greedy or sampled by its settings."""
     return sampling.choose(
         lambda: sample_filtered(filter_logits(logits, sampling), sampling, positions, purpose),
-        lambda: largest(logits)[1],
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
     )
 
 

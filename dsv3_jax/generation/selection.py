@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float32, Int
 from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
-from dsv3_jax.generation.sampling import Sampling, largest, mask_vocab_padding
+from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
 from dsv3_jax.generation.verification import verify
 
 
@@ -63,26 +63,26 @@ def select_tokens(
     # A -inf that the model computed must not look like one that masks the vocabulary's padding. NaN
     # is the largest value to argmax, so the check of the maximum below detects it.
     logits = mask_vocab_padding(jnp.where(jnp.isneginf(logits), jnp.nan, logits), vocab_size)
-    max_logits, best = largest(logits)
     adjusted = logits
     if adjustments is not None:
         adjusted = adjust_logits(
             logits, adjustments, known_tokens, lengths, sampling.stop_tokens, drafts.tokens
         )
-        best = None
-    tokens, accepted = verify(adjusted, drafts, sampling, lengths, acceptance, best)
+    tokens, accepted = verify(adjusted, drafts, sampling, lengths, acceptance)
     is_stop = jnp.any(tokens[..., None] == sampling.stop_tokens[:, None], axis=-1)
     is_stop &= jnp.arange(tokens.shape[1]) <= accepted[:, None]
     is_stopped = jnp.any(is_stop, axis=1)
     counts = jnp.where(is_stopped, jnp.argmax(is_stop, axis=1), accepted) + 1
-    is_finite = jnp.isfinite(max_logits).astype(jnp.int32)
+    # Without adjustments the same argmax as in verify, which XLA computes once.
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
+    max_logits = jnp.take_along_axis(logits, best, axis=-1)
+    is_finite = jnp.isfinite(max_logits[..., 0]).astype(jnp.int32)
     num_finite = jnp.cumprod(is_finite, axis=1).sum(axis=1)
     is_non_finite = num_finite < counts
     counts = jnp.where(is_running, jnp.minimum(counts, num_finite), 0).astype(jnp.int32)
     is_full = lengths + counts >= limits
     finished = jnp.where(is_stopped, STOPPED, jnp.where(is_full, FULL, RUNNING))
     # log_softmax, evaluated only at the tokens that are reported.
-    max_logits = max_logits[..., None]
     log_total = jnp.log(jnp.sum(jnp.exp(logits - max_logits), axis=-1, keepdims=True))
     logprobs = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - max_logits - log_total
     top_logits, top_tokens = jax.lax.top_k(logits, num_top_logprobs)

@@ -22,7 +22,6 @@ from dsv3_jax.generation.sampling import (
     NEXT,
     Sampling,
     filter_logits,
-    largest,
     random_values,
     sample_filtered,
 )
@@ -34,7 +33,6 @@ def verify(
     sampling: Sampling,
     positions: Int[Array, " B"],
     acceptance: float | None = None,
-    best: Int[Array, "B T"] | None = None,
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Returns the tokens of one step: the accepted drafts, then one token of the model's own.
 
@@ -42,7 +40,6 @@ def verify(
       logits: the model's logits after the last known token and after each of the T - 1 drafts.
       positions: position of the first draft.
       acceptance: for benchmarks, accept drafts at this rate instead.
-      best: the most probable tokens, if the caller has :func:`largest` of ``logits``.
 
     Returns:
       Tokens and the number of accepted drafts. The first ``accepted + 1`` tokens are valid.
@@ -53,8 +50,9 @@ def verify(
     u = jnp.stack(uniform, axis=1) if uniform else jnp.zeros(drafts.tokens.shape)
     forced = None if acceptance is None else u < acceptance
     padded_drafts = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
-    if best is None:
-        best = largest(logits)[1]
+    # Outside the greedy branch, because the decode loop computes it too: XLA then reads the logits
+    # once for both.
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def verify_greedy() -> tuple[jax.Array, jax.Array]:
         is_accepted = best[:, :K] == drafts.tokens if forced is None else forced

@@ -56,8 +56,8 @@ _MOST_COLUMNS = 128  # of a matmul, if a group has several: 64 registers per thr
 _REGISTERS = 232, 40  # per thread of consumers and producer
 _INTERPRETED_PROGRAMS = 2
 _MOST_ROWS = 256  # heads of all queries of a group
-# Of one group, and of two. With few queries the programs read at the memory's bandwidth, and more
-# pages in flight make it slower.
+# The numbers are those of units of one group and of two. With few queries the programs read at the
+# memory's bandwidth, and more pages in flight make it slower.
 _MOST_STAGES = {1: 12, CONSUMERS: 22}
 _SHARED_BYTES = 232448 - 8 * 1024  # of a program, less barriers
 _MOST_PAGES = 32  # of a unit

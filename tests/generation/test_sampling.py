@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.generation.sampling import (
-    Sampling,
-    SamplingMode,
-    filter_mask,
-    largest,
-    sample,
-)
+from dsv3_jax.generation.sampling import Sampling, SamplingMode, filter_mask, sample
 
 Options = dict[str, Any]
 
@@ -55,24 +49,6 @@ def reference(logits: np.ndarray, options: Options) -> tuple[np.ndarray, float]:
             margin = min(margin, abs(weight - min_p) if min_p and weight != 1 else margin)
         before += weight / sum(weights)
     return keep, margin
-
-
-@pytest.mark.parametrize("shape", [(1, 5000), (3, 2, 700)])
-def test_largest_is_max_and_argmax(shape):
-    x = np.random.default_rng(0).integers(-40, 40, shape).astype(np.float32)  # many ties
-    rows = x.reshape(-1, shape[-1])
-    rows[0, 17:20] = np.nan, np.inf, np.nan
-    rows[-1, -1] = np.inf if len(rows) > 1 else np.nan
-    x = rows.reshape(shape)
-    maximum, index = jax.jit(largest)(x)
-    np.testing.assert_array_equal(maximum, x.max(axis=-1))
-    np.testing.assert_array_equal(index, x.argmax(axis=-1))
-    assert index.dtype == jnp.int32
-
-
-def test_largest_of_nothing_finite():
-    maximum, index = jax.jit(largest)(np.full((2, 9), -np.inf, np.float32))
-    assert (maximum.tolist(), index.tolist()) == ([-math.inf] * 2, [0, 0])
 
 
 class TestFilterMask:

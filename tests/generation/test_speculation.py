@@ -327,7 +327,7 @@ class TestDrafts:
         those of a whole forward pass over the final tokens."""
         model, seen = models["random"], []
 
-        def spy(logits, drafts, sampling, positions, *others):
+        def spy(logits, drafts, sampling, positions, acceptance):
             """Records drafts, positions and counts of every step of the compiled loop."""
             jax.debug.callback(
                 lambda *values: seen.append([np.array(value) for value in values]),
@@ -336,7 +336,7 @@ class TestDrafts:
                 drafts.counts,
                 ordered=True,
             )
-            return verify(logits, drafts, sampling, positions, *others)
+            return verify(logits, drafts, sampling, positions, acceptance)
 
         monkeypatch.setattr(selection, "verify", spy)
         monkeypatch.setattr(plain, "_programs", {})
