@@ -45,6 +45,7 @@ from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
+from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
@@ -289,6 +290,13 @@ def kernels() -> dict[str, Kernel]:
         f"mla_decode_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
         for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]
     }
+    for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]:
+        name = f"mla_decode_float8_pairs h{heads} sq{queries}"
+        table[name] = decode(queries, heads, float8=True, config=Float8Pairs())
+    for loads in (0, 8):
+        config = Float8Pairs(unpack_early=loads)
+        name = f"mla_decode_float8_pairs h128 sq1, {loads} loads early"
+        table[name] = decode(1, 128, float8=True, config=config)
     table |= {
         f"mla_decode_few_float8 h{heads} sq{queries}": decode(
             queries, heads, float8=True, config=FewQueries()

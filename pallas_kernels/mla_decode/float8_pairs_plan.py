@@ -1,0 +1,24 @@
+"""Tuning parameters of mla_decode's kernel of two programs that unpack a float8 cache together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Pairs:
+    """Tuning parameters that do not change any result.
+
+    The kernel takes any number of query rows and pads them to whole pairs of tiles, so that it
+    gains nothing unless they are more than one tile.
+    """
+
+    unpack_early: int = 4
+    """Loads of eight per half of a key block that are unpacked before the slot is free. The more,
+    the sooner a free slot is full again, and the more registers it takes."""
+
+    prefetch: bool = True
+    """Whether pages are prefetched into the L2 cache, one block before they are loaded."""
+
+    early: bool = True
+    """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
