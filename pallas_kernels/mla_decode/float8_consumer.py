@@ -40,6 +40,7 @@ def attend_to_blocks(
     heads: int,
     scale: float,
     staged: bool = True,
+    few_registers: bool = False,
     first_half: Any = 0,
 ) -> None:
     """Runs a consumer over all key blocks of a partition.
@@ -50,10 +51,11 @@ def attend_to_blocks(
         :class:`float8_pairs_signals.PairSignals`.
       bounds: returns the partition's first and last sequence, and their number.
       staged: whether results are copied from shared memory. Otherwise each thread stores its own.
+      few_registers: whether row sums follow the running maximum as the accumulator does, where
+        otherwise their own maximum is kept, and the partition is read again for each sequence.
       first_half: the half of the latents that is filled first, and scored first.
     """
     interpret, other = signals.interpret, 1 - own
-    sequence_count = bounds()[2]
     max_pages = work.tables.shape[1]
     mask: Any = {
         "queries": queries, "heads": heads, "max_pages": max_pages,
@@ -70,8 +72,8 @@ def attend_to_blocks(
         first_half=first_half,
     )
 
-    def softmax(s, before, length, block, own_max, total):
-        """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
+    def softmax(s, before, length, block, sums):
+        """Publishes P, the maximum and its factor; returns (factor, row sums' state)."""
         fully_visible = length - (queries - 1)  # tokens that every query sees
         fully_visible = jnp.minimum(fully_visible, max_pages * BLOCK)
         s = cond(
@@ -85,15 +87,20 @@ def attend_to_blocks(
             before,
             lambda running: s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0]),
         )
+        if few_registers:
+            return alpha, sums[0] * alpha + p.sum(axis=1)
+        own_max, total = sums
         total = total * jnp.exp2(own_max - running) + p.sum(axis=1)
         return alpha, running, total
 
     def run_segment(i, done):
-        b, length, begin, count = work.segment_and_length(i, *bounds()[:2])
+        _, length, begin, count = work.segment_and_length(i, *bounds()[:2])
         first = (own + done) & 1
         own_count = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
         zeros: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
         initial = zeros, row_vector(NO_SCORE), row_vector(0.0)
+        if few_registers:
+            initial = zeros, row_vector(0.0)
         signals.wait_queries(i)
 
         def first_block():
@@ -105,7 +112,7 @@ def attend_to_blocks(
                 signals.wait_max(other, done - 1)
 
             acc, *sums = initial
-            sums = softmax(s, row_vector(NO_SCORE), length, begin, *sums)[1:]
+            sums = softmax(s, row_vector(NO_SCORE), length, begin, sums)[1:]
             return finish_last(consumer.add_values(acc, own), count > 1), *sums
 
         def finish_last(acc, more):
@@ -122,7 +129,10 @@ def attend_to_blocks(
 
             def softmax_of(s):
                 before = plgpu.layout_cast(memory.maxima[other], ROW)
-                return softmax(s, before, length, begin + j, *sums)
+                if not few_registers:
+                    return softmax(s, before, length, begin + j, sums)
+                total = sums[0] * plgpu.layout_cast(memory.factors[other], ROW)
+                return softmax(s, before, length, begin + j, [total])
 
             n = signals.use_of(done + j, k)
             acc, *sums = consumer.add_block(n, n, acc, softmax_of)
@@ -137,11 +147,16 @@ def attend_to_blocks(
             """Adds P V of the segment's last block, if the other warpgroup scored it."""
             signals.wait_p(other, done + count - 1)
             alpha = plgpu.layout_cast(memory.factors[other], ROW)
-            return consumer.add_values(scale_rows(acc, alpha, interpret=interpret), other)
+            added = consumer.add_values(scale_rows(acc, alpha, interpret=interpret), other)
+            return (added, sums[0] * alpha) if few_registers else added
 
         slot = (done + count - 1) & 1
-        acc = cond(slot == own, lambda: acc, add_last)
-        finish_segment(i, b, slot, acc, *sums)
+        if few_registers:
+            acc, total = cond(slot == own, lambda: (acc, sums[0]), add_last)
+            sums = plgpu.layout_cast(memory.maxima[slot], ROW), total
+        else:
+            acc = cond(slot == own, lambda: acc, add_last)
+        finish_segment(i, bounds()[0] + i, slot, acc, *sums)
         return done + count
 
     def finish_segment(i, b, slot, acc, own_max, own_sum):
@@ -180,12 +195,21 @@ def attend_to_blocks(
         plgpu.wait_smem_to_gmem(0)
         signals.release(slot, own)
 
-    done = lax.fori_loop(0, sequence_count, run_segment, jnp.int32(0))
+    if few_registers:  # the number of sequences is read again, too
+        done = lax.while_loop(
+            lambda carry: carry[0] < bounds()[2],
+            lambda carry: (carry[0] + 1, run_segment(*carry)),
+            (jnp.int32(0), jnp.int32(0)),
+        )[1]
+    else:
+        done = lax.fori_loop(0, bounds()[2], run_segment, jnp.int32(0))
 
     # A program may exit only after every arrival at its barriers has happened.
     @when((done >= 1) & ((done & 1) == own))
     def _():
         signals.wait_max(other, done - 1)
+
+    sequence_count = bounds()[2]
 
     @when(sequence_count > 0)
     def _():

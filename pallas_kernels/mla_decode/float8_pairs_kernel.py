@@ -88,7 +88,8 @@ def attend(
             # Not staged in the last block: the other program may still be sent its copy.
             attend_to_blocks(
                 own, memory, signals, work, bounds, outputs,
-                queries=queries, heads=heads, scale=scale, staged=False, first_half=program,
+                queries=queries, heads=heads, scale=scale,
+                staged=False, few_registers=True, first_half=program,
             )  # fmt: skip
 
         @when(wg == 2)

@@ -22,3 +22,7 @@ class Float8Pairs:
 
     early: bool = True
     """Whether to launch before the preceding kernel has ended (programmatic dependent launch)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.unpack_early <= 8:
+            raise ValueError(f"unpack_early: expected 0 to 8, got {self.unpack_early}")

@@ -290,7 +290,7 @@ def kernels() -> dict[str, Kernel]:
         f"mla_decode_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
         for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]
     }
-    for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]:
+    for heads, queries in [(128, 1), (128, 2), (64, 3), (16, 5)]:
         name = f"mla_decode_float8_pairs h{heads} sq{queries}"
         table[name] = decode(queries, heads, float8=True, config=Float8Pairs())
     for loads in (0, 8):
