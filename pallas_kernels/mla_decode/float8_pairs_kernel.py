@@ -90,6 +90,7 @@ def attend(
                 own, memory, signals, work, bounds, outputs,
                 queries=queries, heads=heads, scale=scale,
                 staged=False, few_registers=True, first_half=program,
+                scores_first=config.scores_first,
             )  # fmt: skip
 
         @when(wg == 2)

@@ -17,6 +17,10 @@ class Float8Pairs:
     """Loads of eight per half of a key block that are unpacked before the slot is free. The more,
     the sooner a free slot is full again, and the more registers it takes."""
 
+    scores_first: bool = True
+    """Whether a consumer starts all scores of its block before P V of the block before, which then
+    overlaps with the softmax. Otherwise P V comes between the halves of the scores."""
+
     prefetch: bool = True
     """Whether pages are prefetched into the L2 cache, one block before they are loaded."""
 

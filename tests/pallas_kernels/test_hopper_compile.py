@@ -297,6 +297,9 @@ def kernels() -> dict[str, Kernel]:
         config = Float8Pairs(unpack_early=loads)
         name = f"mla_decode_float8_pairs h128 sq1, {loads} loads early"
         table[name] = decode(1, 128, float8=True, config=config)
+    config = Float8Pairs(scores_first=False)
+    name = "mla_decode_float8_pairs h128 sq1, P V between halves"
+    table[name] = decode(1, 128, float8=True, config=config)
     table |= {
         f"mla_decode_few_float8 h{heads} sq{queries}": decode(
             queries, heads, float8=True, config=FewQueries()
