@@ -18,7 +18,6 @@ from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import plan as index_plan
@@ -119,9 +118,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         ),
     },
     "without pairs": _float8(),
-    "pairs": {**_float8(paired=True), "mla_decode": _decode(Float8Pairs())},
-    "pairs, unpacked late": {"mla_decode": _decode(Float8Pairs(unpack_early=0))},
-    "pairs, unpacked early": {"mla_decode": _decode(Float8Pairs(unpack_early=8))},
+    "pairs": _float8(paired=True),
     "panels of 2 tiles": _bfloat16(panel=2),
     "panels of 8 tiles": _bfloat16(panel=8),
     "permuted columns": _few_tokens(tokens_in_order=False),

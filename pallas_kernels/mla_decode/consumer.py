@@ -70,10 +70,6 @@ class Consumer:
     first_half: Any = 0
     """The half of the latents that is scored first: 0, or a scalar."""
 
-    scores_first: bool = False
-    """Whether P V of the other's block comes after both halves of the scores, not between them. It
-    then overlaps with the softmax, which need not wait for it."""
-
     def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
         """Starts adding the scores of its block n to ``acc``, over the latents' ``halves`` that are
         scored first (0) and second (1)."""
@@ -120,11 +116,7 @@ class Consumer:
         return acc
 
     def publish_p(
-        self,
-        maximum: jax.Array,
-        before: jax.Array,
-        exponents: Callable[[jax.Array], jax.Array],
-        after_store: Callable[[], None] | None = None,
+        self, maximum: jax.Array, before: jax.Array, exponents: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Publishes a block's maximum, factor and P.
 
@@ -132,7 +124,6 @@ class Consumer:
           maximum: of the block's scores, per row.
           before: running maximum before the block.
           exponents: returns the exponents of P relative to a maximum.
-          after_store: is called when P has been stored, before it is published.
 
         Returns:
           P, the running maximum, and the factor that rescales earlier results to it.
@@ -145,21 +136,18 @@ class Consumer:
         p = jnp.exp2(exponents(running))
         meet(self.interpret)  # the matmuls of all four warps have read the rope keys
         self.memory.rope[self.own] = p.astype(jnp.bfloat16)
-        # Not before the store: the compiler would move the exponentials behind what waits here.
-        if after_store is not None:
-            after_store()
         publish(self.interpret)
         self.signals.p_ready()
         return p, running, alpha
 
     def add_block(
-        self, n: Any, n_other: Any, acc: jax.Array, softmax: Callable[..., tuple[Any, ...]]
+        self, n: Any, n_other: Any, acc: jax.Array, softmax: Callable[[jax.Array], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
         """Computes the scores of its block n, meanwhile P V of the other's block, then P V of n.
 
         Args:
           softmax: publishes P of the scores, and returns the factor that rescales ``acc`` and the
-            row sums' state. With ``scores_first`` it also takes what it calls when P is stored.
+            row sums' state.
 
         Returns:
           ``acc`` and the state.
@@ -177,23 +165,9 @@ class Consumer:
             softmax_results = softmax(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
             return acc_ref[...], *softmax_results
 
-        def release_other():
-            plgpu.wgmma_wait(0)
-            self.signals.release(other)
-
-        def with_softmax(s_ref, acc_ref):
-            self.add_scores(s_ref, n)
-            acc_ref[...] = self.rescaled(acc, n_other)
-            plgpu.wgmma(acc_ref, memory.rope.at[other], memory.values.at[other, own])
-            softmax_results = softmax(
-                plgpu.wgmma_accumulator_load(s_ref, wait_n=1), after_store=release_other
-            )
-            return acc_ref[...], *softmax_results
-
         if self.interpret is None:
             accumulators = ACC((TILE, BLOCK), jnp.float32), ACC((TILE, HALF), jnp.float32)
-            run = with_softmax if self.scores_first else overlapped
-            acc, alpha, *state = pl.run_scoped(run, *accumulators)
+            acc, alpha, *state = pl.run_scoped(overlapped, *accumulators)
         else:  # the interpreter has no two accumulators at once
             s = self.scores(n, (0,))
             acc = self.add_values(self.rescaled(acc, n_other), other)

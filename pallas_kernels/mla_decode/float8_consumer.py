@@ -42,7 +42,6 @@ def attend_to_blocks(
     staged: bool = True,
     few_registers: bool = False,
     first_half: Any = 0,
-    scores_first: bool = False,
 ) -> None:
     """Runs a consumer over all key blocks of a partition.
 
@@ -55,7 +54,6 @@ def attend_to_blocks(
       few_registers: whether row sums follow the running maximum as the accumulator does, where
         otherwise their own maximum is kept, and the partition is read again for each sequence.
       first_half: the half of the latents that is filled first, and scored first.
-      scores_first: see :attr:`Consumer.scores_first`.
     """
     interpret, other = signals.interpret, 1 - own
     max_pages = work.tables.shape[1]
@@ -72,10 +70,9 @@ def attend_to_blocks(
         interpret,
         hides_rope=False,
         first_half=first_half,
-        scores_first=scores_first,
     )
 
-    def softmax(s, before, length, block, sums, after_store=None):
+    def softmax(s, before, length, block, sums):
         """Publishes P, the maximum and its factor; returns (factor, row sums' state)."""
         fully_visible = length - (queries - 1)  # tokens that every query sees
         fully_visible = jnp.minimum(fully_visible, max_pages * BLOCK)
@@ -89,7 +86,6 @@ def attend_to_blocks(
             maximum,
             before,
             lambda running: s * (scale * LOG2E) - lax.broadcast_in_dim(running, (TILE, BLOCK), [0]),
-            after_store,
         )
         if few_registers:
             return alpha, sums[0] * alpha + p.sum(axis=1)
@@ -131,11 +127,11 @@ def attend_to_blocks(
             acc, *sums = carry
             j = first + 2 * k
 
-            def softmax_of(s, after_store=None):
+            def softmax_of(s):
                 before, state = plgpu.layout_cast(memory.maxima[other], ROW), sums
                 if few_registers:
                     state = [sums[0] * plgpu.layout_cast(memory.factors[other], ROW)]
-                return softmax(s, before, length, begin + j, state, after_store)
+                return softmax(s, before, length, begin + j, state)
 
             n = signals.use_of(done + j, k)
             acc, *sums = consumer.add_block(n, n, acc, softmax_of)

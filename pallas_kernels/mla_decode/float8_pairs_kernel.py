@@ -30,7 +30,7 @@ from pallas_kernels.mla_decode.tile_memory import TileMemory
 from pallas_kernels.mla_decode.work import Work
 
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
-_REGISTERS = 208, 88
+_REGISTERS = 216, 72
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
@@ -90,13 +90,12 @@ def attend(
                 own, memory, signals, work, bounds, outputs,
                 queries=queries, heads=heads, scale=scale,
                 staged=False, few_registers=True, first_half=program,
-                scores_first=config.scores_first,
             )  # fmt: skip
 
         @when(wg == 2)
         def _produce():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            fill_slots(config, (ql_g, qr_g, kv_g), memory, signals, work, m0())
+            fill_slots((ql_g, qr_g, kv_g), memory, signals, work, m0())
 
         for own in range(2):  # separate code for each, so that addresses are constants
             when(wg == own)(functools.partial(consumer_warpgroup, own))

@@ -1,10 +1,10 @@
 """The producer of the kernel of two programs that unpack a float8 cache together.
 
 Program r of a pair loads half r of each key block's latents (256 columns) from global memory to
-registers, unpacks it, and stores it as bfloat16 when both programs have released it. Each warp then
-sends what it has stored to the other program. Then it loads the next block, and unpacks it too, so
-that it only has to be stored when its slot is free. It does not load earlier, because the fence
-after the stores waits for loads. The page after the next one is prefetched into the L2 cache.
+registers. When both programs have released that half of a slot, it unpacks the latents to bfloat16
+and stores them there, and each warp sends what it has stored to the other program. Then it loads
+the next block: not earlier, because the fence after the stores waits for loads. One instruction
+prefetches the page after the next one into the L2 cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pallas_kernels.hopper.peer import send_quarter
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, publish
 from pallas_kernels.mla_decode.block_walk import NONE, Block, BlockWalk
 from pallas_kernels.mla_decode.float8_cache import ROPE, ROPE_AT, dequantize_latent
-from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.float8_pairs_signals import (
     Q_FREE,
     PairSignals,
@@ -31,8 +30,6 @@ from pallas_kernels.mla_decode.float8_registers import (
     fetch_half,
     prefetch_page,
     store_half,
-    store_rest,
-    unpack_loads,
     with_rounded_scales,
 )
 from pallas_kernels.mla_decode.kernel_parts import SLOTS, TILE
@@ -44,7 +41,6 @@ _QUARTER_BYTES = BLOCK * HALF * 2 // WARPS
 
 
 def fill_slots(
-    config: Float8Pairs,
     sources: tuple[Any, Any, Any],
     memory: TileMemory,
     signals: PairSignals,
@@ -61,16 +57,13 @@ def fill_slots(
     gpu, walk = signals.interpret is None, BlockWalk.of(work)
 
     def load(block: Block) -> tuple[Any, ...]:
-        """Returns this program's half of a block in registers, and its scales."""
+        """Loads this program's half of a block into registers, and its scales."""
         if not gpu:
             return ()
-        words, scales = fetch_half(pages.at[block[1]], program)
-        if config.unpack_early:
-            words = unpack_loads(words, scales, block[2], config.unpack_early)
-        return words, scales
+        return fetch_half(pages.at[block[1]], program)
 
     def prefetch(block: Block) -> None:
-        if gpu and config.prefetch:
+        if gpu:
 
             @when((block[0] != NONE) & (program == 0))
             def _():
@@ -92,10 +85,8 @@ def fill_slots(
             interpreted_fill(slot, page, tokens)
             return
         target = memory.values.at[slot, program]
-        if config.unpack_early:
-            store_rest(target, *registers, tokens, config.unpack_early)
-        else:
-            store_half(target, *registers, tokens)
+        words, scales = registers
+        store_half(target, words, scales, tokens)
         publish()
         signals.blocks.arrive(kv_full(slot, program))
         send_quarter(target, _QUARTER_BYTES, signals.blocks, kv_full(slot, program))

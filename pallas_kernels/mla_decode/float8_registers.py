@@ -49,7 +49,6 @@ HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # per warp
 _PAIRS = _TOKENS // 2
 _TILE_COLUMNS = 64  # of a swizzled tile
-_TILE_BYTES = 8 * _TILE_COLUMNS * 2
 _TOGETHER = 4  # loads that are unpacked before any is stored
 _SCALE_BYTES = 4 * (HALF // GROUP)  # of half of a token
 _ROPE_COPIES = _TOKENS // 4  # per thread: 8 threads copy a token's 128 bytes
@@ -190,46 +189,6 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
     store(tile, words, scales, tokens)
 
 
-def unpack_loads(words: jax.Array, scales: jax.Array, tokens: jax.Array, count: int) -> jax.Array:
-    """Unpacks the first ``count`` of a half's eight loads in registers, for :func:`store_rest`."""
-
-    @inline(_WORDS, _SCALE_WORD, SCALAR, returns=_words(_PAIRS + count))
-    def unpack(words: Any, scales: Any, tokens: Any):
-        words, scale = words_of(words), _thread_scale(scales, tokens)
-        eights = [_scaled(i, words[4 * i : 4 * i + 4], scale) for i in range(count)]
-        return pack_words([w for eight in eights for w in eight] + words[4 * count :])
-
-    return unpack(words, scales, tokens)
-
-
-def store_rest(
-    tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array, count: int
-) -> None:
-    """Does :func:`store_half` where ``count`` loads have been unpacked by :func:`unpack_loads`."""
-
-    @inline(TILES, _WORDS, _SCALE_WORD, SCALAR)
-    def store(tile: Any, words: Any, scales: Any, tokens: Any):
-        _, lane = warp_and_lane()
-        column = arith.shli(arith.shrui(lane, const(3)), const(10))
-        eight_tokens = HALF // _TILE_COLUMNS * _TILE_BYTES
-        address = _thread_address(arith.addi(shared_address(tile), column), eight_tokens)
-        words, scale = words_of(words), _thread_scale(scales, tokens)
-        store_all(
-            address,
-            [
-                store
-                for i in range(count)
-                for store in _stores(i, words[8 * i : 8 * i + 8], eight_tokens)
-            ],
-        )
-        words = words[4 * count :]  # so that those of load i, which are four, begin at 4 * i
-        for first in range(count, _PAIRS, _TOGETHER):
-            loads = range(first, min(first + _TOGETHER, _PAIRS))
-            store_all(address, _scaled_stores(loads, words, scale, eight_tokens))
-
-    store(tile, words, scales, tokens)
-
-
 def store_slices(
     memory: Any, ring_start: jax.Array, stage: jax.Array, ring: int,
     words: jax.Array, scales: jax.Array, tokens: jax.Array,
@@ -264,54 +223,29 @@ def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, toke
       address: of the thread's 64 columns of the key block, whose tiles [8, 64] are ``tile_columns``
         tiles apart.
     """
-    eight_tokens = tile_columns * _TILE_BYTES
-    scale = _thread_scale(scales, tokens)
-    address = _thread_address(address, eight_tokens)
-    words = words_of(words)
-    for first in range(0, _PAIRS, _TOGETHER):
-        loads = range(first, first + _TOGETHER)
-        store_all(address, _scaled_stores(loads, words, scale, eight_tokens))
-
-
-def _thread_scale(scales: Any, tokens: Any) -> tuple[Any, Any]:
-    """Returns a thread's scale as a factor, and the lane that has the scale of its first load."""
+    eight_tokens = tile_columns * 8 * _TILE_COLUMNS * 2  # bytes
     warp, lane = warp_and_lane()
     scale_word = item(scales.registers.item(), 0)
     token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
     scale = factor_of(scale_word, token, tokens)
-    return scale, arith.ori(arith.andi(lane, const(16)), _bit(lane, 2))
-
-
-def _scaled(i: int, words: list[Any], scale: tuple[Any, Any]) -> list[Any]:
-    """Returns the eight words in bfloat16 that the four words of a thread's load ``i`` become."""
-    text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-    source = arith.addi(scale[1], const(2 * i))
-    factor = asm(text, "=r,r,r", scale[0], source, result=i32(), effects=True)
-    return [unpack_pair(each, factor, pair) for each in words for pair in range(2)]
-
-
-def _thread_address(address: Any, eight_tokens: int) -> Any:
-    """Returns where a thread stores, from the address of its 64 columns of the key block."""
-    warp, lane = warp_and_lane()
     odd = _bit(lane, 2)
+    source_lane = arith.ori(arith.andi(lane, const(16)), odd)  # lane of the first pair's scale
     row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
     chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
-    return arith.addi(address, arith.addi(row, chunk))
-
-
-def _scaled_stores(
-    loads: range, words: list[Any], scale: tuple[Any, Any], eight_tokens: int
-) -> list[tuple[int, int, list[Any]]]:
-    """Returns the arguments of :func:`store_all` for loads of a thread, each with four words."""
-    eights = [_scaled(i, words[4 * i : 4 * i + 4], scale) for i in loads]
-    stores = [_stores(i, eight, eight_tokens) for i, eight in zip(loads, eights, strict=True)]
-    return [store for each in stores for store in each]
-
-
-def _stores(i: int, words: list[Any], eight_tokens: int) -> list[tuple[int, int, list[Any]]]:
-    """Returns the arguments of :func:`store_all` for the eight words of a thread's load ``i``."""
-    offset = (i // 4) * eight_tokens + (i % 4) * 256
-    return [(32 * (i % 4) + 16 * j, offset, words[4 * j : 4 * j + 4]) for j in range(2)]
+    address = arith.addi(address, arith.addi(row, chunk))
+    words = words_of(words)
+    for first in range(0, _PAIRS, _TOGETHER):
+        stores = []
+        for i in range(first, first + _TOGETHER):
+            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+            source = arith.addi(source_lane, const(2 * i))
+            factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
+            for j in range(2):
+                two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
+                four = [unpack_pair(each, factor, pair) for each in two for pair in range(2)]
+                offset = (i // 4) * eight_tokens + (i % 4) * 256
+                stores.append((32 * (i % 4) + 16 * j, offset, four))
+        store_all(address, stores)
 
 
 def _low(x: Any, bits: int) -> Any:

@@ -1,7 +1,9 @@
 """mla_decode's kernel in which two programs unpack a float8 cache together."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,9 +29,9 @@ class TestPairs(Float8Cases, HopperCases):
         ("H", "partitions", "config"),
         [
             (128, 2, PAIRS),
-            pytest.param(128, 1, Float8Pairs(unpack_early=0), marks=pytest.mark.slow),
-            pytest.param(128, 5, Float8Pairs(unpack_early=8), marks=pytest.mark.slow),
-            pytest.param(8, 2, Float8Pairs(prefetch=False, early=False), marks=pytest.mark.slow),
+            pytest.param(128, 1, None, marks=pytest.mark.slow),
+            pytest.param(128, 5, None, marks=pytest.mark.slow),
+            pytest.param(8, 2, Float8Pairs(early=False), marks=pytest.mark.slow),
         ],
     )
     def test_segments(self, H, partitions, config):
@@ -85,7 +87,11 @@ def test_config_of_another_kernel_is_refused():
         mosaic_gpu.mla_decode(*arguments(), scale=0.1, config=Config(), interpret=object())
 
 
-@pytest.mark.parametrize("loads", [-1, 9])
-def test_loads_that_a_half_does_not_have(loads):
-    with pytest.raises(ValueError, match="unpack_early: expected 0 to 8, got"):
-        Float8Pairs(unpack_early=loads)
+@pytest.mark.parametrize(("heads", "is_pair"), [(128, True), (64, False)])
+def test_default(heads, is_pair, monkeypatch):
+    """Pairs need an even number of tiles."""
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    arrays = tuple(x[:, :, :heads] if x.ndim == 4 else x for x in arguments())
+    decode = jax.jit(functools.partial(mosaic_gpu.mla_decode, scale=0.1))
+    text = decode.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mla_decode_float8_pairs" in text) == is_pair
