@@ -149,6 +149,12 @@ BREAKS: dict[str, Break] = {
         "0) // BLOCK, 1, max_pages)\n    cost =",
         (_KERNELS + "test_mla_decode_schedule.py",),
     ),
+    "row sums of a float8 cache keep the maximum of two blocks before": Break(
+        "pallas_kernels/mla_decode/float8_consumer.py",
+        "[sums[0] * plgpu.layout_cast(memory.factors[other], ROW)]",
+        "[sums[0]]",
+        (_KERNELS + "test_mla_decode_float8_pairs.py",),
+    ),
     "a tile of few tokens is chosen without rounding up": Break(
         "pallas_kernels/grouped_matmul/heuristics.py",
         "read = math.ceil(tiles / _MULTIPROCESSORS) * width",
