@@ -51,7 +51,8 @@ class PairSignals:
 
     @classmethod
     def of(cls, scratch: Sequence[Any], program: Any, interpret: Any) -> PairSignals:
-        return cls(*(Barriers(each, interpret) for each in scratch), program)
+        q_full, blocks, sequences, free = (Barriers(each, interpret) for each in scratch)
+        return cls(q_full, blocks, sequences, free, program)
 
     @property
     def interpret(self) -> Any:
