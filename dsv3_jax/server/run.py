@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import uvicorn
 
@@ -63,16 +64,19 @@ def run(
     *,
     sender: Sender | None = None,
     remote: RemotePrefill | None = None,
+    exit_process: Callable[[], None] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
-    at most ``settings.drain_seconds``, and returns. If the engine fails or its device is stuck, it
-    ends the process with exit status 1.
+    at most ``settings.drain_seconds``, and returns. If the engine fails or is stuck, it ends the
+    process with exit status 1.
 
     Args:
       bound: the socket to listen on. It is closed at the end.
       sender: gives pages to decode servers, or None, see :func:`create_app`.
       remote: the engine's source of pages on prefill servers, or None.
+      exit_process: ends the process after a failure; None for :func:`exit_now`.
     """
+    exit_process = exit_process or exit_now
     _log_to_stderr()
     # uvicorn sends the signal again when it has finished, which would end the process at once.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -92,10 +96,10 @@ def run(
     def end_server() -> None:
         server.should_exit = True
 
-    with bound, Watchdog(service, end_server, exit_now, _ENDING_SECONDS):
+    with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
         server.run(sockets=[bound])
     if service.failure is not None:
-        exit_now()
+        exit_process()
 
 
 class _DrainingServer(uvicorn.Server):
