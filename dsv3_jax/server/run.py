@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import uvicorn
 
@@ -21,6 +23,7 @@ from dsv3_jax.server.app import create_app
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.unread_answers import UnreadAnswers
 from dsv3_jax.server.watchdog import Watchdog
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -91,7 +94,7 @@ def run(
     )
     host, port = bound.getsockname()[:2]
     logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
-    server = _DrainingServer(config, service)
+    server = Server(config, service)
 
     def end_server() -> None:
         server.should_exit = True
@@ -102,21 +105,40 @@ def run(
         exit_process()
 
 
-class _DrainingServer(uvicorn.Server):
-    """A server that ends open requests itself, in OpenAI's shape, before uvicorn would."""
+class Server(uvicorn.Server):
+    """A server that closes connections whose clients do not read. At its end it ends open requests
+    itself, in OpenAI's shape, before uvicorn would."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self._service = service
 
+    async def main_loop(self) -> None:
+        async with _meanwhile(self._unread_answers.run()):
+            await super().main_loop()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._service.drain())
-        try:
+        async with _meanwhile(self._unread_answers.run()), _meanwhile(self._service.drain()):
             await super().shutdown(sockets)
-        finally:
-            draining.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await draining
+
+    @functools.cached_property
+    def _unread_answers(self) -> UnreadAnswers:
+        return UnreadAnswers(
+            lambda: [each.transport for each in list(self.server_state.connections)],
+            self._service.settings.unread_seconds,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs a coroutine beside the body, at whose end it is cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def exit_now() -> None:

@@ -27,6 +27,9 @@ class ServerSettings:
     """Longest time in which a body must have arrived."""
     request_seconds: float | None = None
     """Longest time of a completion, from its arrival to its end. None for no limit."""
+    unread_seconds: float = 600.0
+    """Longest time in which a client takes nothing of what is sent to it. After it the connection
+    is closed, and its requests are cancelled."""
     drain_seconds: float = 30.0
     """Longest time that open requests get to finish when the server ends."""
     stuck_seconds: float = 300.0
