@@ -30,6 +30,7 @@ from :mod:`dsv3_jax.engine.balancers`; after a preemption it may get another one
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -152,11 +153,14 @@ class Scheduler:
                 f"waiting queue: expected fewer than {room + 1} requests, got "
                 f"{len(self.waiting)}; try again later"
             )
+        with contextlib.ExitStack() as unless_added:
+            for request in requests if self._loads is not None else ():
+                unless_added.callback(self._loads.end, request)
+                self._loads.begin(request, [shard.pages for shard in self.shards])
+            unless_added.pop_all()
         for request in requests:
             self._enqueue(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
-            if self._loads is not None:
-                self._loads.begin(request, [shard.pages for shard in self.shards])
 
     def _check_size(self, request: ScheduledRequest) -> None:
         pages = self.shards[0].pages
