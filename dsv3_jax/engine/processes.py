@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 _END = b"end"
 
 _HANDSHAKE_SECONDS = 30.0
-"""Time in which whoever connects has to prove that it knows the key. A follower knows at once."""
+"""Time in which the other side of a connection has to prove that it knows the key."""
 
 _LOOK_SECONDS = 0.1  # between two looks at the followers that have proved it
 
-_STRANGERS = 128  # that may connect before the leader looks, beside the followers
+_STRANGERS = 128  # that may connect before the leader looks, in addition to the followers
 
 
 class ProcessLostError(EngineError):

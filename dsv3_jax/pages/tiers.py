@@ -19,7 +19,6 @@ from dsv3_jax.pages.host_memory import HostMemory
 from dsv3_jax.pages.record import PageRecord
 from dsv3_jax.pages.source import PageSource, TierStats
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs a coroutine beside the body, at whose end it is cancelled."""
+    """Runs a coroutine during the body, at whose end it is cancelled."""
     task = asyncio.create_task(work)
     try:
         yield

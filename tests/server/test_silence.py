@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -40,11 +41,25 @@ class FrozenProcess:
         self.connection = connection
         self.lost: list[str] = []
 
+    def receive_all(self) -> None:
+        """Receives until the other side ends the connection."""
+        while True:
+            self.connection.recv()
+
     def answer(self) -> Call:
         """Answers the next call."""
         call = self.connection.recv()
         self.connection.send(Reply(call.number, None, None))
         return call
+
+
+@contextlib.contextmanager
+def hanging_up(remote: RemoteEngine) -> Iterator[None]:
+    """Ends the connection after the body, so that no thread waits for it if the body fails."""
+    try:
+        yield
+    finally:
+        hang_up(remote._connection)
 
 
 @pytest.fixture
@@ -54,8 +69,8 @@ def frozen() -> Iterator[tuple[RemoteEngine, FrozenProcess]]:
     theirs.send(Hello(300, (0,)))
     remote = RemoteEngine(ours, on_loss=lambda: process.lost.append("lost"))
     remote._silence.end()  # the test looks instead
-    yield remote, process
-    hang_up(ours)
+    with hanging_up(remote):
+        yield remote, process
 
 
 def pass_time(remote: RemoteEngine, seconds: float) -> None:
@@ -90,7 +105,7 @@ def test_its_thread_looks(monkeypatch):
 
 def test_all_that_waits_ends_with_an_error(frozen):
     remote, process = frozen
-    with ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(3) as threads, hanging_up(remote):
         submitted = threads.submit(remote.submit_all, ["a"])
         process.answer()
         (handle,) = submitted.result(SECONDS)
@@ -113,8 +128,7 @@ def test_all_that_waits_ends_with_an_error(frozen):
             threads.submit(remote.stats).result(SECONDS)
     assert not remote._open
     with pytest.raises((EOFError, OSError)):  # it ends if it is resumed
-        while True:
-            process.connection.recv()
+        process.receive_all()
     assert remote.is_given_up
     assert not process.lost, "clients receive their errors before the process ends"
 
@@ -133,7 +147,7 @@ def test_a_sign_of_life_ends_the_silence(frozen):
 
 def test_compiling_may_be_silent(frozen):
     remote, process = frozen
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, hanging_up(remote):
         warm_up = threads.submit(remote.warm_up)
         wait_until(lambda: remote._replies)
         pass_time(remote, 1000)
@@ -143,8 +157,8 @@ def test_compiling_may_be_silent(frozen):
         assert process.answer().method == "warm_up"
         warm_up.result(SECONDS)
         assert remote.silent_seconds == 0
-    pass_time(remote, 20)
-    assert remote.silent_seconds >= 20
+        pass_time(remote, 20)
+        assert remote.silent_seconds >= 20
 
 
 def test_the_engines_process_gives_signs_of_life(server):

@@ -47,7 +47,7 @@ class RemoteEngine:
         self._connection = connection
         self._on_loss = on_loss
         # A thread sends, because a frozen process takes only what the connection's buffer has room
-        # for. Whoever calls would wait with it otherwise, perhaps the thread that gives it up.
+        # for. A caller would wait for it otherwise, even the one that gives it up.
         self._outgoing: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._replies: dict[int, concurrent.futures.Future[Any]] = {}

@@ -1,4 +1,4 @@
-"""How long the engine's process has given no sign of life."""
+"""Measures how long the engine's process has given no sign of life."""
 
 from __future__ import annotations
 
