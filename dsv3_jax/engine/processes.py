@@ -127,7 +127,7 @@ class Leader:
                 connection.close()
                 return
             self._connections.append(connection)
-        self._watch(connection)
+        threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
 
     def send(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Tells the followers to launch a step.

@@ -623,8 +623,8 @@ BREAKS: dict[str, Break] = {
         (_GENERATION + "test_loop.py",),
     ),
     "a slot is filled again after all have ended": Break(
-        "dsv3_jax/engine/scheduler.py",
-        "most = min(most, max(min(least), self.config.refill_steps))",
+        "dsv3_jax/engine/dispatch_length.py",
+        "most = min(most, max(min(least), config.refill_steps))",
         "most = max(remaining)",
         (_GENERATION + "test_loop.py",),
     ),
