@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -129,12 +130,17 @@ class EndlessEngine(ScriptedEngine):
         return [handle]
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory) -> Iterator[tuple[RunningServer, EndlessEngine]]:
+@pytest.fixture(scope="module", params=["asyncio", "uvloop"])
+def endless(request, tmp_path_factory) -> Iterator[tuple[RunningServer, EndlessEngine]]:
+    """A server in each of the event loops that it may have, whose connections differ."""
     tokenizer = family_tokenizer(tmp_path_factory.mktemp("tokenizer"), "deepseek-v3.1")
-    engine = EndlessEngine(tokenizer)
-    with running(engine, tokenizer, unread_seconds=1.0) as server:  # pyright: ignore[reportArgumentType]
-        yield server, engine
+    engine: Any = EndlessEngine(tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "uvloop":
+            patch.setattr(asyncio, "new_event_loop", pytest.importorskip("uvloop").new_event_loop)
+        with running(engine, tokenizer, unread_seconds=1.0) as server:
+            assert type(server.loop).__module__.startswith(request.param)
+            yield server, engine
 
 
 @contextlib.contextmanager
