@@ -5,8 +5,8 @@ processes that it has waited for, wall-clock seconds, seconds in XLA's compiler 
 compiled programs. ``python -m tests.support.cost F`` sums them by file. An existing file is
 extended, so that the workers of pytest-xdist can share it.
 
-``python -m tests.support.cost F --record`` writes the sums to ``costs.json``, by which
-``shares.py`` divides the files. Run it with the Python and after the session that CI divides.
+``python -m tests.support.cost F --record`` also writes the sums to ``costs.json``, by which
+``shares.py`` divides the files. F must be of all tests that CI runs of its files with that Python.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.support.shares import COSTS, python_version
+from tests.support.cost_record import record
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compilations: list[float] = []
@@ -76,12 +76,6 @@ def main() -> None:
         print(f"{numbers} {c['programs']:8} {c['tests']:6}  {name}")
     if arguments.record:
         record({name: round(c["cpu"], 1) for name, c in sorted(files.items())})
-
-
-def record(costs: dict[str, float]) -> None:
-    """Replaces the costs of this Python version's session."""
-    recorded = json.loads(COSTS.read_text()) | {python_version(): costs}
-    COSTS.write_text(json.dumps(recorded, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

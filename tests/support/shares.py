@@ -1,29 +1,27 @@
 """pytest's option ``--share K/N``: runs a part of the test files, so that CI has time for it.
 
-``costs.json`` has the CPU seconds of each file in the sessions that CI divides, by Python version;
-``python -m tests.support.cost F --record`` writes them. A file stays whole, because its tests share
-what they compile.
+The parts take about as long as each other, according to the record (``cost_record.py``). A file
+stays whole, because its tests share what they compile.
 """
 
 from __future__ import annotations
 
-import json
-import platform
+from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-COSTS = Path(__file__).with_name("costs.json")
-# A file that is not recorded has at least one new test, and slow tests take over ten seconds.
-UNKNOWN = 10.0
+from tests.support.cost_record import recorded_costs
+
+# CPU seconds of each test in a file without a record: about the mean of the others.
+UNKNOWN = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share",
         type=_share,
-        help="K/N: run the Kth of N parts of the test files, which take about as long as each other",
+        help="K/N: run the Kth of N parts of the test files, which take about as long",
     )
 
 
@@ -32,16 +30,6 @@ def _share(text: str) -> tuple[int, int]:
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f"--share: expected K/N with 1 <= K <= N, got {text}")
     return int(number), int(count)
-
-
-def python_version() -> str:
-    """Returns the version by which costs are recorded: another JAX runs other tests of kernels."""
-    return ".".join(platform.python_version_tuple()[:2])
-
-
-def recorded_costs() -> dict[str, float]:
-    """Returns the recorded CPU seconds of files with this Python; none if it has no record."""
-    return json.loads(COSTS.read_text()).get(python_version(), {})
 
 
 def divide(costs: Mapping[str, float], count: int) -> list[set[str]]:
@@ -65,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     number, count = share
     recorded = recorded_costs()
-    files = {_file(item) for item in items}
-    own = divide({file: recorded.get(file, UNKNOWN) for file in files}, count)[number - 1]
+    tests = Counter(_file(item) for item in items)
+    costs = {file: recorded.get(file, UNKNOWN * tests[file]) for file in tests}
+    own = divide(costs, count)[number - 1]
     config.hook.pytest_deselected(items=[item for item in items if _file(item) not in own])
     items[:] = [item for item in items if _file(item) in own]
 
