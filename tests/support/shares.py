@@ -14,7 +14,7 @@ import pytest
 from tests.support.cost_record import recorded_costs
 
 # CPU seconds of each test in a file without a record: about the mean of the others.
-UNKNOWN = 5.0
+UNKNOWN = 2.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
