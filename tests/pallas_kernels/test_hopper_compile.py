@@ -50,7 +50,6 @@ from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
-from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 from tests.pallas_kernels.known_programs import (
     RECORD,
@@ -332,8 +331,7 @@ def kernels() -> dict[str, Kernel]:
         for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
             shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
             table[shape] = index(queries, rows, pages, dtype)
-    small_units = IndexConfig(1, 12, 1, 12, 2)
-    table["sparse_index fp8 64x1, units of 12 pages"] = index(1, 64, 512, FP8, config=small_units)
+    table["sparse_index fp8 64x4 of 512 pages"] = index(4, 64, 512, FP8)
     table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
     table |= {
         "top_k 64 rows of 32768": selection(64, 32768),
@@ -502,7 +500,7 @@ def kernels() -> dict[str, Kernel]:
 
 # Settings that are not the default: name, format of the matrices, and rows per group.
 FEW_TOKENS = (
-    ("in order", "int4", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
+    ("in order", "int8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
     ("permuted", "int8", 1, FewTokens(4, (8,), 4)),
     ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
     ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
