@@ -9,8 +9,7 @@ import dataclasses
 class Float8Pairs:
     """Tuning parameters that do not change any result.
 
-    The kernel takes any number of query rows and pads them to whole pairs of tiles. It is the
-    default where the number of tiles is even.
+    The kernel takes any number of query rows and pads them to whole pairs of tiles.
     """
 
     early: bool = True
