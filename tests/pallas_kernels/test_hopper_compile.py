@@ -50,6 +50,7 @@ from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
+from pallas_kernels.whole_layer.attention import Sizes
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 from tests.pallas_kernels.known_programs import (
     RECORD,
@@ -490,6 +491,19 @@ def kernels() -> dict[str, Kernel]:
             "pallas_kernels.attention_inputs.mosaic_gpu",
             before_attention(tokens, width, weights, *sizes),
             {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
+        )
+    for tokens, heads in ((1, 16), (2, 128)):
+        table[f"attention in parts, {tokens} tokens, {heads} heads"] = Kernel(
+            "pallas_kernels.whole_layer.attention_kernel",
+            {
+                "q_latent": Struct((tokens, heads, 512), BF16),
+                "q_rope": Struct((tokens, heads, 64), BF16),
+                "pages": Struct((64, 64, 576), BF16),
+                "table": Struct((128,), I32),
+                "start": Struct((1,), I32),
+            },
+            {"sizes": Sizes(tokens, heads, 512, 64, 192**-0.5, 132)},
+            function="attend",
         )
     return table
 
