@@ -157,13 +157,26 @@ class Attention:
         self.row = group * QUERY_ROWS
         self.token = lax.div(self.row, jnp.int32(sizes.heads))
 
+    def locate(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cached tokens, and the first page and the number of pages of the part."""
+        start = self.refs.start[0]
+        pages, each, _ = self.sizes.split(start)
+        first = jnp.minimum(self.part * each, pages - 1)
+        count = jnp.clip(pages - self.part * each, 0, each)
+        return start, first, jnp.where(self.part < self.sizes.parts, count, 0)
+
+    def prefetch(self) -> None:
+        """Brings the part's first page into the L2 cache. A warp of the producer calls it."""
+        if self.interpret is None:
+            _, first, count = self.locate()
+
+            @when(count > 0)
+            def _() -> None:
+                registers.prefetch(self.refs.pages, self.refs.table[first])
+
     def load_early(self) -> None:
         """Loads what is known before the queries are: which pages, and the first one's keys."""
-        self.start = self.refs.start[0]
-        pages, each, _ = self.sizes.split(self.start)
-        self.first = jnp.minimum(self.part * each, pages - 1)
-        self.count = jnp.clip(pages - self.part * each, 0, each)
-        self.count = jnp.where(self.part < self.sizes.parts, self.count, 0)
+        self.start, self.first, self.count = self.locate()
         self.page = self.refs.table[self.first]
         if self.interpret is None:
             cached = jnp.where(self.count > 0, self.start - self.first * PAGE, 0)
@@ -172,9 +185,7 @@ class Attention:
 
     def run(self) -> None:
         """Stores the results of this program's part and group."""
-        when(self.count > 0)(
-            self.attend if self.interpret is None else self.attend_in_interpreter
-        )
+        when(self.count > 0)(self.attend if self.interpret is None else self.attend_in_interpreter)
 
     def attend(self) -> None:
         refs, memory, sizes = self.refs, self.memory, self.sizes
@@ -204,7 +215,9 @@ class Attention:
             tokens = jnp.where(i + 1 < self.count, end - before - PAGE, 0)
             self.totals.meet()
             acc = registers.add_values(acc, factors, values, memory.probabilities)
-            keys = registers.load_keys(keys, refs.pages, page, jnp.int32(0), tokens)
+            # Zeros, because the old keys would need their registers until here.
+            none = registers.zeros(KEYS)
+            keys = registers.load_keys(none, refs.pages, page, jnp.int32(0), tokens)
             return keys, page, running, acc
 
         carry = keys, self.page, registers.zeros(RUNNING, NO_SCORE, NO_SCORE), registers.zeros(ACC)
@@ -249,6 +262,4 @@ class Attention:
 
         @when(self.wg == 0)
         def _() -> None:
-            refs.lse[self.part, own] = jnp.where(
-                total == 0.0, -jnp.inf, maximum + jnp.log(least)
-            )
+            refs.lse[self.part, own] = jnp.where(total == 0.0, -jnp.inf, maximum + jnp.log(least))

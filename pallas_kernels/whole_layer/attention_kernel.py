@@ -31,7 +31,7 @@ def attend(
     q_rope: Float[Array, "T H R"],
     pages: Float[Array, "P page width"],
     table: Int[Array, " max_pages"],
-    start: Int[Array, "1"],
+    start: Int[Array, 1],
     *,
     sizes: Sizes,
     interpret: Any = None,

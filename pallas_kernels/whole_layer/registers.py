@@ -51,9 +51,7 @@ _MASKED = float("-inf")
 def _array_of(registers: int, dtype: Any) -> Any:
     """Returns the type of a warpgroup's array of so many registers of four numbers."""
     shape = (128 * 4 * registers,)
-    return plgpu.ShapeDtypeStruct(
-        shape, dtype, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=4)
-    )
+    return plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=4))
 
 
 KEYS = _array_of(_KEY_LOADS, jnp.int32)
@@ -69,11 +67,26 @@ def zeros(kind: Any, *first: float) -> jax.Array:
     @inline(returns=kind)
     def make() -> Any:
         is_float = kind.dtype == jnp.float32
-        numbers: list[Any] = [_float(x) if is_float else const(int(x)) for x in (*first, 0, 0, 0, 0)]
+        numbers: list[Any] = [
+            _float(x) if is_float else const(int(x)) for x in (*first, 0, 0, 0, 0)
+        ]
         count = kind.shape[0] // 512
         return _pack([numbers[:4]] + [[numbers[-1]] * 4] * (count - 1), kind)
 
     return make()
+
+
+def prefetch(pages: Any, page: jax.Array) -> None:
+    """Brings a page into the L2 cache. One warp calls it."""
+
+    @inline(REF, SCALAR)
+    def start(pages: Any, page: Any) -> None:
+        address = llvm.ptrtoint(i64(), _row_pointer(pages, register(page), const(0)))
+        leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+        text = f"@$1 cp.async.bulk.prefetch.L2.global [$0], {2 * _WIDTH * PAGE};"
+        asm(text, "l,b,~{memory}", address, leader, effects=True)
+
+    start(pages, jnp.asarray(page, jnp.int32))
 
 
 def load_keys(
@@ -169,20 +182,18 @@ def scores(
     @inline(KEYS.layout, REF, SCALAR, REF, returns=SCORES)
     def compute(keys: Any, queries: Any, visible: Any, maxima: Any) -> Any:
         row, quarter, warp = _position()
-        start = arith.addi(
-            arith.muli(row, const(2 * QUERY_STRIDE)), arith.muli(quarter, const(16))
-        )
+        start = arith.addi(arith.muli(row, const(2 * QUERY_STRIDE)), arith.muli(quarter, const(16)))
         start = _advance(mgpu.utils.memref_ptr(queries), start)
-        # Four chains of dependent instructions.
-        sums = [[_float(0.0)] * 4 for _ in range(4)]
+        # Two chains of dependent instructions: with four, registers would not suffice.
+        sums = [[_float(0.0)] * 4 for _ in range(2)]
         for n, each in enumerate(keys.registers.flat):
             upper = _load_words(start, 64 * n)
             lower = _load_words(start, 64 * n + 8 * 2 * QUERY_STRIDE)
             for i in range(2):
-                chain = (2 * n + i) % 4
+                chain = i
                 a = upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1]
                 sums[chain] = _mma(sums[chain], a, [item(each, 2 * i), item(each, 2 * i + 1)])
-        total = [arith.addf(arith.addf(*x[:2]), arith.addf(*x[2:])) for x in zip(*sums, strict=True)]
+        total = [arith.addf(*x) for x in zip(*sums, strict=True)]
         token = arith.addi(arith.muli(warp, const(8)), arith.muli(quarter, const(2)))
         numbers = []
         for n, number in enumerate(total):
@@ -230,9 +241,7 @@ def probabilities(
             total = arith.mulf(item(before, 2 + half), factor)
             sums.append(arith.addf(total, arith.addf(*pair)))
             at = arith.addi(arith.muli(rows, const(PROBABILITY_STRIDE)), token)
-            pointer = _advance(
-                mgpu.utils.memref_ptr(probabilities), arith.muli(at, const(2))
-            )
+            pointer = _advance(mgpu.utils.memref_ptr(probabilities), arith.muli(at, const(2)))
             words = asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", *pair, result=i32())
             llvm.store(words, pointer)
             largest.append(maximum)
@@ -316,7 +325,9 @@ def store_results(
             inverse = arith.divf(_float(1.0), arith.maximumf(total, _float(1e-37)))
             rows = arith.addi(rows, register(first))
             logarithm = asm("lg2.approx.f32 $0, $1;", "=f,f", total, result=ir.F32Type.get())
-            logarithm = arith.mulf(arith.addf(item(own, half), logarithm), _float(0.6931471805599453))
+            logarithm = arith.mulf(
+                arith.addf(item(own, half), logarithm), _float(0.6931471805599453)
+            )
             llvm.store(logarithm, _element(lse, rows))
             at = arith.addi(arith.muli(rows, const(LATENT)), column)
             pointer = _element(partials, at)

@@ -51,6 +51,8 @@ from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from pallas_kernels.whole_layer.attention import Sizes
+from pallas_kernels.whole_layer.plan import Config as WholeLayer
+from pallas_kernels.whole_layer.reference import Cached, LayerWeights
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 from tests.pallas_kernels.known_programs import (
     RECORD,
@@ -505,6 +507,8 @@ def kernels() -> dict[str, Kernel]:
             {"sizes": Sizes(tokens, heads, 512, 64, 192**-0.5, 132)},
             function="attend",
         )
+    for name, weights, tokens in WHOLE_LAYERS:
+        table[f"whole_layer {name} {weights} {tokens} tokens"] = whole_layer(name, weights, tokens)
     return table
 
 
@@ -549,6 +553,40 @@ def before_attention(
         "pages": Struct((64, 64, 576), BF16),
         "slots": Struct((tokens,), I32),
     }
+
+
+# Model, format of the matrices, and tokens.
+WHOLE_LAYERS = (
+    ("moonlight", "int4", 1),
+    ("moonlight", "int4", 2),
+    ("moonlight", "float8_e4m3fn", 1),
+    ("moonlight", "bfloat16", 1),
+    ("v3", "float8_e4m3fn", 1),
+)
+
+
+def whole_layer(name: str, weights: str, tokens: int) -> Kernel:
+    _, width, _, *sizes = BEFORE_ATTENTION[name]
+    before = before_attention(tokens, width, weights, *sizes)
+    layer = dataclasses.replace(
+        feed_forward_layers()[f"{name} parts"], tokens=tokens, weights=weights, split=()
+    )
+    after = layer.shapes()
+    names = "w_uv", "o_proj", "norm", "router", "shared", "routed"
+    cached = Cached(before["pages"], before["slots"], Struct((128,), I32), Struct((1,), I32))
+    return Kernel(
+        "pallas_kernels.whole_layer.mosaic_gpu",
+        {
+            "x": before["x"],
+            "before": before["weights"],
+            "after": LayerWeights(*(after[name] for name in names)),
+            "cos": before["cos"],
+            "sin": before["sin"],
+            "cached": cached,
+        },
+        {"scale": 192**-0.5, "eps": 1e-5, "latent_eps": 1e-6, "after_eps": 1e-6}
+        | {"rule": layer.rule, "config": WholeLayer(132, packed=weights != "bfloat16")},
+    )
 
 
 def projection(rows: int, width: int, dtype: Any) -> Projection:

@@ -47,11 +47,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "heads", "latent", "rope", "cached", "pages"),
-    [
-        pytest.param(*case, id=name)
-        for name, case in CASES.items()
-        if (case[2] == 512) == ON_GPU
-    ],
+    [pytest.param(*case, id=name) for name, case in CASES.items() if (case[2] == 512) == ON_GPU],
 )
 def test_kernel(tokens, heads, latent, rope, cached, pages):
     rng = np.random.default_rng(0)

@@ -1,0 +1,109 @@
+"""The roles of the kernel: those of the two kernels that it joins, with attention between them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention_inputs.program import Program as Before
+from pallas_kernels.attention_inputs.program import Refs as BeforeRefs
+from pallas_kernels.decoder_layer.program import Program as After
+from pallas_kernels.decoder_layer.stream import CONSUMERS
+from pallas_kernels.decoder_layer.units import Refs as AfterRefs
+from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import when
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp
+from pallas_kernels.whole_layer.attention import (
+    PROBABILITY_NUMBERS,
+    QUERY_NUMBERS,
+    Attention,
+    Memory,
+    Refs,
+    Sizes,
+)
+from pallas_kernels.whole_layer.plan import Plan
+
+
+class PartsOfLayer(NamedTuple):
+    """The parts of the only sequence, as :class:`pallas_kernels.mla_decode.parts.Parts`."""
+
+    partials: Any
+    lse: Any
+    start: Any
+    sizes: Sizes
+    out: None = None
+
+    def of_sequence(self, b: int) -> tuple[Any, Any]:
+        """Returns the first part of the sequence, and the number of its parts."""
+        assert b == 0
+        return jnp.int32(0), self.sizes.split(self.start[0])[2]
+
+
+class Program:
+    """One program of the grid. Its methods emit the roles' code."""
+
+    def __init__(
+        self, plan: Plan, before: BeforeRefs, attention: Refs, after: AfterRefs, memory: Any,
+        counter: Any, interpret: Any,
+    ):  # fmt: skip
+        self.plan, self.interpret = plan, interpret
+        self.before = Before(plan.before, before, memory | memory["before"], counter, interpret)
+        parts = PartsOfLayer(attention.partials, attention.lse, attention.start, plan.attention)
+        after = after._replace(parts=parts)
+        self.after = After(plan.after, after, memory | memory["after"], counter, interpret)
+        (activations,) = memory["activations"]
+        shared = Memory(
+            activations.at[pl.ds(0, QUERY_NUMBERS)],
+            activations.at[pl.ds(QUERY_NUMBERS, PROBABILITY_NUMBERS)],
+            memory["before"]["partials"][0],
+        )
+        self.wg = lax.axis_index("wg")
+        self.attention = Attention(
+            plan.attention, attention, shared, self.after.totals, lax.axis_index("program"),
+            self.wg, interpret,
+        )  # fmt: skip
+        self.ring = self.after.stream.ring
+        self.signals = Barriers(memory["arrived"][0], interpret)
+        self.grid = self.after.grid
+
+    def run(self) -> None:
+        self.ring.initialise()
+        self.before.initialise_signals()
+        self.after.initialise_signals()
+        self.signals.initialise([CONSUMERS * WARPS], cluster=False)
+        overlap_preceding_kernel(interpret=self.interpret)
+
+        @when(self.wg == CONSUMERS)
+        def _() -> None:
+            when(first_warp(self.interpret is None))(self.produce)
+
+        @when(self.wg < CONSUMERS)
+        def _() -> None:
+            self.ring.release_all()
+            self.consume()
+
+    def produce(self) -> None:
+        state = self.before.produce_phases(self.ring.start())
+        self.attention.prefetch()
+        # Arriving takes longer while copies are in flight. From here on there is time for them.
+        self.signals.wait(0, 0)
+        state = self.after.produce_phases(state, ahead=self.plan.config.ahead)
+        self.ring.drain(state)
+
+    def consume(self) -> None:
+        state = self.before.consume(self.ring.start())
+        self.sync_before_attention()
+        self.attention.run()
+        self.grid.sync()
+        self.after.consume(state)
+
+    def sync_before_attention(self) -> None:
+        token: jax.Array = self.grid.arrive()
+        self.signals.arrive(0)
+        self.attention.load_early()
+        self.grid.wait(token)
