@@ -1,8 +1,8 @@
 """Code for single threads: attention of 16 query rows to a page of 64 tokens, by mma.sync.
 
 Eight warps share a page. For the scores, a warp has eight of its tokens and all columns; for the
-values it has all tokens and 64 columns. Which column of K an operand's register has does not
-matter, as long as both operands agree. So a thread reads 16 contiguous bytes of a key, and the same
+values it has all tokens and 64 columns. Operands of the scores may have the columns of K in any
+order, if it is the same in both. So a thread reads 16 contiguous bytes of a key, and the same
 columns of two queries. The values' operands are pairs of tokens, two words of which are permuted to
 pairs of columns.
 
@@ -49,7 +49,7 @@ _MASKED = float("-inf")
 
 
 def _array_of(registers: int, dtype: Any) -> Any:
-    """Returns the type of a warpgroup's array of so many registers of four numbers."""
+    """Returns the type of a warpgroup's array: each thread has N registers of four numbers."""
     shape = (128 * 4 * registers,)
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=4))
 
