@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +24,24 @@ from pallas_kernels.whole_layer.attention import (
     Attention,
     Memory,
     Refs,
-    Sizes,
 )
 from pallas_kernels.whole_layer.plan import Plan
 
 
-class PartsOfLayer(NamedTuple):
+class PartsOfLayer:
     """The parts of the only sequence, as :class:`pallas_kernels.mla_decode.parts.Parts`."""
 
-    partials: Any
-    lse: Any
-    start: Any
-    sizes: Sizes
-    out: None = None
+    out = None
+
+    def __init__(self, attention: Attention):
+        self.attention = attention
+        self.partials, self.lse = attention.refs.partials, attention.refs.lse
 
     def of_sequence(self, b: int) -> tuple[Any, Any]:
         """Returns the first part of the sequence, and the number of its parts."""
         assert b == 0
-        return jnp.int32(0), self.sizes.split(self.start[0])[2]
+        # Attention has loaded the length: another load would be a latency more.
+        return jnp.int32(0), self.attention.sizes.split(self.attention.start)[2]
 
 
 class Program:
@@ -53,9 +53,6 @@ class Program:
     ):  # fmt: skip
         self.plan, self.interpret = plan, interpret
         self.before = Before(plan.before, before, memory | memory["before"], counter, interpret)
-        parts = PartsOfLayer(attention.partials, attention.lse, attention.start, plan.attention)
-        after = after._replace(parts=parts)
-        self.after = After(plan.after, after, memory | memory["after"], counter, interpret)
         (activations,) = memory["activations"]
         shared = Memory(
             activations.at[pl.ds(0, QUERY_NUMBERS)],
@@ -64,9 +61,11 @@ class Program:
         )
         self.wg = lax.axis_index("wg")
         self.attention = Attention(
-            plan.attention, attention, shared, self.after.totals, lax.axis_index("program"),
+            plan.attention, attention, shared, self.before.totals, lax.axis_index("program"),
             self.wg, interpret,
         )  # fmt: skip
+        after = after._replace(parts=PartsOfLayer(self.attention))
+        self.after = After(plan.after, after, memory | memory["after"], counter, interpret)
         self.ring = self.after.stream.ring
         self.signals = Barriers(memory["arrived"][0], interpret)
         self.grid = self.after.grid

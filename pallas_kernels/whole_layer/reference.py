@@ -31,7 +31,7 @@ class Cached(NamedTuple):
 
     pages: Float[Array, "P page width"]
     slots: Int[Array, " T"]
-    """Where the new tokens are stored: ``page number * page + slot``."""
+    """Slots of the new tokens: ``page number * page + slot``."""
     table: Int[Array, " max_pages"]
     """The sequence's pages."""
     start: Int[Array, 1]

@@ -230,7 +230,13 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
         yield
         block.pop()
 
-    compare = {"ult": np.less, "slt": np.less, "uge": np.greater_equal, "sge": np.greater_equal}
+    compare = {
+        "ult": np.less,
+        "slt": np.less,
+        "sle": np.less_equal,
+        "uge": np.greater_equal,
+        "sge": np.greater_equal,
+    }
     number_of = {"f32": np.float32, "i64": np.int64}
     thread = np.arange(THREADS)
     fakes: dict[str, Any] = {
