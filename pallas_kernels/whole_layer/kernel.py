@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention_inputs import kernel as before_attention
 from pallas_kernels.attention_inputs.program import Refs as BeforeRefs
@@ -32,7 +32,7 @@ from pallas_kernels.decoder_layer.units import Refs as AfterRefs
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.whole_layer.attention import Refs
-from pallas_kernels.whole_layer.plan import Plan
+from pallas_kernels.whole_layer.plan import EVENTS, Plan
 from pallas_kernels.whole_layer.program import Program
 from pallas_kernels.whole_layer.reference import Cached, LayerOutput, LayerWeights
 
@@ -52,8 +52,11 @@ def whole_layer(
     *,
     plan: Plan,
     interpret: Any,
-) -> LayerOutput:
+) -> tuple[LayerOutput, tuple[Int32[Array, "programs _"], ...]]:
     """Implements :func:`pallas_kernels.whole_layer.api.whole_layer`.
+
+    If ``plan.config.timed``, it also returns each program's clock at ``plan.EVENTS``, and what
+    :func:`pallas_kernels.decoder_layer.kernel.feed_forward` does.
 
     Args:
       counter: Ref of the grid barrier's counter. The interpreter needs none.
@@ -69,13 +72,14 @@ def whole_layer(
             "start": cached.start,
         }
     )
-    sizes, f32 = plan.attention, jnp.float32
+    sizes, programs, f32 = plan.attention, plan.config.programs, jnp.float32
     results = {
         "before": before_attention.results_of(plan.before, x.dtype),
         "attention": {
             "partials": ((sizes.parts, sizes.rows, sizes.latent), f32),
             "lse": ((sizes.parts, sizes.rows), f32),
         },
+        "own": {"clocks": ((programs * len(EVENTS) * plan.config.timed,), jnp.int32)},
         "after": after_attention.results_of(plan.after, x.dtype),
     }
     existing = [
@@ -107,7 +111,8 @@ def whole_layer(
             **stored["attention"],
         )  # fmt: skip
         of_after = AfterRefs(**given["after"], **stored["after"])
-        Program(plan, of_before, attention, of_after, memory, counter_g, interpret).run()
+        clocks = stored["own"]["clocks"]
+        Program(plan, of_before, attention, of_after, memory, counter_g, clocks, interpret).run()
 
     kernel = plgpu.kernel(
         whole_layer,
@@ -118,7 +123,7 @@ def whole_layer(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-        **GridBarrier.launch(plan.config.programs, interpret),
+        **GridBarrier.launch(programs, interpret),
     )
     made = kernel(*inputs, rows, *([counter] if interpret is None else []))
     by_name = {
@@ -127,7 +132,13 @@ def whole_layer(
         if group == "after"
     }
     chosen = None if after.router is None else after_attention.chosen_of(plan.after, by_name)
-    return LayerOutput(by_name["out"].reshape(x.shape), chosen, rows[...].reshape(pages.shape))
+    clocks = tuple(
+        array.reshape(programs, -1)
+        for (_, name, _), array in zip(existing, made, strict=True)
+        if name == "clocks"
+    )
+    out = by_name["out"].reshape(x.shape)
+    return LayerOutput(out, chosen, rows[...].reshape(pages.shape)), clocks
 
 
 def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def whole_layer(
     made: Any = kernel.whole_layer(
         x, before, after, cos, sin, cached, counter, plan=plan, interpret=interpret
     )
-    return made
+    return made[0]
 
 
 def make_plan(
@@ -97,7 +97,8 @@ def make_plan(
     )  # fmt: skip
     plan_after = after_attention.make_plan(
         x, after.router, after.shared, after.routed, rule=rule, eps=after_eps,
-        o_proj=after.o_proj, w_uv=after.w_uv, sequences=1, config=AfterConfig(**settings),
+        o_proj=after.o_proj, w_uv=after.w_uv, sequences=1,
+        config=AfterConfig(**settings, timed=config.timed),
         interpret=interpret,
     )  # fmt: skip
     return Plan.of(plan_before, plan_after, sizes, config, interpret)

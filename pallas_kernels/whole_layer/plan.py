@@ -33,6 +33,12 @@ class Config:
     ahead: int = 1
     """Grid barriers by which weights after attention are copied earlier than in feed_forward, if
     they do not depend on the choice of experts. W_UV's are copied during attention in any case."""
+    timed: bool = False
+    """Whether each program records its clock at EVENTS, and then at those of the plan after
+    attention."""
+
+
+EVENTS = "start", "inputs", "barrier before attention", "attention", "barrier after attention"
 
 
 @dataclasses.dataclass(frozen=True)

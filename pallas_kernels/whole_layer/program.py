@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention_inputs.program import Program as Before
 from pallas_kernels.attention_inputs.program import Refs as BeforeRefs
 from pallas_kernels.decoder_layer.program import Program as After
+from pallas_kernels.decoder_layer.stamps import store_cycles
 from pallas_kernels.decoder_layer.stream import CONSUMERS
 from pallas_kernels.decoder_layer.units import Refs as AfterRefs
 from pallas_kernels.hopper.barriers import Barriers
@@ -25,7 +26,7 @@ from pallas_kernels.whole_layer.attention import (
     Memory,
     Refs,
 )
-from pallas_kernels.whole_layer.plan import Plan
+from pallas_kernels.whole_layer.plan import EVENTS, Plan
 
 
 class PartsOfLayer:
@@ -49,9 +50,9 @@ class Program:
 
     def __init__(
         self, plan: Plan, before: BeforeRefs, attention: Refs, after: AfterRefs, memory: Any,
-        counter: Any, interpret: Any,
+        counter: Any, clocks: Any, interpret: Any,
     ):  # fmt: skip
-        self.plan, self.interpret = plan, interpret
+        self.plan, self.clocks, self.interpret = plan, clocks, interpret
         self.before = Before(plan.before, before, memory | memory["before"], counter, interpret)
         (activations,) = memory["activations"]
         shared = Memory(
@@ -95,11 +96,22 @@ class Program:
         self.ring.drain(state)
 
     def consume(self) -> None:
+        self.record("start")
         state = self.before.consume(self.ring.start())
+        self.record("inputs")
         self.sync_before_attention()
+        self.record("barrier before attention")
         self.attention.run()
+        self.record("attention")
         self.grid.sync()
+        self.record("barrier after attention")
         self.after.consume(state)
+
+    def record(self, event: str) -> None:
+        """Stores the multiprocessor's clock, if this is timed."""
+        if self.plan.config.timed:
+            program = lax.axis_index("program")
+            store_cycles(self.clocks, program * len(EVENTS) + EVENTS.index(event))
 
     def sync_before_attention(self) -> None:
         token: jax.Array = self.grid.arrive()
