@@ -79,13 +79,13 @@ MOST_SPILLED = {
 # the same work differently from version to version.
 MOST_INSTRUCTIONS = 1.03
 # Kernels, by name, that use what they load from shared memory before they release it.
-FINISHES_LOADS = re.compile("w4a8|(int8|int4|fp8) by bf16|^feed_forward")
+FINISHES_LOADS = re.compile("w4a8|(int8|int4|fp8) by bf16|^feed_forward|^whole_layer")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
 # These operations rank signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the
 # interpreter.
-SIGNED = ("route", "top_k", "decoder_layer")
+SIGNED = ("route", "top_k", "decoder_layer", "whole_layer")
 UNSIGNED = re.compile(r"\bmax\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
