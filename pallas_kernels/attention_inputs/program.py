@@ -91,6 +91,7 @@ class Program:
             interpret=interpret,
         )
         self.program, self.wg = lax.axis_index("program"), lax.axis_index("wg")
+        self.meanwhile: Callable[[], None] = lambda: None  # what to do during the last barrier
 
     def run(self) -> None:
         self.stream.ring.initialise()
@@ -226,6 +227,8 @@ class Program:
         token = self.grid.arrive()
         if self.plan.config.ahead == "arrived":
             self.signals.arrive(barrier)
+        if barrier == self.plan.phases[-1].barriers - 1:
+            self.meanwhile()
         self.grid.wait(token)
 
     def norm_compressed(self, weight: Any) -> None:

@@ -35,6 +35,8 @@ def merge_row(parts: Any, sequence: int, row: Any, columns: Any, target: Any) ->
     (length,) = target.shape
     layout = strided(length)
     first, count = parts.of_sequence(sequence)
+    # Of a sequence that is always split there are usually more parts.
+    loads = _LOADS * (2 if parts.out is None else 1)
 
     def store(values: Any) -> None:
         dtype = target.dtype if parts.out is None else parts.out.dtype
@@ -53,7 +55,7 @@ def merge_row(parts: Any, sequence: int, row: Any, columns: Any, target: Any) ->
             """All loads are issued before any is used. Past the last part the last one is loaded
             again and gets weight 0."""
             total, weight, maximum = carry
-            numbers = [i * _LOADS + j for j in range(_LOADS)]
+            numbers = [i * loads + j for j in range(loads)]
             indices = [first + jnp.minimum(n, count - 1) for n in numbers]
             lses = [parts.lse[index, row] for index in indices]
             values = [
@@ -70,6 +72,6 @@ def merge_row(parts: Any, sequence: int, row: Any, columns: Any, target: Any) ->
 
         zeros = plgpu.layout_cast(jnp.zeros((length,), jnp.float32), layout)
         carry = zeros, jnp.float32(0.0), jnp.float32(NO_SCORE)
-        rounds = lax.div(count + (_LOADS - 1), jnp.int32(_LOADS))
+        rounds = lax.div(count + (loads - 1), jnp.int32(loads))
         total, weight, _ = lax.fori_loop(0, rounds, add, carry)
         store(total / jnp.where(weight == 0.0, 1.0, weight))

@@ -157,9 +157,8 @@ class Attention:
         self.row = group * QUERY_ROWS
         self.token = lax.div(self.row, jnp.int32(sizes.heads))
 
-    def locate(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def locate(self, start: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the cached tokens, and the first page and the number of pages of the part."""
-        start = self.refs.start[0]
         pages, each, _ = self.sizes.split(start)
         first = jnp.minimum(self.part * each, pages - 1)
         count = jnp.clip(pages - self.part * each, 0, each)
@@ -168,16 +167,23 @@ class Attention:
     def prefetch(self) -> None:
         """Brings the part's first page into the L2 cache. A warp of the producer calls it."""
         if self.interpret is None:
-            _, first, count = self.locate()
+            _, first, count = self.locate(self.refs.start[0])
 
             @when(count > 0)
             def _() -> None:
                 registers.prefetch(self.refs.pages, self.refs.table[first])
 
-    def load_early(self) -> None:
-        """Loads what is known before the queries are: which pages, and the first one's keys."""
-        self.start, self.first, self.count = self.locate()
+    def load_start(self) -> None:
+        """Loads the length. What depends on it waits for the load, so that it should come later."""
+        self.start = self.refs.start[0]
+
+    def find_page(self) -> None:
+        """Loads the number of the part's first page."""
+        self.start, self.first, self.count = self.locate(self.start)
         self.page = self.refs.table[self.first]
+
+    def load_early(self) -> None:
+        """Loads what is known before the queries are: the keys of the first page."""
         if self.interpret is None:
             cached = jnp.where(self.count > 0, self.start - self.first * PAGE, 0)
             none = registers.zeros(KEYS)
@@ -203,9 +209,11 @@ class Attention:
             before = (self.first + i) * PAGE
             visible = self.start + self.token + 1 - before
             scale = sizes.scale * LOG2E
-            scored = registers.scores(keys, memory.queries, scale, visible, maxima)
             last = jnp.minimum(end - before, PAGE) - 1
-            values = registers.load_values(refs.pages, page, last)
+            # Half of the values: with all of them, registers would not suffice for the keys.
+            left = registers.load_values(refs.pages, page, last, 0)
+            scored = registers.scores(keys, memory.queries, scale, visible, maxima)
+            right = registers.load_values(refs.pages, page, last, 1)
             self.totals.meet()
             running, factors = registers.probabilities(
                 scored, running, maxima, memory.probabilities
@@ -214,7 +222,8 @@ class Attention:
             page = refs.table[following]
             tokens = jnp.where(i + 1 < self.count, end - before - PAGE, 0)
             self.totals.meet()
-            acc = registers.add_values(acc, factors, values, memory.probabilities)
+            acc = registers.add_values(acc, factors, left, memory.probabilities, 0)
+            acc = registers.add_values(acc, factors, right, memory.probabilities, 1)
             # Zeros, because the old keys would need their registers until here.
             none = registers.zeros(KEYS)
             keys = registers.load_keys(none, refs.pages, page, jnp.int32(0), tokens)

@@ -59,6 +59,8 @@ def attend(
             lax.axis_index("wg"),
             interpret,
         )
+        attention.load_start()
+        attention.find_page()
         attention.load_early()
         attention.run()
 

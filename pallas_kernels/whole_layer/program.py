@@ -97,6 +97,8 @@ class Program:
 
     def consume(self) -> None:
         self.record("start")
+        self.attention.load_start()
+        self.before.meanwhile = self.attention.find_page
         state = self.before.consume(self.ring.start())
         self.record("inputs")
         self.sync_before_attention()

@@ -11,7 +11,7 @@ Thread g * 4 + q of a warp has the rows g and g + 8 of every result. In its regi
     keys        18 times 8 columns of token g of the warp's eight
     scores      of its two rows for the warp's tokens 2 q and 2 q + 1, in base 2
     running     the largest score so far of both rows, and the sums of its own probabilities
-    values      8 columns, from 8 g on of the warp's 64, of 16 tokens
+    values      8 columns, from 8 g on of the warp's 64, of 8 tokens of half of the page
     acc         of its two rows, for the columns 8 n + c of the warp's, n = 2 q and 2 q + 1
 """
 
@@ -42,7 +42,7 @@ WARPS = 8
 
 _WIDTH = LATENT + ROPE
 _KEY_LOADS = _WIDTH // 32
-_VALUE_LOADS = 16
+_VALUE_LOADS = 8
 _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
 _MASKED = float("-inf")
@@ -68,7 +68,7 @@ def zeros(kind: Any, *first: float) -> jax.Array:
     def make() -> Any:
         is_float = kind.dtype == jnp.float32
         numbers: list[Any] = [
-            _float(x) if is_float else const(int(x)) for x in (*first, 0, 0, 0, 0)
+            _float(float(x)) if is_float else const(int(x)) for x in (*first, 0, 0, 0, 0)
         ]
         count = kind.shape[0] // 512
         return _pack([numbers[:4]] + [[numbers[-1]] * 4] * (count - 1), kind)
@@ -120,8 +120,8 @@ def load_keys(
     return load(keys, pages, *(jnp.asarray(n, jnp.int32) for n in (page, low, high)))
 
 
-def load_values(pages: Any, page: jax.Array, last: jax.Array) -> jax.Array:
-    """Loads the values of a page. Tokens after the last one repeat it."""
+def load_values(pages: Any, page: jax.Array, last: jax.Array, half: int) -> jax.Array:
+    """Loads the values of half of a page. Tokens after the last one repeat it."""
 
     @inline(REF, SCALAR, SCALAR, returns=VALUES)
     def load(pages: Any, page: Any, last: Any) -> Any:
@@ -129,7 +129,7 @@ def load_values(pages: Any, page: jax.Array, last: jax.Array) -> jax.Array:
         column = arith.addi(arith.muli(warp, const(128)), arith.muli(row, const(16)))
         loaded = []
         for n in range(_VALUE_LOADS):
-            token = arith.addi(arith.muli(quarter, const(8)), const(n // 8 * 32 + n % 8))
+            token = arith.addi(arith.muli(quarter, const(8)), const(32 * half + n))
             token = arith.minui(token, register(last))
             pointer = _advance(_row_pointer(pages, register(page), token), column)
             loaded.append(_load_words(pointer, 0))
@@ -252,32 +252,33 @@ def probabilities(
 
 
 def add_values(
-    acc: jax.Array, factors: jax.Array, values: jax.Array, probabilities_s: Any
+    acc: jax.Array, factors: jax.Array, values: jax.Array, probabilities_s: Any, half: int
 ) -> jax.Array:
-    """Returns the results times ``factors``, and the probabilities times the values."""
+    """Adds the probabilities of half of a page times its values to the results.
+
+    Before the first half, the results are multiplied by ``factors``.
+    """
 
     @inline(ACC.layout, RUNNING.layout, VALUES.layout, REF, returns=ACC)
     def add(acc: Any, factors: Any, values: Any, probabilities: Any) -> Any:
         row, quarter, _ = _position()
         (both,) = factors.registers.flat
-        sums = [
-            [arith.mulf(item(each, i), item(both, i // 2)) for i in range(4)]
-            for each in acc.registers.flat
-        ]
+        sums = [[item(each, i) for i in range(4)] for each in acc.registers.flat]
+        if half == 0:
+            sums = [[arith.mulf(x, item(both, i // 2)) for i, x in enumerate(s)] for s in sums]
         start = arith.muli(row, const(2 * PROBABILITY_STRIDE))
         start = arith.addi(start, arith.muli(quarter, const(16)))
         start = _advance(mgpu.utils.memref_ptr(probabilities), start)
         loaded = list(values.registers.flat)
-        for group in range(2):
-            upper = _load_words(start, 64 * group)
-            lower = _load_words(start, 64 * group + 8 * 2 * PROBABILITY_STRIDE)
-            for i in range(2):
-                a = upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1]
-                four = loaded[8 * group + 4 * i :][:4]
-                for column in range(8):
-                    words = [item(each, column // 2) for each in four]
-                    b = [_of_column(words[n], words[n + 1], column % 2) for n in (0, 2)]
-                    sums[column] = _mma(sums[column], a, b)
+        upper = _load_words(start, 64 * half)
+        lower = _load_words(start, 64 * half + 8 * 2 * PROBABILITY_STRIDE)
+        for i in range(2):
+            a = upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1]
+            four = loaded[4 * i :][:4]
+            for column in range(8):
+                words = [item(each, column // 2) for each in four]
+                b = [_of_column(words[n], words[n + 1], column % 2) for n in (0, 2)]
+                sums[column] = _mma(sums[column], a, b)
         return _pack(sums, ACC)
 
     return add(acc, factors, values, probabilities_s)

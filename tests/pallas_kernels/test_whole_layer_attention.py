@@ -148,9 +148,10 @@ def test_two_pages(tokens_before, tokens, visible, on_numpy):
         keys = registers.load_keys(keys, Buffer(early), page, 0, known)
         keys = registers.load_keys(keys, Buffer(stored), page, known, end + 1)
         scored = registers.scores(keys, queries, SCALE * LOG2E, seen, maxima)
-        values = registers.load_values(Buffer(stored), page, end)
         running, factors = registers.probabilities(scored, running, maxima, probabilities)
-        acc = registers.add_values(acc, factors, values, probabilities)
+        for half in range(2):
+            values = registers.load_values(Buffer(stored), page, end, half)
+            acc = registers.add_values(acc, factors, values, probabilities, half)
     registers.store_sums(running, sums)
     registers.store_results(acc, running, sums, partials, lse, 32)
 
