@@ -3,8 +3,8 @@
 Eight warps share a page. For the scores, a warp has eight of its tokens and all columns; for the
 values it has all tokens and 64 columns. Operands of the scores may have the columns of K in any
 order, if it is the same in both. So a thread reads 16 contiguous bytes of a key, and the same
-columns of two queries. The values' operands are pairs of tokens, two words of which are permuted to
-pairs of columns.
+columns of two queries. The values' operands are pairs of tokens: two tokens' words, a pair of
+columns each, are permuted to a pair of tokens for each column.
 
 Thread g * 4 + q of a warp has the rows g and g + 8 of every result. In its registers are
 
