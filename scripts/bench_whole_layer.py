@@ -56,8 +56,9 @@ class TimedLayers:
         for state, own in zip(states, pages, strict=True):
             layer = nnx.merge(self.graph, state)
             cache = LayerCache({"latent": own}, table, start, valid)
-            arrays = layer, x, rotation, [cache], ["absorbed"], valid, counter
-            x, _, _ = around_attention.layer_in_kernel(*arrays)
+            x, _, _ = around_attention.layer_in_kernel(
+                layer, x, rotation, [cache], ["absorbed"], valid, counter
+            )
         return x, jax.tree.map(lambda *each: jnp.stack(each), *self.clocks)
 
     def whole_layer(

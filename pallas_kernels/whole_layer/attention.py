@@ -167,7 +167,8 @@ class Attention:
     def prefetch(self) -> None:
         """Brings the part's first page into the L2 cache. A warp of the producer calls it."""
         if self.interpret is None:
-            _, first, count = self.locate(self.refs.start[0])
+            located = self.locate(self.refs.start[0])
+            first, count = located[1:]
 
             @when(count > 0)
             def _() -> None:

@@ -41,7 +41,8 @@ def attend(
     Args:
       start: tokens that were cached before the T new ones, whose latents are in the pages.
     """
-    sizes.check(*pages.shape[1:], len(table) * pages.shape[1], interpret)
+    _, page, columns = pages.shape
+    sizes.check(page, columns, len(table) * page, interpret)
     T, H, C = q_latent.shape
     bf16, f32 = q_latent.dtype, jnp.float32
 

@@ -36,8 +36,11 @@ from pallas_kernels.whole_layer.plan import EVENTS, Plan
 from pallas_kernels.whole_layer.program import Program
 from pallas_kernels.whole_layer.reference import Cached, LayerOutput, LayerWeights
 
-_OF_EACH = {"before": ("signals", "queries", "partials", "factors", "pieces")}
-_OF_EACH["after"] = "signals", "sums", "factors"
+# The scratch that each of the joined kernels has for itself.
+_OF_EACH: dict[str, tuple[str, ...]] = {
+    "before": ("signals", "queries", "partials", "factors", "pieces"),
+    "after": ("signals", "sums", "factors"),
+}
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -61,13 +64,13 @@ def whole_layer(
     Args:
       counter: Ref of the grid barrier's counter. The interpreter needs none.
     """
-    w_uv, o_proj, norm, *matrices = after
+    w_uv, o_proj, norm, router, shared, routed = after
     pages = cached.pages
     weights = before_attention.with_flat_scales(before)
     inputs, structure = jax.tree.flatten(
         {
             "before": {"x": x, "weights": weights, "cos": cos, "sin": sin, "slots": cached.slots},
-            "after": after_attention.arrays_of(x, None, o_proj, w_uv, norm, *matrices),
+            "after": after_attention.arrays_of(x, None, o_proj, w_uv, norm, router, shared, routed),
             "table": cached.table,
             "start": cached.start,
         }

@@ -70,7 +70,8 @@ class Plan:
                 f" bytes in addition to {plan.used_bytes} bytes, got {count}"
             )
         stages = dataclasses.replace(stages, count=count)
-        before, after = (dataclasses.replace(each, stages=stages) for each in (before, after))
+        before = dataclasses.replace(before, stages=stages)
+        after = dataclasses.replace(after, stages=stages)
         ahead = "always" if before.most_stages <= count else "arrived"
         before = dataclasses.replace(before, config=dataclasses.replace(before.config, ahead=ahead))
         return Plan(before, after, attention, config)

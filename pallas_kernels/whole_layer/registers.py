@@ -76,7 +76,7 @@ def zeros(kind: Any, *first: float) -> jax.Array:
     return make()
 
 
-def prefetch(pages: Any, page: jax.Array) -> None:
+def prefetch(pages: Any, page: jax.Array | int) -> None:
     """Brings a page into the L2 cache. One warp calls it."""
 
     @inline(REF, SCALAR)
@@ -90,7 +90,7 @@ def prefetch(pages: Any, page: jax.Array) -> None:
 
 
 def load_keys(
-    keys: jax.Array, pages: Any, page: jax.Array, low: jax.Array, high: jax.Array
+    keys: jax.Array, pages: Any, page: jax.Array | int, low: jax.Array | int, high: jax.Array | int
 ) -> jax.Array:
     """Loads the keys of a page's tokens from ``low`` to ``high``. The others remain as they are.
 
@@ -120,7 +120,7 @@ def load_keys(
     return load(keys, pages, *(jnp.asarray(n, jnp.int32) for n in (page, low, high)))
 
 
-def load_values(pages: Any, page: jax.Array, last: jax.Array, half: int) -> jax.Array:
+def load_values(pages: Any, page: jax.Array | int, last: jax.Array | int, half: int) -> jax.Array:
     """Loads the values of half of a page. Tokens after the last one repeat it."""
 
     @inline(REF, SCALAR, SCALAR, returns=VALUES)
@@ -138,7 +138,7 @@ def load_values(pages: Any, page: jax.Array, last: jax.Array, half: int) -> jax.
     return load(pages, *(jnp.asarray(n, jnp.int32) for n in (page, last)))
 
 
-def copy_queries(q_latent: Any, q_rope: Any, first: jax.Array, queries_s: Any) -> None:
+def copy_queries(q_latent: Any, q_rope: Any, first: jax.Array | int, queries_s: Any) -> None:
     """Copies 16 query rows to shared memory. Both consumer warpgroups call it.
 
     Args:
@@ -170,7 +170,7 @@ def copy_queries(q_latent: Any, q_rope: Any, first: jax.Array, queries_s: Any) -
 
 
 def scores(
-    keys: jax.Array, queries_s: Any, scale: float, visible: jax.Array, maxima_s: Any
+    keys: jax.Array, queries_s: Any, scale: float, visible: jax.Array | int, maxima_s: Any
 ) -> jax.Array:
     """Returns the scores times ``scale``, and stores each warp's largest ones for its rows.
 
@@ -300,7 +300,7 @@ def store_sums(running: jax.Array, sums_s: Any) -> None:
 
 
 def store_results(
-    acc: jax.Array, running: jax.Array, sums_s: Any, partials: Any, lse: Any, first: jax.Array
+    acc: jax.Array, running: jax.Array, sums_s: Any, partials: Any, lse: Any, first: jax.Array | int
 ) -> None:
     """Stores a part's results and its log-sum-exps.
 

@@ -250,8 +250,8 @@ def shapes_of(whole: Whole, pages: int = 128) -> dict[str, Any]:
         whole.layer, attention=whole.heads * 128, heads=whole.heads, latent=whole.rank
     )
     after = layer.shapes()
-    int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    stored = jax.ShapeDtypeStruct((8, 64, whole.rank + whole.rope), layer.dtype)
+    int32: Any = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    stored: Any = jax.ShapeDtypeStruct((8, 64, whole.rank + whole.rope), layer.dtype)
     names = "w_uv", "o_proj", "norm", "router", "shared", "routed"
     return {
         "x": before["x"],

@@ -60,12 +60,13 @@ def test_kernel(tokens, heads, latent, rope, cached, pages):
 
     q_latent, q_rope = normal(tokens, heads, latent), normal(tokens, heads, rope)
     stored, table = cache_of(rng, pages, latent + rope, dtype, cached)
-    arguments = q_latent, q_rope, stored, table
     start = jnp.asarray([cached - tokens], jnp.int32)
-    parts = attend(*arguments, start, sizes=sizes, interpret=INTERPRET)
+    parts = attend(q_latent, q_rope, stored, table, start, sizes=sizes, interpret=INTERPRET)
     got = parts.merged()[0].reshape(tokens, heads, latent)
     exact = [x.astype(jnp.float32) for x in (q_latent[None], q_rope[None], stored)]
-    want, lse = reference.mla_decode(*exact, table[None], start + tokens, scale=SCALE)
+    want, lse = reference.mla_decode(
+        exact[0], exact[1], exact[2], table[None], start + tokens, scale=SCALE
+    )
     check(got, want[0], tolerance("bfloat16"))
     count = int(sizes.split(start[0])[2])
     assert 1 <= count <= sizes.parts
@@ -138,7 +139,7 @@ def test_two_pages(tokens_before, tokens, visible, on_numpy):
     partials = Buffer(np.full((64, 512), np.nan, np.float32))
     lse = Buffer(np.full(64, np.nan, np.float32))
 
-    registers.copy_queries(q_latent, q_rope, np.int32(16), queries)
+    registers.copy_queries(q_latent, q_rope, 16, queries)
     running = registers.zeros(registers.RUNNING, NO_SCORE, NO_SCORE)
     acc = registers.zeros(registers.ACC)
     keys = registers.zeros(registers.KEYS)
