@@ -25,9 +25,10 @@ $(BIN)/python:
 	$(PIP) --editable '.[test]'
 	@touch .venv/.installed $@
 
-.venv/.compared: .venv/.tested
+# dev contains test.
+.venv/.compared: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[dev,parity]'
-	@touch $@
+	@touch .venv/.installed .venv/.tested $@
 
 .venv/.served: .venv/.tested
 	$(PIP) --editable '.[clients,ray]'

@@ -209,7 +209,8 @@ class DeepSeekV3(nnx.Module):
             of names is tried in its order: ``("mosaic_gpu", "separate")`` uses the kernels where it
             can. None uses the two kernels where they have been measured to be faster: for up to two
             tokens, if the weights are quantized or a layer reads no more than
-            ``around_attention.MOST_BYTES``.
+            ``around_attention.MOST_BYTES``; for up to four, if it is quantized and reads no more
+            than ``around_attention.SMALL_BYTES``.
         """
         for layer in (*self.layers, *self.mtp):
             layer.feed_forward = implementation

@@ -331,8 +331,12 @@ class Bench:
             name: round(value, 1) if isinstance(value, float) else value
             for name, value in ceilings.items()
         }
-        rows = [*self._completed, *(report.row(*entry, best) for entry in self._raw)]
-        order = {key(case): i for i, case in enumerate(cases())}
+        case_of = {key(case): case for case in cases()}
+        rows = [report.row(*entry, best) for entry in self._raw]
+        for row in self._completed:
+            case = case_of.get(report.key_of(row))
+            rows.append(row if case is None else report.with_roof(case, row, best))
+        order = {name: i for i, name in enumerate(case_of)}
         self.result["rows"] = sorted(rows, key=lambda row: order.get(report.key_of(row), 0))
         out = self._arguments.out or Path(
             f"benchmarks/results/kernels_{short_name(self.result.get('gpu', 'none'))}.json"

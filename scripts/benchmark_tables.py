@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.tables.formats import activations, cache_dtype, conversion, cpu, quantization
-from benchmarks.tables.kernels import kernels, kernels_by_kind, newer_kernels, sparse_kernels
+from benchmarks.tables.kernels import kernels, kernels_by_kind
 from benchmarks.tables.steps import (
     all_layers,
     cold_start,
@@ -31,8 +31,8 @@ PAGES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, newer_kernels, sparse_kernels, decode, sparse_slice, prefill,
-        two_gpus, all_layers, speculation, quantization, activations, cache_dtype, conversion, cpu,
+        kernels, kernels_by_kind, decode, sparse_slice, prefill, two_gpus,
+        all_layers, speculation, quantization, activations, cache_dtype, conversion, cpu,
         cold_start, summary,
     )
 }  # fmt: skip

@@ -266,6 +266,17 @@ def test_ceilings():
     assert report.roof_us(TINY[0], report.ceilings(measured, "cpu")) is None
 
 
+def test_rows_of_a_run_without_ceilings_get_those_of_the_next():
+    row = report.row(TINY[0], {"us": 10.0}, {}, {})
+    assert row["roof_fraction"] is None
+    filled = report.with_roof(TINY[0], row, BEST)
+    assert filled == report.row(TINY[0], {"us": 10.0}, {}, BEST)
+    assert report.with_roof(TINY[0], filled, {"bf16_tflops": 1.0, "read_gbs": 1.0}) == filled
+    assert report.with_roof(TINY[0], row, {}) == row
+    untimed = report.row(TINY[0], {"error": "wrong"}, {}, {})
+    assert report.with_roof(TINY[0], untimed, BEST)["roof_fraction"] is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

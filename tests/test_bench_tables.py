@@ -56,6 +56,19 @@ def test_the_last_result_of_a_slice_counts(results, monkeypatch):
     assert "results/sparse_2.json" in line
 
 
+def test_decode_shows_the_last_result_and_its_fastest_form(results, monkeypatch):
+    row = {"phase": "decode", "model": "m", "dtype": "fp8", "batch": 1, "context": 4096}
+    row |= {"tokens_per_s": 1.0}
+    two = [row | {"ms": 4.0, "feed_forward": "b"}, row | {"ms": 3.0, "feed_forward": "a"}]
+    for name, rows in (("first", [row | {"ms": 2.0}]), ("second", two), ("third", two[::-1])):
+        results[name] = {"date": name, "machine": H200, "read_gbs": 4393.0, "rows": rows}
+    for names in (("first", "second"), ("second", "third")):
+        monkeypatch.setattr(steps, "_DECODE", names)
+        (line,) = steps.decode().splitlines()[2:]
+        assert line.startswith("| m | fp8 | 1 | 4,096 | 3.00 |")
+        assert f"results/{names[-1]}.json" in line
+
+
 def test_shares_use_the_same_peak():
     row = {"floor_fraction": 0.9}
     of_h200 = {"machine": H200, "read_gbs": read_gbs(H200)}

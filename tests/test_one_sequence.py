@@ -23,26 +23,27 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(around_attention, "require_hopper", lambda: None)
 
 
-# Megabytes that one token reads in the second half of a layer.
+# Megabytes that one token reads in the second half of a layer, and the most tokens that prefer the
+# kernels.
 READ = [
-    ("moonlight-16b", "bf16", False, 147.1, True),
-    ("moonlight-16b", "bf16", True, 146.8, True),
-    ("moonlight-16b", "fp8", False, 73.7, True),
-    ("moonlight-16b", "int4", False, 36.96, True),
-    ("v3-slice", "fp8", False, 517.5, True),
-    ("v3-slice", "bf16", False, 1031.3, False),
+    ("moonlight-16b", "bf16", False, 147.1, 2),
+    ("moonlight-16b", "bf16", True, 146.8, 2),
+    ("moonlight-16b", "fp8", False, 73.7, 4),
+    ("moonlight-16b", "int4", False, 36.96, 4),
+    ("v3-slice", "fp8", False, 517.5, 2),
+    ("v3-slice", "bf16", False, 1031.3, 0),
+    ("deepseek-v2", "int4", False, 138.0, 2),
 ]
 
 
-@pytest.mark.parametrize(("name", "weights", "dense", "megabytes", "preferred"), READ)
-def test_layers_that_prefer_the_kernels(name, weights, dense, megabytes, preferred, monkeypatch):
+@pytest.mark.parametrize(("name", "weights", "dense", "megabytes", "most"), READ)
+def test_layers_that_prefer_the_kernels(name, weights, dense, megabytes, most, monkeypatch):
     layer = layer_of(name, weights, dense=dense)
     assert around_attention.read_bytes(layer) / 1e6 == pytest.approx(megabytes, rel=1e-3)
     assert not around_attention.is_preferred(layer, 1)  # not on this machine
     on_hopper(monkeypatch)
-    assert around_attention.is_preferred(layer, 1) == preferred
-    assert around_attention.is_preferred(layer, 2) == preferred
-    assert not around_attention.is_preferred(layer, 3)
+    preferred = [around_attention.is_preferred(layer, tokens) for tokens in range(1, 9)]
+    assert preferred == [tokens <= most for tokens in range(1, 9)]
 
 
 def test_a_counter_only_where_the_kernels_run(monkeypatch):

@@ -41,6 +41,15 @@ def roof_us(case: Case, best: Mapping[str, float]) -> float | None:
     return max(case.flops / peak / 1e6, case.bytes / best["read_gbs"] / 1e3)
 
 
+def with_roof(case: Case, row: Row, best: Mapping[str, float]) -> Row:
+    """Returns a row of a run that ended before it measured its ceilings, with those of another run
+    on the same kind of GPU. A row that has a share of the roofline is returned as it is."""
+    roof = roof_us(case, best)
+    if row["roof_fraction"] is not None or row["us"] is None or roof is None:
+        return row
+    return row | {"roof_fraction": _round(roof / row["us"])}
+
+
 def steady(ours: Mapping[str, Any], alternatives: Mapping[str, Mapping[str, Any]]) -> bool:
     """Returns whether the times of ours and of the best other, if any, have a small spread."""
     timed = [each for each in alternatives.values() if each.get("us") and "error" not in each]

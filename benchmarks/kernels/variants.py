@@ -48,7 +48,7 @@ def _decode(config: Any) -> Variant:
     return Variant(mla_decode.mla_decode, {"config": config})
 
 
-def _few_tokens(**settings: Any) -> dict[str, Variant]:
+def _few_tokens(dtype: str, **settings: Any) -> dict[str, Variant]:
     """Returns few tokens by integer matrices with other settings than the default's."""
 
     def matmul(lhs: Any, rhs: Any, *args: Any, block_shape: Any, **arrays: Any) -> Any:
@@ -59,7 +59,7 @@ def _few_tokens(**settings: Any) -> dict[str, Variant]:
             lhs, rhs, *args, **arrays, block_shape=block_shape, config=config
         )
 
-    return {"grouped_matmul": Variant(matmul, {}, ("int4", "int8"))}
+    return {"grouped_matmul": Variant(matmul, {}, (dtype,))}
 
 
 def _index(**settings: Any) -> dict[str, Variant]:
@@ -121,8 +121,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "pairs": _float8(paired=True),
     "panels of 2 tiles": _bfloat16(panel=2),
     "panels of 8 tiles": _bfloat16(panel=8),
-    "permuted columns": _few_tokens(tokens_in_order=False),
-    "tokens in order": _few_tokens(tokens_in_order=True),
+    "permuted columns": _few_tokens("int8", tokens_in_order=False),
     "prefetch": {
         "sparse_mla_decode": Variant(
             sparse_mla_decode.sparse_mla_decode,
@@ -135,8 +134,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             ("bf16",),
         ),
     },
-    "units of 12 pages": _index(pages=12),
-    "22 stages": _index(stages=22),
+    "weights in shared memory": _index(keep_weights=False),
     "1 program": _top_k(programs=1),
     "2 programs": _top_k(programs=2),
     "4 programs": _top_k(programs=4),

@@ -8,24 +8,6 @@ from typing import Any
 
 from benchmarks.tables import results
 
-_NEWER_KERNELS = "kernels_first_run_h200", "kernels_second_run_h200", "kernels_third_run_h200"
-"""Later results replace earlier ones of the same shape."""
-_SPARSE_KERNELS = "kernels_sparse_h100", "kernels_index_weights_h100"
-_NOW_DEFAULT = (
-    ("", "", "unrolled"),
-    ("top_k", "b1 ", "8 programs"),
-    ("top_k", "b64 ", "2 programs"),
-    ("top_k", "b1024 ", "1 program"),
-    ("sparse_mla_decode", "h16 ", "without prefetch"),
-    ("sparse_mla_prefill", "", "without prefetch"),
-    ("sparse_index", "sq1", "persistent, 1 query, 32 pages"),
-    ("sparse_index", "b1 ", "persistent, 4 queries, 1 per iteration"),
-    ("sparse_index", "sq4096", "kept weights"),
-    ("sparse_index", "sq2048", "kept weights"),
-    ("mla_decode", "h16 b", "scored"),
-)
-"""Operation, part of its shape, and the variant that has become the default since."""
-
 
 def _kernel(row: dict[str, Any]) -> list[object]:
     peer, us = row.get("peer") or "none", row["us"]
@@ -61,42 +43,6 @@ def kind(row: dict[str, Any]) -> tuple[str, str]:
 
 def kernels() -> str:
     return results.markdown(_KERNEL, map(_kernel, kernel_rows()))
-
-
-def newer_kernels() -> str:
-    """Returns the newer kernels with the settings that are the default now."""
-    newest = {
-        (*kind(row), row["shape"]): row
-        for name in _NEWER_KERNELS
-        for row in results.read(name)["rows"]
-    }
-    rows = [newest[key] for key in sorted(newest)]
-    return results.markdown(_KERNEL, (_kernel(_with_new_default(row)) for row in rows))
-
-
-def sparse_kernels() -> str:
-    """Returns the kernels of sparse attention as they are now."""
-    newest = {
-        (*kind(row), row["shape"]): row
-        for name in _SPARSE_KERNELS
-        for row in results.read(name)["rows"]
-    }
-    share = _KERNEL.index(">% of roofline")  # of an H200
-    timed = (_with_new_default(newest[key]) for key in sorted(newest))
-    rows = [_KERNEL, *map(_kernel, timed)]
-    header, *cells = ([*row[:share], *row[share + 1 :]] for row in rows)
-    return results.markdown(header, cells)
-
-
-def _with_new_default(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with the time of a variant that has become the default since."""
-    for op, shape, name in _NOW_DEFAULT:
-        us = row.get("variants", {}).get(name, {}).get("us")
-        if us is None or (op and op != row["op"]) or shape not in row["shape"]:
-            continue
-        share = row["roof_fraction"] and row["roof_fraction"] * row["us"] / us
-        return row | {"us": us, "roof_fraction": share, "ratio": row["peer_us"] / us}
-    return row
 
 
 def kernels_by_kind() -> str:

@@ -109,6 +109,7 @@ def make_engine(
         max_requests=max_requests,
         max_body_bytes=arguments.max_body_mib * 2**20,
         request_seconds=arguments.request_seconds,
+        unread_seconds=arguments.unread_seconds,
         drain_seconds=arguments.drain_seconds,
         stuck_seconds=arguments.stuck_seconds,
         api_keys=keys,

@@ -52,6 +52,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.host_cache_pinned and not arguments.host_cache_gib and arguments.role != "prefill":
         raise ValueError("--host-cache-pinned: expected --host-cache-gib with it")
     check("--drain-seconds", arguments.drain_seconds, "seconds from 0 to 86400", Real, 0, 86400)
+    unread_seconds = arguments.unread_seconds
+    check("--unread-seconds", unread_seconds, "seconds from 0.1 to 86400", Real, 0.1, 86400)
     check("--stuck-seconds", arguments.stuck_seconds, "seconds from 0.1 to 86400", Real, 0.1, 86400)
     if arguments.request_seconds is not None:
         seconds = arguments.request_seconds

@@ -8,6 +8,7 @@ intake.py            what callers ask for, checked
 scheduler.py         what the next step computes: queue, admission, plan; pure Python
 scheduler_config.py  limits of the scheduler; pure Python
 admission.py         which waiting request comes next, and to which shard; pure Python
+dispatch_length.py   decode steps per dispatch, from pages and waiting requests; pure Python
 scheduler_shard.py   slots, pages and running requests of one data-parallel shard; pure Python
 balancers.py         the shard of each request; pure Python
 forecast.py          how long a dispatch will take; pure Python
@@ -34,6 +35,7 @@ prefix_loads.py      prompts whose pages are loaded from the store; pure Python
 page_saves.py        pages that are to be saved to it; pure Python
 page_packing.py      copies of pages between the pool and records that leave the engine
 page_transfer.py     the store of pages: tiers of dsv3_jax.pages, and threads that move pages
+plan_executor.py     the part that runs plans, as the loop sees it
 executor.py          dispatch of plans, and their results
 launcher.py          the thread that launches programs on the state
 step_results.py      results of a dispatch, request by request

@@ -11,22 +11,21 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from dsv3_jax.engine.decode_pace import DecodePace, Pace
-from dsv3_jax.engine.dispatch_times import DispatchTimes
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.fair_lock import FairLock
 from dsv3_jax.engine.open_requests import End, OpenRequests
 from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.plan_executor import PlanExecutor
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
 from dsv3_jax.engine.sla_controller import SlaController
 from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
-from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepLimits, StepPlan
-from dsv3_jax.engine.step_results import RequestResult
+from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.generation.request import Request
 
 logger = logging.getLogger(__name__)
@@ -38,35 +37,6 @@ LEAD_SECONDS = 0.004
 
 _PAGES_SECONDS = 0.002
 """Time after which the engine looks for pages and deadlines, if nobody wakes it up before."""
-
-
-class PlanExecutor(Protocol):
-    """Runs plans in order, as :class:`dsv3_jax.engine.executor.Executor` does on a device."""
-
-    @property
-    def steps_in_flight(self) -> int: ...
-
-    @property
-    def seconds_left(self) -> float: ...
-
-    @property
-    def max_decode_steps(self) -> int: ...
-
-    @property
-    def compiled_after_warm_up(self) -> int: ...
-
-    @property
-    def times(self) -> DispatchTimes: ...
-
-    def dispatch(self, plan: StepPlan) -> None: ...
-
-    def save(self, saves: Sequence[PageSave]) -> Future[None]: ...
-
-    def wait(self) -> tuple[StepPlan, list[RequestResult]]: ...
-
-    def forget(self, request: ScheduledRequest) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class EngineLoop:

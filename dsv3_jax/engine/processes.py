@@ -19,13 +19,15 @@ tiers, deterministic mode, counting of routed tokens and :meth:`Engine.use`, see
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 import jax
@@ -36,7 +38,16 @@ from dsv3_jax.engine.step_input import StepShape
 from sharding import Layout
 from sharding.distributed import max_over_processes
 
+logger = logging.getLogger(__name__)
+
 _END = b"end"
+
+_HANDSHAKE_SECONDS = 30.0
+"""Time in which the other side of a connection has to prove that it knows the key."""
+
+_LOOK_SECONDS = 0.1  # between two looks at the followers that have proved it
+
+_STRANGERS = 128  # that may connect before the leader looks, in addition to the followers
 
 
 class ProcessLostError(EngineError):
@@ -53,8 +64,13 @@ class Leader:
     """
 
     def __init__(self, host: str, followers: int, key: bytes):
-        self._listener = Listener((host, 0), backlog=followers, authkey=key)
+        # A Listener of multiprocessing would wait without end for a stranger's part of the
+        # handshake.
+        self._listener = socket.create_server((host, 0), backlog=followers + _STRANGERS)
+        self._listener.settimeout(_LOOK_SECONDS)
+        self._key = key
         self._count = followers
+        self._adding = threading.Lock()
         self._connections: list[Connection] = []
         self._lost = threading.Event()
         self._is_closed = False
@@ -62,8 +78,8 @@ class Leader:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port that the followers connect to."""
-        address: Any = self._listener.address
-        return address
+        host, port = self._listener.getsockname()[:2]
+        return host, port
 
     @property
     def is_lost(self) -> bool:
@@ -72,19 +88,46 @@ class Leader:
 
     def wait_for_followers(self) -> None:
         """Waits until every follower has connected, which it does once its programs are compiled.
+        Strangers are refused, and do not delay followers.
 
         Raises:
           ProcessLostError: one is lost already.
         """
-        while len(self._connections) < self._count:
-            try:
-                connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionError):
-                continue  # a stranger
-            self._connections.append(connection)
-            threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
-        self._listener.close()
+        with self._listener:
+            while len(self._connections) < self._count:
+                self._check()
+                try:
+                    accepted, address = self._listener.accept()
+                except (TimeoutError, ConnectionError):  # nobody, or one that has gone away again
+                    continue
+                # A step is two messages. The second would wait for the receipt of the first, which
+                # the follower's system may delay by 40 ms.
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                arguments = Connection(accepted.detach()), address
+                threading.Thread(target=self._greet, args=arguments, daemon=True).start()
         self._check()
+
+    def _greet(self, connection: Connection, address: object) -> None:
+        """Adds a connection if the other side proves in time that it knows the key."""
+        deadline = threading.Timer(_HANDSHAKE_SECONDS, _hang_up, [connection])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            is_known = True
+        except Exception as error:  # a stranger can send anything
+            logger.warning("processes: refused a connection from %s: %r", address, error)
+            is_known = False
+        finally:
+            deadline.cancel()
+            deadline.join()  # it uses the connection
+        with self._adding:
+            if not is_known or len(self._connections) == self._count:
+                connection.close()
+                return
+            self._connections.append(connection)
+        threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
 
     def send(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Tells the followers to launch a step.
@@ -161,6 +204,15 @@ class Follower:
                     replay(buffer, StepShape(**fields))
             except (EOFError, OSError):
                 exit_process(1)
+
+
+def _hang_up(connection: Connection) -> None:
+    """Ends a connection, also for a thread that reads from it."""
+    with (
+        contextlib.suppress(OSError),  # the other side has ended it
+        socket.socket(fileno=os.dup(connection.fileno())) as copy,
+    ):
+        copy.shutdown(socket.SHUT_RDWR)
 
 
 def check_settings(**settings: Any) -> None:

@@ -30,12 +30,13 @@ from :mod:`dsv3_jax.engine.balancers`; after a preemption it may get another one
 from __future__ import annotations
 
 import bisect
-import itertools
+import contextlib
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 from dsv3_jax.engine.admission import next_admission, shard_with_room
+from dsv3_jax.engine.dispatch_length import decode_steps
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.page_saves import PageSaves
 from dsv3_jax.engine.prefix_loads import PageStore, PrefixLoads
@@ -152,11 +153,15 @@ class Scheduler:
                 f"waiting queue: expected fewer than {room + 1} requests, got "
                 f"{len(self.waiting)}; try again later"
             )
+        with contextlib.ExitStack() as unless_added:
+            if self._loads is not None:
+                for request in requests:
+                    unless_added.callback(self._loads.end, request)
+                    self._loads.begin(request, [shard.pages for shard in self.shards])
+            unless_added.pop_all()
         for request in requests:
             self._enqueue(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
-            if self._loads is not None:
-                self._loads.begin(request, [shard.pages for shard in self.shards])
 
     def _check_size(self, request: ScheduledRequest) -> None:
         pages = self.shards[0].pages
@@ -208,9 +213,11 @@ class Scheduler:
         if not any(decodes) and not any(chunks):
             return None, ended
         steps = 1
-        is_serial = any(request.is_serial for each in decodes for request in each)
-        if not any(chunks) and not is_serial and self._is_multi_step(decodes):
-            steps = self._decode_steps(decodes, max_decode_steps)
+        if not any(chunks):
+            has_waiting = bool(self.waiting)
+            steps = decode_steps(
+                self.shards, decodes, max_decode_steps, self.config, has_waiting=has_waiting
+            )
         plan = StepPlan(
             tuple(shard.plan(decodes[shard.number], chunks[shard.number]) for shard in self.shards),
             steps,
@@ -388,37 +395,3 @@ class Scheduler:
                     decodes[shard.number].append(request)
                 continue
             chunks[shard.number].extend(shard.plan_chunks(request, rooms[shard.number]))
-
-    def _is_multi_step(self, decodes: Sequence[Sequence[ScheduledRequest]]) -> bool:
-        most = self.config.multi_step_decodes
-        return most is None or max(map(len, decodes)) <= most
-
-    def _decode_steps(self, decodes: Sequence[Sequence[ScheduledRequest]], most: int) -> int:
-        """Returns how many decode steps a dispatch can take, and gives each request its pages.
-
-        While requests wait, for a slot or for pages, no dispatch goes past the step in which one of
-        its requests may reach its limit, unless ``refill_steps`` allows it.
-        """
-        requests = list(itertools.chain.from_iterable(decodes))
-        remaining = [request.max_length - request.least_length for request in requests]
-        if self.waiting:
-            if any(s.retiring for s in self.shards) or len(requests) < len(self.running):
-                return 1  # results in flight will free a slot
-            # A step adds up to 1 + drafts tokens.
-            least = [-(-n // (1 + r.drafts)) for n, r in zip(remaining, requests, strict=True)]
-            most = min(most, max(min(least), self.config.refill_steps))
-        steps = max(1, min(most, max(remaining)))
-        while steps > 1:
-            needs = [
-                shard.missing_pages(requests, steps)
-                for shard, requests in zip(self.shards, decodes, strict=True)
-            ]
-            if all(
-                sum(counts) <= shard.pages.available
-                for shard, counts in zip(self.shards, needs, strict=True)
-            ):
-                for shard, requests, counts in zip(self.shards, decodes, needs, strict=True):
-                    shard.add_pages(requests, counts)
-                return steps
-            steps //= 2
-        return 1

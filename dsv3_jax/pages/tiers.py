@@ -1,12 +1,14 @@
 """The tiers below the device: host memory, then a disk, then other sources.
 
 Every page that comes from the device is written to all tiers that take pages. A page that a slower
-source had is kept in host memory as well.
+source had is kept in host memory as well. A source that raises an error has no pages, as far as its
+request is concerned: the other sources are asked, and the engine goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,6 +18,8 @@ from dsv3_jax.pages.disk import DiskPages
 from dsv3_jax.pages.host_memory import HostMemory
 from dsv3_jax.pages.record import PageRecord
 from dsv3_jax.pages.source import PageSource, TierStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,7 @@ class PageTiers:
         parts, begin = [], 0
         for source, count in self._parts(addresses):
             asked = addresses[begin : begin + count]
-            parts.append((source, asked, source.fetch(asked)))
+            parts.append((source, asked, _fetch(source, asked)))
             begin += count
         joined: Future[list[PageRecord]] = Future()
         records: list[PageRecord] = []
@@ -162,12 +166,32 @@ class PageTiers:
         self, source: PageSource, faster: Sequence[PageSource], addresses: Sequence[PageAddress]
     ) -> int:
         """Returns how many leading pages a source has that no faster one has."""
-        count = source.lookup(addresses)
+        count = _lookup(source, addresses)
         for number in range(1, count):
-            if any(each.lookup(addresses[number : number + 1]) for each in faster):
+            if any(_lookup(each, addresses[number : number + 1]) for each in faster):
                 return number
         return count
 
     def _finish(self, joined: Future[list[PageRecord]], records: list[PageRecord]) -> None:
         if joined.set_running_or_notify_cancel():
             joined.set_result(records)
+
+
+def _lookup(source: PageSource, addresses: Sequence[PageAddress]) -> int:
+    """Returns what :meth:`PageSource.lookup` returns, or 0 if it raises an error."""
+    try:
+        return source.lookup(addresses)
+    except Exception as error:
+        logger.warning("cache tiers: %s: lookup failed: %r", source.name, error)
+        return 0
+
+
+def _fetch(source: PageSource, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
+    """Returns what :meth:`PageSource.fetch` returns, or no records if it raises an error."""
+    try:
+        return source.fetch(addresses)
+    except Exception as error:
+        logger.warning("cache tiers: %s: fetch failed: %r", source.name, error)
+        missed: Future[list[PageRecord]] = Future()
+        missed.set_result([])
+        return missed

@@ -18,10 +18,11 @@ dsml_grammar.py   the same for DeepSeek-V3.2's format
 schema_limits.py  size and nesting of JSON schemas
 job.py            one HTTP request's completions in the engine
 sse.py            streams of events, and clients that go away
+unread_answers.py answers that their clients do not read
 parsers/          parts of an answer: reasoning, content, tool calls
 errors.py         errors in the shapes of both APIs
 health.py         /health, /ready, /version
-watchdog.py       ends the process when the engine failed or its device is stuck
+watchdog.py       ends the process when the engine failed or is stuck
 metrics.py        /metrics, with the names of vLLM
 prefill.py        /prefill: pages of prompts for decode servers
 remote_metrics.py the figures of both roles

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 import dsv3_jax
 from dsv3_jax.server.errors import ApiError, overloaded
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine, silent
 from dsv3_jax.server.service import service_of
 
 router = APIRouter()
@@ -27,12 +28,15 @@ class Version(BaseModel):
 @router.get("/health")
 async def health(request: Request) -> Status:
     """Returns status 200 while the engine can serve, also while it compiles. Returns 503 after it
-    failed, and while one of its steps lasts suspiciously long."""
+    failed, and while one of its steps or the silence of its process lasts suspiciously long."""
     service = service_of(request)
     if service.failure is not None:
         raise _unhealthy(str(service.failure))
-    seconds = service.engine.step_seconds
-    if seconds > service.settings.stuck_seconds / 2:
+    engine, limit = service.engine, service.settings.stuck_seconds / 2
+    if isinstance(engine, RemoteEngine) and (seconds := engine.silent_seconds) > limit:
+        raise _unhealthy(str(silent(seconds)))
+    seconds = engine.step_seconds
+    if seconds > limit:
         raise _unhealthy(f"engine: a step has taken {seconds:.1f} s so far")
     return Status(status="ok")
 

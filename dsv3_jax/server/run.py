@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import uvicorn
 
@@ -20,6 +23,7 @@ from dsv3_jax.server.app import create_app
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.unread_answers import UnreadAnswers
 from dsv3_jax.server.watchdog import Watchdog
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -63,16 +67,19 @@ def run(
     *,
     sender: Sender | None = None,
     remote: RemotePrefill | None = None,
+    exit_process: Callable[[], None] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
-    at most ``settings.drain_seconds``, and returns. If the engine fails or its device is stuck, it
-    ends the process with exit status 1.
+    at most ``settings.drain_seconds``, and returns. If the engine fails or is stuck, it ends the
+    process with exit status 1.
 
     Args:
       bound: the socket to listen on. It is closed at the end.
       sender: gives pages to decode servers, or None, see :func:`create_app`.
       remote: the engine's source of pages on prefill servers, or None.
+      exit_process: ends the process after a failure; None for :func:`exit_now`.
     """
+    exit_process = exit_process or exit_now
     _log_to_stderr()
     # uvicorn sends the signal again when it has finished, which would end the process at once.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -87,32 +94,51 @@ def run(
     )
     host, port = bound.getsockname()[:2]
     logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
-    server = _DrainingServer(config, service)
+    server = Server(config, service)
 
     def end_server() -> None:
         server.should_exit = True
 
-    with bound, Watchdog(service, end_server, exit_now, _ENDING_SECONDS):
+    with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
         server.run(sockets=[bound])
     if service.failure is not None:
-        exit_now()
+        exit_process()
 
 
-class _DrainingServer(uvicorn.Server):
-    """A server that ends open requests itself, in OpenAI's shape, before uvicorn would."""
+class Server(uvicorn.Server):
+    """A server that closes connections whose clients do not read. At its end it ends open requests
+    itself, in OpenAI's shape, before uvicorn would."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self._service = service
 
+    async def main_loop(self) -> None:
+        async with _meanwhile(self._unread_answers.run()):
+            await super().main_loop()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(self._service.drain())
-        try:
+        async with _meanwhile(self._unread_answers.run()), _meanwhile(self._service.drain()):
             await super().shutdown(sockets)
-        finally:
-            draining.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await draining
+
+    @functools.cached_property
+    def _unread_answers(self) -> UnreadAnswers:
+        return UnreadAnswers(
+            lambda: [each.transport for each in list(self.server_state.connections)],
+            self._service.settings.unread_seconds,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs a coroutine during the body, at whose end it is cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def exit_now() -> None:

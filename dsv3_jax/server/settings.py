@@ -27,11 +27,15 @@ class ServerSettings:
     """Longest time in which a body must have arrived."""
     request_seconds: float | None = None
     """Longest time of a completion, from its arrival to its end. None for no limit."""
+    unread_seconds: float = 600.0
+    """Longest time in which a client takes nothing of what is sent to it. After it the connection
+    is closed, and its requests are cancelled."""
     drain_seconds: float = 30.0
     """Longest time that open requests get to finish when the server ends."""
     stuck_seconds: float = 300.0
-    """Longest time of an engine's step. After it the device counts as stuck, and the server ends.
-    From half of it on, /health returns status 503."""
+    """Longest time of an engine's step, and of the silence of an engine in another process. After
+    it the device counts as stuck, or the process as frozen, and the server ends. From half of it
+    on, /health returns status 503."""
     api_keys: ApiKeys | None = None
     """Keys that clients must have; None for no keys."""
     program_store: Path | None = None

@@ -27,7 +27,6 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
 _TOKEN_WIDTHS = (8, 16, 32, 64)
 _MAX_TOKENS_IN_ORDER = 32  # per tile; wider ones use wgmma
-_INT4_GROUPS_IN_ORDER = 32  # measured: slower with 8 groups and fewer, faster with 32 and 256
 
 
 def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Config:
@@ -59,10 +58,8 @@ def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Confi
         weight_row_bytes=weights.K * weights.bits // 8,
         token_bytes=2 * weights.K,
     )
-    # With int4 it takes a quarter more instructions, and was slower with few groups. Not yet timed
-    # on a GPU with float8 matrices.
-    gains = weights.format == "int8" or (weights.format == "int4" and G >= _INT4_GROUPS_IN_ORDER)
-    in_order = gains and token_widths[-1] <= _MAX_TOKENS_IN_ORDER
+    # Not yet timed on a GPU with float8 matrices.
+    in_order = weights.format == "int8" and token_widths[-1] <= _MAX_TOKENS_IN_ORDER
     return Config(
         warpgroups[features],
         token_widths,

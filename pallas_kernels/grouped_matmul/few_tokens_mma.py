@@ -7,7 +7,6 @@ what its own eight int4 weights, or twice four others, are multiplied with.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -57,8 +56,7 @@ def multiply(
     def product(packed, x):
         f32 = ir.F32Type.get()
         address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x))
-        find = functools.partial(_addresses_in_order, format) if in_order else _matrix_addresses
-        addresses = find(address)
+        addresses = _addresses_in_order(address) if in_order else _matrix_addresses(address)
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         sums: list[list[Any]] = [[zero] * 4 for _ in range(tokens // 8)]
         operands = [
@@ -70,16 +68,9 @@ def multiply(
         four_words = llvm.StructType.get_literal([i32()] * 4)
         four_sums = llvm.StructType.get_literal([f32] * 4)
         for s in range(0, len(operands), 2):  # 32 columns
-            if in_order and format == "int4":  # four threads' words: all 128 columns of a block
-                block, which = divmod((first + s) // 2, 4)
-                x_block = 2 * block
-            else:
-                x_block, which = divmod((first + s) // 2, 2)
+            x_block, which = divmod((first + s) // 2, 2)
             for n in range(tokens // 8):
                 source = arith.addi(addresses[which], const((x_block * tokens + 8 * n) * 128))
-                if in_order and format == "int4":
-                    # Half of the threads read the second block of 64 columns.
-                    source = arith.addi(source, arith.muli(_upper_half(), const(tokens * 128)))
                 text = _LOAD if in_order else _LDMATRIX
                 loaded = asm(text, "=r,=r,=r,=r,r", source, result=four_words, effects=True)
                 b = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
@@ -113,26 +104,15 @@ def _matrix_addresses(x: Any) -> list[Any]:
     return [arith.addi(x, chunk), arith.addi(x, arith.xori(chunk, const(64)))]
 
 
-def _addresses_in_order(format: str, x: Any) -> list[Any]:
+def _addresses_in_order(x: Any) -> list[Any]:
     """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands.
 
-    Lane l has the weights of a quarter l % 4 of a column block: 32 columns of int4, whose quarters
-    2 and 3 are in a second block of 64 columns of the tokens; 16 columns otherwise. Rows of 128
-    bytes are swizzled by the low three bits of their index.
+    Lane l has the weights of a quarter l % 4 of a column block: 16 columns. Rows of 128 bytes are
+    swizzled by the low three bits of their index.
     """
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     token, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-    if format == "int4":
-        first = arith.muli(arith.andi(quarter, const(1)), const(4))
-        swap = arith.muli(_upper_half(), const(2))
-        chunks = [arith.addi(first, arith.xori(swap, const(word))) for word in range(4)]
-    else:
-        first = arith.muli(quarter, const(2))
-        chunks = [arith.addi(first, const(half)) for half in range(2)]
+    first = arith.muli(quarter, const(2))
+    chunks = [arith.addi(first, const(half)) for half in range(2)]
     x = arith.addi(x, arith.muli(token, const(128)))
     return [arith.addi(x, arith.muli(arith.xori(chunk, token), const(16))) for chunk in chunks]
-
-
-def _upper_half() -> Any:
-    """Returns 1 for lanes in the quarters 2 and 3 of a column block, otherwise 0."""
-    return arith.andi(arith.shrui(mgpu.utils.thread_idx(), const(1)), const(1))

@@ -41,7 +41,8 @@ class Config:
 
     tokens_in_order: bool = False
     """Whether the kernel reads the tokens as they are. Otherwise XLA first permutes their columns,
-    in a kernel of its own unless it is part of what computes the tokens."""
+    in a kernel of its own unless it is part of what computes the tokens. With int4 matrices they
+    are always permuted: pairs of neighbouring int4 take a quarter more instructions."""
 
     keep_operands: bool = True
     """Whether to keep the unpacked weights in their registers until wgmma is complete. ptxas before
@@ -175,6 +176,8 @@ class Plan:
             raise NotImplementedError(
                 f"takes N of at least {self.config.features}, got {self.weights.N}"
             )
+        if self.config.tokens_in_order and self.weights.format == "int4":
+            raise NotImplementedError("takes tokens in order for int8 and float8, got int4")
 
     @property
     def stages(self) -> int:

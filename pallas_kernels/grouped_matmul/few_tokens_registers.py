@@ -109,23 +109,14 @@ def _unpack_float8(word: Any) -> list:
 _UNPACK = {"int8": _unpack_int8, "int4": _unpack_int4, "float8": _unpack_float8}
 
 
-# Words with neighbouring columns in two halves, for the first pair of _UNPACK, and of int4 also for
-# the third one: int4's half bytes 0 to 3 and 1 to 4, then 4 to 7 and 5 to 7; bytes 0 and 1, then 2
+# Words with neighbouring bytes in two halves, for the first pair of _UNPACK: bytes 0 and 1, then 2
 # and 3.
-_IN_ORDER_INT4 = (
-    "{ .reg .b32 t; shl.b32 t, $1, 12; prmt.b32 $0, $1, t, 0x7610; }",
-    "{ .reg .b32 t; shr.u32 t, $1, 20; prmt.b32 $0, $1, t, 0x5432; }",
-)
-_IN_ORDER_BYTES = ("prmt.b32 $0, $1, 0, 0x4140;", "prmt.b32 $0, $1, 0, 0x4342;")
+_IN_ORDER = ("prmt.b32 $0, $1, 0, 0x4140;", "prmt.b32 $0, $1, 0, 0x4342;")
 
 
 def _unpack_in_order(word: Any, format: str) -> list:
-    """Returns a word's numbers as the pairs (0, 1), (2, 3) and so on."""
-    pairs = []
-    for text in _IN_ORDER_INT4 if format == "int4" else _IN_ORDER_BYTES:
-        unpacked = _UNPACK[format](asm(text, "=r,r", word, result=i32()))
-        pairs += unpacked[0:3:2] if format == "int4" else unpacked[:1]
-    return pairs
+    """Returns a word's bytes as the pairs (0, 1) and (2, 3)."""
+    return [_UNPACK[format](asm(text, "=r,r", word, result=i32()))[0] for text in _IN_ORDER]
 
 
 def load_operands(
@@ -134,9 +125,8 @@ def load_operands(
     """Loads and unpacks a thread's weights of one column block of its two rows.
 
     Args:
-      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted. With
-        int4, half of the threads return their words in the order 2, 3, 0, 1. They read the tokens
-        in that order, so that a quarter of a warp reads from different banks.
+      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted. Int4
+        has no such form, see :class:`few_tokens_plan.Config`.
 
     Returns:
       For each 16 columns, the four registers of the operand: upper row, lower row, and both again 8
@@ -154,9 +144,6 @@ def load_operands(
         pointer = _offset(base, arith.addi(offset, const(half * 8 * 64 * column_blocks)), 1)
         loaded = llvm.load(four, pointer, alignment=16)
         words = [llvm.extractelement(loaded, const(i)) for i in range(4)]
-        if in_order and format == "int4":
-            swaps = arith.cmpi(arith.CmpIPredicate.uge, quarter, const(2))
-            words = [arith.select(swaps, words[i ^ 2], words[i]) for i in range(4)]
         pairs = [_unpack_in_order(w, format) if in_order else _UNPACK[format](w) for w in words]
         rows.append([pair for word in pairs for pair in word])
     upper, lower = rows
@@ -311,5 +298,4 @@ def unpack_in_interpreter(packed: jax.Array, format: str, *, in_order: bool) -> 
     integers = packed.astype(jnp.int32)
     nibbles = jnp.stack([integers & 15, integers >> 4], axis=-1)
     values = ((nibbles ^ 8) - 8).astype(jnp.float32).reshape(64, 4, 2, 2, 2, 2, 2)
-    axes = (0, 1, 2, 3, 4, 5, 6) if in_order else (0, 2, 3, 5, 6, 1, 4)
-    return values.transpose(axes).reshape(64, 2, 64)
+    return values.transpose(0, 2, 3, 5, 6, 1, 4).reshape(64, 2, 64)

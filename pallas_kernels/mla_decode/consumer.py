@@ -30,7 +30,7 @@ class ConsumerSignals:
     """Waits and signals of a consumer. ``n`` is the use of the barrier."""
 
     wait_full: Callable[[int, Any], None]
-    """Waits until half ``half`` of the own slot is filled: (half, n)."""
+    """Waits until the half of the own slot that is scored first (0) or second (1) is filled."""
 
     max_ready: Callable[[], None]
     """Signals the maximum of the own block."""
@@ -67,12 +67,19 @@ class Consumer:
     hides_rope: bool = True
     """Whether ``zero`` also applies to the rope queries."""
 
+    first_half: Any = 0
+    """The half of the latents that is scored first: 0, or a scalar."""
+
     def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
-        """Starts adding the scores of its block n over ``halves`` of the latents to ``acc``."""
+        """Starts adding the scores of its block n to ``acc``, over the latents' ``halves`` that are
+        scored first (0) and second (1)."""
         memory, zero = self.memory, self.zero(n)
         slot = self.own + zero
-        for half in halves:
-            self.signals.wait_full(half, n)
+        for step in halves:
+            half = step
+            if not isinstance(self.first_half, int):
+                half = (step ^ self.first_half) + zero
+            self.signals.wait_full(step, n)
             keys = memory.values.at[slot, half].transpose((1, 0))
             plgpu.wgmma(acc, memory.q_latent.at[half + zero], keys)
         if 1 in halves:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.branch import cond, when
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import first_warp, publish, warp_is
+from pallas_kernels.mla_decode.block_walk import NONE, Block, BlockWalk
 from pallas_kernels.mla_decode.few_queries_ring import Rings, Stages
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, ROPE_AT, dequantize_latent
 from pallas_kernels.mla_decode.float8_registers import (
@@ -32,11 +33,6 @@ from pallas_kernels.mla_decode.schedule import BLOCK
 from pallas_kernels.mla_decode.work import Work
 
 _HALF_SLICES = 4  # of 64 columns
-_NONE = -1  # sequence of a block that the partition does not have
-_Position = tuple[Any, Any, Any]
-"""(sequence, block of the sequence, end of the sequence's blocks in the partition)."""
-_Block = tuple[Any, Any, Any]
-"""(sequence or _NONE, page, number of valid tokens from the page's first slot on)."""
 
 
 def unpack_blocks(
@@ -55,35 +51,16 @@ def unpack_blocks(
     """
     i32, gpu = jnp.int32, interpret is None
     halves = range(unpacker, 2, rings.plan.producers)
-    first_sequence, last_sequence, first_block, end_block = work.range()
-    sequence_count = last_sequence - first_sequence + 1
-
-    def end_of(b):
-        return jnp.where(b == last_sequence, end_block, work.blocks(b))
-
-    def after(position: _Position) -> _Position:
-        """Returns the next position in the partition."""
-        b, index, end = position
-        return cond(
-            (index + 1 >= end) & (b < last_sequence),
-            lambda: (b + 1, i32(0), end_of(b + 1)),
-            lambda: (b, index + 1, end),
-        )
-
-    def block_at(position: _Position, other_page: Any) -> _Block:
-        """Returns the block there. If there is none, its page is ``other_page``."""
-        b, index, end = position
-        exists = index < end
-        page = jnp.where(exists, work.page(b, index), other_page)
-        return jnp.where(exists, b, _NONE), page, work.length(b) - index * BLOCK
+    walk = BlockWalk.of(work)
+    first_sequence, sequence_count = walk.first_sequence, walk.sequence_count
 
     def fetch(page: Any) -> tuple[Any, ...]:
         return tuple(fetch_half(pages.at[page], half) for half in halves) if gpu else ()
 
-    def prefetch(block: _Block) -> None:
+    def prefetch(block: Block) -> None:
         if gpu and unpacker == 0:
 
-            @when(block[0] != _NONE)
+            @when(block[0] != NONE)
             def _():
                 prefetch_page(pages.at[block[1]])
 
@@ -100,7 +77,7 @@ def unpack_blocks(
         def _():
             rings.barriers.arrive(full)
 
-    def fill(n: Any, registers: tuple[Any, ...], block: _Block, next_page: Any) -> tuple[Any, ...]:
+    def fill(n: Any, registers: tuple[Any, ...], block: Block, next_page: Any) -> tuple[Any, ...]:
         """Stores block n of the partition from registers, and loads the next page into them."""
         w, (_, page, tokens) = rings.owner(n), block
         rope, *latents = stages = rings.stages_of(rings.index(n))
@@ -132,8 +109,8 @@ def unpack_blocks(
 
     def fill_next(carry):
         n, fetched, position, (now, following, later), registers = carry
-        position = after(position)
-        last = block_at(position, later[1])
+        position = walk.after(position)
+        last = walk.block_at(position, later[1])
         prefetch(later)
         registers = fill(n, registers, now, following[1])
         fetched = fetch_queries(fetched, now[0] - first_sequence + 1)
@@ -142,14 +119,10 @@ def unpack_blocks(
     @when(sequence_count > 0)
     def _():
         fetched = fetch_queries(i32(0), i32(1))
-        position = first_sequence, first_block, end_of(first_sequence)
-        blocks = [block_at(position, 0)]
-        while len(blocks) < 3:
-            position = after(position)
-            blocks.append(block_at(position, blocks[-1][1]))
+        position, blocks = walk.first_blocks(3)
         prefetch(blocks[1])
         carry = i32(0), fetched, position, tuple(blocks), fetch(blocks[0][1])
-        n = lax.while_loop(lambda carry: carry[3][0][0] != _NONE, fill_next, carry)[0]
+        n = lax.while_loop(lambda carry: carry[3][0][0] != NONE, fill_next, carry)[0]
         W = rings.plan.warpgroups
         for w in range(W):
             rings.wait_for_arrivals(w, rings.index(n + (W - 1 - w)))

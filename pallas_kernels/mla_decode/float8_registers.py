@@ -50,6 +50,7 @@ _TOKENS = BLOCK // 4  # per warp
 _PAIRS = _TOKENS // 2
 _TILE_COLUMNS = 64  # of a swizzled tile
 _TOGETHER = 4  # loads that are unpacked before any is stored
+_SCALE_BYTES = 4 * (HALF // GROUP)  # of half of a token
 _ROPE_COPIES = _TOKENS // 4  # per thread: 8 threads copy a token's 128 bytes
 # Layouts of a thread's data as arrays of a warpgroup: four words per load, and a scale word.
 _WORDS = WGMMA
@@ -60,13 +61,22 @@ def _words(loads: int) -> Any:
     return plgpu.ShapeDtypeStruct((64, 8 * loads), jnp.int32, layout=_WORDS)
 
 
-def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
-    """Loads half of the latents (256 columns) of a page [64, 656], and their scales."""
+def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Loads half of the latents (256 columns) of a page [64, 656], and their scales.
+
+    Args:
+      half: 0 or 1, or a scalar.
+    """
 
     scale_words = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_SCALE_WORD)
+    constant, scalars = (half, ()) if isinstance(half, int) else (0, (half,))
 
-    @inline(REF, returns=(_words(_PAIRS), scale_words))
-    def fetch(page: Any):
+    def times_half(address: Any, bytes_: int, half: tuple[Any, ...]) -> Any:
+        """Adds ``half * bytes_`` to an address. A constant half is added in the instructions."""
+        return _offset_pointer(address, arith.muli(word(*half), const(bytes_))) if half else address
+
+    @inline(REF, *[SCALAR for _ in scalars], returns=(_words(_PAIRS), scale_words))
+    def fetch(page: Any, *half: Any):
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
         warp, lane = warp_and_lane()
         first = arith.muli(warp, const(_TOKENS))
@@ -76,20 +86,22 @@ def fetch_half(page: Any, half: int) -> tuple[jax.Array, jax.Array]:
             arith.shli(_low(lane, 2), const(4)),
         )
         address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), column))
+        address = times_half(address, HALF, half)
         words = [
-            w for i in range(_PAIRS) for w in _load(address, half * HALF + i * 2 * TOKEN_BYTES)
+            w for i in range(_PAIRS) for w in _load(address, constant * HALF + i * 2 * TOKEN_BYTES)
         ]
         # One of the 32 scales (16 tokens, 2 groups) per thread.
         token = arith.addi(first, _low(lane, 4))
         group = arith.shli(arith.shrui(lane, const(4)), const(2))
         address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), group))
-        offset = SCALES_AT + half * 4 * (HALF // GROUP)
+        address = times_half(address, _SCALE_BYTES, half)
+        offset = SCALES_AT + constant * _SCALE_BYTES
         text = f"ld.global.L1::no_allocate.b32 $0, [$1 + {offset}];"
         scale = asm(text, "=r,l", address, result=i32(), effects=True)
         scale_register = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
         return pack_words(words), array([scale_register], (128,), _SCALE_WORD, is_signed=True)
 
-    return fetch(page)
+    return fetch(page, *scalars)
 
 
 def prefetch_rope(page: Any) -> None:

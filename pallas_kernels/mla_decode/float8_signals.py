@@ -8,6 +8,7 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.warpgroup import meet
+from pallas_kernels.mla_decode.consumer import ConsumerSignals
 from pallas_kernels.mla_decode.kernel_parts import SLOTS
 
 
@@ -62,6 +63,58 @@ class Signals:
     @property
     def sum_free(self) -> Any:
         return self.sequences.at[2]
+
+    # What a consumer does with its barriers. They count their uses themselves, so that waits need
+    # not know the block or the sequence.
+
+    def of_consumer(self, own: int) -> ConsumerSignals:
+        """Returns the barriers of the consumer that scores the blocks in slot ``own``."""
+        other = 1 - own
+        return ConsumerSignals(
+            wait_full=lambda half, n: plgpu.barrier_wait(self.kv_full(own, half)),
+            max_ready=lambda: plgpu.barrier_arrive(self.max_ready.at[own]),
+            p_ready=lambda: self.arrive_once(self.p_ready(own)),
+            wait_other_max=lambda n: self.wait_max(other, n),
+            wait_other_p=lambda n: self.wait_p(other, n),
+            release=lambda slot: self.release(slot, own),
+        )
+
+    def use_of(self, block: Any, k: Any) -> Any:
+        """Returns a number for the waits for a block. It is the ``k``-th of the consumer."""
+        del block
+        return k
+
+    def wait_max(self, slot: Any, block: Any) -> None:
+        del block
+        plgpu.barrier_wait(self.max_ready.at[slot])
+
+    def wait_p(self, slot: Any, block: Any) -> None:
+        del block
+        plgpu.barrier_wait(self.p_ready(slot))
+
+    def release(self, slot: Any, half: int) -> None:
+        self.arrive_once(self.kv_free(slot, half))
+
+    def wait_queries(self, i: Any) -> None:
+        del i
+        plgpu.barrier_wait(self.q_full)
+
+    def queries_read(self) -> None:
+        plgpu.barrier_arrive(self.q_free)
+
+    def sums_written(self) -> None:
+        plgpu.barrier_arrive(self.sum_ready)
+
+    def wait_sums(self, i: Any) -> None:
+        del i
+        plgpu.barrier_wait(self.sum_ready)
+
+    def sums_read(self) -> None:
+        plgpu.barrier_arrive(self.sum_free)
+
+    def wait_sums_read(self, i: Any) -> None:
+        del i
+        plgpu.barrier_wait(self.sum_free)
 
     def arrive_once(self, barrier: Any) -> None:
         """Arrives once for the warpgroup, after all its threads have come here."""

@@ -1,9 +1,11 @@
 """mla_decode on Hopper GPUs: bfloat16 queries, pages of 64 tokens, latent width 512, rope width 64.
 
-There are three kernels. One takes up to 32 query rows (T * H) and reads a bfloat16 cache or the
-float8 cache of :mod:`float8_cache`. Two take more query rows, one for each cache format. A fourth
-one, :mod:`scored_kernel`, is used only where ``config`` is a ScoredQueries: it reads the float8
-cache with any number of query rows.
+There are five kernels. Two take few query rows (T * H): :mod:`few_queries_kernel` up to 32, over a
+bfloat16 cache or the float8 cache of :mod:`float8_cache`, and :mod:`scored_kernel` over the latter.
+With more query rows, in tiles of 64, :mod:`kernel` reads a bfloat16 cache. A float8 cache is read
+by :mod:`float8_pairs_kernel` if the number of tiles is even, as with 128 heads, and otherwise by
+:mod:`float8_kernel`. ``config`` may select :mod:`scored_kernel` or :mod:`float8_pairs_kernel` for
+any number of query rows.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.mla_decode import few_queries_kernel, float8_kernel, scored_kernel
+from pallas_kernels.mla_decode import (
+    few_queries_kernel,
+    float8_kernel,
+    float8_pairs_kernel,
+    scored_kernel,
+)
 from pallas_kernels.mla_decode.few_queries_plan import MAX_QUERY_ROWS, FewQueries
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
+from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.kernel import attend
 from pallas_kernels.mla_decode.kernel_parts import TILE
 from pallas_kernels.mla_decode.merge_kernel import merge_partials
@@ -36,7 +44,7 @@ def mla_decode(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | FewQueries | ScoredQueries | None = None,
+    config: Config | FewQueries | ScoredQueries | Float8Pairs | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """Implements :func:`pallas_kernels.mla_decode`.
@@ -68,7 +76,7 @@ def mla_decode_parts(
     *,
     scale: float,
     schedule: Schedule | None = None,
-    config: Config | FewQueries | ScoredQueries | None = None,
+    config: Config | FewQueries | ScoredQueries | Float8Pairs | None = None,
     interpret: Any = None,
 ) -> tuple[Parts, Float32[Array, "B rows"]]:
     """Implements :func:`pallas_kernels.mla_decode_parts`. See :func:`mla_decode`."""
@@ -86,15 +94,18 @@ def mla_decode_parts(
     width, unit = (TOKEN_BYTES, "bytes") if float8 else (LATENT + ROPE, "columns")
     if pages.shape[2] != width:
         raise NotImplementedError(f"takes tokens of {width} {unit}, got {pages.shape[2]}")
-    if not float8 and isinstance(config, ScoredQueries):
+    if not float8 and isinstance(config, ScoredQueries | Float8Pairs):
         raise NotImplementedError(f"takes a float8 cache with {config}, got a bfloat16 one")
     if float8 and isinstance(config, Config):
         raise NotImplementedError(f"the kernel of float8 caches has no config, got {config}")
     M = T * H
-    if M % 8 and (M < TILE or isinstance(config, ScoredQueries)):
+    padded = isinstance(config, Float8Pairs)
+    if M % 8 and ((M < TILE and not padded) or isinstance(config, ScoredQueries)):
         raise NotImplementedError(f"takes T * H of {TILE} or more, or a multiple of 8, got {M}")
     if config is None and M <= MAX_QUERY_ROWS:
         config = ScoredQueries() if float8 and M <= MAX_ROWS else FewQueries()
+    if config is None and float8 and -(-M // TILE) % 2 == 0:
+        config = Float8Pairs()
     if isinstance(config, FewQueries) and M > MAX_QUERY_ROWS:
         raise NotImplementedError(
             f"FewQueries takes {MAX_QUERY_ROWS} query rows (T * H) at most, got {M}"
@@ -104,12 +115,16 @@ def mla_decode_parts(
     if schedule is None:
         schedule = make_schedule(lengths, queries=T, heads=H, max_pages=block_tables.shape[1])
     # Pad to whole tiles of query rows, unless there is only one tile.
-    whole_tiles = M > TILE and not isinstance(config, ScoredQueries)
-    padding = ((0, 0), (0, -M % TILE if whole_tiles else 0), (0, 0))
+    whole_tiles = TILE if M > TILE and not isinstance(config, ScoredQueries) else 1
+    if isinstance(config, Float8Pairs):
+        whole_tiles = 2 * TILE
+    padding = ((0, 0), (0, -M % whole_tiles), (0, 0))
     if isinstance(config, FewQueries):
         kernel = functools.partial(few_queries_kernel.attend, config=config)
     elif isinstance(config, ScoredQueries):
         kernel = functools.partial(scored_kernel.attend, config=config)
+    elif isinstance(config, Float8Pairs):
+        kernel = functools.partial(float8_pairs_kernel.attend, config=config)
     elif float8:
         kernel = float8_kernel.attend
     else:

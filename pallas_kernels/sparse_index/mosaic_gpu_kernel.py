@@ -112,8 +112,8 @@ def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
     if groups == 1:
         pages = min(range(min(_MOST_PAGES, max_pages), 0, -1), key=cost)
     stages = min(room, _MOST_STAGES[groups]) // 2 * 2
-    many = groups > 1  # shared memory is busy with the operands of the matmuls
-    return Config(queries, pages, groups, stages, unroll=1 if many else 2, keep_weights=many)
+    unroll = 1 if groups > 1 else 2
+    return Config(queries, pages, groups, stages, unroll, keep_weights=itemsize == 1)
 
 
 @lowered_once("queries", "config", "interpret")

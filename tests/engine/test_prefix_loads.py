@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import pytest
@@ -147,6 +148,46 @@ def test_another_model_uses_no_page_of_the_one_before():
     simulation.run()
     assert later.cached_tokens == 20, "the new model's pages were saved under its own identity"
     assert {identity for identity, _ in simulation.store.pages} == {0, 1}
+
+
+@pytest.mark.parametrize("method", ["addresses", "lookup", "load"])
+def test_a_store_that_raises_adds_nothing(method, monkeypatch):
+    """It refuses all of the requests that are added together, and leaves nothing of any."""
+    simulation = make()
+    scheduler, store = simulation.scheduler, simulation.store
+    waiting = request([1, *PROMPT], 6, arrival=simulation.now)
+    scheduler.add(waiting)
+    used = [shard.pages.used for shard in scheduler.shards]
+    works = getattr(store, method)
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError("no route to host")
+        return works(*arguments)
+
+    monkeypatch.setattr(store, method, fail)
+    deadline = simulation.now + 3
+    # The second one's pages are others than the first one's, so that it has a load of its own.
+    both = [request(PROMPT[:n], 6, arrival=simulation.now, deadline=deadline) for n in (20, 12)]
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(OSError, match="no route"):
+            scheduler.add(*both)
+        assert scheduler.waiting == [waiting]
+        assert all(load.is_closed for load in store.loads), "a load is lost"
+        assert not scheduler.loading(simulation.now)
+        assert [shard.pages.used for shard in scheduler.shards] == used
+        assert scheduler._next_deadline == math.inf
+        scheduler.check_integrity()
+    monkeypatch.undo()
+    for each in both:
+        each.deadline = math.inf
+    scheduler.add(*both)
+    simulation.run()
+    check(waiting, *both)
+    scheduler.check_idle()
 
 
 def test_integrity_notices_an_evicted_page_and_a_lost_load():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from multiprocessing import AuthenticationError
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
+from dsv3_jax.engine import processes
 from dsv3_jax.engine.processes import Follower, Leader, ProcessLostError, check_settings
 from dsv3_jax.engine.step_input import StepShape
 from tests.engine.process_member import make_engine, tokens_of
@@ -98,6 +101,57 @@ def test_a_stranger_is_refused(leader):
     leader.close()
     follower.thread.join(10)
     assert not follower.status
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\0\0\0\3abc"])
+def test_silent_and_other_strangers_do_not_delay_followers(leader, words):
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stranger = stack.enter_context(socket.create_connection(leader.address))
+            stranger.sendall(words)
+        follower = Running(leader)
+        waiting = threading.Thread(target=leader.wait_for_followers, daemon=True)
+        waiting.start()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert len(leader._connections) == 1
+        leader.send(np.zeros(1, np.int32), SHAPE)
+        leader.close()
+        follower.thread.join(10)
+        assert len(follower.steps) == 1
+
+
+def test_a_handshake_has_a_deadline(leader, monkeypatch):
+    monkeypatch.setattr(processes, "_HANDSHAKE_SECONDS", 0.1)
+    waiting = threading.Thread(target=leader.wait_for_followers, daemon=True)
+    waiting.start()
+    with socket.create_connection(leader.address, timeout=10) as stranger:
+        while stranger.recv(1024):  # the challenge, then the end
+            pass
+    assert waiting.is_alive()
+    follower = Running(leader)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    leader.close()
+    follower.thread.join(10)
+    assert not follower.status
+
+
+def test_a_follower_that_is_lost_early_ends_the_wait():
+    leader = Leader("127.0.0.1", 2, b"key")
+    lost: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(ProcessLostError) as caught:
+            leader.wait_for_followers()
+        lost.append(caught.value)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    Client(leader.address, authkey=b"key").close()
+    waiting.join(10)
+    assert "got one that was lost" in str(lost[0])
+    leader.close()
 
 
 def test_what_needs_whole_arrays_is_refused():

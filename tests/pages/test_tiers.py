@@ -255,6 +255,25 @@ class TestTogether:
         late.future.set_exception(OSError("the peer is gone"))
         assert len(future.result(SECONDS)) == 2
 
+    @pytest.mark.parametrize("method", ["lookup", "fetch"])
+    def test_a_source_that_raises_is_a_miss(self, method, monkeypatch, caplog):
+        pages, broken, late = prefix(PROMPT), Late([]), Late([])
+
+        def fail(addresses):
+            raise OSError("no route to host")
+
+        monkeypatch.setattr(broken, method, fail)
+        tiers = PageTiers(CacheTiers(host_bytes=100 * PAGE, sources=(broken, late)))
+        tiers.store(pages[:2])
+        addresses = [page.address for page in pages]
+        assert tiers.lookup(addresses) == len(pages)
+        future = tiers.fetch(addresses)
+        late.future.set_result(pages[2:])
+        # What a source has promised is missing. If it promises nothing, the next one is asked.
+        expected = len(pages) if method == "lookup" else 2
+        assert len(future.result(SECONDS)) == expected
+        assert f"cache tiers: late: {method} failed: OSError('no route to host')" in caplog.text
+
     @pytest.mark.parametrize(
         ("settings", "message"),
         [

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
+from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.plan import Config
 from pallas_kernels.mla_decode.schedule import schedule, whole_sequences
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
@@ -16,9 +17,11 @@ from tests.pallas_kernels.machine import INTERPRET, ON_GPU
 from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
 from tests.pallas_kernels.numerics import device
 
+_Config = Config | FewQueries | ScoredQueries | Float8Pairs | None
+
 
 @functools.cache
-def kernel(partitions: int, config: Config | FewQueries | ScoredQueries | None = None):
+def kernel(partitions: int, config: _Config = None):
     """The back-end with a schedule of few partitions, which the interpreter runs one by one."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
@@ -53,7 +56,9 @@ def kernel_in_parts(partitions: int, config: Config | FewQueries | None = None):
 
 
 @functools.cache
-def kernel_of_whole_sequences(config: Config | FewQueries | ScoredQueries | None = None):
+def kernel_of_whole_sequences(
+    config: _Config = None,
+):
     """The back-end with a partition for each sequence."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
@@ -83,7 +88,7 @@ def segments_of_sequences(x, partitions):
 
 
 class HopperCases(MlaDecodeCases):
-    config: Config | FewQueries | ScoredQueries | None = None
+    config: _Config = None
     implementation = staticmethod(kernel(132 if ON_GPU else 3))
     dtype = "bfloat16"
     widths = (512, 64)

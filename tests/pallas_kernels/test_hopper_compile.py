@@ -45,11 +45,11 @@ from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
+from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
-from pallas_kernels.sparse_index.mosaic_gpu_kernel import Config as IndexConfig
 from pallas_kernels.whole_layer.attention import Sizes
 from pallas_kernels.whole_layer.plan import Config as WholeLayer
 from pallas_kernels.whole_layer.reference import Cached, LayerWeights
@@ -290,8 +290,13 @@ def kernels() -> dict[str, Kernel]:
     }
     table |= {
         f"mla_decode_float8 h{heads} sq{queries}": decode(queries, heads, float8=True)
-        for heads, queries in [(128, 1), (128, 2), (64, 1), (64, 3), (40, 1), (16, 5)]
+        for heads, queries in [(64, 1), (64, 3), (40, 1)]
     }
+    table |= {
+        f"mla_decode_float8_pairs h{heads} sq{queries}": decode(queries, heads, float8=True)
+        for heads, queries in [(128, 1), (128, 2), (128, 4), (16, 5)]
+    }
+    table["mla_decode_float8_pairs h64 sq3"] = decode(3, 64, float8=True, config=Float8Pairs())
     table |= {
         f"mla_decode_few_float8 h{heads} sq{queries}": decode(
             queries, heads, float8=True, config=FewQueries()
@@ -329,8 +334,7 @@ def kernels() -> dict[str, Kernel]:
         for queries, rows, pages in [(1, 64, 512), (2, 64, 512), (5, 64, 64), (4096, 1, 512)]:
             shape = f"sparse_index {name} {rows}x{queries} of {pages} pages"
             table[shape] = index(queries, rows, pages, dtype)
-    small_units = IndexConfig(1, 12, 1, 12, 2)
-    table["sparse_index fp8 64x1, units of 12 pages"] = index(1, 64, 512, FP8, config=small_units)
+    table["sparse_index fp8 64x4 of 512 pages"] = index(4, 64, 512, FP8)
     table["sparse_mla_prefill h128 4096"] = sparse_prefill(4096, 128, 32768)
     table |= {
         "top_k 64 rows of 32768": selection(64, 32768),
@@ -514,7 +518,7 @@ def kernels() -> dict[str, Kernel]:
 
 # Settings that are not the default: name, format of the matrices, and rows per group.
 FEW_TOKENS = (
-    ("in order", "int4", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
+    ("in order", "int8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
     ("permuted", "int8", 1, FewTokens(4, (8,), 4)),
     ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
     ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),

@@ -14,7 +14,7 @@ from tests.pallas_kernels.test_hopper_compile import KERNELS
 KERNELS_OF = {
     "mla_decode h128 sq1": 2,
     "mla_decode_few h16 sq1": 2,
-    "mla_decode_float8 h128 sq1": 2,
+    "mla_decode_float8_pairs h128 sq1": 2,
     "mla_prefill 8192": 1,
     "grouped_matmul bf16 gate_up 16 rows": 1,
     "grouped_matmul fp8 by bf16 gate_up 4 rows": 1,

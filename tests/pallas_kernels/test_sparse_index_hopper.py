@@ -157,7 +157,9 @@ def test_shares_balance_queries_that_see_different_numbers_of_pages():
 
 def test_plan_fills_the_device():
     """Groups of at most 256 rows, and as many units as keep all multiprocessors busy."""
-    assert plan(64, 1, 64, 512, 1) == Config(1, pages=32, groups=1, stages=12, unroll=2)
+    assert plan(64, 1, 64, 512, 1) == Config(
+        1, pages=32, groups=1, stages=12, unroll=2, keep_weights=True
+    )
     assert plan(64, 5, 64, 512, 1).queries == 3
     many = Config(4, pages=None, groups=2, stages=8, unroll=1, keep_weights=True)
     assert plan(1, 4096, 64, 512, 1) == many

@@ -23,7 +23,7 @@ from dsv3_jax.engine import Engine
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.app import create_app
-from dsv3_jax.server.run import bind
+from dsv3_jax.server.run import Server, bind
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -140,7 +140,8 @@ def running(
     all_settings = ServerSettings("demo", **{**defaults, **settings})
     app = create_app(engine, tokenizer, all_settings, sender=sender, remote=remote)
     bound = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    config = uvicorn.Config(app, log_config=None, access_log=False)
+    server = Server(config, app.state.service)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=[server.serve([bound])])
     with bound, contextlib.closing(loop):

@@ -179,6 +179,7 @@ class IdleEngine:
     def __init__(self):
         self.vocab_size, self.end_tokens = 300, (0,)
         self.failure: EngineError | None = None
+        self.step_seconds = 0.0
         self.handles: list[EngineRequest] = []
 
     def submit_all(self, prompts: list[str], *, n: int, grammars: list[Any]) -> list[EngineRequest]:

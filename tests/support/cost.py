@@ -4,18 +4,23 @@ F gets one line of JSON per test, fixtures included: CPU seconds of this process
 processes that it has waited for, wall-clock seconds, seconds in XLA's compiler and the number of
 compiled programs. ``python -m tests.support.cost F`` sums them by file. An existing file is
 extended, so that the workers of pytest-xdist can share it.
+
+``python -m tests.support.cost F --record`` also writes the sums to ``costs.json``, by which
+``shares.py`` divides the files. F must be of all tests that CI runs of its files with that Python.
 """
 
+import argparse
 import collections
 import json
 import os
 import resource
-import sys
 import time
 from pathlib import Path
 
 import jax
 import pytest
+
+from tests.support.cost_record import record
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compilations: list[float] = []
@@ -53,10 +58,14 @@ def _cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def main(path: str) -> None:
-    """Prints the costs of each file, the most expensive first."""
+def main() -> None:
+    """Prints the costs of each file, the most expensive first, and may record them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", type=Path, help="file of JSON lines")
+    parser.add_argument("--record", action="store_true", help="write CPU seconds to costs.json")
+    arguments = parser.parse_args()
     files: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for line in Path(path).read_text().splitlines():
+    for line in arguments.path.read_text().splitlines():
         cost = json.loads(line)
         files[cost.pop("test").split("::")[0]].update(cost | {"tests": 1})
     print(f"{'CPU s':>8} {'wall s':>8} {'compiler s':>10} {'programs':>8} {'tests':>6}")
@@ -65,7 +74,9 @@ def main(path: str) -> None:
     for name, c in [*ranked, ("total", total)]:
         numbers = f"{c['cpu']:8.1f} {c['wall']:8.1f} {c['compiler']:10.1f}"
         print(f"{numbers} {c['programs']:8} {c['tests']:6}  {name}")
+    if arguments.record:
+        record({name: round(c["cpu"], 1) for name, c in sorted(files.items())})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -119,6 +119,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest time of a request, waiting included (default: no limit)",
     )
     add(
+        "--unread-seconds",
+        type=float,
+        default=600.0,
+        metavar="X",
+        help="longest time in which a client takes nothing of its answer; after it the request is"
+        " cancelled (default: 600)",
+    )
+    add(
         "--drain-seconds",
         type=float,
         default=30.0,
@@ -130,8 +138,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="X",
-        help="longest time of a step of the engine; after it the device counts as stuck, and the"
-        " server ends with status 1 (default: 300)",
+        help="longest time of a step of the engine, or without a sign of life of its process; after"
+        " it the engine counts as stuck, and the server ends (default: 300)",
     )
     add(
         "--one-process",

@@ -13,6 +13,7 @@ from typing import Any
 
 from dsv3_jax.engine import Engine, EngineRequest, EngineStats
 from dsv3_jax.server.frontend.messages import (
+    Alive,
     Call,
     Failed,
     Gain,
@@ -28,7 +29,7 @@ from dsv3_jax.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _THREADS = 4  # for calls; encoding a long prompt takes a while
-_LOOK_SECONDS = 0.2  # between two looks at the engine's failure
+_LOOK_SECONDS = 0.2  # between two looks at the engine
 
 
 class EngineHost:
@@ -52,7 +53,7 @@ class EngineHost:
         self._send(Hello(self._engine.vocab_size, self._engine.end_tokens))
         threads = [
             threading.Thread(target=work, name=f"dsv3-{name}", daemon=True)
-            for name, work in (("outbox", self._outbox.run), ("failure", self._watch))
+            for name, work in (("outbox", self._outbox.run), ("alive", self._watch))
         ]
         for thread in threads:
             thread.start()
@@ -84,11 +85,13 @@ class EngineHost:
             self._is_closed.set()  # the other process has ended; `serve` notices it too
 
     def _watch(self) -> None:
-        """Reports an error after which the engine serves no more requests."""
+        """Gives signs of life, and reports an error after which the engine serves no more requests.
+        It needs Python's lock, so that a process whose lock is never released gives none."""
         while not self._is_closed.wait(_LOOK_SECONDS):
             if self._engine.failure is not None:
                 self._send(Failed(str(self._engine.failure)))
                 return
+            self._send(Alive(self._engine.step_seconds))
 
     # The methods that can be called. They run in several threads.
 
@@ -116,10 +119,6 @@ class EngineHost:
     def call_stats(self) -> EngineStats:
         """Returns the engine's figures."""
         return self._engine.stats()
-
-    def call_step_seconds(self) -> float:
-        """Returns the seconds since the step under way began."""
-        return self._engine.step_seconds
 
     def call_fail_if_stuck(self, seconds: float) -> None:
         """Gives up a step that lasts too long."""

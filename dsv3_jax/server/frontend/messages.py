@@ -78,6 +78,13 @@ class Gains(NamedTuple):
     gains: list[Gain]
 
 
+class Alive(NamedTuple):
+    """A sign of life of the engine's process, which comes several times a second."""
+
+    step_seconds: float
+    """Seconds since the engine's step under way began; 0 if there is none."""
+
+
 class Failed(NamedTuple):
     """The engine cannot serve any more."""
 

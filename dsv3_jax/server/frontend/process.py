@@ -1,12 +1,15 @@
 """The process that serves HTTP, and how both processes end.
 
 The process of HTTP ends the server, since it receives the requests: on SIGTERM it finishes them,
-asks for the end of the engine, and exits. If either process dies, the other one exits at once.
+asks for the end of the engine, and exits. If either process dies, the other one exits at once. If
+the engine's process is frozen, that of HTTP answers the requests with an error, and kills it.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+import os
 import signal
 import socket
 import sys
@@ -23,6 +26,8 @@ from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.run import exit_now, run
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0005
 """Longest time for which a thread keeps Python's lock while another one waits for it. With the
@@ -112,4 +117,20 @@ def _serve_http(
     # The engine's process owns the devices. This one computes nothing.
     jax.config.update("jax_platforms", "cpu")
     sys.setswitchinterval(_SWITCH_SECONDS)
-    run(RemoteEngine(connection, on_loss=exit_now), tokenizer, settings, bound)
+    engine = RemoteEngine(connection, on_loss=exit_now)
+
+    def exit_process() -> None:
+        if engine.is_given_up:
+            _kill_parent()
+        exit_now()
+
+    run(engine, tokenizer, settings, bound, exit_process=exit_process)
+
+
+def _kill_parent() -> None:
+    """Ends the process that has started this one, which cannot end itself. A supervisor that waits
+    for it starts the server again then."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.is_alive() and parent.pid is not None:
+        logger.error("killing the engine's process %d, which is frozen", parent.pid)
+        os.kill(parent.pid, signal.SIGKILL)

@@ -7,15 +7,18 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import queue
+import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from dsv3_jax.engine import EngineError, EngineRequest, EngineStats
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.frontend.messages import (
+    Alive,
     Call,
     Failed,
     Gain,
@@ -25,16 +28,15 @@ from dsv3_jax.server.frontend.messages import (
     Reply,
     Submission,
 )
+from dsv3_jax.server.frontend.silence import Silence
 from dsv3_jax.server.grammar import GrammarSource
-
-_ANSWER_SECONDS = 2.0
-"""Time in which the engine's process answers a question about itself, however busy it is."""
 
 
 class RemoteEngine:
     """The part of :class:`dsv3_jax.Engine` that a server needs, for an engine in another process.
 
-    All methods can be called from any thread.
+    All methods can be called from any thread. None waits longer for a process that is frozen than
+    until :meth:`fail_if_stuck` gives it up.
 
     Args:
       connection: to an :class:`~dsv3_jax.server.frontend.host.EngineHost`.
@@ -44,17 +46,24 @@ class RemoteEngine:
     def __init__(self, connection: Connection, on_loss: Callable[[], None]):
         self._connection = connection
         self._on_loss = on_loss
-        self._sending = threading.Lock()
+        # A thread sends, because a frozen process takes only what the connection's buffer has room
+        # for. A caller would wait for it otherwise, even the one that gives it up.
+        self._outgoing: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._replies: dict[int, concurrent.futures.Future[Any]] = {}
         self._open: dict[int, EngineRequest] = {}
         self._failure: EngineError | None = None
+        self._step_seconds = 0.0
+        self._is_warming_up = False
         self._is_closed = False
+        self.is_given_up = False
+        """Whether the engine's process gave no sign of life for too long."""
         self._loop: asyncio.AbstractEventLoop | None = None
         hello: Hello = connection.recv()
         self.vocab_size, self.end_tokens = hello
-        self._reader = threading.Thread(target=self._read, name="dsv3-remote-engine", daemon=True)
-        self._reader.start()
+        self._silence = Silence()
+        for work, name in ((self._read, "dsv3-remote-engine"), (self._send, "dsv3-remote-calls")):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def deliver_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes requests gain their tokens in the thread of ``loop``, one call for each message.
@@ -89,7 +98,11 @@ class RemoteEngine:
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> float:
         """Compiles or loads all programs. Returns the seconds that it took."""
-        return self._call("warm_up", directory)
+        self._is_warming_up = True
+        try:
+            return self._call("warm_up", directory)
+        finally:
+            self._is_warming_up = False
 
     def stats(self) -> EngineStats:
         """Returns the engine's figures."""
@@ -102,21 +115,29 @@ class RemoteEngine:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds since the step under way began; 0 if there is none."""
-        if self._failure is not None:
+        """Seconds since the step under way began, at the last sign of life; 0 if there was none."""
+        return self._step_seconds if self._failure is None else 0.0
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the last sign of life of the engine's process; 0 if they are few, and while
+        programs are compiled or loaded, which may keep Python's lock for a while."""
+        if self._failure is not None or self._is_warming_up:
             return 0.0
-        began = time.monotonic()
-        try:
-            return self._call("step_seconds", timeout=_ANSWER_SECONDS)
-        except concurrent.futures.TimeoutError:
-            return time.monotonic() - began
-        except EngineError:  # it has ended meanwhile
-            return 0.0
+        return self._silence.seconds
 
     def fail_if_stuck(self, seconds: float) -> None:
-        """Gives up a step that has lasted longer than ``seconds``."""
-        if self._failure is None:
+        """Gives up a step that has lasted longer than ``seconds``, and a process that has been
+        silent for longer."""
+        if self._failure is not None:
+            return
+        silent_seconds = self.silent_seconds
+        if silent_seconds <= seconds:
             self._start_call("fail_if_stuck", seconds)
+            return
+        self.is_given_up = True
+        self._fail_all(silent(silent_seconds))
+        self._hang_up()
 
     def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Ends the engine, and cancels its requests: the server drains by itself."""
@@ -137,10 +158,10 @@ class RemoteEngine:
         if number in self._open:
             self._start_call("cancel", number)
 
-    def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         number, reply = self._start_call(method, *arguments)
         try:
-            return reply.result(timeout)
+            return reply.result()
         finally:
             self._replies.pop(number, None)
 
@@ -148,32 +169,49 @@ class RemoteEngine:
         self, method: str, *arguments: Any
     ) -> tuple[int, concurrent.futures.Future[Any]]:
         number, reply = next(self._numbers), concurrent.futures.Future[Any]()
+        content = ForkingPickler.dumps(Call(number, method, arguments))  # as Connection.send does
         self._replies[number] = reply
-        try:
-            with self._sending:
-                self._connection.send(Call(number, method, arguments))
-        except OSError:
-            self._replies.pop(number, None)
-            raise EngineError("engine: its process has ended") from None
+        self._outgoing.put(content)
         if self._failure is not None:  # the reader may have ended before
+            self._replies.pop(number, None)
             _fail(reply, EngineError(str(self._failure)))
         return number, reply
+
+    def _send(self) -> None:
+        """The body of the thread that sends calls."""
+        with contextlib.suppress(OSError):  # the process has ended; the reader notices it too
+            while (content := self._outgoing.get()) is not None:
+                self._connection.send_bytes(content)
+
+    def _hang_up(self) -> None:
+        """Ends the connection, also for a thread that is sending. If the engine's process is ever
+        resumed it notices the end, and ends as well."""
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as copy,
+        ):
+            copy.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         """The body of the thread that receives messages."""
         try:
             while True:
                 message = self._connection.recv()
+                self._silence.interrupt()
                 if isinstance(message, Gains):
                     self._in_loop(self._deliver, message)
                 elif isinstance(message, Reply):
                     self._take(message)
+                elif isinstance(message, Alive):
+                    self._step_seconds = message.step_seconds
                 elif isinstance(message, Failed):
                     self._failure = EngineError(message.message)
         except (EOFError, OSError):
             pass
+        self._silence.end()
+        self._outgoing.put(None)
         self._fail_all(EngineError("engine: its process has ended"))
-        if not self._is_closed:
+        if not self._is_closed and not self.is_given_up:
             self._on_loss()
 
     def _take(self, reply: Reply) -> None:
@@ -216,7 +254,7 @@ class RemoteEngine:
             handle.fail(gain.error.exception())
 
     def _fail_all(self, failure: EngineError) -> None:
-        self._failure = self._failure or failure
+        failure = self._failure = self._failure or failure
         for reply in list(self._replies.values()):
             _fail(reply, EngineError(str(failure)))
         self._in_loop(self._fail_open, failure)  # after what they have gained before
@@ -225,6 +263,11 @@ class RemoteEngine:
         for handle in list(self._open.values()):
             handle.fail(EngineError(str(failure)))
         self._open.clear()
+
+
+def silent(seconds: float) -> EngineError:
+    """Returns the error of an engine whose process has been silent for some seconds."""
+    return EngineError(f"engine: its process has given no sign of life for {seconds:.0f} s")
 
 
 def _fail(reply: concurrent.futures.Future[Any], error: Exception) -> None:
