@@ -28,7 +28,7 @@ after the other with the same model.
 
 With ``--feed-forward``, decode steps are measured for each of its values, which are those of
 ``DeepSeekV3.use_feed_forward``: ``mosaic_gpu`` runs everything before attention itself in one
-kernel and everything after it in another.
+kernel and everything after it in another, ``whole_layer`` a whole layer in one.
 
 With ``--acceptances`` the MTP layer drafts, or with ``--drafter ngram`` the text so far, and the
 drafts are accepted at that rate whatever the model computes. A failed measurement records the error

@@ -1,7 +1,7 @@
 """Decoder layers of few tokens in two long-running kernels, one on each side of attention itself.
 
 ``pallas_kernels.attention_inputs`` is everything before it, ``pallas_kernels.feed_forward``
-everything after it.
+everything after it. With one sequence, ``pallas_kernels.whole_layer`` can be all three.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from dsv3_jax.quantization import INT4, INT8, BlockQuantization
 from pallas_kernels import attention_inputs, feed_forward
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.plan import PART_COLUMNS
-from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
+from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
 from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.whole_layer.api import whole_layer
+from pallas_kernels.whole_layer.reference import Cached, LayerWeights
 from sharding import Layout
 
 MOST_BYTES = 256 * 2**20
@@ -137,21 +139,7 @@ def inputs_in_kernel(
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
     """
     attention = layer.self_attn
-    if layer.layout is not None or "expanded" in forms or attention.float8_latents:
-        raise NotImplementedError(
-            "takes layers without a layout, attention in absorbed form, and caches that are not in"
-            " float8"
-        )
-    without_rank = attention.config.q_lora_rank is None
-    weights = AttentionWeights(
-        norm=layer.input_layernorm.weight[...],
-        q_proj=projection(attention.q_proj if without_rank else attention.q_b_proj),
-        kv_a_proj=projection(attention.kv_a_proj_with_mqa),
-        kv_a_norm=attention.kv_a_layernorm.weight[...],
-        w_uk=attention.up_projections(x.dtype).w_uk,
-        q_a_proj=None if without_rank else projection(attention.q_a_proj),
-        q_a_norm=None if without_rank else attention.q_a_layernorm.weight[...],
-    )
+    weights = _attention_weights(layer, x, forms)
     flat = (each.reshape(-1, each.shape[-1]) for each in (x, *rotation))
     x_rows, cos, sin = flat
     slots = [new_slots(cache).reshape(-1) for cache in caches]
@@ -169,6 +157,69 @@ def inputs_in_kernel(
     )
     q_latent, q_rope = (q.reshape(*x.shape[:-1], *q.shape[1:]) for q in (q_latent, q_rope))
     return AbsorbedQueries(q_latent, q_rope, {"latent": pages})
+
+
+def _attention_weights(
+    layer: Layer, x: Float[Array, "B T D"], forms: Sequence[Form]
+) -> AttentionWeights:
+    """Returns the weights before attention. It raises as :func:`inputs_in_kernel`."""
+    attention = layer.self_attn
+    if layer.layout is not None or "expanded" in forms or attention.float8_latents:
+        raise NotImplementedError(
+            "takes layers without a layout, attention in absorbed form, and caches that are not in"
+            " float8"
+        )
+    without_rank = attention.config.q_lora_rank is None
+    return AttentionWeights(
+        norm=layer.input_layernorm.weight[...],
+        q_proj=projection(attention.q_proj if without_rank else attention.q_b_proj),
+        kv_a_proj=projection(attention.kv_a_proj_with_mqa),
+        kv_a_norm=attention.kv_a_layernorm.weight[...],
+        w_uk=attention.up_projections(x.dtype).w_uk,
+        q_a_proj=None if without_rank else projection(attention.q_a_proj),
+        q_a_norm=None if without_rank else attention.q_a_layernorm.weight[...],
+    )
+
+
+def layer_in_kernel(
+    layer: Layer,
+    x: Float[Array, "B T D"],
+    rotation: Rotation,
+    caches: Sequence[LayerCache],
+    forms: Sequence[Form],
+    valid: Bool[Array, "B T"] | None,
+    counter: Any = None,
+) -> tuple[Float[Array, "B T D"], dict[str, Array], RoutingStats | None]:
+    """Returns the layer's output, the page arrays, and statistics, all by one kernel.
+
+    Raises:
+      NotImplementedError: there are several sequences; the tokens or the cache are not those that
+        the kernel takes; or :func:`inputs_in_kernel` or :func:`in_one_kernel` would refuse them.
+    """
+    if len(caches) > 1 or x.shape[0] > 1:
+        raise NotImplementedError("takes one sequence, got several")
+    weights, ((cache,), attention) = _attention_weights(layer, x, forms), (caches, layer.self_attn)
+    arrays, options = arguments(layer)
+    projections = attention.up_projections(x.dtype).w_uv, projection(attention.o_proj)
+    flat = (each.reshape(-1, each.shape[-1]) for each in (x, *rotation))
+    x_rows, cos, sin = flat
+    slots, table = new_slots(cache).reshape(-1), cache.block_tables[0]
+    y, chosen, pages = whole_layer(
+        x_rows,
+        weights,
+        LayerWeights(*projections, **arrays),
+        cos,
+        sin,
+        Cached(cache.pages["latent"], slots, table, cache.starts),
+        scale=attention.config.softmax_scale,
+        eps=layer.input_layernorm.eps,
+        latent_eps=attention.kv_a_layernorm.eps,
+        after_eps=options["eps"],
+        rule=options["rule"],
+        counter=counter,
+        implementation="mosaic_gpu",
+    )
+    return y.reshape(x.shape), {"latent": pages}, _stats(chosen, valid)
 
 
 def in_one_kernel(
@@ -207,16 +258,19 @@ def in_one_kernel(
         counter=counter,
         implementation="mosaic_gpu",
     )
-    y = y.reshape(x.shape)
+    return y.reshape(x.shape), _stats(chosen, valid)
+
+
+def _stats(chosen: Chosen | None, valid: Bool[Array, "B T"] | None) -> RoutingStats | None:
     if chosen is None:
-        return y, None
+        return None
     E = chosen.scores.shape[1]
     if valid is None:
         slots = chosen.experts.reshape(-1)
     else:
         slots = jnp.where(valid.reshape(-1, 1), chosen.experts, E).reshape(-1)
     counts = jnp.zeros((E,), jnp.int32).at[slots].add(1, mode="drop")
-    return y, RoutingStats(counts, chosen.scores, chosen.experts)
+    return RoutingStats(counts, chosen.scores, chosen.experts)
 
 
 def arguments(layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:

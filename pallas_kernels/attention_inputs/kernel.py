@@ -60,19 +60,13 @@ def attention_inputs(
     Args:
       counter: Ref of the grid barrier's counter. The interpreter needs none.
     """
-    M, pieces, f32 = plan.tokens, plan.pieces, jnp.float32
+    M, pieces = plan.tokens, plan.pieces
     inputs, structure = jax.tree.flatten(
-        {"x": x, "weights": _with_flat_scales(weights), "cos": cos, "sin": sin, "slots": slots}
+        {"x": x, "weights": with_flat_scales(weights), "cos": cos, "sin": sin, "slots": slots}
     )
-    results = {
-        "q_latent": ((M * pieces.heads * pieces.rank,), x.dtype),
-        "q_rope": ((M * pieces.heads, plan.rope), x.dtype),
-        "compressed": ((M * plan.q_rank,), f32),
-        "queries": ((M * pieces.heads * pieces.nope,), f32),
-        "latents": ((M * pieces.rank,), f32),
-    }
+    results = results_of(plan, x.dtype)
     existing = {name: it for name, it in results.items() if it[0][0]}
-    scratch = _scratch(plan, x.dtype, interpret)
+    scratch = scratch_of(plan, x.dtype, interpret)
     rows = jax.new_ref(pages.reshape(-1, pages.shape[-1]))
 
     def attention_inputs(*given_refs: Any) -> None:
@@ -106,7 +100,19 @@ def attention_inputs(
     return q_latent, q_rope, rows[...].reshape(pages.shape)
 
 
-def _with_flat_scales(weights: AttentionWeights) -> AttentionWeights:
+def results_of(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Returns the shapes and dtypes of the arrays that the kernel writes. Empty ones are absent."""
+    M, pieces, f32 = plan.tokens, plan.pieces, jnp.float32
+    return {
+        "q_latent": ((M * pieces.heads * pieces.rank,), dtype),
+        "q_rope": ((M * pieces.heads, plan.rope), dtype),
+        "compressed": ((M * plan.q_rank,), f32),
+        "queries": ((M * pieces.heads * pieces.nope,), f32),
+        "latents": ((M * pieces.rank,), f32),
+    }
+
+
+def with_flat_scales(weights: AttentionWeights) -> AttentionWeights:
     def flat(each: Projection | None) -> Projection | None:
         if each is None:
             return None
@@ -116,7 +122,7 @@ def _with_flat_scales(weights: AttentionWeights) -> AttentionWeights:
     return weights._replace(**{name: flat(getattr(weights, name)) for name in names})
 
 
-def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
+def scratch_of(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
     """Returns the scratch types by what they are for."""
     f32, pieces, stages = jnp.float32, plan.pieces, plan.stages
     # The interpreter's stages cannot be seen as arrays of another shape.

@@ -81,39 +81,12 @@ def feed_forward(
       shared: the MLP of a dense layer, the shared experts of an MoE layer, or None.
       counter: Ref of the grid barrier's counter. The interpreter needs none.
     """
-    M, D, E, pairs = plan.tokens, plan.width, plan.experts, plan.choices
-    programs = plan.config.programs
-    f32, i32 = jnp.float32, jnp.int32
-    parts, attended = (attended, None) if isinstance(attended, Parts) else (None, attended)
-    arrays = {
-        "h": h,
-        "flat_h": h.reshape(-1),
-        "attended": attended,
-        "flat_attended": None if attended is None else attended.reshape(-1),
-        "parts": parts,
-        "o_proj": None if o_proj is None else _flat_scales(o_proj),
-        "w_uv": w_uv,
-        "norm": norm,
-        "router": None if router is None else router.weight,
-        "bias": None if router is None else router.bias,
-        "shared": None if shared is None else _flat_scales(shared),
-        "routed": None if routed is None else _flat_scales(routed),
-    }
-    results = {
-        "out": ((M * D,), h.dtype),
-        "values": ((M * plan.attention * bool(plan.heads),), h.dtype),
-        "residual": ((M * D * bool(plan.attention),), h.dtype),
-        "scores": ((M * E,), f32),
-        "experts": ((programs * pairs,), i32),
-        "weights": ((programs * pairs,), f32),
-        "logits": ((M * E,), f32),
-        "hidden": ((M * plan.ffn,), h.dtype),
-        "routed_hidden": ((pairs * plan.expert_ffn,), h.dtype),
-        "clocks": ((programs * plan.stamps * plan.config.timed,), i32),
-    }
+    M, D, programs = plan.tokens, plan.width, plan.config.programs
+    arrays = arrays_of(h, attended, o_proj, w_uv, norm, router, shared, routed)
+    results = results_of(plan, h.dtype)
     inputs, structure = jax.tree.flatten(arrays)
     existing = {name: it for name, it in results.items() if it[0][0]}
-    scratch = _scratch(plan, h.dtype, interpret)
+    scratch = scratch_of(plan, h.dtype, interpret)
     counts = [len(each) for each in scratch.values()]
 
     def feed_forward(*given_refs: Any) -> None:
@@ -142,22 +115,67 @@ def feed_forward(
     )
     made = kernel(*inputs, *([counter] if interpret is None else []))
     by_name = dict(zip(existing, made, strict=True))
-    chosen = None
-    if router is not None:
-        chosen = Chosen(
-            by_name["scores"].reshape(M, E),
-            by_name["experts"][:pairs].reshape(M, -1),
-            by_name["weights"][:pairs].reshape(M, -1),
-        )
+    chosen = None if router is None else chosen_of(plan, by_name)
     clocks = by_name["clocks"].reshape(programs, -1) if plan.config.timed else None
     return by_name["out"].reshape(M, D), chosen, clocks
+
+
+def arrays_of(
+    h: Float[Array, "M D"], attended: Float[Array, "M _"] | Parts | None,
+    o_proj: Projection | None, w_uv: Float[Array, "H V C"] | None, norm: Float[Array, " D"],
+    router: Router | None, shared: Matrices | None, routed: Matrices | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the arrays that the kernel reads, by the names of :class:`units.Refs`."""
+    parts, attended = (attended, None) if isinstance(attended, Parts) else (None, attended)
+    return {
+        "h": h,
+        "flat_h": h.reshape(-1),
+        "attended": attended,
+        "flat_attended": None if attended is None else attended.reshape(-1),
+        "parts": parts,
+        "o_proj": None if o_proj is None else _flat_scales(o_proj),
+        "w_uv": w_uv,
+        "norm": norm,
+        "router": None if router is None else router.weight,
+        "bias": None if router is None else router.bias,
+        "shared": None if shared is None else _flat_scales(shared),
+        "routed": None if routed is None else _flat_scales(routed),
+    }
+
+
+def results_of(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Returns the shapes and dtypes of the arrays that the kernel writes. Empty ones are absent."""
+    M, D, E, pairs = plan.tokens, plan.width, plan.experts, plan.choices
+    programs, f32, i32 = plan.config.programs, jnp.float32, jnp.int32
+    return {
+        "out": ((M * D,), dtype),
+        "values": ((M * plan.attention * bool(plan.heads),), dtype),
+        "residual": ((M * D * bool(plan.attention),), dtype),
+        "scores": ((M * E,), f32),
+        "experts": ((programs * pairs,), i32),
+        "weights": ((programs * pairs,), f32),
+        "logits": ((M * E,), f32),
+        "hidden": ((M * plan.ffn,), dtype),
+        "routed_hidden": ((pairs * plan.expert_ffn,), dtype),
+        "clocks": ((programs * plan.stamps * plan.config.timed,), i32),
+    }
+
+
+def chosen_of(plan: Plan, by_name: dict[str, jax.Array]) -> Chosen:
+    """Returns the routing of an MoE layer from the arrays of :func:`results_of`."""
+    M, pairs = plan.tokens, plan.choices
+    return Chosen(
+        by_name["scores"].reshape(M, plan.experts),
+        by_name["experts"][:pairs].reshape(M, -1),
+        by_name["weights"][:pairs].reshape(M, -1),
+    )
 
 
 def _flat_scales(matrices: Any) -> Any:
     return matrices._replace(scales=tuple(scale.reshape(-1) for scale in matrices.scales))
 
 
-def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
+def scratch_of(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
     """Returns the scratch types by what they are for."""
     f32 = jnp.float32
     signals = [Barriers.scratch(plan.signals, CONSUMERS, interpret)]
