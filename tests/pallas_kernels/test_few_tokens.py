@@ -156,6 +156,7 @@ def test_tokens_by_float8_matrices_are_permuted():
     assert not few_tokens.default_config(8, 8, weights).tokens_in_order
 
 
+@kernel_runs
 def test_int4_takes_no_tokens_in_order():
     x = inputs((3, 1), 64, 512, "int4", (1, 128))
     with pytest.raises(NotImplementedError, match="for int8 and float8, got int4"):
