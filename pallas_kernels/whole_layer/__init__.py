@@ -1,1 +1,1 @@
-"""A whole decoder layer of one or two tokens in one Hopper kernel. See :mod:`kernel`."""
+"""A whole decoder layer of one token in one Hopper kernel. See :mod:`kernel`."""

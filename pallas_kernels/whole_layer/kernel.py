@@ -1,4 +1,4 @@
-"""A decoder layer of one or two tokens of one sequence in one Hopper kernel.
+"""A decoder layer of one token of one sequence in one Hopper kernel.
 
 It is the program of :mod:`pallas_kernels.attention_inputs`, then attention, then the program of
 :mod:`pallas_kernels.decoder_layer`, with one ring of weights and grid barriers between:

@@ -46,7 +46,7 @@ def whole_layer(
       counter: see :func:`pallas_kernels.decoder_layer.mosaic_gpu.feed_forward`.
 
     Raises:
-      NotImplementedError: no Hopper GPU; more than two tokens; heads that are not a multiple of 16;
+      NotImplementedError: no Hopper GPU; more than one token; heads that are not a multiple of 16;
         pages that are not of 64 tokens, or a block table of more than 8,192 positions; what
         attention_inputs or feed_forward refuses; or too little shared memory.
     """
@@ -85,6 +85,8 @@ def make_plan(
     interpret: Any = None,
 ) -> Plan:
     """Returns the plan for these arguments. It raises as :func:`whole_layer`."""
+    if len(x) != 1:  # with two, ptxas leaves a load unfinished where a stage is released
+        raise NotImplementedError(f"takes 1 token, got {len(x)}")
     H, _, C = before.w_uk.shape
     _, page, columns = cached.pages.shape
     sizes = Sizes(len(x), H, C, 2 * cos.shape[1], max(scale, 1e-30), config.programs)

@@ -563,7 +563,6 @@ def before_attention(
 # Model, format of the matrices, and tokens.
 WHOLE_LAYERS = (
     ("moonlight", "int4", 1),
-    ("moonlight", "int4", 2),
     ("moonlight", "float8_e4m3fn", 1),
     ("moonlight", "bfloat16", 1),
     ("v3", "float8_e4m3fn", 1),

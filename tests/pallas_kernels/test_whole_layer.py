@@ -124,9 +124,9 @@ CASES = {
         Whole(Layer(1, 256, 128, dtype=BFLOAT16, weights=FLOAT8), q_rank=128, heads=32, cached=64),
         {"packed": True},
     ),
-    # Two tokens over the edge of a page.
-    "int4, two tokens": (
-        Whole(Layer(2, 256, 256, 128, 32, rule(2), BFLOAT16, INT4), cached=127),
+    # The last token of a page.
+    "int4": (
+        Whole(Layer(1, 256, 256, 128, 32, rule(2), BFLOAT16, INT4), cached=127),
         {"packed": True},
     ),
     # A program without attention.
@@ -178,7 +178,7 @@ def test_kernel(whole, settings):
 @kernel_runs
 @pytest.mark.slow
 def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
-    """A step of two tokens of one sequence: a dense and an MoE layer."""
+    """A step of one token of one sequence: a dense and an MoE layer."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=32,
         num_experts_per_tok=1, num_hidden_layers=2, num_nextn_predict_layers=0,
@@ -189,10 +189,11 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
     dtype = jnp.bfloat16 if ON_GPU else jnp.float32
     model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
     cache = LatentKVCache.init(model.cache_spec(), 1, 64)
-    tokens, calls = jnp.asarray([[3, 17]], jnp.int32), []
+    _, cache = model.extend(jnp.asarray([[3]], jnp.int32), jnp.asarray([1]), cache, "absorbed")
+    tokens, calls = jnp.asarray([[17]], jnp.int32), []
 
     def step():
-        hidden, cached = model.extend(tokens, jnp.asarray([2]), cache, "absorbed")
+        hidden, cached = model.extend(tokens, jnp.asarray([1]), cache, "absorbed")
         return model.logits(hidden.post_norm), cached
 
     def by_kernel(*arrays, **options):
@@ -203,7 +204,7 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
     model.use_feed_forward("whole_layer")
     got, cached = step()
-    assert calls == [(2, False), (2, True)]
+    assert calls == [(1, False), (1, True)]
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
     check(got, plain, bound)
     for pages, others in zip(jax.tree.leaves(cached), jax.tree.leaves(plain_cache), strict=True):
@@ -278,7 +279,7 @@ def test_stages_of_the_plans(weights, untyped):
 @pytest.mark.parametrize(
     ("changes", "pages", "message"),
     [
-        ({"tokens": 3}, 128, "1 or 2 tokens, got 3"),
+        ({"tokens": 2}, 128, "takes 1 token, got 2"),
         ({}, 129, "8192 positions at most, got 8256"),
         ({"dtype": FLOAT32}, 128, "takes bfloat16 activations, W_UK and pages, got float32"),
     ],
