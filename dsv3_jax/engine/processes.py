@@ -19,7 +19,6 @@ tiers, deterministic mode, counting of routed tokens and :meth:`Engine.use`, see
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -33,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dsv3_jax.connections import hang_up
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.step_input import StepShape
 from sharding import Layout
@@ -109,7 +109,7 @@ class Leader:
 
     def _greet(self, connection: Connection, address: object) -> None:
         """Adds a connection if the other side proves in time that it knows the key."""
-        deadline = threading.Timer(_HANDSHAKE_SECONDS, _hang_up, [connection])
+        deadline = threading.Timer(_HANDSHAKE_SECONDS, hang_up, [connection])
         deadline.daemon = True
         deadline.start()
         try:
@@ -204,15 +204,6 @@ class Follower:
                     replay(buffer, StepShape(**fields))
             except (EOFError, OSError):
                 exit_process(1)
-
-
-def _hang_up(connection: Connection) -> None:
-    """Ends a connection, also for a thread that reads from it."""
-    with (
-        contextlib.suppress(OSError),  # the other side has ended it
-        socket.socket(fileno=os.dup(connection.fileno())) as copy,
-    ):
-        copy.shutdown(socket.SHUT_RDWR)
 
 
 def check_settings(**settings: Any) -> None:

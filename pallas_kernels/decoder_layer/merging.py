@@ -35,7 +35,7 @@ def merge_row(parts: Any, sequence: int, row: Any, columns: Any, target: Any) ->
     (length,) = target.shape
     layout = strided(length)
     first, count = parts.of_sequence(sequence)
-    # Of a sequence that is always split there are usually more parts.
+    # A sequence that is always split usually has more parts.
     loads = _LOADS * (2 if parts.out is None else 1)
 
     def store(values: Any) -> None:

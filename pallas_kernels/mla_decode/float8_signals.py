@@ -64,8 +64,8 @@ class Signals:
     def sum_free(self) -> Any:
         return self.sequences.at[2]
 
-    # What a consumer does with its barriers. They count their uses themselves, so that waits need
-    # not know the block or the sequence.
+    # A consumer calls the following methods. The barriers count their uses themselves, so that
+    # waits need not know the block or the sequence.
 
     def of_consumer(self, own: int) -> ConsumerSignals:
         """Returns the barriers of the consumer that scores the blocks in slot ``own``."""

@@ -4,8 +4,8 @@ There are five kernels. Two take few query rows (T * H): :mod:`few_queries_kerne
 bfloat16 cache or the float8 cache of :mod:`float8_cache`, and :mod:`scored_kernel` over the latter.
 With more query rows, in tiles of 64, :mod:`kernel` reads a bfloat16 cache and :mod:`float8_kernel`
 a float8 cache. ``config`` may select :mod:`scored_kernel` or :mod:`float8_pairs_kernel` for any
-number of query rows. The latter is faster with an even number of tiles, as with 128 heads, but is
-no default: its final form has not run on a GPU.
+number of query rows. The latter is for an even number of tiles, as with 128 heads. It is not the
+default, because its final form has not run on a GPU.
 """
 
 from __future__ import annotations

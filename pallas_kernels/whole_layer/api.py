@@ -1,4 +1,4 @@
-"""The public whole_layer: a decoder layer of one or two tokens of one sequence as one operation."""
+"""The public whole_layer: a decoder layer of one token of one sequence as one operation."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def make_plan(
     interpret: Any = None,
 ) -> Plan:
     """Returns the plan for these arguments. It raises as :func:`whole_layer`."""
-    if len(x) != 1:  # with two, ptxas leaves a load unfinished where a stage is released
+    # Two tokens are not verified: the check of the machine code finds a load, of the second one's
+    # query, that is not finished where a stage of weights is released.
+    if len(x) != 1:
         raise NotImplementedError(f"takes 1 token, got {len(x)}")
     H, _, C = before.w_uk.shape
     _, page, columns = cached.pages.shape

@@ -29,7 +29,7 @@ class Config:
     packed: bool = False
     """See :class:`pallas_kernels.decoder_layer.plan.Config`."""
     stages: int | None = None
-    """Number of stages of the ring. None means as many as fit, at most 12."""
+    """The number of stages of the ring. If it is None, the ring has as many as fit, at most 12."""
     ahead: int = 1
     """Grid barriers by which weights after attention are copied earlier than in feed_forward, if
     they do not depend on the choice of experts. W_UV's are copied during attention in any case."""

@@ -887,7 +887,7 @@ BREAKS: dict[str, Break] = {
     ),
     "a handshake with a stranger has no deadline": Break(
         "dsv3_jax/engine/processes.py",
-        "threading.Timer(_HANDSHAKE_SECONDS, _hang_up, [connection])",
+        "threading.Timer(_HANDSHAKE_SECONDS, hang_up, [connection])",
         "threading.Timer(_HANDSHAKE_SECONDS, id, [connection])",
         (_ENGINE + "test_processes.py",),
     ),

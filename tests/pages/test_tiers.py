@@ -269,7 +269,8 @@ class TestTogether:
         assert tiers.lookup(addresses) == len(pages)
         future = tiers.fetch(addresses)
         late.future.set_result(pages[2:])
-        # What a source has promised is missing. If it promises nothing, the next one is asked.
+        # Pages that a failing source had promised are missing. If its lookup fails, it promises
+        # none, and the next source is asked.
         expected = len(pages) if method == "lookup" else 2
         assert len(future.result(SECONDS)) == expected
         assert f"cache tiers: late: {method} failed: OSError('no route to host')" in caplog.text

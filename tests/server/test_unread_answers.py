@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from dsv3_jax.engine import EngineRequest
 from dsv3_jax.generation.completion import Completion
@@ -137,7 +138,7 @@ def endless(request, tmp_path_factory) -> Iterator[tuple[RunningServer, EndlessE
     engine: Any = EndlessEngine(tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "uvloop":
-            patch.setattr(asyncio, "new_event_loop", pytest.importorskip("uvloop").new_event_loop)
+            patch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
         with running(engine, tokenizer, unread_seconds=1.0) as server:
             assert type(server.loop).__module__.startswith(request.param)
             yield server, engine

@@ -8,13 +8,13 @@ import contextlib
 import itertools
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from dsv3_jax.connections import hang_up
 from dsv3_jax.engine import EngineError, EngineRequest, EngineStats
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.frontend.messages import (
@@ -137,7 +137,8 @@ class RemoteEngine:
             return
         self.is_given_up = True
         self._fail_all(silent(silent_seconds))
-        self._hang_up()
+        # If the process is ever resumed it notices the end, and ends as well.
+        hang_up(self._connection)
 
     def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Ends the engine, and cancels its requests: the server drains by itself."""
@@ -182,15 +183,6 @@ class RemoteEngine:
         with contextlib.suppress(OSError):  # the process has ended; the reader notices it too
             while (content := self._outgoing.get()) is not None:
                 self._connection.send_bytes(content)
-
-    def _hang_up(self) -> None:
-        """Ends the connection, also for a thread that is sending. If the engine's process is ever
-        resumed it notices the end, and ends as well."""
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self._connection.fileno())) as copy,
-        ):
-            copy.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         """The body of the thread that receives messages."""
