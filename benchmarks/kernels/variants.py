@@ -18,7 +18,6 @@ from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import plan as index_plan
@@ -108,7 +107,6 @@ def _top_k(**keywords: int) -> dict[str, Variant]:
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
     "few queries": {"mla_decode": _decode(FewQueries())},
-    "float8 pairs": {"mla_decode": _decode(Float8Pairs())},
     "scored, one operand ahead": {"mla_decode": _decode(ScoredQueries(ahead=1))},
     "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
     "rolled": {

@@ -9,7 +9,8 @@ import dataclasses
 class Float8Pairs:
     """Tuning parameters that do not change any result.
 
-    The kernel takes any number of query rows and pads them to whole pairs of tiles.
+    The kernel takes any number of query rows and pads them to whole pairs of tiles. It is the
+    default where the number of tiles is even.
     """
 
     early: bool = True

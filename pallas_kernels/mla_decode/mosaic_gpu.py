@@ -2,10 +2,10 @@
 
 There are five kernels. Two take few query rows (T * H): :mod:`few_queries_kernel` up to 32, over a
 bfloat16 cache or the float8 cache of :mod:`float8_cache`, and :mod:`scored_kernel` over the latter.
-With more query rows, in tiles of 64, :mod:`kernel` reads a bfloat16 cache and :mod:`float8_kernel`
-a float8 cache. ``config`` may select :mod:`scored_kernel` or :mod:`float8_pairs_kernel` for any
-number of query rows. The latter is for an even number of tiles, as with 128 heads. It is not the
-default, because its final form has not run on a GPU.
+With more query rows, in tiles of 64, :mod:`kernel` reads a bfloat16 cache. A float8 cache is read
+by :mod:`float8_pairs_kernel` if the number of tiles is even, as with 128 heads, and by
+:mod:`float8_kernel` otherwise. ``config`` may select :mod:`scored_kernel` or
+:mod:`float8_pairs_kernel` for any number of query rows.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def mla_decode_parts(
         raise NotImplementedError(f"takes T * H of {TILE} or more, or a multiple of 8, got {M}")
     if config is None and M <= MAX_QUERY_ROWS:
         config = ScoredQueries() if float8 and M <= MAX_ROWS else FewQueries()
+    if config is None and float8 and -(-M // TILE) % 2 == 0:
+        config = Float8Pairs()
     if isinstance(config, FewQueries) and M > MAX_QUERY_ROWS:
         raise NotImplementedError(
             f"FewQueries takes {MAX_QUERY_ROWS} query rows (T * H) at most, got {M}"
