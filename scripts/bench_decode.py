@@ -30,6 +30,10 @@ With ``--feed-forward``, decode steps are measured for each of its values, which
 ``DeepSeekV3.use_feed_forward``: ``mosaic_gpu`` runs everything before attention itself in one
 kernel and everything after it in another, ``whole_layer`` a whole layer in one.
 
+A prefill has forward passes of ``--chunk`` tokens. In expanded form these are one chunk per
+sequence, as with ``prefill_chunk`` of a Generator; in absorbed form, an engine's default on Hopper
+GPUs, they are chunks of 64 tokens.
+
 With ``--acceptances`` the MTP layer drafts, or with ``--drafter ngram`` the text so far, and the
 drafts are accepted at that rate whatever the model computes. A failed measurement records the error
 and the others continue. The results are written after every measurement.
@@ -40,6 +44,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -58,6 +63,7 @@ from dsv3_jax.accounting import cache_bytes_per_token, distinct_experts
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.drafters import SyntheticDrafter
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import CacheDtype
 from sharding import PRESETS, Exchange, Layout, make_layout
@@ -90,6 +96,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=CHUNK,
         help="prompt tokens per chunk, of all sequences together",
+    )
+    parser.add_argument(
+        "--chunk-forms",
+        nargs="+",
+        choices=get_args(Form),
+        default=[None],
+        help="forms of attention in prefills, by default an engine's on this device",
     )
     parser.add_argument("--acceptances", nargs="*", type=float, default=[])
     parser.add_argument("--drafter", choices=tuple(DRAFTERS), default="mtp")
@@ -175,8 +188,10 @@ class Bench:
             # Steps without drafts are measured first, in case the time budget does not suffice.
             self._all_decodes(model, weights, [None])
             model.use_feed_forward(None)
-            for rows, tokens in arguments.prefills:
-                prefill = functools.partial(self._prefill, model, rows, tokens)
+            for (rows, tokens), form in itertools.product(
+                arguments.prefills, arguments.chunk_forms
+            ):
+                prefill = functools.partial(self._prefill, model, rows, tokens, form)
                 self._row(model, weights, rows, tokens, prefill)
             self._all_decodes(model, weights, arguments.acceptances)
             model.use_feed_forward(None)
@@ -229,10 +244,12 @@ class Bench:
             "experts_expected": expected,
         }
 
-    def _prefill(self, model: DeepSeekV3, rows: int, tokens: int) -> dict[str, Any]:
+    def _prefill(
+        self, model: DeepSeekV3, rows: int, tokens: int, form: Form | None
+    ) -> dict[str, Any]:
         chunk = min(tokens, max(1, self._arguments.chunk // rows))
-        prefill = steps.Prefill(model, rows, tokens, chunk)
-        result = {"phase": "prefill", "chunk": chunk}
+        prefill = steps.Prefill(model, rows, tokens, chunk, form)
+        result = {"phase": "prefill", "chunk": chunk, "chunk_form": prefill.chunk_form}
         return result | prefill.measure() | _compiled(prefill.compiled)
 
     def _largest(self, model: DeepSeekV3, cached: int) -> dict[str, Any]:

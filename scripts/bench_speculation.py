@@ -3,11 +3,11 @@
     python scripts/bench_speculation.py --model runs/large/model --tokens runs/demo/tokens.npz \\
         --out benchmarks/results/speculation.json
 
-Prompts are windows of held-out text. Every drafter decodes the same prompts, greedily and sampled
-at temperature 1, after a warm-up. A result is the median of several runs. ``speed_up`` is the
-throughput divided by that without speculation in the same run. It equals ``accept_length`` (tokens
-per step) divided by ``step_cost`` (relative cost of a step). Comparing with ``ngram`` at the same
-depth separates the cost of the MTP layer from that of the main model's wider pass.
+Prompts are windows of held-out text. Every drafter decodes the same prompts at every temperature,
+after a warm-up. A result is the median of several runs. ``speed_up`` is the throughput divided by
+that without speculation in the same run. It equals ``accept_length`` (tokens per step) divided by
+``step_cost`` (relative cost of a step). Comparing with ``ngram`` at the same depth separates the
+cost of the MTP layer from that of the main model's wider pass.
 """
 
 from __future__ import annotations
@@ -88,7 +88,11 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
 
 
 def compare(
-    generator: dsv3_jax.Generator, prompts: list[list[int]], depths: list[int], repeats: int
+    generator: dsv3_jax.Generator,
+    prompts: list[list[int]],
+    depths: list[int],
+    temperatures: list[float],
+    repeats: int,
 ) -> list[dict[str, Any]]:
     """Measures all drafters on the same prompts, in batches of the generator's size."""
     (batch,) = generator.batch_sizes
@@ -105,7 +109,7 @@ def compare(
     with ThreadPoolExecutor(len(draftings)) as pool:  # XLA compiles them concurrently
         compiled = list(pool.map(warm, draftings))
     rows = []
-    for temperature in (0.0, 1.0):
+    for temperature in temperatures:
         plain: dict[str, Any] = {}
         plain_tokens: list[list[int]] = []
         for drafting, seconds in zip(draftings, compiled, strict=True):
@@ -136,6 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
@@ -145,7 +150,9 @@ def main() -> None:
     for batch in arguments.batches:
         generator = dsv3_jax.Generator(model, None, 512, batch_sizes=(batch,))
         windows = held_out_prompts(held_out, max(batch, 4))  # acceptance varies from text to text
-        rows += compare(generator, windows, arguments.depths, arguments.repeats)
+        rows += compare(
+            generator, windows, arguments.depths, arguments.temperatures, arguments.repeats
+        )
     device = jax.devices()[0]
     result = {
         "date": datetime.date.today().isoformat(),

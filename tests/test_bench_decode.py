@@ -59,9 +59,10 @@ def run(monkeypatch, config, *words):
 @pytest.mark.slow
 def test_a_tiny_model(config, monkeypatch, capsys):
     words = "--batches 2 --contexts 70 --prefills 3x20 --chunk 24 --acceptances 1 --depth 1"
+    words += " --chunk-forms expanded absorbed"
     result = run(monkeypatch, config, *words.split())
     assert result["read_gbs"] > 0
-    plain, prefill, drafted = result["rows"]
+    plain, *prefills, drafted = result["rows"]
     assert plain["ms"] == drafted["ms"] == pytest.approx(1)
     for row in result["rows"]:
         assert row["ms"] > 0
@@ -72,8 +73,10 @@ def test_a_tiny_model(config, monkeypatch, capsys):
         assert 3 <= row["experts_visited"] <= row["experts_expected"] + 1
     # All drafts are accepted: two tokens per sequence and step.
     assert drafted["tokens_per_s"] == pytest.approx(4e3 / drafted["ms"], rel=1e-3)
-    assert prefill["chunk"] == 8
-    assert prefill["tokens_per_s"] == pytest.approx(60e3 / prefill["ms"], rel=1e-3)
+    assert [row["chunk_form"] for row in prefills] == ["expanded", "absorbed"]
+    for row in prefills:
+        assert row["chunk"] == 8
+        assert row["tokens_per_s"] == pytest.approx(60e3 / row["ms"], rel=1e-3)
     assert "2 x 70 decode" in capsys.readouterr().out
 
 

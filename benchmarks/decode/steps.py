@@ -24,6 +24,7 @@ from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation, rotation_at
@@ -97,6 +98,7 @@ class Slots:
     Args:
       longest: most tokens of a request.
       chunk: tokens of each request in a forward pass that prefills.
+      chunk_form: form of the chunks' attention, by default an engine's on this device.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Slots:
         drafter: Drafter | None = None,
         depth: int = 0,
         chunk: int = 1,
+        chunk_form: Form | None = None,
     ):
         layout = model.layout
         default = Buckets.of_devices(rows, layout)
@@ -114,7 +117,8 @@ class Slots:
         one_page = PoolLayout.of(layout, 1, DEFAULT_PAGE_SIZE)
         local_rows = rows // one_page.shards
         # In absorbed form, chunks have the engine's length, and several are of the same prompt.
-        is_absorbed = default.chunk_form == "absorbed"
+        chunk_form = chunk_form or default.chunk_form
+        is_absorbed = chunk_form == "absorbed"
         chunk_tokens = min(chunk, default.chunk_tokens) if is_absorbed else chunk
         self.programs = Programs(
             model,
@@ -123,6 +127,7 @@ class Slots:
                 decodes=(local_rows,),
                 chunks=(local_rows * -(-chunk // chunk_tokens),),
                 chunk_tokens=chunk_tokens,
+                chunk_form=chunk_form,
                 max_steps=LONG,
                 multi_step_decodes=None,
                 separate=True,
@@ -283,11 +288,14 @@ class Prefill:
     """Prefill of ``rows`` prompts of ``tokens`` random tokens each, in forward passes of ``chunk``
     tokens of every prompt. No token is sampled."""
 
-    def __init__(self, model: DeepSeekV3, rows: int, tokens: int, chunk: int):
+    def __init__(
+        self, model: DeepSeekV3, rows: int, tokens: int, chunk: int, chunk_form: Form | None = None
+    ):
         self._rows, self._tokens = rows, tokens
-        self._slots = Slots(model, rows, tokens + 1, chunk=chunk)
+        self._slots = Slots(model, rows, tokens + 1, chunk=chunk, chunk_form=chunk_form)
         programs = self._slots.programs
         shape = programs.shape(0, 1)
+        self.chunk_form = shape.chunk_form
         self._buffers = []
         for begin in range(0, tokens, chunk):
             buffer, inputs = self._slots.inputs(shape)
