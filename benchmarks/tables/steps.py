@@ -14,6 +14,7 @@ _DECODE = (
     "decode_moonlight_one_h200",
     "decode_moonlight_fp8_h200",
     "decode_moonlight_int4_h200",
+    "decode_moonlight_h200_3",
     "decode_moonlight_few_h200",
     "decode_moonlight_whole_layer_bf16_h200",
     "decode_moonlight_whole_layer_fp8_h200",
@@ -21,10 +22,12 @@ _DECODE = (
     "decode_v3_h200",
     "decode_v3_h200_2",
     "decode_v3_many_h200",
+    "decode_v3_h200_3",
     "decode_v3_mtp_h200_2",
     "decode_v3_mtp_h200_3",
     "decode_v2_h200",
     "decode_v2_kernels_h200",
+    "decode_v2_h200_3",
 )
 _SPARSE = ("decode_v32_h200", "decode_v32_h200_2", "decode_v32_h200_3")
 _DENSE = ("decode_v32_dense_h200", "decode_v32_dense_h200_2", "decode_v32_dense_h200_3")
