@@ -204,11 +204,9 @@ class DeepSeekV3(nnx.Module):
         Args:
           implementation: ``"mosaic_gpu"`` is one kernel for everything before attention itself and
             one for everything after it, for up to eight tokens; ``"separate"`` is an operation for
-            each step; ``"whole_layer"`` is one kernel for a whole layer, attention included, for
-            one token of one sequence and block tables of up to 8,192 positions. A sequence of names
-            is tried in its order: ``("mosaic_gpu", "separate")`` uses the kernels where it can.
-            None uses the two kernels where they have been measured to be faster: for up to two
-            tokens, if the weights are quantized or a layer reads no more than
+            each step. A sequence of names is tried in its order: ``("mosaic_gpu", "separate")``
+            uses the kernels where it can. None uses them where they have been measured to be
+            faster: for up to two tokens, if the weights are quantized or a layer reads no more than
             ``around_attention.MOST_BYTES``; for up to four, if it is quantized and reads no more
             than ``around_attention.SMALL_BYTES``.
         """

@@ -28,7 +28,7 @@ after the other with the same model.
 
 With ``--feed-forward``, decode steps are measured for each of its values, which are those of
 ``DeepSeekV3.use_feed_forward``: ``mosaic_gpu`` runs everything before attention itself in one
-kernel and everything after it in another, ``whole_layer`` a whole layer in one.
+kernel and everything after it in another.
 
 A prefill has forward passes of ``--chunk`` tokens. In expanded form these are one chunk per
 sequence, as with ``prefill_chunk`` of a Generator; in absorbed form, an engine's default on Hopper

@@ -45,7 +45,7 @@ HELP = f"{', '.join(SHAPES)} or a config.json"
 
 WEIGHTS = QUANTIZATIONS
 
-FEED_FORWARD = "separate", "mosaic_gpu", "whole_layer"
+FEED_FORWARD = "separate", "mosaic_gpu"
 """Names that ``DeepSeekV3.use_feed_forward`` takes."""
 
 Module = TypeVar("Module", bound=nnx.Module)

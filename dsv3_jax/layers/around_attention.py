@@ -1,7 +1,7 @@
 """Decoder layers of few tokens in two long-running kernels, one on each side of attention itself.
 
 ``pallas_kernels.attention_inputs`` is everything before it, ``pallas_kernels.feed_forward``
-everything after it. With one sequence, ``pallas_kernels.whole_layer`` can be all three.
+everything after it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.mla_decode.parts import Parts
-from pallas_kernels.whole_layer.api import whole_layer
-from pallas_kernels.whole_layer.reference import Cached, LayerWeights
 from sharding import Layout
 
 MOST_BYTES = 256 * 2**20
@@ -179,47 +177,6 @@ def _attention_weights(
         q_a_proj=None if without_rank else projection(attention.q_a_proj),
         q_a_norm=None if without_rank else attention.q_a_layernorm.weight[...],
     )
-
-
-def layer_in_kernel(
-    layer: Layer,
-    x: Float[Array, "B T D"],
-    rotation: Rotation,
-    caches: Sequence[LayerCache],
-    forms: Sequence[Form],
-    valid: Bool[Array, "B T"] | None,
-    counter: Any = None,
-) -> tuple[Float[Array, "B T D"], dict[str, Array], RoutingStats | None]:
-    """Returns the layer's output, the page arrays, and statistics, all by one kernel.
-
-    Raises:
-      NotImplementedError: there are several sequences; the tokens or the cache are not those that
-        the kernel takes; or :func:`inputs_in_kernel` or :func:`in_one_kernel` would refuse them.
-    """
-    if len(caches) > 1 or x.shape[0] > 1:
-        raise NotImplementedError("takes one sequence, got several")
-    weights, ((cache,), attention) = _attention_weights(layer, x, forms), (caches, layer.self_attn)
-    arrays, options = arguments(layer)
-    projections = attention.up_projections(x.dtype).w_uv, projection(attention.o_proj)
-    flat = (each.reshape(-1, each.shape[-1]) for each in (x, *rotation))
-    x_rows, cos, sin = flat
-    slots, table = new_slots(cache).reshape(-1), cache.block_tables[0]
-    y, chosen, pages = whole_layer(
-        x_rows,
-        weights,
-        LayerWeights(*projections, **arrays),
-        cos,
-        sin,
-        Cached(cache.pages["latent"], slots, table, cache.starts),
-        scale=attention.config.softmax_scale,
-        eps=layer.input_layernorm.eps,
-        latent_eps=attention.kv_a_layernorm.eps,
-        after_eps=options["eps"],
-        rule=options["rule"],
-        counter=counter,
-        implementation="mosaic_gpu",
-    )
-    return y.reshape(x.shape), {"latent": pages}, _stats(chosen, valid)
 
 
 def in_one_kernel(

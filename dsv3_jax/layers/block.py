@@ -35,7 +35,6 @@ from dsv3_jax.quantization import Quantization
 from pallas_kernels.dispatch import Implementation, dispatch
 from sharding import Layout
 
-_WHOLE = "whole_layer"  # see DeepSeekV3.use_feed_forward
 _BatchInput = tuple[Float[Array, "_ _ D"], Rotation, LayerCache]
 """Tokens of one batch, their rotation, and its cache, without page arrays."""
 
@@ -166,9 +165,6 @@ class DecoderLayer(nnx.Module):
         rotation = jax.tree.map(lambda *each: join_tokens(each), *rotations)
         attention: Attention = self.self_attn
         valid = join_tokens([cache.valid for cache in caches])
-        if (whole := self._in_whole_kernel(x, rotation, caches, forms, valid, counter)) is not None:
-            y, pages, stats = whole
-            return split_tokens(y, caches), pages, stats
         queries = self._before_attention(x, rotation, caches, forms, counter)
         if queries is not None:
             pages = queries.pages
@@ -182,23 +178,6 @@ class DecoderLayer(nnx.Module):
             attended, pages = attention.extend(normed, rotation, caches[0], forms[0])
             y, stats = self._feed_forward(x, attended, valid, None, counter)
         return split_tokens(y, caches), pages, stats
-
-    def _in_whole_kernel(self, x: Array, *arrays: Any) -> Any:
-        """Returns what one kernel computes for the whole layer, or None if it is not to be used.
-
-        Raises:
-          NotImplementedError: nothing else is to be used, but it does not take these arguments.
-        """
-        if _WHOLE not in (names := _names(self.feed_forward)):
-            return None
-
-        def kernel() -> Any:
-            if type(self.self_attn) is not MultiHeadLatentAttention:
-                raise NotImplementedError(f"takes no {type(self.self_attn).__name__}")
-            return around_attention.layer_in_kernel(self, x, *arrays)
-
-        others = dict.fromkeys(("separate", "mosaic_gpu"), lambda: None)
-        return dispatch("a decoder layer", {_WHOLE: kernel} | others, names)
 
     def _before_attention(
         self,
@@ -271,12 +250,7 @@ class DecoderLayer(nnx.Module):
         backends = {"separate": separate, "mosaic_gpu": kernel}
         if preferred:
             backends = {"mosaic_gpu": kernel} | backends
-        implementation = self.feed_forward
-        if _WHOLE in (names := _names(implementation)):
-            implementation = tuple(each for each in names if each != _WHOLE)
-            if not implementation:
-                raise NotImplementedError(f"{name}: {_WHOLE} takes whole layers with a cache")
-        return dispatch(name, backends, implementation)
+        return dispatch(name, backends, self.feed_forward)
 
     def _feed_forward_separately(
         self,
@@ -381,12 +355,6 @@ class MTPLayer(DecoderLayer):
         """
         joined = jnp.concatenate([self.enorm(next_embedding), self.hnorm(hidden)], axis=-1)
         return batch_sharded(self.layout, "eh_proj", self.eh_proj, joined)
-
-
-def _names(implementation: Implementation) -> tuple[str, ...]:
-    if implementation is None or isinstance(implementation, str):
-        return () if implementation is None else (implementation,)
-    return tuple(implementation)
 
 
 def _add(x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -62,11 +62,11 @@ def attention_inputs(
     """
     M, pieces = plan.tokens, plan.pieces
     inputs, structure = jax.tree.flatten(
-        {"x": x, "weights": with_flat_scales(weights), "cos": cos, "sin": sin, "slots": slots}
+        {"x": x, "weights": _with_flat_scales(weights), "cos": cos, "sin": sin, "slots": slots}
     )
-    results = results_of(plan, x.dtype)
+    results = _results(plan, x.dtype)
     existing = {name: it for name, it in results.items() if it[0][0]}
-    scratch = scratch_of(plan, x.dtype, interpret)
+    scratch = _scratch(plan, x.dtype, interpret)
     rows = jax.new_ref(pages.reshape(-1, pages.shape[-1]))
 
     def attention_inputs(*given_refs: Any) -> None:
@@ -100,7 +100,7 @@ def attention_inputs(
     return q_latent, q_rope, rows[...].reshape(pages.shape)
 
 
-def results_of(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _results(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Returns the shapes and dtypes of the arrays that the kernel writes. Empty ones are absent."""
     M, pieces, f32 = plan.tokens, plan.pieces, jnp.float32
     return {
@@ -112,7 +112,7 @@ def results_of(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]
     }
 
 
-def with_flat_scales(weights: AttentionWeights) -> AttentionWeights:
+def _with_flat_scales(weights: AttentionWeights) -> AttentionWeights:
     def flat(each: Projection | None) -> Projection | None:
         if each is None:
             return None
@@ -122,7 +122,7 @@ def with_flat_scales(weights: AttentionWeights) -> AttentionWeights:
     return weights._replace(**{name: flat(getattr(weights, name)) for name in names})
 
 
-def scratch_of(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
+def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
     """Returns the scratch types by what they are for."""
     f32, pieces, stages = jnp.float32, plan.pieces, plan.stages
     # The interpreter's stages cannot be seen as arrays of another shape.

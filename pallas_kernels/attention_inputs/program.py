@@ -91,11 +91,10 @@ class Program:
             interpret=interpret,
         )
         self.program, self.wg = lax.axis_index("program"), lax.axis_index("wg")
-        self.meanwhile: Callable[[], None] = lambda: None  # what to do during the last barrier
 
     def run(self) -> None:
         self.stream.ring.initialise()
-        self.initialise_signals()
+        self.signals.initialise([CONSUMERS * WARPS] * SIGNALS, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
 
         @when(self.wg == CONSUMERS)
@@ -105,10 +104,7 @@ class Program:
         @when(self.wg < CONSUMERS)
         def _() -> None:
             self.stream.ring.release_all()
-            self.consume(self.stream.ring.start())
-
-    def initialise_signals(self) -> None:
-        self.signals.initialise([CONSUMERS * WARPS] * SIGNALS, cluster=False)
+            self.consume()
 
     # ---- the units of this program ----
 
@@ -150,11 +146,7 @@ class Program:
     # ---- the producer ----
 
     def produce(self) -> None:
-        self.stream.ring.drain(self.produce_phases(self.stream.ring.start()))
-
-    def produce_phases(self, state: PipelineState) -> PipelineState:
-        """Copies the weights of all phases."""
-        passed = 0
+        state, passed = self.stream.ring.start(), 0
         for phase in self.plan.phases:
             if phase.barriers > passed:
                 if self.plan.config.ahead == "arrived":
@@ -169,7 +161,7 @@ class Program:
                 return self.stream.produce(phase.operand, self.halves(phase, i), state)
 
             state = lax.fori_loop(0, self.count(phase), unit, state)
-        return state
+        self.stream.ring.drain(state)
 
     def produce_piece(self, phase: Phase, i: jax.Array, state: PipelineState) -> PipelineState:
         """Copies a piece of W_UK, some rows per stage."""
@@ -201,12 +193,11 @@ class Program:
 
     # ---- the consumers ----
 
-    def consume(self, state: PipelineState) -> PipelineState:
-        """Does the consumers' part of all phases."""
+    def consume(self) -> None:
         plan = self.plan
         weight = load_weight(self.refs.weights.norm)
         self.norm_rows(plan.width, weight, lambda t: self.refs.x.at[t], plan.eps)
-        number, passed = jnp.int32(0), 0
+        state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         for phase in plan.phases:
             if phase.barriers > passed:
                 if phase.name == "q_proj":  # loaded while the barrier waits
@@ -221,14 +212,11 @@ class Program:
                 self.store_latents(phase)
             else:
                 state, number = self.consume_units(phase, state, number)
-        return state
 
     def sync_grid(self, barrier: int) -> None:
         token = self.grid.arrive()
         if self.plan.config.ahead == "arrived":
             self.signals.arrive(barrier)
-        if barrier == self.plan.phases[-1].barriers - 1:
-            self.meanwhile()
         self.grid.wait(token)
 
     def norm_compressed(self, weight: Any) -> None:

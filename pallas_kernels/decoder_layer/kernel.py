@@ -82,11 +82,11 @@ def feed_forward(
       counter: Ref of the grid barrier's counter. The interpreter needs none.
     """
     M, D, programs = plan.tokens, plan.width, plan.config.programs
-    arrays = arrays_of(h, attended, o_proj, w_uv, norm, router, shared, routed)
-    results = results_of(plan, h.dtype)
+    arrays = _arrays(h, attended, o_proj, w_uv, norm, router, shared, routed)
+    results = _results(plan, h.dtype)
     inputs, structure = jax.tree.flatten(arrays)
     existing = {name: it for name, it in results.items() if it[0][0]}
-    scratch = scratch_of(plan, h.dtype, interpret)
+    scratch = _scratch(plan, h.dtype, interpret)
     counts = [len(each) for each in scratch.values()]
 
     def feed_forward(*given_refs: Any) -> None:
@@ -115,12 +115,12 @@ def feed_forward(
     )
     made = kernel(*inputs, *([counter] if interpret is None else []))
     by_name = dict(zip(existing, made, strict=True))
-    chosen = None if router is None else chosen_of(plan, by_name)
+    chosen = None if router is None else _chosen(plan, by_name)
     clocks = by_name["clocks"].reshape(programs, -1) if plan.config.timed else None
     return by_name["out"].reshape(M, D), chosen, clocks
 
 
-def arrays_of(
+def _arrays(
     h: Float[Array, "M D"], attended: Float[Array, "M _"] | Parts | None,
     o_proj: Projection | None, w_uv: Float[Array, "H V C"] | None, norm: Float[Array, " D"],
     router: Router | None, shared: Matrices | None, routed: Matrices | None,
@@ -143,7 +143,7 @@ def arrays_of(
     }
 
 
-def results_of(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _results(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Returns the shapes and dtypes of the arrays that the kernel writes. Empty ones are absent."""
     M, D, E, pairs = plan.tokens, plan.width, plan.experts, plan.choices
     programs, f32, i32 = plan.config.programs, jnp.float32, jnp.int32
@@ -161,8 +161,8 @@ def results_of(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]
     }
 
 
-def chosen_of(plan: Plan, by_name: dict[str, jax.Array]) -> Chosen:
-    """Returns the routing of an MoE layer from the arrays of :func:`results_of`."""
+def _chosen(plan: Plan, by_name: dict[str, jax.Array]) -> Chosen:
+    """Returns the routing of an MoE layer from the arrays of :func:`_results`."""
     M, pairs = plan.tokens, plan.choices
     return Chosen(
         by_name["scores"].reshape(M, plan.experts),
@@ -175,7 +175,7 @@ def _flat_scales(matrices: Any) -> Any:
     return matrices._replace(scales=tuple(scale.reshape(-1) for scale in matrices.scales))
 
 
-def scratch_of(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
+def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
     """Returns the scratch types by what they are for."""
     f32 = jnp.float32
     signals = [Barriers.scratch(plan.signals, CONSUMERS, interpret)]

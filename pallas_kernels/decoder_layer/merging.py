@@ -17,45 +17,39 @@ from pallas_kernels.decoder_layer.vectors import strided
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.mla_decode.parts import Parts
 
 _LOADS = 8  # parts that a warpgroup loads concurrently
 
 
-def merge_row(parts: Any, sequence: int, row: Any, columns: Any, target: Any) -> None:
+def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) -> None:
     """Stores some columns of a row of attention's output, merged, in shared memory.
 
     A whole warpgroup calls it.
 
     Args:
-      parts: references to the parts in global memory, or what has the same fields. Without ``out``,
-        every sequence is split.
+      parts: references to the parts in global memory.
       row: the query row.
       columns: a ``pl.ds`` of a multiple of 128 columns.
     """
     (length,) = target.shape
     layout = strided(length)
     first, count = parts.of_sequence(sequence)
-    # A sequence that is always split usually has more parts.
-    loads = _LOADS * (2 if parts.out is None else 1)
 
     def store(values: Any) -> None:
-        dtype = target.dtype if parts.out is None else parts.out.dtype
-        target[...] = values.astype(dtype).astype(target.dtype)
+        target[...] = values.astype(parts.out.dtype).astype(target.dtype)
 
-    if parts.out is not None:
+    @when(count == 0)
+    def _() -> None:
+        store(load_with_layout(parts.out.at[sequence, row, columns], layout).astype(jnp.float32))
 
-        @when(count == 0)
-        def _() -> None:
-            out = parts.out.at[sequence, row, columns]
-            store(load_with_layout(out, layout).astype(jnp.float32))
-
-    @when(True if parts.out is None else count > 0)
+    @when(count > 0)
     def _() -> None:
         def add(i: Any, carry: Any) -> Any:
             """All loads are issued before any is used. Past the last part the last one is loaded
             again and gets weight 0."""
             total, weight, maximum = carry
-            numbers = [i * loads + j for j in range(loads)]
+            numbers = [i * _LOADS + j for j in range(_LOADS)]
             indices = [first + jnp.minimum(n, count - 1) for n in numbers]
             lses = [parts.lse[index, row] for index in indices]
             values = [
@@ -72,6 +66,6 @@ def merge_row(parts: Any, sequence: int, row: Any, columns: Any, target: Any) ->
 
         zeros = plgpu.layout_cast(jnp.zeros((length,), jnp.float32), layout)
         carry = zeros, jnp.float32(0.0), jnp.float32(NO_SCORE)
-        rounds = lax.div(count + (loads - 1), jnp.int32(loads))
+        rounds = lax.div(count + (_LOADS - 1), jnp.int32(_LOADS))
         total, weight, _ = lax.fori_loop(0, rounds, add, carry)
         store(total / jnp.where(weight == 0.0, 1.0, weight))

@@ -23,13 +23,9 @@ PhaseName = Literal["w_uv", "o_proj", "router", "gate_up", "down", "routed_gate_
 
 Entry = Literal["latents", "rows", "norm", "choice and rows"]
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes per thread block."""
-RESERVED = 8 * 1024
-"""Bytes for barriers, alignment of buffers, and norms."""
-TOTALS_BYTES = 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
-"""Bytes of the memory of :class:`stream.Totals`."""
-MOST_STAGES, FEWEST_STAGES = 12, 3
+_SHARED_MEMORY = 227 * 1024  # bytes per thread block
+_RESERVED = 8 * 1024  # barriers, alignment of buffers, norms
+_MOST_STAGES, _FEWEST_STAGES = 12, 3
 _STEP_BYTES = 1024  # of a matrix row per stage, which then has 16 KiB
 _EXPERT_ROWS = 20 * 1024  # least numbers of routed experts' rows that fit at the same time
 _LANES = 32
@@ -157,26 +153,18 @@ class Plan:
 
     def _ring_stages(self) -> int:
         """Returns the number of stages that fit in addition to everything else."""
-        used = self.used_bytes
-        fitting = (SHARED_MEMORY - used) // self.stages.stage_bytes
-        wanted = self.config.stages or min(fitting, MOST_STAGES)
-        if not FEWEST_STAGES <= wanted <= fitting:
+        used = self.activations * 2 + _RESERVED
+        used += 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
+        used += 4 * self.own_outputs * self.output_blocks * _WARPGROUP + 4 * self.factors
+        fitting = (_SHARED_MEMORY - used) // self.stages.stage_bytes
+        wanted = self.config.stages or min(fitting, _MOST_STAGES)
+        if not _FEWEST_STAGES <= wanted <= fitting:
             raise NotImplementedError(
-                f"takes {FEWEST_STAGES} to {max(fitting, 0)} ring stages of"
+                f"takes {_FEWEST_STAGES} to {max(fitting, 0)} ring stages of"
                 f" {self.stages.stage_bytes} bytes in addition to {used} bytes for"
                 f" {self.tokens} tokens, got {wanted}"
             )
         return wanted
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of shared memory, apart from the ring's stages."""
-        return self.activations * 2 + RESERVED + TOTALS_BYTES + self.own_bytes
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of the outputs' sums and of the factors."""
-        return 4 * self.own_outputs * self.output_blocks * _WARPGROUP + 4 * self.factors
 
     @property
     def choices(self) -> int:

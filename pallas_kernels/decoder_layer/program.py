@@ -37,7 +37,6 @@ from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
 
-_KNOWN = "o_proj", "router", "gate_up"  # phases whose weights may be copied ahead
 _CHOSEN, _ARRIVED = 0, 1  # signals: the experts are chosen; arrived at grid barriers 0, 1, ...
 
 
@@ -73,7 +72,7 @@ class Program:
 
     def run(self) -> None:
         self.stream.ring.initialise()
-        self.initialise_signals()
+        self.signals.initialise([CONSUMERS * WARPS] * self.plan.signals, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
 
         @when(self.wg == CONSUMERS)
@@ -83,29 +82,16 @@ class Program:
         @when(self.wg < CONSUMERS)
         def _() -> None:
             self.stream.ring.release_all()
-            self.consume(self.stream.ring.start())
-
-    def initialise_signals(self) -> None:
-        self.signals.initialise([CONSUMERS * WARPS] * self.plan.signals, cluster=False)
+            self.consume()
 
     # ---- the producer ----
 
     def produce(self) -> None:
-        self.stream.ring.drain(self.produce_phases(self.stream.ring.start()))
-
-    def produce_phases(self, state: PipelineState, ahead: int = 0) -> PipelineState:
-        """Copies the weights of all phases.
-
-        Args:
-          ahead: grid barriers by which the weights that do not depend on the choice of experts are
-            copied earlier.
-        """
-        passed = 0
+        state, passed = self.stream.ring.start(), 0
         for phase in self.plan.phases:
             # Arriving takes longer while copies are in flight.
-            barrier = passed - (ahead if phase.name in _KNOWN else 0)
-            if phase.barriers > passed and barrier >= 0:
-                self.signals.wait(_ARRIVED + barrier, 0)
+            if phase.barriers > passed:
+                self.signals.wait(_ARRIVED + passed, 0)
             passed = phase.barriers
             if phase.name == "routed_gate_up":
                 self.signals.wait(_CHOSEN, 0)
@@ -114,13 +100,13 @@ class Program:
                 return self.stream.produce(phase.operand, self.units.halves(phase, i), state)
 
             state = lax.fori_loop(0, self.units.count(phase), unit, state)
-        return state
+        self.stream.ring.drain(state)
 
     # ---- the consumers ----
 
-    def consume(self, state: PipelineState) -> None:
+    def consume(self) -> None:
         plan = self.plan
-        number, passed = jnp.int32(0), 0
+        state, number, passed = self.stream.ring.start(), jnp.int32(0), 0
         self.record("start")
         self.load_early(plan.entry(0))
         self.enter(0)

@@ -264,18 +264,6 @@ BREAKS: dict[str, Break] = {
         "            # ",
         (_KERNELS + "test_attention_inputs.py",),
     ),
-    "a query sees the token after its own": Break(
-        "pallas_kernels/whole_layer/registers.py",
-        "arith.CmpIPredicate.slt, arith.addi(token, const(n % 2)), register(visible)",
-        "arith.CmpIPredicate.sle, arith.addi(token, const(n % 2)), register(visible)",
-        (_KERNELS + "test_whole_layer_attention.py",),
-    ),
-    "attention in a whole layer begins before all programs have stored its queries": Break(
-        "pallas_kernels/whole_layer/program.py",
-        "        self.grid.wait(token)\n",
-        "        del token\n",
-        (_KERNELS + "test_whole_layer.py",),
-    ),
     "a latent without a slot is stored": Break(
         "pallas_kernels/attention_inputs/program.py",
         "@when((slot >= 0) & (self.wg == 0))",

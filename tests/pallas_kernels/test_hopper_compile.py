@@ -50,9 +50,6 @@ from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
-from pallas_kernels.whole_layer.attention import Sizes
-from pallas_kernels.whole_layer.plan import Config as WholeLayer
-from pallas_kernels.whole_layer.reference import Cached, LayerWeights
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 from tests.pallas_kernels.known_programs import (
     RECORD,
@@ -79,13 +76,13 @@ MOST_SPILLED = {
 # the same work differently from version to version.
 MOST_INSTRUCTIONS = 1.03
 # Kernels, by name, that use what they load from shared memory before they release it.
-FINISHES_LOADS = re.compile("w4a8|(int8|int4|fp8) by bf16|^feed_forward|^whole_layer")
+FINISHES_LOADS = re.compile("w4a8|(int8|int4|fp8) by bf16|^feed_forward")
 FRAME = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes")
 # ptxas' warnings. C7519, that it inserted the start of a wgmma group, costs nothing.
 SERIALIZED = re.compile(r"\(C75(?:0\d|1[0-8])\).*")
 # These operations rank signed numbers. Some of Mosaic GPU's selects lose the sign, unlike the
 # interpreter.
-SIGNED = ("route", "top_k", "decoder_layer", "whole_layer")
+SIGNED = ("route", "top_k", "decoder_layer")
 UNSIGNED = re.compile(r"\bmax\.u32\b")
 FP8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
 WIDTHS = {"gate_up": (4096, 7168), "down": (7168, 2048)}  # N, K of the experts in DeepSeek-V3
@@ -498,21 +495,6 @@ def kernels() -> dict[str, Kernel]:
             before_attention(tokens, width, weights, *sizes),
             {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
         )
-    for tokens, heads in ((1, 16), (2, 128)):
-        table[f"attention in parts, {tokens} tokens, {heads} heads"] = Kernel(
-            "pallas_kernels.whole_layer.attention_kernel",
-            {
-                "q_latent": Struct((tokens, heads, 512), BF16),
-                "q_rope": Struct((tokens, heads, 64), BF16),
-                "pages": Struct((64, 64, 576), BF16),
-                "table": Struct((128,), I32),
-                "start": Struct((1,), I32),
-            },
-            {"sizes": Sizes(tokens, heads, 512, 64, 192**-0.5, 132)},
-            function="attend",
-        )
-    for name, weights, tokens in WHOLE_LAYERS:
-        table[f"whole_layer {name} {weights} {tokens} tokens"] = whole_layer(name, weights, tokens)
     return table
 
 
@@ -557,39 +539,6 @@ def before_attention(
         "pages": Struct((64, 64, 576), BF16),
         "slots": Struct((tokens,), I32),
     }
-
-
-# Model, format of the matrices, and tokens.
-WHOLE_LAYERS = (
-    ("moonlight", "int4", 1),
-    ("moonlight", "float8_e4m3fn", 1),
-    ("moonlight", "bfloat16", 1),
-    ("v3", "float8_e4m3fn", 1),
-)
-
-
-def whole_layer(name: str, weights: str, tokens: int) -> Kernel:
-    _, width, _, *sizes = BEFORE_ATTENTION[name]
-    before = before_attention(tokens, width, weights, *sizes)
-    layer = dataclasses.replace(
-        feed_forward_layers()[f"{name} parts"], tokens=tokens, weights=weights, split=()
-    )
-    after = layer.shapes()
-    names = "w_uv", "o_proj", "norm", "router", "shared", "routed"
-    cached = Cached(before["pages"], before["slots"], Struct((128,), I32), Struct((1,), I32))
-    return Kernel(
-        "pallas_kernels.whole_layer.mosaic_gpu",
-        {
-            "x": before["x"],
-            "before": before["weights"],
-            "after": LayerWeights(*(after[name] for name in names)),
-            "cos": before["cos"],
-            "sin": before["sin"],
-            "cached": cached,
-        },
-        {"scale": 192**-0.5, "eps": 1e-5, "latent_eps": 1e-6, "after_eps": 1e-6}
-        | {"rule": layer.rule, "config": WholeLayer(132, packed=weights != "bfloat16")},
-    )
 
 
 def projection(rows: int, width: int, dtype: Any) -> Projection:

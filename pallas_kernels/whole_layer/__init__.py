@@ -1,1 +1,0 @@
-"""A whole decoder layer of one token in one Hopper kernel. See :mod:`kernel`."""
