@@ -20,6 +20,7 @@ from benchmarks.tables.steps import (
     prefill,
     sparse_slice,
     speculation,
+    speculation_one,
     two_gpus,
 )
 from benchmarks.tables.summary import summary
@@ -31,9 +32,9 @@ PAGES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, decode, sparse_slice, prefill, two_gpus,
-        all_layers, speculation, quantization, activations, cache_dtype, conversion, cpu,
-        cold_start, summary,
+        kernels, kernels_by_kind, decode, sparse_slice, prefill, two_gpus, all_layers, speculation,
+        speculation_one, quantization, activations, cache_dtype, conversion, cpu, cold_start,
+        summary,
     )
 }  # fmt: skip
 

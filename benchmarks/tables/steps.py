@@ -40,7 +40,9 @@ _TWO_GPUS = (
     "decode_v3_two_gpus_micro_batches_h200",
     "decode_v3_two_gpus_prefill_h200",
 )
-_PREFILL = ("prefill_moonlight_h200", "prefill_v3_h200", "decode_v2_h200")
+_PREFILL = (
+    *("prefill_moonlight_h200", "prefill_moonlight_h200_2", "prefill_v3_h200", "decode_v2_h200"),
+)
 
 
 def routed_evenly(row: dict[str, Any]) -> bool:
@@ -115,13 +117,19 @@ def sparse_slice() -> str:
 
 
 def prefill() -> str:
-    header = ("model", "weights", ">prompts", ">tokens each", ">ms", ">tokens/s", "result")
+    header = ("model", "weights", ">prompts", ">tokens each", "form", ">ms", ">tokens/s")
     rows = (
-        [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", f"{r['ms']:.1f}",
-         f"{r['tokens_per_s']:,.0f}", results.dated_link(name)]
+        [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", _prefill_form(r),
+         f"{r['ms']:.1f}", f"{r['tokens_per_s']:,.0f}", results.dated_link(name)]
         for name, r in results.timed(_PREFILL, "prefill")
     )  # fmt: skip
-    return results.markdown(header, rows)
+    return results.markdown([*header, "result"], rows)
+
+
+def _prefill_form(r: dict[str, Any]) -> str:
+    """Results before 2026-11-27 do not name the form: V2's is an engine's, the others are older
+    than the engine's."""
+    return r.get("chunk_form", "absorbed" if r["model"] == "deepseek-v2" else "expanded")
 
 
 def two_gpus() -> str:
@@ -154,17 +162,38 @@ def all_layers() -> str:
     return results.markdown(header, rows)
 
 
+_SPECULATION = (
+    *("drafts", ">batch", ">temperature", ">depth", ">tokens/s", ">tokens per step"),
+    *(">first draft accepted", ">relative step cost", ">speedup"),
+)
+
+
+def _speculation_row(r: dict[str, Any]) -> list[Any]:
+    return [
+        r["draft"] or "none", r["batch"], f"{r['temperature']:g}", r["depth"],
+        f"{r['tokens_per_s']:,.0f}", f"{r['accept_length']:.2f}",
+        results.share(r["acceptance"][0] if r["acceptance"] else None), f"{r['step_cost']:.2f}",
+        f"{r['speed_up']:.2f}",
+    ]  # fmt: skip
+
+
 def speculation() -> str:
-    header = ("drafts", ">batch", ">temperature", ">depth", ">tokens/s", ">tokens per step")
+    return results.markdown(
+        _SPECULATION, map(_speculation_row, results.read("speculation_h200")["rows"])
+    )
+
+
+def speculation_one() -> str:
+    """Shows one sequence of two models."""
     rows = (
-        [r["draft"] or "none", r["batch"], f"{r['temperature']:g}", r["depth"],
-         f"{r['tokens_per_s']:,.0f}", f"{r['accept_length']:.2f}",
-         results.share(r["acceptance"][0] if r["acceptance"] else None), f"{r['step_cost']:.2f}",
-         f"{r['speed_up']:.2f}"]
-        for r in results.read("speculation_h200")["rows"]
-    )  # fmt: skip
-    more = (">first draft accepted", ">relative step cost", ">speedup")
-    return results.markdown([*header, *more], rows)
+        [model, *_speculation_row(r)]
+        for model, name in (
+            ("346 M", "speculation_one_h200"),
+            ("demo, 10 M", "speculation_demo_one_h200"),
+        )
+        for r in results.read(name)["rows"]
+    )
+    return results.markdown(["model", *_SPECULATION], rows)
 
 
 def cold_start() -> str:

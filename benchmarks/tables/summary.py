@@ -39,9 +39,14 @@ def _compared() -> Iterator[tuple[str, str, list[float], str]]:
         yield what, ", ".join(peers), [row["ratio"] for row in timed], "kernels_h200"
 
     drafted = [
-        r["speed_up"] for r in results.read("speculation_h200")["rows"] if r["draft"] == "mtp"
+        r["speed_up"] for r in results.read("speculation_one_h200")["rows"] if r["draft"] == "mtp"
     ]
-    yield "decode with MTP drafts, 346 M model", "no drafts", drafted, "speculation_h200"
+    yield (
+        "decode one sequence with MTP drafts, 346 M model",
+        "no drafts",
+        drafted,
+        "speculation_one_h200",
+    )
 
     steps = results.read("decode_moonlight_int4_h200")["rows"]
     ms = {(r["dtype"], r["batch"]): r["ms"] for r in steps}
