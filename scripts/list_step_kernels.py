@@ -1,9 +1,11 @@
 """Lists the kernels behind the LM head of a decode step, compiled for a GPU without the GPU.
 
     python -m scripts.list_step_kernels [--layers 2] [--batch 1] [--sampling greedy sampled]
+        [--drafter mtp --depth 1] [--all]
 
 needs JAX's CUDA plugin and ptxas. A kernel's number is that of the kernels from the LM head to it,
-one after the other; those of a longest such chain are marked. scripts/profile_step.py has the times
+one after the other; those of a longest such chain are marked. ``--all`` lists all kernels of a step
+and counts from its start. scripts/profile_step.py has the times
 of kernels of the same names, if the GPU's program is of the same commit and version of XLA.
 """
 
@@ -22,11 +24,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.decode import models, steps
 from benchmarks.profile.chain import last_loop
 from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.generation.drafters import Drafter, MTPDrafter, NgramDrafter
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.topology import topology
 
 CACHED = 1024
 LM_HEAD = "gemm_fusion_dot"  # the last one of a step
+DRAFTERS: dict[str, Drafter] = {"mtp": MTPDrafter(), "ngram": NgramDrafter()}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,6 +40,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", default="bf16", choices=models.WEIGHTS)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=("greedy", "sampled"))
+    parser.add_argument("--drafter", choices=tuple(DRAFTERS))
+    parser.add_argument("--depth", type=int, default=1, help="drafts per step")
+    parser.add_argument("--all", action="store_true", help="list all kernels of a step")
     parser.add_argument("--target", default="h200")
     return parser.parse_args(words)
 
@@ -52,10 +59,15 @@ def compiled(arguments: argparse.Namespace, sampling: str) -> str:
     config = dataclasses.replace(models.config(arguments.model), num_hidden_layers=arguments.layers)
     # The functions that choose kernels read the device from the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        model = models.shapes(config, arguments.weights, "bfloat16", mtp=False)
+        drafter, depth = None, 0
+        if arguments.drafter:
+            drafter, depth = DRAFTERS[arguments.drafter], arguments.depth
+        has_mtp = arguments.drafter == "mtp"
+        model = models.shapes(config, arguments.weights, "bfloat16", mtp=has_mtp)
         graph, weights = nnx.split(model)
         model = nnx.merge(graph, jax.tree.map(on_target, weights))
-        slots = steps.Slots(model, arguments.batch, CACHED + 1 + steps.LONG)
+        longest = CACHED + 1 + steps.LONG * (depth + 1)
+        slots = steps.Slots(model, arguments.batch, longest, drafter, depth)
         programs = slots.programs
         programs.use([on_target(leaf) for leaf in programs.leaves])
         options = StepOptions("greedy" if sampling == "greedy" else "sampled")
@@ -70,11 +82,12 @@ def main() -> None:
     # It cannot load a program whose device is missing.
     jax.config.update("jax_enable_compilation_cache", False)
     for sampling in arguments.sampling:
-        loop = last_loop(compiled(arguments, sampling), LM_HEAD)
+        loop = last_loop(compiled(arguments, sampling), None if arguments.all else LM_HEAD)
         longest = loop.longest()
+        behind = "" if arguments.all else f"{len(loop.kernels)} behind the LM head, "
         print(
             f"{sampling}: {loop.body} kernels in a step, {loop.condition} in the loop's condition;"
-            f" {len(loop.kernels)} behind the LM head, {len(longest)} one after the other"
+            f" {behind}{len(longest)} one after the other"
         )
         for kernel in loop.kernels:
             print(f"  {kernel.depth:2} {'*' if kernel.name in longest else ' '} {kernel.name}")

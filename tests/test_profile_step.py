@@ -98,6 +98,16 @@ ENTRY %main (start: (s32[], f32[8])) -> (s32[], f32[8]) {
 """
 
 
+def test_all_kernels_of_a_step():
+    loop = last_loop(LOOP, None)
+    assert loop.body == len(loop.kernels) == 6
+    assert {kernel.name: kernel.depth for kernel in loop.kernels} == {
+        "next": 1, "gemm_fusion_dot.1": 2, "gemm_fusion_dot.2": 3, "best": 4, "sorted": 4,
+        "total": 5,
+    }  # fmt: skip
+    assert loop.longest() == ["next", "gemm_fusion_dot.1", "gemm_fusion_dot.2", "best", "total"]
+
+
 def test_kernels_behind_the_lm_head():
     loop = last_loop(LOOP, "gemm_fusion_dot")
     assert (loop.body, loop.condition) == (6, 1)

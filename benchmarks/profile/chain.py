@@ -29,7 +29,7 @@ class Loop:
     body: int
     condition: int
     kernels: list[Kernel]
-    """The kernels that wait for the first one, by depth."""
+    """The kernels that wait for the first one, or all, by depth."""
 
     def longest(self) -> list[str]:
         """Returns the names of the longest chain, without the first kernel."""
@@ -41,11 +41,12 @@ class Loop:
         return chain
 
 
-def last_loop(hlo: str, first: str) -> Loop:
+def last_loop(hlo: str, first: str | None) -> Loop:
     """Analyses the last loop of a module's text, which for decode steps is the one over steps.
 
     Args:
-      first: how the name of the first kernel begins, the last such kernel of the loop.
+      first: how the name of the first kernel begins, the last such kernel of the loop. None stands
+        for all kernels of the loop.
 
     Raises:
       ValueError: the module has no loop, or its body no such kernel.
@@ -57,14 +58,18 @@ def last_loop(hlo: str, first: str) -> Loop:
     condition, body = loops[-1]
     operations = dict(map(_parse, computations[body]))
     launched = [name for name, (opcode, _) in operations.items() if opcode in _LAUNCHED]
-    roots = [name for name in launched if name.startswith(first)]
-    if not roots:
-        raise ValueError(f"first: expected the beginning of a kernel's name, got {first!r}")
     # HLO text lists operations after their operands. Depth, and the last kernel of the chain.
-    chains = {roots[-1]: (0, roots[-1])}
+    chains: dict[str, tuple[int, str]] = {}
+    if first is not None:
+        roots = [name for name in launched if name.startswith(first)]
+        if not roots:
+            raise ValueError(f"first: expected the beginning of a kernel's name, got {first!r}")
+        chains[roots[-1]] = 0, roots[-1]
     kernels = []
     for name, (opcode, operands) in operations.items():
         before = [chains[each] for each in operands if each in chains]
+        if first is None and not before:
+            before = [(0, "")]
         if name in chains or not before:
             continue
         depth, last = max(before)
