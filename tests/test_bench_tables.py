@@ -69,6 +69,19 @@ def test_decode_shows_the_last_result_and_its_fastest_form(results, monkeypatch)
         assert f"results/{names[-1]}.json" in line
 
 
+def test_decode_shows_no_form_that_no_longer_exists(results, monkeypatch):
+    row = {"phase": "decode", "model": "m", "dtype": "fp8", "batch": 1, "context": 4096}
+    row |= {"tokens_per_s": 1.0}
+    rows = [
+        row | {"ms": 3.0, "feed_forward": "mosaic_gpu"},
+        row | {"ms": 2.0, "feed_forward": "whole_layer"},
+    ]
+    results["one"] = {"date": "one", "machine": H200, "read_gbs": 4393.0, "rows": rows}
+    monkeypatch.setattr(steps, "_DECODE", ("one",))
+    (line,) = steps.decode().splitlines()[2:]
+    assert line.startswith("| m | fp8 | 1 | 4,096 | 3.00 |")
+
+
 def test_shares_use_the_same_peak():
     row = {"floor_fraction": 0.9}
     of_h200 = {"machine": H200, "read_gbs": read_gbs(H200)}

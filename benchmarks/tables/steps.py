@@ -19,6 +19,7 @@ _DECODE = (
     "decode_moonlight_whole_layer_bf16_h200",
     "decode_moonlight_whole_layer_fp8_h200",
     "decode_moonlight_whole_layer_int4_h200",
+    "decode_moonlight_whole_layer_int4_h200_2",
     "decode_v3_h200",
     "decode_v3_h200_2",
     "decode_v3_many_h200",
