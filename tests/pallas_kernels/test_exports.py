@@ -1,6 +1,7 @@
 """pallas_kernels.hopper.lowered_once with functions that a CPU can run."""
 
 import functools
+import re
 import threading
 import time
 from typing import NamedTuple
@@ -252,7 +253,8 @@ def test_a_donated_array_is_overwritten():
     plain, ours = (program.memory_analysis() for program in compiled)
     assert plain.alias_size_in_bytes == ours.alias_size_in_bytes == 1024 * 64 * 4
     assert plain.temp_size_in_bytes == ours.temp_size_in_bytes
-    assert "copy" not in compiled[1].as_text()
+    # The opcode, not the word, which may be in the path of a source file.
+    assert not re.search(r" copy(-start)?\(", compiled[1].as_text())
 
 
 def test_refs_are_changed_around_it(counted):
