@@ -1,7 +1,7 @@
 """Lists the kernels behind the LM head of a decode step, compiled for a GPU without the GPU.
 
     python -m scripts.list_step_kernels [--layers 2] [--batch 1] [--sampling greedy sampled]
-        [--drafter mtp --depth 1] [--all]
+        [--drafter mtp --depth 1] [--feed-forward mosaic_gpu] [--all]
 
 needs JAX's CUDA plugin and ptxas. A kernel's number is that of the kernels from the LM head to it,
 one after the other; those of a longest such chain are marked. ``--all`` lists all kernels of a step
@@ -24,13 +24,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.decode import models, steps
 from benchmarks.profile.chain import last_loop
 from dsv3_jax.engine.step_options import StepOptions
-from dsv3_jax.generation.drafters import Drafter, MTPDrafter, NgramDrafter
+from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.topology import topology
 
 CACHED = 1024
 LM_HEAD = "gemm_fusion_dot"  # the last one of a step
-DRAFTERS: dict[str, Drafter] = {"mtp": MTPDrafter(), "ngram": NgramDrafter()}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,8 +39,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", default="bf16", choices=models.WEIGHTS)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=("greedy", "sampled"))
-    parser.add_argument("--drafter", choices=tuple(DRAFTERS))
+    parser.add_argument("--drafter", choices=("mtp", "ngram"))
     parser.add_argument("--depth", type=int, default=1, help="drafts per step")
+    parser.add_argument("--feed-forward", choices=models.FEED_FORWARD, help="form of all layers")
     parser.add_argument("--all", action="store_true", help="list all kernels of a step")
     parser.add_argument("--target", default="h200")
     return parser.parse_args(words)
@@ -59,15 +59,15 @@ def compiled(arguments: argparse.Namespace, sampling: str) -> str:
     config = dataclasses.replace(models.config(arguments.model), num_hidden_layers=arguments.layers)
     # The functions that choose kernels read the device from the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        drafter, depth = None, 0
-        if arguments.drafter:
-            drafter, depth = DRAFTERS[arguments.drafter], arguments.depth
+        drafts = DraftPlan.read(arguments.drafter, arguments.depth, config)
+        depth = max(drafts.depths)
         has_mtp = arguments.drafter == "mtp"
         model = models.shapes(config, arguments.weights, "bfloat16", mtp=has_mtp)
         graph, weights = nnx.split(model)
         model = nnx.merge(graph, jax.tree.map(on_target, weights))
+        model.use_feed_forward(arguments.feed_forward)
         longest = CACHED + 1 + steps.LONG * (depth + 1)
-        slots = steps.Slots(model, arguments.batch, longest, drafter, depth)
+        slots = steps.Slots(model, arguments.batch, longest, drafts.drafter, depth)
         programs = slots.programs
         programs.use([on_target(leaf) for leaf in programs.leaves])
         options = StepOptions("greedy" if sampling == "greedy" else "sampled")

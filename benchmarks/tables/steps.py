@@ -42,7 +42,10 @@ _TWO_GPUS = (
     "decode_v3_two_gpus_prefill_h200",
 )
 _PREFILL = (
-    *("prefill_moonlight_h200", "prefill_moonlight_h200_2", "prefill_v3_h200", "decode_v2_h200"),
+    "prefill_moonlight_h200",
+    "prefill_moonlight_h200_2",
+    "prefill_v3_h200",
+    "decode_v2_h200",
 )
 
 
@@ -164,8 +167,15 @@ def all_layers() -> str:
 
 
 _SPECULATION = (
-    *("drafts", ">batch", ">temperature", ">depth", ">tokens/s", ">tokens per step"),
-    *(">first draft accepted", ">relative step cost", ">speedup"),
+    "drafts",
+    ">batch",
+    ">temperature",
+    ">depth",
+    ">tokens/s",
+    ">tokens per step",
+    ">first draft accepted",
+    ">relative step cost",
+    ">speedup",
 )
 
 

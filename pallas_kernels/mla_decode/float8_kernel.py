@@ -1,7 +1,7 @@
 """The Hopper split-KV kernel of mla_decode for a float8 cache and an odd number of tiles.
 
-With an even number, :mod:`float8_pairs_kernel` takes 0.89 of its time. It would have to add a tile
-of padding to an odd one, as with 64 heads.
+With an even number, :mod:`float8_pairs_kernel` is faster. It would have to add a tile of padding to
+an odd one, as with 64 heads.
 
 A program processes one tile of 64 query rows (of a sequence's T * H) over one partition of the
 schedule, one key block of 64 cached tokens after the other. Its three warpgroups are specialised
