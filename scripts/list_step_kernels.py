@@ -60,7 +60,7 @@ def compiled(arguments: argparse.Namespace, sampling: str) -> str:
     # The functions that choose kernels read the device from the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         drafts = DraftPlan.read(arguments.drafter, arguments.depth, config)
-        depth = max(drafts.depths)
+        depth = drafts.max_depth
         has_mtp = arguments.drafter == "mtp"
         model = models.shapes(config, arguments.weights, "bfloat16", mtp=has_mtp)
         graph, weights = nnx.split(model)
