@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsv3_jax.cli.interrupts import Interrupts
 from dsv3_jax.cli.main import main
 
 Hook = Callable[[], object]
@@ -75,7 +76,9 @@ def _run(arguments: list[str], log: str, hook: Hook | None) -> None:
     os.fsync = lambda descriptor: None  # syncing is slow, and these tests have no power failures
     if hook is not None:
         hook()
-    status = main(arguments)
+    # As in the real command. Otherwise Python drops an interrupt that arrives in a callback of the
+    # garbage collector, and the command goes on to the end.
+    status = main(arguments, Interrupts())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
