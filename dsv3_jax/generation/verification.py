@@ -57,6 +57,12 @@ def verify(
     # once for both.
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
+    def sample_each(logits: jax.Array) -> jax.Array:
+        def sample_one(logits: jax.Array, k: jax.Array) -> jax.Array:
+            return sample_filtered(logits, sampling, positions + k, NEXT)
+
+        return jax.vmap(sample_one, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(K + 1))
+
     def verify_greedy() -> tuple[jax.Array, jax.Array]:
         is_accepted = best[:, :K] == drafts.tokens if forced is None else forced
         accepted = num_leading_true(is_accepted & is_draft)
@@ -69,20 +75,17 @@ def verify(
         p_x, q_x = (_at_tokens(x, drafts.tokens) for x in (p[:, :K], q))
         is_accepted = u * q_x < p_x if forced is None else forced
         accepted = num_leading_true(is_accepted & is_draft)
-        log_p_next = _at_position(log_p, accepted)
-        own = sample_filtered(log_p_next, sampling, positions + accepted, NEXT)
-        if K:
-            # If no draft was rejected, the token is sampled from p: q counts as zero.
-            is_rejected = (accepted < drafts.counts) & (forced is None)
-            q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-            q = jnp.where(is_rejected[:, None], _at_position(q, accepted), 0.0)
-            residual = _log_residual(log_p_next, _at_position(p, accepted), q)
-            other = sample_filtered(residual, sampling, positions + accepted, NEXT)
+        # The token after each draft, if that one is the last to be accepted. To sample only the one
+        # that is needed would take longer on a GPU: each kernel would wait for ``accepted``.
+        own = sample_each(log_p)
+        if K and forced is None:
+            # After the last draft the token is sampled from p: q counts as zero.
+            q = jnp.pad(jnp.where(is_draft[..., None], q, 0.0), ((0, 0), (0, 1), (0, 0)))
+            residual = _log_residual(log_p, p, q)
+            other = sample_each(residual)
             # If p and q are almost equal, rounding may reject a draft although no residual is left.
-            is_empty = jnp.take_along_axis(residual, other[:, None], axis=1)[:, 0] == -jnp.inf
-            own = jnp.where(is_empty, own, other)
-        tokens = jnp.where(jnp.arange(K + 1) == accepted[:, None], own[:, None], padded_drafts)
-        return tokens, accepted
+            own = jnp.where(_at_tokens(residual, other) == -jnp.inf, own, other)
+        return jnp.where(jnp.arange(K + 1) < accepted[:, None], padded_drafts, own), accepted
 
     return sampling.choose(verify_sampled, verify_greedy)
 
@@ -97,12 +100,6 @@ def _at_tokens(x: Float32[Array, "B K W"], tokens: Int[Array, "B K"]) -> Float32
     return jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0]
 
 
-def _at_position(x: Float32[Array, "B T W"], position: Int[Array, " B"]) -> Float32[Array, "B W"]:
-    """Selects one position per sequence. ``x[sequence, position]`` would do the same, but on a mesh
-    XLA would send all sequences to all devices."""
-    return jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
-
-
 def _draft_probabilities(drafts: Drafts, W: int) -> Float32[Array, "B K W"]:
     if drafts.logits is None:
         return jax.nn.one_hot(drafts.tokens, W, dtype=jnp.float32)
@@ -110,7 +107,7 @@ def _draft_probabilities(drafts: Drafts, W: int) -> Float32[Array, "B K W"]:
 
 
 def _log_residual(
-    log_p: Float32[Array, "B W"], p: Float32[Array, "B W"], q: Float32[Array, "B W"]
-) -> Float32[Array, "B W"]:
+    log_p: Float32[Array, "B T W"], p: Float32[Array, "B T W"], q: Float32[Array, "B T W"]
+) -> Float32[Array, "B T W"]:
     """Returns ``log max(p - q, 0)`` up to a constant; exactly ``log_p`` where q is zero."""
     return jnp.where(q < p, log_p + jnp.log1p(-q / jnp.where(q < p, p, 1.0)), -jnp.inf)
