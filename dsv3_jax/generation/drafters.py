@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -43,8 +44,9 @@ class Drafts(NamedTuple):
     counts: Int[Array, " B"]
     """Number of proposed tokens. The entries of ``tokens`` after them are undefined."""
     logits: Float32[Array, "B K W"] | None
-    """Logits that each token was sampled from, before temperature and filters. None if the drafter
-    is deterministic: then each token has probability 1."""
+    """Logits that each token was sampled from, after temperature and filters: the second result of
+    :func:`~dsv3_jax.generation.sampling.sample`. None if the drafter is deterministic: then each
+    token has probability 1."""
 
     @classmethod
     def empty(cls, batch_size: int) -> Drafts:
@@ -143,8 +145,10 @@ class MTPDrafter:
                     cache,
                     "absorbed",
                 )
-            logits.append(mask_vocab_padding(model.logits(hidden.post_norm[:, 0]), vocab_size))
-            tokens.append(sample(logits[-1], sampling, context.lengths + k, DRAFT))
+            predicted = mask_vocab_padding(model.logits(hidden.post_norm[:, 0]), vocab_size)
+            token, filtered = sample(predicted, sampling, context.lengths + k, DRAFT)
+            tokens.append(token)
+            logits.append(filtered)
         if not depth:
             return Drafts.empty(len(context.tokens)), cache
         # After a prompt of one token there is no hidden state to draft from.
@@ -187,7 +191,9 @@ class NgramDrafter:
         matches = jnp.broadcast_to(ends < lengths - 1, (B, S))
         for n in range(self.longest):
             last = jnp.take_along_axis(context.tokens, jnp.maximum(lengths - 1 - n, 0), axis=1)
-            matches &= (jnp.roll(context.tokens, n, axis=1) == last) & (ends >= n)
+            # The tokens n positions earlier. No token is -1.
+            earlier = jax.lax.pad(context.tokens, jnp.int32(-1), ((0, 0, 0), (n, -n, 0)))
+            matches &= earlier == last
             match_lengths += matches
         scores = jnp.where(match_lengths >= self.shortest, match_lengths * S + ends, -1)
         best_score = jnp.max(scores, axis=1)

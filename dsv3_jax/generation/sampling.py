@@ -101,9 +101,9 @@ def filter_mask(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array
     Args:
       logits: logits divided by the temperature.
     """
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    rank = jnp.arange(logits.shape[-1])
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    negated, order = jax.lax.sort((-logits, ids), num_keys=1, is_stable=True)
+    ranked, rank = -negated, jnp.arange(logits.shape[-1])
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1])
     keep = rank < top_k[:, None]
     probabilities = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
@@ -134,10 +134,11 @@ def filter_logits(
     settings = jax.tree.map(lambda column: jnp.repeat(column, count, axis=0), sampling)
     flat = logits.reshape(B * count, W)
     is_greedy = (settings.temperature < jnp.finfo(jnp.float32).tiny)[:, None]
-    # Relative to the maximum, so that no temperature makes several logits +inf.
-    relative = flat - jnp.max(flat, axis=-1, keepdims=True)
+    # Relative to the maximum, so that no temperature makes several logits +inf. With this sign,
+    # because they are sorted by it: on a GPU, negating them would be one more kernel.
+    below = jnp.max(flat, axis=-1, keepdims=True) - flat
     temperature = jnp.minimum(settings.temperature, _MAX_TEMPERATURE)[:, None]
-    scaled = relative / jnp.where(is_greedy, 1.0, temperature)
+    scaled = -(below / jnp.where(is_greedy, 1.0, temperature))
     is_best = jnp.arange(W) == jnp.argmax(flat, axis=-1)[:, None]
     keep = jnp.where(is_greedy, is_best, filter_mask(scaled, settings))
     return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)
@@ -187,12 +188,15 @@ def sample(
     sampling: Sampling,
     positions: Int[Array, " B"],
     purpose: int = NEXT,
-) -> Int[Array, " B"]:
-    """Returns each sequence's token at ``positions``, greedy or sampled by its settings."""
-    return sampling.choose(
-        lambda: sample_filtered(filter_logits(logits, sampling), sampling, positions, purpose),
-        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-    )
+) -> tuple[Int[Array, " B"], Float32[Array, "B W"]]:
+    """Returns each sequence's token at ``positions``, greedy or sampled by its settings, and the
+    result of :func:`filter_logits`. If all sequences are greedy, that is ``logits`` instead."""
+
+    def sampled() -> tuple[jax.Array, jax.Array]:
+        filtered = filter_logits(logits, sampling)
+        return sample_filtered(filtered, sampling, positions, purpose), filtered
+
+    return sampling.choose(sampled, lambda: (jnp.argmax(logits, axis=-1).astype(jnp.int32), logits))
 
 
 def mask_vocab_padding(

@@ -12,7 +12,7 @@ from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
-from dsv3_jax.generation.verification import verify
+from dsv3_jax.generation.verification import num_leading_true, verify
 
 
 class NewTokens(NamedTuple):
@@ -76,8 +76,7 @@ def select_tokens(
     # Without adjustments the same argmax as in verify, which XLA computes once.
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
     max_logits = jnp.take_along_axis(logits, best, axis=-1)
-    is_finite = jnp.isfinite(max_logits[..., 0]).astype(jnp.int32)
-    num_finite = jnp.cumprod(is_finite, axis=1).sum(axis=1)
+    num_finite = num_leading_true(jnp.isfinite(max_logits[..., 0]))
     is_non_finite = num_finite < counts
     counts = jnp.where(is_running, jnp.minimum(counts, num_finite), 0).astype(jnp.int32)
     is_full = lengths + counts >= limits

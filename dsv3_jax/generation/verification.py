@@ -46,66 +46,68 @@ def verify(
     """
     K = drafts.tokens.shape[1]
     is_draft = jnp.arange(K) < drafts.counts[:, None]
-    uniform = [random_values(jax.random.uniform, sampling, positions + k, ACCEPT) for k in range(K)]
-    u = jnp.stack(uniform, axis=1) if uniform else jnp.zeros(drafts.tokens.shape)
+
+    def uniform(k: jax.Array) -> jax.Array:
+        return random_values(jax.random.uniform, sampling, positions + k, ACCEPT)
+
+    u = jax.vmap(uniform, out_axes=1)(jnp.arange(K)) if K else jnp.zeros(drafts.tokens.shape)
     forced = None if acceptance is None else u < acceptance
     padded_drafts = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
     # Outside the greedy branch, because the decode loop computes it too: XLA then reads the logits
     # once for both.
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
+    def sample_each(logits: jax.Array) -> jax.Array:
+        def sample_one(logits: jax.Array, k: jax.Array) -> jax.Array:
+            return sample_filtered(logits, sampling, positions + k, NEXT)
+
+        return jax.vmap(sample_one, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(K + 1))
+
     def verify_greedy() -> tuple[jax.Array, jax.Array]:
         is_accepted = best[:, :K] == drafts.tokens if forced is None else forced
-        accepted = _num_leading_true(is_accepted & is_draft)
+        accepted = num_leading_true(is_accepted & is_draft)
         return jnp.where(jnp.arange(K + 1) < accepted[:, None], padded_drafts, best), accepted
 
     def verify_sampled() -> tuple[jax.Array, jax.Array]:
         log_p = filter_logits(logits, sampling)
         p = jax.nn.softmax(log_p, axis=-1)
-        q = _draft_probabilities(drafts, sampling, logits.shape[-1])
+        q = _draft_probabilities(drafts, logits.shape[-1])
         p_x, q_x = (_at_tokens(x, drafts.tokens) for x in (p[:, :K], q))
         is_accepted = u * q_x < p_x if forced is None else forced
-        accepted = _num_leading_true(is_accepted & is_draft)
-        log_residual = _at_position(log_p, accepted)
-        if K:
-            # If no draft was rejected, the token is sampled from p: q counts as zero.
-            is_rejected = (accepted < drafts.counts) & (forced is None)
-            q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-            q = jnp.where(is_rejected[:, None], _at_position(q, accepted), 0.0)
-            log_residual = _log_residual(log_residual, _at_position(p, accepted), q)
-        own = sample_filtered(log_residual, sampling, positions + accepted, NEXT)
-        tokens = jnp.where(jnp.arange(K + 1) == accepted[:, None], own[:, None], padded_drafts)
-        return tokens, accepted
+        accepted = num_leading_true(is_accepted & is_draft)
+        # The token after each draft, if that one is the last to be accepted. To sample only the one
+        # that is needed would take longer on a GPU: each kernel would wait for ``accepted``.
+        own = sample_each(log_p)
+        if K and forced is None:
+            # After the last draft the token is sampled from p: q counts as zero.
+            q = jnp.pad(jnp.where(is_draft[..., None], q, 0.0), ((0, 0), (0, 1), (0, 0)))
+            residual = _log_residual(log_p, p, q)
+            other = sample_each(residual)
+            # If p and q are almost equal, rounding may reject a draft although no residual is left.
+            own = jnp.where(_at_tokens(residual, other) == -jnp.inf, own, other)
+        return jnp.where(jnp.arange(K + 1) < accepted[:, None], padded_drafts, own), accepted
 
     return sampling.choose(verify_sampled, verify_greedy)
 
 
-def _num_leading_true(mask: Bool[Array, "B K"]) -> Int[Array, " B"]:
+def num_leading_true(mask: Bool[Array, "B K"]) -> Int[Array, " B"]:
     """Returns the number of True entries before the first False."""
-    return jnp.sum(jnp.cumprod(mask.astype(jnp.int32), axis=1), axis=1)
+    K = mask.shape[1]
+    return jnp.min(jnp.where(mask, K, jnp.arange(K)), axis=1, initial=K)
 
 
 def _at_tokens(x: Float32[Array, "B K W"], tokens: Int[Array, "B K"]) -> Float32[Array, "B K"]:
     return jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0]
 
 
-def _at_position(x: Float32[Array, "B T W"], position: Int[Array, " B"]) -> Float32[Array, "B W"]:
-    """Selects one position per sequence. ``x[sequence, position]`` would do the same, but on a mesh
-    XLA would send all sequences to all devices."""
-    return jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
-
-
-def _draft_probabilities(drafts: Drafts, sampling: Sampling, W: int) -> Float32[Array, "B K W"]:
+def _draft_probabilities(drafts: Drafts, W: int) -> Float32[Array, "B K W"]:
     if drafts.logits is None:
         return jax.nn.one_hot(drafts.tokens, W, dtype=jnp.float32)
-    return jax.nn.softmax(filter_logits(drafts.logits, sampling), axis=-1)
+    return jax.nn.softmax(drafts.logits, axis=-1)
 
 
 def _log_residual(
-    log_p: Float32[Array, "B W"], p: Float32[Array, "B W"], q: Float32[Array, "B W"]
-) -> Float32[Array, "B W"]:
+    log_p: Float32[Array, "B T W"], p: Float32[Array, "B T W"], q: Float32[Array, "B T W"]
+) -> Float32[Array, "B T W"]:
     """Returns ``log max(p - q, 0)`` up to a constant; exactly ``log_p`` where q is zero."""
-    residual = jnp.where(q < p, log_p + jnp.log1p(-q / jnp.where(q < p, p, 1.0)), -jnp.inf)
-    # If p and q are almost equal, rounding may reject a draft although no residual is left.
-    is_empty = jnp.all(residual == -jnp.inf, axis=-1, keepdims=True)
-    return jnp.where(is_empty, log_p, residual)
+    return jnp.where(q < p, log_p + jnp.log1p(-q / jnp.where(q < p, p, 1.0)), -jnp.inf)

@@ -24,7 +24,7 @@ from pallas_kernels.route.lanes import (
 )
 from pallas_kernels.route.reference import Rule
 
-_CHOSEN = -(2**31)  # an expert that is already chosen: below the integer of every score
+LOWEST = -(2**31)  # of no expert, or of one that is already chosen: below every score's integer
 _MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
 _FLIP = 2**31 - 1
 
@@ -73,7 +73,7 @@ def mask_groups(
     values = []
     for masks in members:
         values_of_group = [
-            ranked[c] if inside is None else select(ranked[c], inside, _CHOSEN)
+            ranked[c] if inside is None else select(ranked[c], inside, LOWEST)
             for c, inside in masks.items()
         ]
         best = over_warp(jnp.max, maximum(values_of_group))
@@ -81,7 +81,7 @@ def mask_groups(
             own = [columns[c] for c in masks]
             first = first_of(values_of_group, best, own)
             others = [
-                select(x, o != first, _CHOSEN) for o, x in zip(own, values_of_group, strict=True)
+                select(x, o != first, LOWEST) for o, x in zip(own, values_of_group, strict=True)
             ]
             second = over_warp(jnp.max, maximum(others))
             best = as_integer(as_float(best) + as_float(second))
@@ -111,14 +111,14 @@ def top_k(
         ]
         chosen.append(first)
         found_bits.append(over_warp(jnp.sum, functools.reduce(jnp.bitwise_or, bits_of_first)))
-        ranked = [select(x, o != first, _CHOSEN) for o, x in zip(columns, ranked, strict=True)]
+        ranked = [select(x, o != first, LOWEST) for o, x in zip(columns, ranked, strict=True)]
     return chosen, found_bits
 
 
 def first_of(values: list[jax.Array], value: jax.Array, columns: list[jax.Array]) -> jax.Array:
     """Returns the lowest column with ``value``: a maximum of negated columns, one instruction."""
     negated = [
-        select(-column, x == value, _CHOSEN) for x, column in zip(values, columns, strict=True)
+        select(-column, x == value, LOWEST) for x, column in zip(values, columns, strict=True)
     ]
     return -over_warp(jnp.max, maximum(negated))
 

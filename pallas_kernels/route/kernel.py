@@ -32,7 +32,14 @@ from jaxtyping import Array, Float32, Int
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import meet, sync_cluster, sync_program
-from pallas_kernels.route.choice import as_integer, mask_groups, scores_of, to_lanes, top_k
+from pallas_kernels.route.choice import (
+    LOWEST,
+    as_integer,
+    mask_groups,
+    scores_of,
+    to_lanes,
+    top_k,
+)
 from pallas_kernels.route.lanes import (
     LANES,
     WARPS,
@@ -235,16 +242,20 @@ class _Program:
         token, number, exists = self.token_of(step)
         token = jnp.minimum(token, self.tokens - 1)
         chunks = range(0, E, LANES)
-        logits = [self._load_rows(self.refs["logits"], token * E + c, LANES) for c in chunks]
+        logits = [self._load_experts("logits", token * E, c) for c in chunks]
         scores = scores_of(logits, self.rule)
         for c, of_chunk in zip(chunks, scores, strict=True):
-            self._store_rows(self.refs["scores"], token * E + c, of_chunk, LANES, exists)
+            width = min(E - c, LANES)
+            self._store_rows(self.refs["scores"], token * E + c, of_chunk, width, exists)
         choice = scores
         if "bias" in self.refs:
-            biases = [self._load_rows(self.refs["bias"], filled(c), LANES) for c in chunks]
+            biases = [self._load_experts("bias", filled(0), c) for c in chunks]
             choice = [s + b for s, b in zip(scores, biases, strict=True)]
         experts_of_chunks = [lane + c for c in chunks]
-        ranked = mask_groups([as_integer(x) for x in choice], experts_of_chunks, E, self.rule)
+        ranked = [as_integer(x) for x in choice]
+        if E % LANES:  # the last chunk's remaining lanes have no expert
+            ranked[-1] = select(ranked[-1], experts_of_chunks[-1] < E, LOWEST)
+        ranked = mask_groups(ranked, experts_of_chunks, E, self.rule)
         chosen, bits = top_k(ranked, [bits_of(s) for s in scores], experts_of_chunks, K)
 
         experts = to_lanes(chosen, lane)
@@ -261,6 +272,14 @@ class _Program:
         at = self._words_at(number) + columns
         set_bits(self.refs["members"], at, self._bit(number), K, sets, self.interpret)
         return columns
+
+    def _load_experts(self, name: str, first: jax.Array, chunk: int) -> jax.Array:
+        """Loads one number per expert from ``first + chunk`` on, and -inf where a lane has none."""
+        width = min(self.experts - chunk, LANES)
+        if width == LANES:
+            return self._load_rows(self.refs[name], first + chunk, LANES)
+        at = first + chunk + jnp.minimum(self.lane, width - 1)
+        return jnp.where(self.lane < width, self._load(self.refs[name], at, width), -jnp.inf)
 
     def columns_of(self, step: Any) -> jax.Array:
         """Returns the columns of a token's pairs in the first K lanes."""

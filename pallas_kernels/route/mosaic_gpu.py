@@ -13,7 +13,6 @@ from pallas_kernels.route.kernel import choose_and_sort
 from pallas_kernels.route.plan import MAX_TOKENS
 from pallas_kernels.route.reference import Routes, Rule
 
-_EXPERT_MULTIPLE = 32
 _MAX_EXPERTS = 384
 _MAX_EXPERTS_PER_TOKEN = 16
 _MAX_GROUPS = 8
@@ -36,17 +35,15 @@ def route(
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
 
     Raises:
-      NotImplementedError: no Hopper GPU; no tokens or more than 16,384; a number of experts that is
-        not a multiple of 32 or exceeds 384; K > 16; or more than 8 groups.
+      NotImplementedError: no Hopper GPU; no tokens or more than 16,384; more than 384 experts;
+        K > 16; or more than 8 groups.
     """
     require_hopper(interpret)
     (M, E), K = logits.shape, rule.num_experts_per_tok
     if not 0 < M <= MAX_TOKENS:
         raise NotImplementedError(f"takes 1 to {MAX_TOKENS} tokens, got {M}")
-    if E % _EXPERT_MULTIPLE or not 0 < E <= _MAX_EXPERTS:
-        raise NotImplementedError(
-            f"takes a multiple of {_EXPERT_MULTIPLE} experts, {_MAX_EXPERTS} at most, got {E}"
-        )
+    if E > _MAX_EXPERTS:
+        raise NotImplementedError(f"takes {_MAX_EXPERTS} experts at most, got {E}")
     if K > _MAX_EXPERTS_PER_TOKEN:
         raise NotImplementedError(
             f"takes {_MAX_EXPERTS_PER_TOKEN} experts per token at most, got {K}"

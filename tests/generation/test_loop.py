@@ -216,7 +216,7 @@ class TestSettingsReachTheSampler:
         names = ("temperature", "top_k", "top_p", "min_p", "seed")
         settings = {name: np.full(n, request[name]) for name in names}
         sampling = Sampling.pack(stop_tokens=np.full((n, 1), -1), **settings)
-        sampled = sample(jnp.asarray(logits), sampling, jnp.arange(begin, begin + n))
+        sampled, _ = sample(jnp.asarray(logits), sampling, jnp.arange(begin, begin + n))
         assert out.tokens == sampled.tolist()
 
     @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])

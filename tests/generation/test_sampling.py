@@ -14,7 +14,7 @@ from dsv3_jax.generation.sampling import Sampling, SamplingMode, filter_mask, sa
 Options = dict[str, Any]
 
 run_filter_mask = jax.jit(filter_mask)
-run_sample = jax.jit(sample)
+run_sample = jax.jit(lambda *arguments: sample(*arguments)[0])
 
 
 def sampling(batch: list[Options]) -> Sampling:
@@ -271,7 +271,7 @@ class TestMode:
     def sample(self, mode: SamplingMode | None, temperatures: list[float]) -> jax.Array:
         batch = sampling([{"temperature": t, "seed": i} for i, t in enumerate(temperatures)])
         settings = dataclasses.replace(batch, mode=mode)
-        return sample(jnp.asarray(self.logits), settings, jnp.asarray(self.positions))
+        return sample(jnp.asarray(self.logits), settings, jnp.asarray(self.positions))[0]
 
     @pytest.mark.parametrize(
         ("mode", "temperatures"),

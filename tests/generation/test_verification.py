@@ -46,10 +46,11 @@ def repeated(options: Options, count: int = N) -> Sampling:
 
 
 @jax.jit
-def sample_drafts(logits: jax.Array, settings: Sampling) -> jax.Array:
+def sample_drafts(logits: jax.Array, settings: Sampling) -> tuple[jax.Array, jax.Array]:
     positions = jnp.full(logits.shape[0], 9)
-    tokens = [sample(logits[:, k], settings, positions + k, DRAFT) for k in range(K)]
-    return jnp.stack(tokens, axis=1)
+    sampled = [sample(logits[:, k], settings, positions + k, DRAFT) for k in range(K)]
+    tokens, filtered = zip(*sampled, strict=True)
+    return jnp.stack(tokens, axis=1), jnp.stack(filtered, axis=1)
 
 
 def drafts_of(logits: np.ndarray | None, settings: Sampling) -> Drafts:
@@ -58,7 +59,8 @@ def drafts_of(logits: np.ndarray | None, settings: Sampling) -> Drafts:
     if logits is None:
         return Drafts(jnp.array(np.tile(np.array([[2, 4]], np.int32), (N, 1))), counts, None)
     batch = jnp.array(np.tile(np.asarray(logits, np.float32), (N, 1, 1)))
-    return Drafts(sample_drafts(batch, settings), counts, batch)
+    tokens, filtered = sample_drafts(batch, settings)
+    return Drafts(tokens, counts, filtered)
 
 
 def run(
@@ -176,9 +178,8 @@ class TestGreedy:
             seed=np.arange(N),
             stop_tokens=np.full((N, 8), -1),
         )
-        # A greedy draft is the most probable token of its own logits.
-        logits = np.tile(TARGET[:2], (8, 1, 1))
-        logits = np.where(np.arange(W) == draft_tokens[..., None], np.float32(9), logits)
+        # At temperature 0, the filters leave the draft alone.
+        logits = np.where(np.arange(W) == draft_tokens[..., None], np.float32(0), -np.inf)
         for draft_logits in (None, jnp.array(np.tile(logits, (times, 1, 1)))):
             tokens = jnp.array(np.tile(draft_tokens, (times, 1)))
             drafts = Drafts(tokens, jnp.array(np.tile(counts, times)), draft_logits)

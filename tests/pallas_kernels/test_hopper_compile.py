@@ -415,6 +415,7 @@ def kernels() -> dict[str, Kernel]:
         "route most tokens and choices": routed(16384, 384, 16, 8, 4),
         "route most choices": routed(64, 384, 16, 8, 4),
         "route groups of 20": routed(4, 160, 6, 8, 3),
+        "route 16 experts": routed(2, 16, 4, 4, 2),
     }
     for devices in (2, 4):
         # 64 tokens of DeepSeek-V3, with their routing.
