@@ -61,14 +61,14 @@ def add_products(
       stage: reference to the stage's bytes; in the interpreter to its numbers, [halves, rows,
         columns].
       row_bytes: an eighth of the bytes of half a stage.
-      queries_s: flat float32 [M N] in shared memory, the head's queries.
+      queries_s: flat float32 [M, query_stride] in shared memory, the head's queries.
       step: index of the stage in its piece.
     """
     rows, half = pieces.rows, pieces.rows // 2
     if interpret is not None:
         wg = lax.axis_index("wg")
         first = step * rows + wg * half
-        starts = [t * pieces.nope + first for t in range(pieces.tokens)]
+        starts = [t * pieces.query_stride + first for t in range(pieces.tokens)]
         queries = jnp.stack([queries_s[pl.ds(start, half)] for start in starts])
         highest = lax.Precision.HIGHEST
         return sums + jnp.dot(queries, stage[wg].astype(jnp.float32), precision=highest)
@@ -104,7 +104,7 @@ def add_products(
             pointer = mgpu.utils.getelementptr(memory, [offset], ir.IntegerType.get_signless(8))
             numbers = _load_bfloat16(pointer)
             for t, of_token in enumerate(totals):
-                at = mgpu.utils.getelementptr(query, [const(t * pieces.nope + 4 * i)], f32)
+                at = mgpu.utils.getelementptr(query, [const(t * pieces.query_stride + 4 * i)], f32)
                 q = llvm.load(f32, at)
                 for c, number in enumerate(numbers):
                     of_token[c] = llvm.intr_fma(q, number, of_token[c])

@@ -107,7 +107,7 @@ def _results(plan: Plan, dtype: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
         "q_latent": ((M * pieces.heads * pieces.rank,), dtype),
         "q_rope": ((M * pieces.heads, plan.rope), dtype),
         "compressed": ((M * plan.q_rank,), f32),
-        "queries": ((M * pieces.heads * pieces.nope,), f32),
+        "queries": ((M * pieces.heads * pieces.query_stride,), f32),
         "latents": ((M * pieces.rank,), f32),
     }
 
@@ -134,7 +134,7 @@ def _scratch(plan: Plan, dtype: Any, interpret: Any) -> dict[str, list[Any]]:
         "totals": Totals.scratch(interpret),
         "signals": [Barriers.scratch(SIGNALS, CONSUMERS, interpret)],
         "activations": [plgpu.SMEM((plan.activations,), dtype)],
-        "queries": [plgpu.SMEM((plan.tokens * pieces.nope,), f32)],
+        "queries": [plgpu.SMEM((plan.tokens * pieces.query_stride,), f32)],
         "partials": [plgpu.SMEM((plan.partials,), f32)],
         "norms": [plgpu.SMEM((CONSUMERS, *SHAPE), f32)],
         "factors": [plgpu.SMEM((plan.tokens,), f32)] if plan.config.packed else [],

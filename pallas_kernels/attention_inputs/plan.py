@@ -19,6 +19,7 @@ _MOST_STAGES, _FEWEST_STAGES = 12, 3
 _SHARED_MEMORY = 227 * 1024  # bytes per thread block
 _RESERVED = 8 * 1024  # barriers, alignment of buffers, norms
 _WARPGROUP = 128
+_HEAD = 64
 _PIECE_WIDTHS = 512, 256, 128, 64
 
 
@@ -59,15 +60,22 @@ class Pieces:
     def of(heads: int, nope: int, rank: int, tokens: int, dtype: Any, programs: int) -> Pieces:
         """Returns the pieces that give the program with the most columns as few as possible."""
 
-        def most_columns(width: int) -> int:
-            return -(-heads * (rank // width) // programs) * width
+        def most_columns(pieces: Pieces) -> int:
+            return -(-heads * pieces.per_head // programs) * pieces.width
 
         widths = [width for width in _PIECE_WIDTHS if rank % width == 0]
-        return Pieces(heads, nope, rank, min(widths, key=most_columns), tokens, jnp.dtype(dtype))
+        pieces = [Pieces(heads, nope, rank, each, tokens, jnp.dtype(dtype)) for each in widths]
+        return min((each for each in pieces if nope % each.rows == 0), key=most_columns)
 
     @property
     def per_head(self) -> int:
         return self.rank // self.width
+
+    @property
+    def query_stride(self) -> int:
+        """Distance of the heads' queries. A warpgroup copies them to shared memory as whole
+        vectors, together with what fills up the distance."""
+        return -(-self.nope // _WARPGROUP) * _WARPGROUP
 
     @property
     def rows(self) -> int:
@@ -133,11 +141,11 @@ class Plan:
         H, N, C = w_uk
         if not 1 <= tokens <= MOST_TOKENS:
             raise NotImplementedError(f"takes 1 to {MOST_TOKENS} tokens, got {tokens}")
-        widths = {"hidden": width, "q_lora": q_rank, "latent": C, "head": N}
-        for name, size in widths.items():
-            if size % _WARPGROUP:
+        multiples = dict.fromkeys(("hidden", "q_lora", "latent"), _WARPGROUP) | {"head": _HEAD}
+        for (name, multiple), size in zip(multiples.items(), (width, q_rank, C, N), strict=True):
+            if size % multiple:
                 raise NotImplementedError(
-                    f"takes {name} widths of a multiple of {_WARPGROUP}, got {size}"
+                    f"takes {name} widths of a multiple of {multiple}, got {size}"
                 )
         if rope % ROWS:
             raise NotImplementedError(f"takes a rope width of a multiple of {ROWS}, got {rope}")
@@ -175,7 +183,7 @@ class Plan:
     def used_bytes(self) -> int:
         """Bytes of shared memory, apart from the ring's stages."""
         sums = 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
-        queries = 4 * self.tokens * self.pieces.nope
+        queries = 4 * self.tokens * self.pieces.query_stride
         return _RESERVED + 2 * self.activations + sums + queries + 4 * self.partials
 
     @property

@@ -66,7 +66,7 @@ class Refs(NamedTuple):
     compressed: Any
     """float32, the results of q_a_proj."""
     queries: Any
-    """float32 [M, H N]"""
+    """float32 [M, H, query_stride]"""
     latents: Any
     """float32 [M, C]"""
 
@@ -298,8 +298,9 @@ class Program:
         @when(feature < plain)
         def _() -> None:
             target = refs.queries if is_query else refs.latents
-            stride = pieces.heads * plain if is_query else plain
-            store_block(target, head * plain + feature, stride, block, tokens, interpret)
+            of_head = pieces.query_stride if is_query else plain
+            stride = pieces.heads * of_head if is_query else of_head
+            store_block(target, head * of_head + feature, stride, block, tokens, interpret)
 
         @when(feature >= plain)
         def _() -> None:
@@ -332,9 +333,10 @@ class Program:
 
                 @when(self.wg == t % CONSUMERS)
                 def _(t: int = t) -> None:
-                    start = (t * pieces.heads + head) * pieces.nope
-                    source = self.refs.queries.at[pl.ds(start, pieces.nope)]
-                    copy_row(source, self.queries.at[pl.ds(t * pieces.nope, pieces.nope)])
+                    stride = pieces.query_stride
+                    source = pl.ds((t * pieces.heads + head) * stride, stride)
+                    target = self.queries.at[pl.ds(t * stride, stride)]
+                    copy_row(self.refs.queries.at[source], target)
 
             self.totals.meet()  # also: all have read the piece before from the partial sums
 

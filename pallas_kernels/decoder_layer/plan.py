@@ -28,7 +28,6 @@ _RESERVED = 8 * 1024  # barriers, alignment of buffers, norms
 _MOST_STAGES, _FEWEST_STAGES = 12, 3
 _STEP_BYTES = 1024  # of a matrix row per stage, which then has 16 KiB
 _EXPERT_ROWS = 20 * 1024  # least numbers of routed experts' rows that fit at the same time
-_LANES = 32
 _WARPGROUP = 128
 PART_COLUMNS = CONSUMERS * _WARPGROUP
 """Attention's parts have a multiple of this number of columns: each warpgroup has half of them."""
@@ -325,9 +324,9 @@ def _check_integers(width: int, config: Config) -> None:
 
 
 def _check_rule(rule: Rule, experts: int) -> None:
-    if experts % _LANES or not 0 < experts <= _MOST_EXPERTS:
+    if experts % ROWS or not 0 < experts <= _MOST_EXPERTS:
         raise NotImplementedError(
-            f"takes a multiple of {_LANES} experts, {_MOST_EXPERTS} at most, got {experts}"
+            f"takes a multiple of {ROWS} experts, {_MOST_EXPERTS} at most, got {experts}"
         )
     if rule.num_experts_per_tok > _MOST_CHOICES:
         raise NotImplementedError(

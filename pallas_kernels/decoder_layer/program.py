@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decoder_layer.choice import choose, load_bias
 from pallas_kernels.decoder_layer.entries import Entries
 from pallas_kernels.decoder_layer.epilogue import epilogue, output_blocks
 from pallas_kernels.decoder_layer.plan import Entry, Phase, Plan
@@ -35,6 +34,7 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp
+from pallas_kernels.route.choice import choose, load_bias
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
 
 _CHOSEN, _ARRIVED = 0, 1  # signals: the experts are chosen; arrived at grid barriers 0, 1, ...

@@ -8,6 +8,7 @@ expert that has it, and a sum that fetches the expert's score.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,79 @@ from pallas_kernels.route.lanes import (
     add_if,
     bits_of,
     filled,
+    load_padded,
     maximum,
     over_warp,
     select,
+    store_rows,
+    thread_index,
 )
 from pallas_kernels.route.reference import Rule
 
-LOWEST = -(2**31)  # of no expert, or of one that is already chosen: below every score's integer
+_LOWEST = -(2**31)  # of no expert, or of one that is already chosen: below every score's integer
 _MINUS_INFINITY = -(2**31) + 2**23 - 1  # the integer of -inf
 _FLIP = 2**31 - 1
+
+
+def choose(
+    logits_g: Any, bias: list[jax.Array] | None, scores_g: Any, experts_g: Any, weights_g: Any, *,
+    token: jax.Array, first: jax.Array | int, is_reporter: jax.Array | None, tokens: int,
+    experts: int, rule: Rule, interpret: Any,
+) -> jax.Array:  # fmt: skip
+    """Chooses the experts of each warp's token, and returns them in the first lanes.
+
+    Args:
+      logits_g, scores_g: flat float32 arrays of all tokens' logits, and of their scores.
+      bias: what is added to the scores for the choice, from :func:`load_bias`, or None.
+      experts_g, weights_g: flat arrays of the chosen experts and their weights.
+      token: the warp's token, in all its lanes. A warp without a token stores nothing.
+      first: where in ``experts_g`` and ``weights_g`` the pairs of the first token begin.
+      is_reporter: whether the warp stores its token's scores. None means that all do.
+    """
+    K, lane = rule.num_experts_per_tok, thread_index(1)
+    chunks, widths = _chunks(experts)
+    exists, own = token < tokens, jnp.minimum(token, tokens - 1)
+    logits = [
+        load_padded(logits_g, own * experts + c, n, -jnp.inf, interpret)
+        for c, n in zip(chunks, widths, strict=True)
+    ]
+    scores = scores_of(logits, rule)
+    stores = exists if is_reporter is None else exists & is_reporter
+    for c, n, of_chunk in zip(chunks, widths, scores, strict=True):
+        store_rows(scores_g, own * experts + c, of_chunk, n, stores, interpret)
+    choice = scores
+    if bias is not None:
+        choice = [s + b for s, b in zip(scores, bias, strict=True)]
+    columns = [lane + c for c in chunks]
+    ranked = [as_integer(x) for x in choice]
+    if widths[-1] < LANES:  # the other lanes have no expert
+        ranked[-1] = select(ranked[-1], columns[-1] < experts, _LOWEST)
+    ranked = mask_groups(ranked, columns, experts, rule)
+    chosen, bits = top_k(ranked, [bits_of(s) for s in scores], columns, K)
+    weights = lax.bitcast_convert_type(to_lanes(bits, lane), jnp.float32)
+    if rule.normalize:
+        weights = weights / (over_warp(jnp.sum, weights) + 1e-20)
+    weights = weights * rule.scaling_factor
+    at, own_experts = first + own * K, to_lanes(chosen, lane)
+    store_rows(experts_g, at, own_experts, K, exists, interpret)
+    store_rows(weights_g, at, weights, K, exists, interpret)
+    return own_experts
+
+
+def load_bias(bias_g: Any, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
+    """Loads what is added to the scores, for each chunk of experts one number per lane.
+
+    Args:
+      zero: 0 in all lanes.
+    """
+    chunks = zip(*_chunks(experts), strict=True)
+    return [load_padded(bias_g, zero + c, n, 0.0, interpret) for c, n in chunks]
+
+
+def _chunks(experts: int) -> tuple[range, list[int]]:
+    """Returns the first expert and the number of experts of each chunk of LANES experts."""
+    chunks = range(0, experts, LANES)
+    return chunks, [min(experts - c, LANES) for c in chunks]
 
 
 def scores_of(logits: list[jax.Array], rule: Rule) -> list[jax.Array]:
@@ -73,7 +138,7 @@ def mask_groups(
     values = []
     for masks in members:
         values_of_group = [
-            ranked[c] if inside is None else select(ranked[c], inside, LOWEST)
+            ranked[c] if inside is None else select(ranked[c], inside, _LOWEST)
             for c, inside in masks.items()
         ]
         best = over_warp(jnp.max, maximum(values_of_group))
@@ -81,7 +146,7 @@ def mask_groups(
             own = [columns[c] for c in masks]
             first = first_of(values_of_group, best, own)
             others = [
-                select(x, o != first, LOWEST) for o, x in zip(own, values_of_group, strict=True)
+                select(x, o != first, _LOWEST) for o, x in zip(own, values_of_group, strict=True)
             ]
             second = over_warp(jnp.max, maximum(others))
             best = as_integer(as_float(best) + as_float(second))
@@ -111,14 +176,14 @@ def top_k(
         ]
         chosen.append(first)
         found_bits.append(over_warp(jnp.sum, functools.reduce(jnp.bitwise_or, bits_of_first)))
-        ranked = [select(x, o != first, LOWEST) for o, x in zip(columns, ranked, strict=True)]
+        ranked = [select(x, o != first, _LOWEST) for o, x in zip(columns, ranked, strict=True)]
     return chosen, found_bits
 
 
 def first_of(values: list[jax.Array], value: jax.Array, columns: list[jax.Array]) -> jax.Array:
     """Returns the lowest column with ``value``: a maximum of negated columns, one instruction."""
     negated = [
-        select(-column, x == value, LOWEST) for x, column in zip(values, columns, strict=True)
+        select(-column, x == value, _LOWEST) for x, column in zip(values, columns, strict=True)
     ]
     return -over_warp(jnp.max, maximum(negated))
 

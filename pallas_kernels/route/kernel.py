@@ -32,18 +32,10 @@ from jaxtyping import Array, Float32, Int
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import meet, sync_cluster, sync_program
-from pallas_kernels.route.choice import (
-    LOWEST,
-    as_integer,
-    mask_groups,
-    scores_of,
-    to_lanes,
-    top_k,
-)
+from pallas_kernels.route.choice import choose, load_bias
 from pallas_kernels.route.lanes import (
     LANES,
     WARPS,
-    bits_of,
     filled,
     load,
     load_rows,
@@ -238,48 +230,31 @@ class _Program:
 
     def choose(self, step: Any) -> jax.Array:
         """Chooses a token's experts, and sets its bits. Returns the columns of its pairs."""
-        E, K, lane = self.experts, self.rule.num_experts_per_tok, self.lane
+        K, bias = self.rule.num_experts_per_tok, None
         token, number, exists = self.token_of(step)
-        token = jnp.minimum(token, self.tokens - 1)
-        chunks = range(0, E, LANES)
-        logits = [self._load_experts("logits", token * E, c) for c in chunks]
-        scores = scores_of(logits, self.rule)
-        for c, of_chunk in zip(chunks, scores, strict=True):
-            width = min(E - c, LANES)
-            self._store_rows(self.refs["scores"], token * E + c, of_chunk, width, exists)
-        choice = scores
         if "bias" in self.refs:
-            biases = [self._load_experts("bias", filled(0), c) for c in chunks]
-            choice = [s + b for s, b in zip(scores, biases, strict=True)]
-        experts_of_chunks = [lane + c for c in chunks]
-        ranked = [as_integer(x) for x in choice]
-        if E % LANES:  # the last chunk's remaining lanes have no expert
-            ranked[-1] = select(ranked[-1], experts_of_chunks[-1] < E, LOWEST)
-        ranked = mask_groups(ranked, experts_of_chunks, E, self.rule)
-        chosen, bits = top_k(ranked, [bits_of(s) for s in scores], experts_of_chunks, K)
-
-        experts = to_lanes(chosen, lane)
-        weights = lax.bitcast_convert_type(to_lanes(bits, lane), jnp.float32)
-        if self.rule.normalize:
-            weights = weights / (over_warp(jnp.sum, weights) + 1e-20)
-        weights = weights * self.rule.scaling_factor
-        self._store_rows(self.refs["experts"], token * K, experts, K, exists)
-        self._store_rows(self.refs["weights"], token * K, weights, K, exists)
-
+            bias = load_bias(self.refs["bias"], filled(0), self.experts, self.interpret)
+        experts = choose(
+            self.refs["logits"],
+            bias,
+            self.refs["scores"],
+            self.refs["experts"],
+            self.refs["weights"],
+            token=token,
+            first=0,
+            is_reporter=None,
+            tokens=self.tokens,
+            experts=self.experts,
+            rule=self.rule,
+            interpret=self.interpret,
+        )
+        token = jnp.minimum(token, self.tokens - 1)
         columns, counted = self._columns(token, experts)
         # An invalid token has one bit.
-        sets = exists if counted is None else exists & (counted | (lane == 0))
+        sets = exists if counted is None else exists & (counted | (self.lane == 0))
         at = self._words_at(number) + columns
         set_bits(self.refs["members"], at, self._bit(number), K, sets, self.interpret)
         return columns
-
-    def _load_experts(self, name: str, first: jax.Array, chunk: int) -> jax.Array:
-        """Loads one number per expert from ``first + chunk`` on, and -inf where a lane has none."""
-        width = min(self.experts - chunk, LANES)
-        if width == LANES:
-            return self._load_rows(self.refs[name], first + chunk, LANES)
-        at = first + chunk + jnp.minimum(self.lane, width - 1)
-        return jnp.where(self.lane < width, self._load(self.refs[name], at, width), -jnp.inf)
 
     def columns_of(self, step: Any) -> jax.Array:
         """Returns the columns of a token's pairs in the first K lanes."""

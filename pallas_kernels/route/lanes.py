@@ -131,6 +131,19 @@ def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
     return load(ref, first if n == 1 else first + thread_index(1), LANES, interpret)
 
 
+def load_padded(ref: Any, first: jax.Array, n: int, padding: float, interpret: Any) -> jax.Array:
+    """Loads ``ref[first:][:n]`` in each warp, one number per lane. Later lanes have ``padding``.
+
+    Args:
+      first: index in ``ref``, equal in all lanes of a warp.
+      n: 1 to LANES.
+    """
+    if n == LANES:
+        return load_rows(ref, first, n, interpret)
+    lane = thread_index(1)
+    return jnp.where(lane < n, load(ref, first + jnp.minimum(lane, n - 1), n, interpret), padding)
+
+
 def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interpret: Any) -> None:
     """Sets ``ref[index] = values``, in the threads where ``mask``."""
     if interpret is not None:

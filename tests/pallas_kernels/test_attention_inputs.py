@@ -209,7 +209,7 @@ def test_pieces_of_w_uk():
 REFUSED = [
     ({"tokens": 9}, "1 to 8 tokens, got 9"),
     ({"width": 192}, "hidden widths of a multiple of 128, got 192"),
-    ({"nope": 64}, "head widths of a multiple of 128, got 64"),
+    ({"nope": 32}, "head widths of a multiple of 64, got 32"),
     ({"rank": 192}, "latent widths of a multiple of 128, got 192"),
     ({"q_rank": 192}, "q_lora widths of a multiple of 128, got 192"),
     ({"rope": 12}, "rope width of a multiple of 8, got 12"),
@@ -294,6 +294,12 @@ CASES = {
     ),
     "int8": (Attention(2, 384, dtype=BFLOAT16, weights=INT8), {"packed": True}),
     "rank": (Attention(q_rank=256, rope=24), {"ahead": "arrived"}),
+    # Heads that are no multiple of a warpgroup's threads.
+    "heads of 64": (Attention(3, heads=3, nope=64, rank=256, dropped=(0,)), {"programs": 3}),
+    "heads of 192, rank": (
+        Attention(2, 256, q_rank=128, nope=192, dtype=BFLOAT16, weights=BFLOAT16),
+        {},
+    ),
 }
 
 

@@ -206,7 +206,7 @@ def test_shared_memory_of_the_plans():
 REFUSED = [
     ({"tokens": 9}, {}, "1 to 8 tokens, got 9"),
     ({"width": 192}, {}, "hidden widths of a multiple of 128, got 192"),
-    ({"experts": 48}, {}, "multiple of 32 experts, 384 at most, got 48"),
+    ({"experts": 36}, {}, "multiple of 8 experts, 384 at most, got 36"),
     ({"experts": 32, "rule": rule(17)}, {}, "16 experts per token at most, got 17"),
     ({"tokens": 8, "ffn": 18432}, {}, "takes 3 to 0 ring stages"),
     ({"dtype": FLOAT32}, {}, "takes bfloat16 activations and routers, got float32"),
@@ -352,6 +352,15 @@ INTERPRETED = {
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
         {"programs": 3},
+    ),
+    # A warp's last lanes have no expert.
+    "16 experts": (
+        dataclasses.replace(MOE, tokens=3, experts=16, rule=rule(2, 4, 2), attention=128),
+        {"programs": 3},
+    ),
+    "softmax, 40 experts": (
+        dataclasses.replace(MOE, ffn=0, experts=40, rule=rule(3, 1, 1, "greedy"), tokens=2),
+        {},
     ),
     "float8": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
