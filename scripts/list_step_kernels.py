@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from benchmarks.decode import models, steps
 from benchmarks.profile.chain import last_loop
 from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.topology import topology
 
@@ -38,7 +39,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--weights", default="bf16", choices=models.WEIGHTS)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=("greedy", "sampled"))
+    parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=get_args(SamplingMode))
     parser.add_argument("--drafter", choices=("mtp", "ngram"))
     parser.add_argument("--depth", type=int, default=1, help="drafts per step")
     parser.add_argument("--feed-forward", choices=models.FEED_FORWARD, help="form of all layers")
@@ -47,7 +48,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def compiled(arguments: argparse.Namespace, sampling: str) -> str:
+def compiled(arguments: argparse.Namespace, sampling: SamplingMode) -> str:
     """Returns the optimised HLO of a program of decode steps."""
     devices = np.array(topology(Target.parse(arguments.target))[:1])
     mesh = Mesh(devices, ("device",), axis_types=(AxisType.Auto,))
@@ -70,7 +71,7 @@ def compiled(arguments: argparse.Namespace, sampling: str) -> str:
         slots = steps.Slots(model, arguments.batch, longest, drafts.drafter, depth)
         programs = slots.programs
         programs.use([on_target(leaf) for leaf in programs.leaves])
-        options = StepOptions("greedy" if sampling == "greedy" else "sampled")
+        options = StepOptions(sampling)
         shape = programs.shape(arguments.batch, 0, steps=steps.LONG, options=options)
         leaves, structure = programs.state_shapes(slots.num_pages)
         lowered = programs.lower([on_target(leaf) for leaf in leaves], structure, shape)

@@ -186,6 +186,8 @@ class Buckets:
         if self.single_shape:
             decodes, chunks = self.decodes[-1], self.chunks[-1]
             sampling, num_top_logprobs = "sampled", MAX_TOP_LOGPROBS
+        if chunks and sampling == "unfiltered":  # to save programs: prefill takes far longer
+            sampling = "sampled"
         chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
         if self.separate and chunks:
             assert not decodes, "a step prefills and decodes"

@@ -14,7 +14,7 @@ class StepOptions:
     """Options of a step that another program computes."""
 
     sampling: SamplingMode | None = "greedy"
-    """``greedy`` if no request samples. None lets the program read the temperatures."""
+    """What the requests' settings allow. None lets the program read the temperatures."""
     top_logprobs: bool = False
     """Whether some requests ask for the most probable tokens."""
     penalties: bool = False
@@ -29,9 +29,16 @@ class StepOptions:
         """Returns the options that serve all of these requests."""
         requests = list(requests)
         return cls(
-            sampling="sampled" if any(r.temperature for r in requests) else "greedy",
+            sampling=_sampling_mode(requests),
             top_logprobs=any(r.logprobs for r in requests),
             penalties=any(r.has_penalties for r in requests),
             masks=any(r.allowed is not None for r in requests),
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def _sampling_mode(requests: list[Request]) -> SamplingMode:
+    sampled = [request for request in requests if request.temperature]
+    if not sampled:
+        return "greedy"
+    return "sampled" if any(request.has_filters for request in sampled) else "unfiltered"

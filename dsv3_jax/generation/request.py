@@ -77,6 +77,11 @@ class Request:
             or self.min_tokens
         )
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether top_k, top_p or min_p exclude some tokens."""
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
 
 class RequestReader:
     """Converts the arguments of :meth:`Generator.generate` to requests.

@@ -20,8 +20,9 @@ _MAX_TEMPERATURE = 2.0**125
 
 _T = TypeVar("_T")
 
-SamplingMode = Literal["greedy", "sampled"]
-"""``greedy``: every temperature is 0. ``sampled``: some may be higher."""
+SamplingMode = Literal["greedy", "unfiltered", "sampled"]
+"""``greedy``: every temperature is 0. ``unfiltered``: some may be higher, but sequences whose
+temperature is not 0 have no top_k, top_p or min_p. ``sampled``: anything."""
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +86,8 @@ class Sampling:
         """Returns ``greedy()`` if all temperatures are 0, else ``sampled()``, which must be right
         for any temperatures.
 
-        Sorting a whole vocabulary costs more than the rest of sampling, so greedy batches skip it.
+        Sorting a whole vocabulary costs more than the rest of sampling, so greedy and unfiltered
+        batches skip it.
         """
         if self.mode is None:
             return jax.lax.cond(self.any_sampled, sampled, greedy)
@@ -140,7 +142,8 @@ def filter_logits(
     temperature = jnp.minimum(settings.temperature, _MAX_TEMPERATURE)[:, None]
     scaled = -(below / jnp.where(is_greedy, 1.0, temperature))
     is_best = jnp.arange(W) == jnp.argmax(flat, axis=-1)[:, None]
-    keep = jnp.where(is_greedy, is_best, filter_mask(scaled, settings))
+    passes = True if sampling.mode == "unfiltered" else filter_mask(scaled, settings)
+    keep = jnp.where(is_greedy, is_best, passes)
     return jnp.where(keep, scaled, -jnp.inf).reshape(logits.shape)
 
 

@@ -91,7 +91,11 @@ def expected(alone):
             **settings,
         )
 
-    return {"greedy": of(), "sampled": of(temperature=0.9, top_p=0.95)}
+    return {
+        "greedy": of(),
+        "unfiltered": of(temperature=0.9),
+        "sampled": of(temperature=0.9, top_p=0.95),
+    }
 
 
 # In the quick suite: the engine that does everything at once.
@@ -127,15 +131,18 @@ def test_greedy_tokens_are_those_of_the_generator(tiny_mtp, expected, name):
 @pytest.mark.slow
 def test_sampled_tokens_are_those_of_the_generator(tiny_mtp, expected):
     engine = make(tiny_mtp)
-    handles, greedy = [], []
+    handles, others = [], []
     for i, traced in enumerate(trace()):
         handles.append(submit(engine, traced, temperature=0.9, top_p=0.95, seed=i))
         if i % 4 == 3:  # these run in the same steps
-            greedy.append((submit(engine, traced), expected["greedy"][i]))
+            others.append((submit(engine, traced), expected["greedy"][i]))
+        if i % 4 == 1:
+            unfiltered = submit(engine, traced, temperature=0.9, seed=i)
+            others.append((unfiltered, expected["unfiltered"][i]))
     run(engine)
     for handle, completion in zip(handles, expected["sampled"], strict=True):
         assert handle.result(0).tokens == completion.tokens
-    for handle, completion in greedy:
+    for handle, completion in others:
         assert handle.result(0).tokens == completion.tokens
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from dsv3_jax.engine.step_input import StepShape
 from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.finished import RUNNING
+from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.engine_state import default_buckets
 from dsv3_jax.plan.target import Target
 from tests.engine.conftest import BUCKETS, MAX_LEN
@@ -60,13 +62,31 @@ def operations(programs: Programs, state: SlotState, shape: StepShape) -> Counte
 
 
 @pytest.mark.parametrize(("decodes", "chunks"), [(1, 0), (1, 1)])
-def test_greedy_steps_do_not_sort(programs, state, decodes, chunks):
-    greedy, sampled = (
+def test_only_steps_with_filters_sort(programs, state, decodes, chunks):
+    greedy, unfiltered, sampled = (
         operations(programs, state, programs.shape(decodes, chunks, options=StepOptions(mode)))
-        for mode in ("greedy", "sampled")
+        for mode in get_args(SamplingMode)
     )
     # The experts of the CPU sort tokens too.
     assert sampled["sort"] == greedy["sort"] + 1
+    # A step with a prefill has no program of its own for requests without filters.
+    assert unfiltered["sort"] == (sampled if chunks else greedy)["sort"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ([{}, {"top_p": 0.9}], "greedy"),
+        ([{}, {"temperature": 0.6}], "unfiltered"),
+        ([{"temperature": 0.6}, {"top_k": 5}], "unfiltered"),
+        ([{"temperature": 0.6}, {"temperature": 0.6, "top_k": 5}], "sampled"),
+        ([{"temperature": 0.6, "top_p": 0.9}], "sampled"),
+        ([{"temperature": 0.6, "min_p": 0.1}], "sampled"),
+    ],
+)
+def test_the_mode_is_that_of_the_requests(settings, mode):
+    requests = [Request((1,), 4, **each) for each in settings]
+    assert StepOptions.of(requests).sampling == mode
 
 
 def test_a_program_is_named_for_its_shape(programs, state):
@@ -152,12 +172,12 @@ class TestBuckets:
 
     def test_number_of_programs(self):
         shapes = self.DEFAULT.shapes(**self.LIMITS)
-        assert len(shapes) == len(set(shapes)) == 24
+        assert len(shapes) == len(set(shapes)) == 30
         assert (
             len(Buckets.default(64, platform="gpu", absorbed_chunks=True).shapes(**self.LIMITS))
-            == 14
+            == 18
         )
-        assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 12
+        assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 15
 
     @pytest.mark.parametrize(
         ("decodes", "large"),
@@ -217,7 +237,7 @@ class TestBuckets:
         st.integers(0, 256),
         st.integers(0, 32),
         st.integers(1, 8),
-        st.sampled_from(["greedy", "sampled"]),
+        st.sampled_from(get_args(SamplingMode)),
     )
     def test_every_step_has_a_program_that_holds_it(self, decodes, chunks, steps, mode):
         if chunks or decodes > self.DEFAULT.most_multi_step_decodes:

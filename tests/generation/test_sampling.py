@@ -277,6 +277,7 @@ class TestMode:
         ("mode", "temperatures"),
         [
             ("greedy", [0.0] * 6),
+            ("unfiltered", [0.0, 0.7, 0.0, 1.5, 1.0, 0.0]),
             ("sampled", [0.0] * 6),
             ("sampled", [0.0, 0.7, 0.0, 1.5, 1.0, 0.0]),
         ],
@@ -287,7 +288,12 @@ class TestMode:
 
     @pytest.mark.parametrize(
         ("mode", "operations"),
-        [(None, {"cond", "sort"}), ("sampled", {"sort"}), ("greedy", set())],
+        [
+            (None, {"cond", "sort"}),
+            ("sampled", {"sort"}),
+            ("unfiltered", set()),
+            ("greedy", set()),
+        ],
     )
     def test_operations(self, mode, operations):
         program = str(jax.make_jaxpr(lambda: self.sample(mode, [1.0] * 6))())
