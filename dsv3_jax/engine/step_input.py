@@ -46,7 +46,7 @@ class StepShape:
     depth: int = 0
     """Drafts of each request that decodes; 0 without a drafter."""
     sampling: SamplingMode | None = "greedy"
-    """What the settings of the step's requests allow. None serves all requests: the program reads
+    """The program serves requests of this kind. None serves all requests: the program reads
     their temperatures."""
     num_top_logprobs: int = 0
     """Most probable tokens that the step reports at each position."""

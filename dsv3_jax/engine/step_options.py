@@ -14,7 +14,7 @@ class StepOptions:
     """Options of a step that another program computes."""
 
     sampling: SamplingMode | None = "greedy"
-    """What the requests' settings allow. None lets the program read the temperatures."""
+    """The program serves requests of this kind. None lets the program read the temperatures."""
     top_logprobs: bool = False
     """Whether some requests ask for the most probable tokens."""
     penalties: bool = False

@@ -352,21 +352,21 @@ def test_kernel(attention, settings):
 @kernel_runs
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("q_rank", "rank", "weights", "most_merged", "in_parts"),
+    ("q_rank", "nope", "rank", "weights", "most_merged", "in_parts"),
     [
-        (None, 128, None, 64, False),  # parts have a multiple of 256 columns
-        (128, 256, None, 63, False),
-        (None, 256, "int4", 64, True),
+        (None, 128, 128, None, 64, False),  # parts have a multiple of 256 columns
+        (128, 64, 256, None, 63, False),
+        (None, 128, 256, "int4", 64, True),
     ],
 )
 def test_a_models_tokens_are_those_of_the_plain_path(
-    q_rank, rank, weights, most_merged, in_parts, monkeypatch
+    q_rank, nope, rank, weights, most_merged, in_parts, monkeypatch
 ):
     """A step of two sequences with different numbers of tokens, and one with a token for each."""
     raw = tiny_config(
         hidden_size=128, intermediate_size=128, num_hidden_layers=1, first_k_dense_replace=1,
         num_nextn_predict_layers=0, num_attention_heads=2, num_key_value_heads=2,
-        qk_nope_head_dim=128, qk_rope_head_dim=16, v_head_dim=64, kv_lora_rank=rank,
+        qk_nope_head_dim=nope, qk_rope_head_dim=16, v_head_dim=64, kv_lora_rank=rank,
         q_lora_rank=q_rank, initializer_range=0.2,
     )  # fmt: skip
     dtype = jnp.bfloat16 if ON_GPU or weights else jnp.float32
@@ -404,7 +404,7 @@ def test_a_models_tokens_are_those_of_the_plain_path(
     monkeypatch.setattr(around_attention, "MOST_MERGED", most_merged)  # 64 are in the block tables
     model.use_feed_forward("mosaic_gpu")
     got, newest, cached = two_steps()
-    assert calls == [(2, 128, rank)] * 2
+    assert calls == [(2, nope, rank)] * 2
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
     check(got, plain, bound)
     for pages, others in zip(jax.tree.leaves(cached), jax.tree.leaves(plain_cache), strict=True):

@@ -475,6 +475,12 @@ def kernels() -> dict[str, Kernel]:
             before_attention(tokens, *sizes),
             {"eps": 1e-5, "latent_eps": 1e-6, "config": AttentionInputs(132)},
         )
+    for tokens in (1, 5):
+        table[f"attention_inputs demo {tokens} tokens"] = Kernel(
+            "pallas_kernels.attention_inputs.mosaic_gpu",
+            before_attention(tokens, 256, BF16, 128, 4, nope=64, rope=32, rank=128),
+            {"eps": 1e-5, "latent_eps": 1e-6, "config": AttentionInputs(132)},
+        )
     for name, tokens in (("moonlight fp8 8 tokens", 1), ("v3", 1), ("v3", 4)):
         arrays = before_attention(tokens, *BEFORE_ATTENTION[name][1:])
         config = AttentionInputs(132, packed=True)
@@ -518,26 +524,27 @@ BEFORE_ATTENTION = {
 
 
 def before_attention(
-    tokens: int, width: int, dtype: Any, q_rank: int, heads: int
-) -> dict[str, Any]:
+    tokens: int, width: int, dtype: Any, q_rank: int, heads: int, *,
+    nope: int = 128, rope: int = 64, rank: int = 512,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the shapes of attention_inputs' arguments, with 64 pages of 64 tokens."""
     weights = AttentionWeights(
         norm=Struct((width,), BF16),  # pyright: ignore
-        q_proj=projection(heads * 192, q_rank or width, dtype),
-        kv_a_proj=projection(576, width, dtype),
-        kv_a_norm=Struct((512,), BF16),  # pyright: ignore
-        w_uk=Struct((heads, 128, 512), BF16),  # pyright: ignore
+        q_proj=projection(heads * (nope + rope), q_rank or width, dtype),
+        kv_a_proj=projection(rank + rope, width, dtype),
+        kv_a_norm=Struct((rank,), BF16),  # pyright: ignore
+        w_uk=Struct((heads, nope, rank), BF16),  # pyright: ignore
     )
     if q_rank:
         norm: Any = Struct((q_rank,), BF16)
         weights = weights._replace(q_a_proj=projection(q_rank, width, dtype), q_a_norm=norm)
-    angles = Struct((tokens, 32), F32)
+    angles = Struct((tokens, rope // 2), F32)
     return {
         "x": Struct((tokens, width), BF16),
         "weights": weights,
         "cos": angles,
         "sin": angles,
-        "pages": Struct((64, 64, 576), BF16),
+        "pages": Struct((64, 64, rank + rope), BF16),
         "slots": Struct((tokens,), I32),
     }
 
@@ -569,6 +576,12 @@ def feed_forward_layers() -> dict[str, Layer]:
         layers[f"{name} parts"] = dataclasses.replace(layer, split=(2,) * layer.tokens)
     parts = layers["moonlight parts"]
     layers["moonlight 8 tokens parts"] = dataclasses.replace(parts, tokens=8, split=(2,) * 8)
+    # The demo's: 16 experts, and heads of 64.
+    for tokens in (1, 5):
+        layers[f"demo {tokens} tokens"] = Layer(
+            tokens, 256, 128, 128, 16, rule(4, 4, 2), "bfloat16", "bfloat16", attention=256,
+            heads=4, latent=128,
+        )  # fmt: skip
     return layers
 
 
