@@ -49,22 +49,19 @@ def choose(
       is_reporter: whether the warp stores its token's scores. None means that all do.
     """
     K, lane = rule.num_experts_per_tok, thread_index(1)
-    chunks, widths = _chunks(experts)
+    chunks = _chunks(experts)
     exists, own = token < tokens, jnp.minimum(token, tokens - 1)
-    logits = [
-        load_padded(logits_g, own * experts + c, n, -jnp.inf, interpret)
-        for c, n in zip(chunks, widths, strict=True)
-    ]
+    logits = [load_padded(logits_g, own * experts + c, n, -jnp.inf, interpret) for c, n in chunks]
     scores = scores_of(logits, rule)
     stores = exists if is_reporter is None else exists & is_reporter
-    for c, n, of_chunk in zip(chunks, widths, scores, strict=True):
+    for (c, n), of_chunk in zip(chunks, scores, strict=True):
         store_rows(scores_g, own * experts + c, of_chunk, n, stores, interpret)
     choice = scores
     if bias is not None:
         choice = [s + b for s, b in zip(scores, bias, strict=True)]
-    columns = [lane + c for c in chunks]
+    columns = [lane + c for c, _ in chunks]
     ranked = [as_integer(x) for x in choice]
-    if widths[-1] < LANES:  # the other lanes have no expert
+    if experts % LANES:  # the last lanes have no expert
         ranked[-1] = select(ranked[-1], columns[-1] < experts, _LOWEST)
     ranked = mask_groups(ranked, columns, experts, rule)
     chosen, bits = top_k(ranked, [bits_of(s) for s in scores], columns, K)
@@ -84,14 +81,12 @@ def load_bias(bias_g: Any, zero: jax.Array, experts: int, interpret: Any) -> lis
     Args:
       zero: 0 in all lanes.
     """
-    chunks = zip(*_chunks(experts), strict=True)
-    return [load_padded(bias_g, zero + c, n, 0.0, interpret) for c, n in chunks]
+    return [load_padded(bias_g, zero + c, n, 0.0, interpret) for c, n in _chunks(experts)]
 
 
-def _chunks(experts: int) -> tuple[range, list[int]]:
-    """Returns the first expert and the number of experts of each chunk of LANES experts."""
-    chunks = range(0, experts, LANES)
-    return chunks, [min(experts - c, LANES) for c in chunks]
+def _chunks(experts: int) -> list[tuple[int, int]]:
+    """Returns the first expert and the number of experts of each chunk of up to LANES experts."""
+    return [(c, min(experts - c, LANES)) for c in range(0, experts, LANES)]
 
 
 def scores_of(logits: list[jax.Array], rule: Rule) -> list[jax.Array]:

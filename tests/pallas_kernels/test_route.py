@@ -138,6 +138,14 @@ def test_kernel(tokens, experts, rule, valid):
     check(kernel(*arrays, rule=rule), exact(*arrays, rule=rule))
 
 
+@kernel_runs
+def test_lanes_without_an_expert_are_not_chosen():
+    """All choices are below zero, which such a lane would have."""
+    logits, bias, _ = inputs(5, 16, SIXTEEN)
+    arrays = logits, bias - 2.0, None
+    check(kernel(*arrays, rule=SIXTEEN), exact(*arrays, rule=SIXTEEN))
+
+
 TWO = Rule(2, 4, 2, "noaux_tc", "sigmoid", True, 2.5)
 THREE = Rule(3, 1, 1, "greedy", "softmax", False, 1.0)
 
