@@ -386,6 +386,8 @@ class DeepSeekV3(nnx.Module):
         counts: Int[Array, " B"],
         cache: LatentKVCache,
         form: Form,
+        *,
+        newest_only: bool = False,
     ) -> tuple[Hidden, LatentKVCache]:
         """Runs the first MTP layer on new positions of each sequence, and caches them.
 
@@ -397,6 +399,8 @@ class DeepSeekV3(nnx.Module):
           tokens: the token after each of those positions, padded at the right like ``mtp_input``.
           starts: number of positions in the layer's cache. ``cache.lengths`` are not used and do
             not change.
+          newest_only: whether to return the hidden states [B, 1, D] of each sequence's last new
+            position alone. Nothing but their cache entries is computed for the others.
 
         Raises:
           ValueError: see :meth:`extend`, which also documents which tokens are dropped.
@@ -406,7 +410,8 @@ class DeepSeekV3(nnx.Module):
         valid = self._valid(tokens, starts, counts, cache)
         layer_cache = LayerCache(cache.pool.mtp[0], cache.block_tables, starts, valid)
         joined = layer.join(mtp_input, self._embed(tokens))
-        y, pages, stats = layer.extend(joined, self._rotation(tokens, starts), layer_cache, form)
+        extend = layer.extend_newest if newest_only else layer.extend
+        y, pages, stats = extend(joined, self._rotation(tokens, starts), layer_cache, form)
         cache = dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, mtp=(pages,)))
         if stats is not None:
             cache = cache.add_routing_counts(self.config.num_moe_layers, [stats.counts])

@@ -4,10 +4,11 @@
         --out benchmarks/results/speculation.json
 
 Prompts are windows of held-out text. Every drafter decodes the same prompts at every temperature,
-after a warm-up. A result is the median of several runs. ``speed_up`` is the throughput divided by
-that without speculation in the same run. It equals ``accept_length`` (tokens per step) divided by
-``step_cost`` (relative cost of a step). Comparing with ``ngram`` at the same depth separates the
-cost of the MTP layer from that of the main model's wider pass.
+after a warm-up, as many in a call as the batch has. A result is the median of several runs.
+``speed_up`` is the throughput divided by that without speculation in the same run. It equals
+``accept_length`` (tokens per step) divided by ``step_cost`` (relative cost of a step). Comparing
+with ``ngram`` at the same depth separates the cost of the MTP layer from that of the main model's
+wider pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 
 import dsv3_jax
 from dsv3_jax.files import atomic_write
-from dsv3_jax.generation.completion import Generation
+from dsv3_jax.generation.completion import Generation, Speculation
 from dsv3_jax.parameter_count import parameter_count
 
 PROMPT, NEW = 128, 256
@@ -48,38 +49,44 @@ def measure(
     repeats: int,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     draft, depth = drafting
+    (size,) = generator.batch_sizes
+    # One batch per call, so that no prompt waits for another one's end.
+    groups = [range(i, i + size) for i in range(0, len(prompts), size)]
 
-    def generate() -> Generation:
-        return generator.generate(
-            prompts,
-            max_new_tokens=NEW,
-            ignore_eos=True,
-            temperature=temperature,
-            seed=range(len(prompts)),
-            draft=draft,
-            draft_depth=depth,
-        )
+    def generate() -> list[Generation]:
+        return [
+            generator.generate(
+                [prompts[i] for i in group],
+                max_new_tokens=NEW,
+                ignore_eos=True,
+                temperature=temperature,
+                seed=group,
+                draft=draft,
+                draft_depth=depth,
+            )
+            for group in groups
+        ]
 
     # "auto" measured its step costs while others were compiling: a few runs correct them.
     for _ in range(4 if depth == "auto" else 1):
         generate()
-    outs = [generate() for _ in range(repeats)]
-    rates = [out.stats.tokens_per_second for out in outs]
-    # The first token of each completion is not among those that the rate counts.
-    later = [out.stats.new_tokens - len(out) for out in outs]
-    steps = [
-        n / out.stats.tokens_per_second / out.stats.steps
-        for n, out in zip(later, outs, strict=True)
-    ]
-    out = outs[-1]
-    drafts = out.stats.speculation
+    runs = [generate() for _ in range(repeats)]
+    rates, steps = [], []
+    for outs in runs:
+        # The first token of each completion is not among those that the rate counts.
+        later = [out.stats.new_tokens - len(out) for out in outs]
+        seconds = sum(n / out.stats.tokens_per_second for n, out in zip(later, outs, strict=True))
+        rates.append(sum(later) / seconds)
+        steps.append(seconds / sum(out.stats.steps for out in outs))
+    completions = [completion for out in runs[-1] for completion in out]
+    drafts = Speculation.total([completion.speculation for completion in completions])
     row = {
         "tokens_per_s": round(statistics.median(rates), 1),
         "ms_per_step": round(1000 * statistics.median(steps), 3),
         "accept_length": round(drafts.accept_length, 3) if drafts else 1.0,
         "acceptance": [round(a, 3) for a in drafts.acceptance] if drafts else [],
     }
-    return row, [c.tokens for c in out]
+    return row, [c.tokens for c in completions]
 
 
 def agreement(one: list[list[int]], other: list[list[int]]) -> float:

@@ -21,7 +21,8 @@ def decode_steps(
     """Returns how many decode steps a dispatch takes, and gives each request its pages.
 
     While requests wait, for a slot or for pages, no dispatch goes past the step in which one of its
-    requests may reach its limit, unless ``refill_steps`` allows it.
+    requests may reach its limit, unless ``refill_steps`` allows it or it is the only one: a
+    dispatch ends with its last request.
 
     Args:
       decodes: the requests that decode on each shard.
@@ -36,9 +37,10 @@ def decode_steps(
         running = sum(len(shard.running) for shard in shards)
         if any(shard.retiring for shard in shards) or len(requests) < running:
             return 1  # results in flight will free a slot
-        # A step adds up to 1 + drafts tokens.
-        least = [-(-n // (1 + r.drafts)) for n, r in zip(remaining, requests, strict=True)]
-        most = min(most, max(min(least), config.refill_steps))
+        if len(requests) > 1:
+            # A step adds up to 1 + drafts tokens.
+            least = [-(-n // (1 + r.drafts)) for n, r in zip(remaining, requests, strict=True)]
+            most = min(most, max(min(least), config.refill_steps))
     steps = max(1, min(most, max(remaining)))
     while steps > 1 and not _add_pages(shards, decodes, steps):
         steps //= 2

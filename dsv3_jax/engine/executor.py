@@ -82,7 +82,8 @@ class Executor:
       copier: copies preempted requests, if the scheduler has a swap space.
       transfer: copies pages from and to the tiers, if the scheduler has a store.
       background: whether a thread launches the programs, see :class:`Launcher`.
-      options: serve the requests of all steps; None for what those of each step ask for.
+      options_of: returns the options that serve the requests of a plan; None for those that the
+        requests ask for.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Executor:
         copier: RequestCopier | None = None,
         transfer: PageTransfer | None = None,
         background: bool = False,
-        options: StepOptions | None = None,
+        options_of: Callable[[StepPlan], StepOptions] | None = None,
     ):
         self.programs = programs
-        self._options = options
+        self._options_of = options_of or self._asked_options
         self.times = DispatchTimes()
         self._launcher = Launcher(state, background=background)
         self._pool = pool
@@ -140,14 +141,12 @@ class Executor:
     def dispatch(self, plan: StepPlan) -> None:
         """Launches a plan, or hands it to the thread that does. It reads nothing from the device
         and transfers one array to it. :meth:`wait` raises an error of the launch."""
-        settings = [s for r in plan.requests if (s := self._settings_of(r)) is not None]
-        prompt_logprobs = any(self._has_prompt_logprobs(chunk) for chunk in plan.chunks)
         shape = self.programs.shape(
             max(len(shard.decodes) for shard in plan.shards),
             max(len(shard.chunks) for shard in plan.shards),
             steps=plan.decode_steps,
             depth=plan.depth,
-            options=self._options or StepOptions.of(settings, prompt_logprobs=prompt_logprobs),
+            options=self._options_of(plan),
         )
         buffer, inputs = empty_input(shape, self.programs.slots_per_shard)
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
@@ -157,6 +156,11 @@ class Executor:
         launch = functools.partial(self._launch, plan, buffer, shape, swaps)
         output = self._launcher.launch(launch)
         self._in_flight.append(_Dispatched(plan, shape, swaps, output))
+
+    def _asked_options(self, plan: StepPlan) -> StepOptions:
+        settings = [s for r in plan.requests if (s := self._settings_of(r)) is not None]
+        prompt_logprobs = any(self._has_prompt_logprobs(chunk) for chunk in plan.chunks)
+        return StepOptions.of(settings, prompt_logprobs=prompt_logprobs)
 
     def replay(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Launches a step that the leader of a mesh of processes has planned. Its results are not

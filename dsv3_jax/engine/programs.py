@@ -133,7 +133,7 @@ class Programs:
             state, output = step(model, state, buffer, shape=shape, **options)
             return jax.tree.leaves(state), output
 
-        self._platform = (layout and layout.platform) or target.platform()
+        self.platform = (layout and layout.platform) or target.platform()
         self._run = run
         self._compiled: dict[StepShape, Any] = {}
 
@@ -257,7 +257,7 @@ class Programs:
             self.on_launch(buffer, shape)
         device_buffer = self.on_device(buffer)
         leaves, output = compiled(self.leaves, leaves, device_buffer)
-        if self._platform == "cpu" and spans_processes(self.layout):
+        if self.platform == "cpu" and spans_processes(self.layout):
             # XLA's CPU client launches and runs programs on one small thread pool, where the
             # collectives of several at a time can block each other.
             jax.block_until_ready(output)
@@ -369,7 +369,7 @@ class Programs:
           options: compiler options in addition to those of the platform.
         """
         own: dict[str, Any] = {}
-        if self._platform == "gpu":
+        if self.platform == "gpu":
             own = GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS
         return lowered.compile({**own, **(options or {})} or None)
 

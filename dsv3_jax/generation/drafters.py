@@ -17,7 +17,6 @@ from dsv3_jax.config import MTPHidden
 from dsv3_jax.generation.sampling import DRAFT, Sampling, mask_vocab_padding, sample
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.outputs import Hidden
 
 
 class DraftContext(NamedTuple):
@@ -127,12 +126,10 @@ class MTPDrafter:
         positions = starts[:, None] + jnp.arange(context.mtp_inputs.shape[1])
         next_tokens = jnp.take_along_axis(context.tokens, positions + 1, axis=1, mode="clip")
         counts = jnp.where(context.is_running, num_inputs, 0)
-        hidden, cache = model.extend_mtp(
-            context.mtp_inputs, next_tokens, starts, counts, cache, "absorbed"
-        )
         # The output at the newest token predicts the first draft.
-        newest = jnp.maximum(num_inputs - 1, 0)[:, None, None]
-        hidden = Hidden(*(jnp.take_along_axis(h, newest, axis=1) for h in hidden))
+        hidden, cache = model.extend_mtp(
+            context.mtp_inputs, next_tokens, starts, counts, cache, "absorbed", newest_only=True
+        )
         tokens, logits = [], []
         for k in range(depth):
             if k:

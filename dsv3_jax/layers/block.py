@@ -356,6 +356,41 @@ class MTPLayer(DecoderLayer):
         joined = jnp.concatenate([self.enorm(next_embedding), self.hnorm(hidden)], axis=-1)
         return batch_sharded(self.layout, "eh_proj", self.eh_proj, joined)
 
+    def extend_newest(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    ) -> tuple[Float[Array, "B 1 D"], LayerPages, RoutingStats | None]:
+        """Does :meth:`extend`, but only returns the output at the last valid token.
+
+        Of the other tokens the layer computes what it caches, and in a kernel also their queries.
+        The output of a sequence without valid tokens is undefined.
+        """
+        if x.shape[1] == 1:
+            return self.extend(x, rotation, cache, form)
+        newest = jnp.maximum(jnp.sum(cache.valid, axis=1, dtype=jnp.int32) - 1, 0)
+
+        def select(array: Array) -> Array:
+            index = newest.reshape(-1, *(1,) * (array.ndim - 1))
+            return jnp.take_along_axis(array, index, axis=1)
+
+        x_newest, rotation_newest = select(x), jax.tree.map(select, rotation)
+        newest_cache = cache._replace(
+            starts=cache.starts + newest, valid=jnp.any(cache.valid, axis=1, keepdims=True)
+        )
+        queries = None
+        if self.layout is None:
+            queries = self._before_attention(x, rotation, [cache], [form], None)
+        if queries is not None:
+            q_latent, q_rope = select(queries.q_latent), select(queries.q_rope)
+            queries = AbsorbedQueries(q_latent, q_rope, queries.pages)
+            absorbed = queries, [newest_cache]
+            y, stats = self._feed_forward(x_newest, None, newest_cache.valid, absorbed=absorbed)
+            return y, queries.pages, stats
+        # Nothing uses this output, so that the compiler keeps only what the cache needs. The second
+        # call writes the newest token's entry again, with the same value.
+        _, pages, _ = self.extend(x, rotation, cache, form)
+        newest_cache = newest_cache._replace(pages=pages)
+        return self.extend(x_newest, rotation_newest, newest_cache, form)
+
 
 def _add(x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Returns ``x + y``, summed in float32 and rounded to x's dtype."""

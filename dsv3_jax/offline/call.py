@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 from jaxtyping import Int64
@@ -24,6 +25,7 @@ from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.text import Decoder
 from dsv3_jax.offline import sizes
 from dsv3_jax.offline.pace import OfflinePace
@@ -43,6 +45,7 @@ class Call:
       programs: they have the sizes for a number of slots.
       pace: chooses the steps of each dispatch.
       routing_counts: the tokens that chose each expert are added to it after every dispatch.
+      all_modes: whether to compile the programs for requests of every :data:`SamplingMode`.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Call:
         plan: DraftPlan,
         pace: OfflinePace,
         routing_counts: Int64[np.ndarray, "L_moe E"] | None = None,
+        *,
+        all_modes: bool = False,
     ):
         self.pace = pace
         self._routing_counts = routing_counts
@@ -75,14 +80,17 @@ class Call:
             ),
             pool.allocators(lookahead=0, prefix_cache=False),
         )
-        options = StepOptions.of(requests)
-        if not overlap:  # one program for greedy and sampled requests
-            options = dataclasses.replace(options, sampling=None)
+        prefill, *decodes = _options(programs, requests, all_modes=all_modes)
         state = programs.empty_state(pool.num_pages)
-        programs.warm_up(state, _shapes(programs, options, plan))
+        programs.warm_up(state, _shapes(programs, prefill, decodes, plan))
         settings: dict[ScheduledRequest, Request] = {}
         self._executor = Executor(
-            programs, state, pool, settings.get, options=options, background=overlap
+            programs,
+            state,
+            pool,
+            settings.get,
+            options_of=lambda step: prefill if step.chunks else decodes[0],
+            background=overlap,
         )
         self._loop = EngineLoop(scheduler, self._executor, settings, overlap=overlap, pace=pace)
         self._loop.add(*self.outputs)
@@ -164,16 +172,40 @@ def _pool(programs: Programs) -> PoolLayout:
     return dataclasses.replace(one_page, pages_per_device=pages)
 
 
-def _shapes(programs: Programs, options: StepOptions, plan: DraftPlan) -> list[StepShape]:
+def _options(
+    programs: Programs, requests: Sequence[Request], *, all_modes: bool
+) -> list[StepOptions]:
+    """Returns the options of steps that prefill, then those of steps that only decode.
+
+    Args:
+      all_modes: whether to add the options of steps that decode requests of other modes.
+    """
+    options = StepOptions.of(requests)
+    if not programs.buckets.separate:
+        return [options, options]
+    # One program prefills for greedy and sampled requests. On a GPU its branch takes as long as
+    # many kernels, which counts if each step has a branch or, with drafts, several.
+    any_mode = dataclasses.replace(options, sampling=None)
+    if programs.platform != "gpu":
+        return [any_mode, any_mode]
+    others = [mode for mode in get_args(SamplingMode) if mode != options.sampling]
+    decodes = [dataclasses.replace(options, sampling=mode) for mode in others if all_modes]
+    return [any_mode, options, *decodes]
+
+
+def _shapes(
+    programs: Programs, prefill: StepOptions, decodes: Sequence[StepOptions], plan: DraftPlan
+) -> list[StepShape]:
     """Returns the shapes of the programs that a call runs: prefill, and decode for each depth, or
     all sizes of steps that do both."""
     buckets = programs.buckets
     if buckets.separate:
-        prefill = programs.shape(0, 1, options=options)
-        return [prefill, *(programs.shape(1, 0, depth=d, options=options) for d in plan.depths)]
+        pairs = itertools.product(plan.depths, decodes)
+        shapes = (programs.shape(1, 0, depth=d, options=options) for d, options in pairs)
+        return [programs.shape(0, 1, options=prefill), *shapes]
     sizes_of_steps = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
     return list(
-        dict.fromkeys(programs.shape(B, C, depth=d, options=options) for B, C, d in sizes_of_steps)
+        dict.fromkeys(programs.shape(B, C, depth=d, options=prefill) for B, C, d in sizes_of_steps)
     )
 
 

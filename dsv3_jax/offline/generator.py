@@ -46,7 +46,9 @@ class Generator:
     whose requests then make room for the others as they end. For each batch size that is used, one
     program that prefills and one that decodes are compiled; two others when ``logprobs``, penalties
     (or biases, or ``min_tokens``), or allowed (or banned) tokens are first asked for; and the same
-    for each drafter and depth. After that nothing compiles again, for any prompts and settings.
+    for each drafter and depth. On GPUs, another program decodes when a call first has a request
+    with a temperature, and when one of these has a filter. After that nothing compiles again, for
+    any prompts and settings.
 
     The tokens of a request depend only on the request: its randomness comes from its own seed, and
     sequences of a batch do not influence each other. Programs of different batch sizes may round
@@ -305,7 +307,8 @@ class Generator:
         draft: str | Drafter | None = None,
         draft_depth: int | Literal["auto"] = 1,
     ) -> float:
-        """Compiles the programs for ``batch_size`` requests (prompts times ``n``). Returns seconds.
+        """Compiles the programs for ``batch_size`` requests (prompts times ``n``), with any
+        temperatures and filters. Returns seconds.
 
         For the depth ``"auto"`` it also measures the cost of every depth.
         """
@@ -422,7 +425,8 @@ class Generator:
             counts_drafts=not is_warm_up,
         )
         counts = None if is_warm_up else self._routing_counts
-        call = Call(self._programs_of(size, plan), self.tokenizer, requests, plan, pace, counts)
+        programs = self._programs_of(size, plan)
+        call = Call(programs, self.tokenizer, requests, plan, pace, counts, all_modes=is_warm_up)
         try:
             yield call
         finally:
