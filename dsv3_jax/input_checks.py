@@ -17,18 +17,18 @@ from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.words import counted
 
 
-def check_tokens(config: ModelConfig, tokens: Any, *, mtp: bool) -> None:
+def check_tokens(config: ModelConfig, tokens: Any, *, predictions: int = 0) -> None:
     """Raises ValueError unless ``tokens`` [B, T] are token ids of whole sequences.
 
     Args:
-      mtp: whether the MTP layers run too. MTP layer k predicts T - 1 - k tokens, so that each layer
-        needs one more token.
+      predictions: number of MTP layers that run too, or of applications of one. The k-th, from 0,
+        predicts T - 1 - k tokens, so that each needs one more token.
     """
     _check_array(tokens)
     T, longest = tokens.shape[1], config.max_position_embeddings
-    shortest = 1 + config.num_nextn_predict_layers if mtp else 1
+    shortest = 1 + predictions
     if not shortest <= T <= longest:
-        layers = f" for {shortest - 1} MTP layers" if mtp and shortest > T else ""
+        layers = f" for {predictions} MTP layers" if shortest > T else ""
         raise ValueError(
             f"tokens: expected {shortest} to {longest} (max_position_embeddings) per"
             f" sequence{layers}, got {T}"

@@ -155,7 +155,7 @@ def _check_names(config: ModelConfig, tokens: Any, what: str | Sequence[str]) ->
         raise ValueError(f"what: expected some of {', '.join(known)}; got {got}")
     if "routing" in names and not config.num_moe_layers:
         raise ValueError("routing: expected a model with MoE layers, got one without")
-    check_tokens(config, tokens, mtp=False)
+    check_tokens(config, tokens)
     if "attention_entropy" in names and config.index_topk and tokens.shape[1] > config.index_topk:
         raise ValueError(
             f"attention_entropy: expected at most index_topk={config.index_topk} tokens, for which"

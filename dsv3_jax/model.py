@@ -96,6 +96,7 @@ class DeepSeekV3(nnx.Module):
         return_aux: Literal[True],
         mtp_hidden: MTPHidden = "post_norm",
         run_layers: LayerRunner | None = None,
+        draft_depth: int | None = None,
     ) -> tuple[Float32[Array, "B T W"], Aux]: ...
 
     def __call__(
@@ -105,6 +106,7 @@ class DeepSeekV3(nnx.Module):
         return_aux: bool = False,
         mtp_hidden: MTPHidden = "post_norm",
         run_layers: LayerRunner | None = None,
+        draft_depth: int | None = None,
     ) -> Float32[Array, "B T W"] | tuple[Float32[Array, "B T W"], Aux]:
         """Computes the logits of whole sequences, without a cache.
 
@@ -116,13 +118,16 @@ class DeepSeekV3(nnx.Module):
           mtp_hidden: the hidden state that MTP layers take, as in the model's training.
           run_layers: function that runs the layers; by default :func:`run_in_order`. Training and
             :mod:`dsv3_jax.inspection` have others.
+          draft_depth: with ``return_aux``, how often to apply the first MTP layer, from the second
+            time on to its own output, as in drafting; None applies each MTP layer once.
 
         Raises:
           ValueError: ``tokens`` are not integers [B, T], or empty, or ids outside the vocabulary; a
             sequence is longer than ``max_position_embeddings``, or with ``return_aux`` too short
             for the MTP layers. Each of them predicts one token less than the one before.
         """
-        check_tokens(self.config, tokens, mtp=return_aux)
+        mtp = list(self.mtp) if draft_depth is None else [self.mtp[0]] * draft_depth
+        check_tokens(self.config, tokens, predictions=len(mtp) if return_aux else 0)
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
         run = run_layers or run_in_order
@@ -133,12 +138,13 @@ class DeepSeekV3(nnx.Module):
             return logits
         counts = [s.counts for s in stats]
         mtp_logits = []
-        for k, layer in enumerate(self.mtp):
+        for k, layer in enumerate(mtp):
             upcoming = tokens[:, k + 1 :]
             previous = hidden.mtp_input(mtp_hidden)[:, : upcoming.shape[1]]
             joined = layer.join(previous, self._embed(upcoming))
             y, layer_stats = run([layer], joined, self._rotation(upcoming))
-            stats += layer_stats
+            if k < len(self.mtp):
+                stats += layer_stats
             hidden = Hidden(y, layer.shared_head.norm(y))
             mtp_logits.append(self.logits(hidden.post_norm))
         E = self.config.n_routed_experts

@@ -29,6 +29,7 @@ class Aux(NamedTuple):
     routing_counts: Int[Array, "L_moe E"]
     """Number of tokens that chose each expert, in each MoE layer of the main model."""
     mtp_logits: tuple[Float32[Array, "B T_k W"], ...]
-    """One array per MTP layer: entry k is [B, T-1-k, W], and position i predicts token i+2+k."""
+    """One array per MTP layer, or per application of the first one: entry k is [B, T-1-k, W], and
+    position i predicts token i+2+k."""
     routing: tuple[RoutingStats, ...]
     """Counts and scores per MoE layer: the main model's layers, then the MTP layers."""

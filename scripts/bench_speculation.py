@@ -18,6 +18,7 @@ import datetime
 import json
 import platform
 import statistics
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +98,7 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
 def compare(
     generator: dsv3_jax.Generator,
     prompts: list[list[int]],
-    depths: list[int],
+    depths: list[int | Literal["auto"]],
     temperatures: list[float],
     repeats: int,
 ) -> list[dict[str, Any]]:
@@ -106,12 +107,23 @@ def compare(
     draftings: list[Drafting] = [
         (None, 1),
         *(("mtp", depth) for depth in depths),
-        ("mtp", "auto"),
         ("ngram", 1),
     ]
 
     def warm(drafting: Drafting) -> float:
-        return generator.warm_up(batch, draft=drafting[0], draft_depth=drafting[1])
+        draft, depth = drafting
+        if depth == "auto":  # it also measures what a depth costs
+            return generator.warm_up(batch, draft=draft, draft_depth=depth)
+        began = time.perf_counter()
+        for temperature in temperatures:  # without the programs for filters
+            generator.generate(
+                prompts[:batch],
+                max_new_tokens=2,
+                temperature=temperature,
+                draft=draft,
+                draft_depth=depth,
+            )
+        return time.perf_counter() - began
 
     with ThreadPoolExecutor(len(draftings)) as pool:  # XLA compiles them concurrently
         compiled = list(pool.map(warm, draftings))
@@ -140,13 +152,17 @@ def compare(
     return rows
 
 
+def _depth(word: str) -> int | Literal["auto"]:
+    return "auto" if word == "auto" else int(word)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure decoding with and without speculation.")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=Path, required=True, help=".npz with `held_out`")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--depths", type=_depth, nargs="+", default=[1, 2, 4, "auto"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=2)

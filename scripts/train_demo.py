@@ -2,9 +2,12 @@
 
     python scripts/train_demo.py prepare --out runs/demo
     python scripts/train_demo.py train --data runs/demo --out runs/demo/checkpoint
+    python scripts/train_demo.py drafts --data runs/demo --checkpoint runs/demo/checkpoint \\
+        --out runs/demo/with_drafts
 
 `prepare` trains a byte-level BPE tokenizer and encodes every module, which takes about a minute on
-a CPU. `train` takes five minutes on one H200, and needs matplotlib for the picture. The result is a
+a CPU. `train` takes five minutes on one H200, and needs matplotlib for the picture. `drafts` trains
+the MTP layer to draft several tokens in turn, and changes no other weight. The result of both is a
 directory in DeepSeek's published format. The run's checkpoints and metrics are next to it, in a
 directory of the same name with the suffix `.run`.
 """
@@ -27,6 +30,7 @@ from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dsv3_jax.checkpoint.load import load
+from dsv3_jax.checkpoint.safetensors_file import SafetensorsFile, write_file
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_file, atomic_write
@@ -50,6 +54,7 @@ SPECIAL_TOKENS = [
     "<｜Assistant｜>",
 ]
 BOS, EOS = 0, 1
+DRAFTS = 4  # that the MTP layer learns to propose in turn
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -191,6 +196,64 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
     shutil.copy(run / "loss.png", out / "loss.png")
 
 
+def train_drafts(
+    data: Path, checkpoint: Path, out: Path, steps: int, batch: int, length: int, seed: int
+) -> None:
+    if out.exists():
+        raise SystemExit(f"train_demo: {out} exists; expected a directory to create")
+    corpus = read_corpus([data / "tokens.npz"], CONFIG)
+    config = TrainingConfig(
+        steps=steps,
+        learning_rate=1e-3,
+        final_learning_rate=2e-5,
+        warmup_steps=steps // 20,
+        decay_start=0.0,
+        decay_end=1.0,
+        weight_decay=0.0,
+        draft_depth=DRAFTS,
+    )
+    settings = RunSettings(
+        batch=batch, length=length, seed=seed, log_every=50, eval_every=0, eval_batches=0
+    )
+    model, _ = load(checkpoint, dtype=jnp.float32)
+    before = evaluate(model, corpus, config, settings)
+    run = out.with_name(out.name + ".run")
+    trained = training_run.train(model, corpus, run, config, settings, report=print_entry)
+    write_checkpoint(trained.model, out, quantization=BlockQuantization())
+    copy_frozen(checkpoint, out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "corpus.json", "loss.png"):
+        shutil.copy(checkpoint / name, out / name)
+    published, _ = load(out, dtype=jnp.float32)
+    result = json.loads((checkpoint / "training.json").read_text("utf-8"))
+    result["drafts"] = {
+        "depth": DRAFTS,
+        "steps": steps,
+        "batch": batch,
+        "length": length,
+        "seed": seed,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "held_out_before": before,
+        "held_out_float8": evaluate(published, corpus, config, settings),
+        "metrics": trained.metrics,
+    }
+    write_json(out / "training.json", result)
+    print(json.dumps([before, result["drafts"]["held_out_float8"]]))
+
+
+def copy_frozen(before: Path, after: Path) -> None:
+    """Replaces all tensors outside of the MTP layer by those of ``before``, because quantizing
+    weights again can round their scales differently."""
+    (old_file,), (new_file,) = (list(path.glob("*.safetensors")) for path in (before, after))
+    old, new = SafetensorsFile(old_file), SafetensorsFile(new_file)
+    assert old.keys() == new.keys(), "the checkpoints have different tensors"
+    prefix = f"model.layers.{CONFIG.num_hidden_layers}."
+    tensors = {name: (new if name.startswith(prefix) else old)[name][...] for name in new}
+    with atomic_file(new_file) as file:
+        write_file(Path(file.name), tensors)
+
+
 def print_entry(entry: Entry) -> None:
     print(json.dumps(entry), flush=True)
 
@@ -206,14 +269,20 @@ def main() -> None:
     command.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
     command.add_argument("--out", type=Path, required=True)
     command = commands.add_parser("train", help="train and write the checkpoint")
-    command.add_argument("--data", type=Path, required=True)
-    command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--steps", type=int, default=2800)
-    command.add_argument("--batch", type=int, default=32)
-    command.add_argument("--length", type=int, default=1024)
-    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(steps=2800)
+    drafts = commands.add_parser("drafts", help="train the MTP layer of a checkpoint to draft")
+    drafts.add_argument("--checkpoint", type=Path, required=True)
+    drafts.set_defaults(steps=1000)
+    for each in (command, drafts):
+        each.add_argument("--data", type=Path, required=True)
+        each.add_argument("--out", type=Path, required=True)
+        each.add_argument("--steps", type=int)
+        each.add_argument("--batch", type=int, default=32)
+        each.add_argument("--length", type=int, default=1024)
+        each.add_argument("--seed", type=int, default=0)
     arguments = vars(parser.parse_args())
-    run = {"prepare": prepare, "train": train}[arguments.pop("command")]
+    commands = {"prepare": prepare, "train": train, "drafts": train_drafts}
+    run = commands[arguments.pop("command")]
     run(**arguments)
 
 

@@ -35,6 +35,7 @@ TRAINING_HELP = {
     "remat": "compute layers again in the backward pass, to save memory",
     "scan_layers": "compile equal layers once, as a loop",
     "indexer_stage": "of a model with sparse attention: dense trains its indexers, sparse all",
+    "draft_depth": "train the MTP layer alone, to draft this many tokens in turn; 0: train all",
     "lora_rank": "train low-rank updates of frozen weights; 0: train the weights themselves",
     "lora_alpha": "the low-rank updates are multiplied by this value, divided by their rank",
     "lora_seed": "seed of the initial low-rank updates",

@@ -72,6 +72,8 @@ class TrainingProgress:
             losses = entry["losses"]
             parts.append(f"loss {losses['main']:.4f}")
             parts.append(f"MTP {losses['mtp']:.4f} ({losses['mtp_agreement']:.0%} agree)")
+            if losses.get("drafts"):
+                parts.append(f"drafts {losses['drafts']:.4f}")
         if self._held_out is not None:
             parts.append(f"held out {self._held_out:.4f}")
         if entry.get("expert_load"):

@@ -78,6 +78,9 @@ class TrainingConfig:
     would merge the recomputation of an unrolled layer with the original, as XLA does on CPUs."""
     indexer_stage: IndexerStage = "none"
     """Stage of the training of a sparse model's indexers (:mod:`dsv3_jax.training.indexer`)."""
+    draft_depth: int = 0
+    """Number of drafts in turn for which the MTP layer alone is trained
+    (:mod:`dsv3_jax.training.drafts`). 0 trains the model by its own losses instead."""
     lora_rank: int = 0
     """Rank of the low-rank updates of frozen weights (:mod:`dsv3_jax.training.lora`). 0 trains all
     weights instead."""
@@ -95,7 +98,7 @@ class TrainingConfig:
             expect(name, getattr(self, name) >= 1, "at least 1")
         for name in ("learning_rate", "clip_norm", "lora_alpha"):
             expect(name, 0 < getattr(self, name) < float("inf"), "a positive number")
-        for name in ("warmup_steps", "lora_rank", "lora_seed"):
+        for name in ("warmup_steps", "draft_depth", "lora_rank", "lora_seed"):
             expect(name, getattr(self, name) >= 0, "at least 0")
         for name in (
             "weight_decay",
@@ -134,7 +137,12 @@ class TrainingConfig:
     @property
     def freezes_weights(self) -> bool:
         """Whether the trained parameters are not the weights of the whole model."""
-        return self.lora_rank > 0 or self.indexer_stage == "dense"
+        return self.lora_rank > 0 or self.draft_depth > 0 or self.indexer_stage == "dense"
+
+    def mtp_predictions(self, mtp_layers: int) -> int:
+        """Returns how many tokens after the next one a position predicts in training: one for each
+        MTP layer, or one for each draft."""
+        return self.draft_depth or mtp_layers
 
     def step_at(self, fraction: float) -> int:
         """Returns the step at a fraction of the run."""

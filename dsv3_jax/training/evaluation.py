@@ -25,14 +25,15 @@ class Evaluation:
 
     def __init__(self, trainer: Trainer, corpus: Corpus, settings: RunSettings):
         self._trainer = trainer
-        config = trainer.model_config
-        bos = config.bos_token_id
+        bos = trainer.model_config.bos_token_id
+        mtp_layers = trainer.model_config.num_nextn_predict_layers
+        predictions = trainer.config.mtp_predictions(mtp_layers)
         self._batches = held_out_batches(
             corpus.held_out, settings.batch, settings.length, bos, settings.eval_batches
         )
         main, *mtp = (
             jnp.int32(sum(target_count(tokens, bos, ahead) for tokens in self._batches))
-            for ahead in range(1, config.num_nextn_predict_layers + 2)
+            for ahead in range(1, predictions + 2)
         )
         if not main:
             raise ValueError(

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32
 
 from dsv3_jax.layers.block import DecoderLayer
@@ -28,7 +27,6 @@ from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.runner import LayerRunner
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.training.config import IndexerStage
-from dsv3_jax.training.tree import Tree
 from pallas_kernels import sparse_index, top_k
 
 _QUERIES_PER_BLOCK = 64
@@ -41,20 +39,6 @@ Scores = Float32[Array, "B t S"]
 def is_indexer(path: tuple[Any, ...]) -> bool:
     """Returns whether the parameter at ``path`` in the model belongs to an indexer."""
     return "indexer" in path
-
-
-def indexer_weights(weights: Tree) -> Tree:
-    """Returns the weights of the indexers alone."""
-    flat = nnx.to_flat_state(weights)
-    return nnx.from_flat_state([item for item in flat if is_indexer(item[0])])
-
-
-def merge(weights: Tree, indexers: Tree) -> Tree:
-    """Returns the weights with other indexers."""
-    trained = dict(nnx.to_flat_state(indexers))
-    return nnx.from_flat_state(
-        [(path, trained.get(path, weight)) for path, weight in nnx.to_flat_state(weights)]
-    )
 
 
 def run_with_divergences(

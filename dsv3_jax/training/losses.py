@@ -21,8 +21,8 @@ class Losses(NamedTuple):
     main: Float32[Array, ""]
     """Mean cross-entropy of the next token, in nats."""
     mtp: Float32[Array, ""]
-    """Mean cross-entropy of each MTP layer, averaged over these layers, in nats. Zero without MTP
-    layers."""
+    """Mean cross-entropy of each MTP layer, or with ``draft_depth`` of each draft, averaged over
+    them, in nats. Zero without MTP layers."""
     balance: Float32[Array, ""]
     """Sum of :func:`sequence_balance` over all MoE layers, those of MTP included. Each term is
     about 1."""
@@ -32,6 +32,8 @@ class Losses(NamedTuple):
     indexer: Float32[Array, ""]
     """Mean over layers of :func:`dsv3_jax.training.indexer.divergence`, in nats. Zero without
     indexers."""
+    drafts: Float32[Array, ""]
+    """:func:`dsv3_jax.training.drafts.divergence`, in nats. Zero without ``draft_depth``."""
 
 
 class TargetCounts(NamedTuple):
@@ -42,7 +44,7 @@ class TargetCounts(NamedTuple):
     main: Int[Array, ""]
     """Number of next-token targets."""
     mtp: tuple[Int[Array, ""], ...]
-    """Number of targets of each MTP layer."""
+    """Number of targets of each MTP layer, or of each draft."""
 
 
 def target_mask(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> Bool[Array, "B S"]:
@@ -61,11 +63,11 @@ def target_mask(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> Boo
     return ~crossed
 
 
-def count_targets(tokens: Int[Array, "B T"], bos_token_id: int, mtp_layers: int) -> TargetCounts:
+def count_targets(tokens: Int[Array, "B T"], bos_token_id: int, predictions: int) -> TargetCounts:
     """Returns the number of targets in a batch. Its microbatches are weighted by these numbers,
     although each may contain a different number of targets."""
     main, *mtp = (
-        jnp.sum(target_mask(tokens, bos_token_id, ahead)) for ahead in range(1, mtp_layers + 2)
+        jnp.sum(target_mask(tokens, bos_token_id, ahead)) for ahead in range(1, predictions + 2)
     )
     return TargetCounts(tokens.shape[0], main, tuple(mtp))
 
@@ -100,7 +102,8 @@ def losses(
       counts: target counts of the whole batch if ``tokens`` is one of its microbatches. By default
         ``tokens`` is the whole batch.
 
-    The loss of indexers is zero here: the forward pass computes it layer by layer.
+    The losses of indexers and drafts are zero here: :class:`~dsv3_jax.training.objective.Objective`
+    adds them.
     """
     mtp_layers = len(aux.mtp_logits)
     if counts is None:
@@ -119,4 +122,5 @@ def losses(
     B = tokens.shape[0]
     balance = sum((sequence_balance(stats, B) for stats in aux.routing), jnp.float32(0))
     balance *= B / counts.sequences
-    return Losses(main, mtp / max(mtp_layers, 1), balance, agreement, jnp.float32(0))
+    zero = jnp.float32(0)
+    return Losses(main, mtp / max(mtp_layers, 1), balance, agreement, indexer=zero, drafts=zero)

@@ -11,21 +11,23 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.training import indexer, lora
+from dsv3_jax.training import drafts, indexer, lora
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, losses
-from dsv3_jax.training.tree import Tree
+from dsv3_jax.training.tree import Tree, replace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
-    """The loss ``main + mtp_weight * mtp + balance_weight * balance + indexer`` of a model, as pure
-    functions of its parameters. :class:`Losses` documents the terms.
+    """The loss ``main + mtp_weight * mtp + balance_weight * balance + indexer`` of a model, or with
+    ``draft_depth`` the loss ``drafts``, as pure functions of its parameters. :class:`Losses`
+    documents the terms.
 
-    ``params`` are the trained parameters in float32: all weights of the model, its indexers, or
-    low-rank updates of ``frozen`` weights. ``frozen`` is None if all weights are trained. It is an
-    argument because jit would compile the weights of a closure into the program as constants.
+    ``params`` are the trained parameters in float32: all weights of the model, its indexers or MTP
+    layer, or low-rank updates of ``frozen`` weights. ``frozen`` is None if all weights are trained.
+    It is an argument because jit would compile the weights of a closure into the program as
+    constants.
     """
 
     graph: Any
@@ -35,11 +37,11 @@ class Objective:
 
     def weights(self, params: Tree, frozen: Tree | None) -> Tree:
         """Returns all weights of the model: the parameters themselves, the frozen weights with
-        other indexers, or the frozen weights plus their low-rank updates."""
+        some replaced, or the frozen weights plus their low-rank updates."""
         if frozen is None:
             return params
         if not self.config.lora_rank:
-            return indexer.merge(frozen, params)
+            return replace(frozen, params)
         return lora.merge(frozen, params, self.config.lora_alpha / self.config.lora_rank)
 
     def losses(
@@ -69,12 +71,15 @@ class Objective:
             return_aux=True,
             mtp_hidden=self.config.mtp_hidden,
             run_layers=run_layers,
+            draft_depth=self.config.draft_depth or None,
         )
-        batch_losses = losses(logits, aux, tokens, self.model_config.bos_token_id, counts)
-        divergence = jnp.mean(jnp.stack(divergences))
-        if counts is not None:
-            divergence *= len(tokens) / counts.sequences
+        bos, counts = self.model_config.bos_token_id, counts or self._counts(tokens)
+        batch_losses = losses(logits, aux, tokens, bos, counts)
+        divergence = jnp.mean(jnp.stack(divergences)) * len(tokens) / counts.sequences
         batch_losses = batch_losses._replace(indexer=divergence)
+        if self.config.draft_depth:
+            divergence = drafts.divergence(logits, aux.mtp_logits, tokens, bos, counts.mtp)
+            batch_losses = batch_losses._replace(drafts=divergence)
         loads = [stats.counts for stats in aux.routing]
         no_layers = jnp.zeros((0, self.model_config.n_routed_experts), jnp.int32)
         return batch_losses, jnp.stack(loads) if loads else no_layers
@@ -90,15 +95,14 @@ class Objective:
         """Returns the gradient of a batch's loss with respect to ``params``, its losses and its
         expert loads, accumulated over ``config.accumulate`` microbatches."""
         accumulate, balance_weight = self.config.accumulate, self.config.balance_weight
-        mtp_layers = self.model_config.num_nextn_predict_layers
-        counts = count_targets(tokens, self.model_config.bos_token_id, mtp_layers)
+        counts = self._counts(tokens)
 
         def loss(params: Tree, microbatch: Int[Array, "B T"]):
             terms, load = self.losses(params, frozen, biases, microbatch, counts)
             total = terms.main + mtp_weight * terms.mtp + balance_weight * terms.balance
             # In the dense stage, the other terms are constants to the indexers.
             total = terms.indexer if self.config.indexer_stage == "dense" else total + terms.indexer
-            return total, (terms, load)
+            return terms.drafts if self.config.draft_depth else total, (terms, load)
 
         def gradient(microbatch: Int[Array, "B T"]):
             grads, (terms, load) = jax.grad(loss, has_aux=True)(params, microbatch)
@@ -116,3 +120,8 @@ class Objective:
             return jax.tree.map(jnp.add, total, gradient(microbatch)), None
 
         return jax.lax.scan(add, zeros, microbatches)[0]
+
+    def _counts(self, tokens: Int[Array, "B T"]) -> TargetCounts:
+        mtp_layers = self.model_config.num_nextn_predict_layers
+        predictions = self.config.mtp_predictions(mtp_layers)
+        return count_targets(tokens, self.model_config.bos_token_id, predictions)

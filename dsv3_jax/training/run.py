@@ -157,6 +157,7 @@ def _check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSett
             f"batch: expected a multiple of {factors}accumulate={config.accumulate}, got {batch}"
         )
     shape = model.config
-    shortest, longest = shape.num_nextn_predict_layers + 2, shape.max_position_embeddings
+    shortest = config.mtp_predictions(shape.num_nextn_predict_layers) + 2
+    longest = shape.max_position_embeddings
     if not shortest <= length <= longest:
         raise ValueError(f"length: expected {shortest} to {longest} for this model, got {length}")

@@ -154,13 +154,14 @@ class Session:
             tokens = (step - last_step) * settings.batch * settings.length
             tokens_per_second = tokens / (now - last_time)
             devices = 1 if trainer.layout is None else trainer.layout.mesh.size
-            mfu = utilisation(
-                trainer.model_config,
-                settings.length,
-                tokens_per_second / devices,
-                self.device_kind,
-                trainer.config.compute_dtype,
-            )
+            if not trainer.config.draft_depth:  # which takes other operations
+                mfu = utilisation(
+                    trainer.model_config,
+                    settings.length,
+                    tokens_per_second / devices,
+                    self.device_kind,
+                    trainer.config.compute_dtype,
+                )
         self._last_timing = now, step
         timing = {"seconds": self._seconds(), "tokens_per_second": tokens_per_second, "mfu": mfu}
         return entry | timing

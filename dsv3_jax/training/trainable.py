@@ -49,6 +49,25 @@ def check_trainable(model: DeepSeekV3) -> None:
             )
 
 
+def check_drafts(model: DeepSeekV3, config: TrainingConfig) -> None:
+    """Checks that the MTP layer of a model can be trained to draft.
+
+    Raises:
+      ValueError: ``draft_depth`` does not fit the model or the other settings.
+    """
+    if not config.draft_depth:
+        return
+    mtp_layers = model.config.num_nextn_predict_layers
+    for is_valid, expected, got in (
+        (mtp_layers == 1, "a model with one MTP layer", f"one with {mtp_layers}"),
+        (not config.lora_rank, "lora_rank 0", config.lora_rank),
+        (config.indexer_stage == "none", "indexer_stage none", config.indexer_stage),
+        (model.layout is None, "a model on one device", "a layout"),
+    ):
+        if not is_valid:
+            raise ValueError(f"draft_depth {config.draft_depth}: expected {expected}, got {got}")
+
+
 def check_indexers(model: DeepSeekV3, config: TrainingConfig) -> None:
     """Checks that the indexers of a model are trained, and that there are any to train.
 
@@ -58,7 +77,7 @@ def check_indexers(model: DeepSeekV3, config: TrainingConfig) -> None:
     stage, has_indexer = config.indexer_stage, model.config.has_indexer
     if stage == "none":
         # Without a loss of their own, only weight decay would change them.
-        if has_indexer and not config.lora_rank:
+        if has_indexer and not config.lora_rank and not config.draft_depth:
             raise ValueError(
                 f"indexer_stage: expected dense or sparse for {model.config.model_type}, got none"
             )

@@ -22,7 +22,7 @@ from dsv3_jax.training.programs import make_programs
 from dsv3_jax.training.shardings import state_shardings, weight_shardings
 from dsv3_jax.training.state import TrainingState, init_params, init_state
 from dsv3_jax.training.step import Metrics
-from dsv3_jax.training.trainable import check_indexers, check_trainable
+from dsv3_jax.training.trainable import check_drafts, check_indexers, check_trainable
 
 
 class Trainer:
@@ -44,12 +44,13 @@ class Trainer:
       programs: the jitted functions.
 
     Raises:
-      ValueError: ``lora_rank`` exceeds the rank of a weight, or :func:`check_trainable` or
-        :func:`check_indexers` refuses the model.
+      ValueError: ``lora_rank`` exceeds the rank of a weight, or :func:`check_trainable`,
+        :func:`check_drafts` or :func:`check_indexers` refuses the model.
     """
 
     def __init__(self, model: DeepSeekV3, config: TrainingConfig):
         check_trainable(model)
+        check_drafts(model, config)
         check_indexers(model, config)
         self.config = config
         self.model_config = model.config
@@ -179,6 +180,7 @@ class Trainer:
             raise ValueError(
                 f"tokens: expected a batch size in multiples of {' x '.join(factors)}, got {B}"
             )
-        shortest = self.model_config.num_nextn_predict_layers + 2
+        mtp_layers = self.model_config.num_nextn_predict_layers
+        shortest = self.config.mtp_predictions(mtp_layers) + 2
         if shortest > T:
             raise ValueError(f"tokens: expected sequences of at least {shortest} tokens, got {T}")
