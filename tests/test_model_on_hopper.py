@@ -183,3 +183,63 @@ def test_several_devices(name, one_device_results):
     else:
         assert generated(with_layout(model_of(jnp.float32), layout)) == tokens
     assert_no_larger(logits(with_layout(model_of(jnp.bfloat16), layout)), one_device, exact)
+
+
+@on_gpu
+def test_requests_do_not_depend_on_the_sampling_of_others():
+    """Programs of other sampling modes compute the same logits."""
+    generator = Generator(model_of("bfloat16"), None, 64, batch_sizes=(2,))
+
+    def generate(temperature, top_p=1.0):
+        return generator.generate(
+            TOKENS[:2, :20].tolist(),
+            max_new_tokens=24,
+            ignore_eos=True,
+            temperature=temperature,
+            top_p=top_p,
+            seed=[0, 1],
+        )
+
+    greedy, unfiltered = generate(0.0), generate([0.0, 0.7])
+    filtered, sampled = generate([0.0, 0.7], [1.0, 0.5]), generate([0.7, 0.7], [0.5, 1.0])
+    for pair in ((greedy[0], unfiltered[0]), (greedy[0], filtered[0]), (unfiltered[1], sampled[1])):
+        assert pair[0].tokens == pair[1].tokens
+        assert pair[0].logprobs == pair[1].logprobs
+
+
+@on_gpu
+@pytest.mark.parametrize("backend", ["separate", "mosaic_gpu"])
+def test_the_newest_position_of_the_mtp_layer(backend):
+    """It equals that of the whole extension, and so does the cache."""
+    config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
+    model = models.random_model(models.shapes(config, "bf16", "bfloat16", mtp=True))
+    model.use_feed_forward(backend)
+    graph, state = nnx.split(model)
+    cache = LatentKVCache.init(model.cache_spec(mtp=True), 2, 256, layout=None)
+    hidden = jax.random.normal(jax.random.key(2), (2, 3, config.hidden_size), jnp.bfloat16)
+    starts, counts = jnp.array([5, 70], jnp.int32), jnp.array([3, 2], jnp.int32)
+
+    @functools.partial(jax.jit, static_argnames="newest_only")
+    def run(state, cache, starts, counts, newest_only):
+        return nnx.merge(graph, state).extend_mtp(
+            hidden,
+            jnp.asarray(TOKENS[:2, :3]),
+            starts,
+            counts,
+            cache,
+            "absorbed",
+            newest_only=newest_only,
+        )
+
+    whole, whole_cache = run(state, cache, starts, counts, newest_only=False)
+    newest, newest_cache = run(state, cache, starts, counts, newest_only=True)
+    for sequence, last in enumerate([2, 1]):
+        got, want = (
+            np.asarray(x, np.float32)
+            for x in (newest.post_norm[sequence, 0], whole.post_norm[sequence, last])
+        )
+        assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
+    for got, want in zip(*map(jax.tree.leaves, (newest_cache.pool, whole_cache.pool)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02, atol=0.02
+        )

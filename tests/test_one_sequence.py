@@ -1,10 +1,13 @@
 """Layers choose the kernels of ``around_attention`` if the caller names nothing."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from benchmarks.decode import models
+from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine.model_arrays import ModelArrays
 from dsv3_jax.layers import around_attention
@@ -23,6 +26,8 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(around_attention, "require_hopper", lambda: None)
 
 
+_MEDIUM = Path(__file__).parents[1] / "benchmarks" / "models" / "speculation.json"
+
 # Megabytes that one token reads in the second half of a layer, and the most tokens that prefer the
 # kernels.
 READ = [
@@ -33,6 +38,10 @@ READ = [
     ("v3-slice", "fp8", False, 517.5, 2),
     ("v3-slice", "bf16", False, 1031.3, 0),
     ("deepseek-v2", "int4", False, 138.0, 2),
+    (str(_MEDIUM), "bf16", False, 12.88, 5),
+    (str(_MEDIUM), "bf16", True, 18.35, 5),
+    (str(_MEDIUM), "int8", False, 6.455, 4),
+    (str(find_config_directory("demo") / "config.json"), "bf16", False, 1.122, 2),
 ]
 
 

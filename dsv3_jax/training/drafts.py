@@ -33,7 +33,7 @@ def is_drafter(path: tuple[Any, ...]) -> bool:
 
 def divergence(
     logits: Float32[Array, "B T W"],
-    draft_logits: Sequence[Float32[Array, "B T_k W"]],
+    draft_logits: Sequence[Float32[Array, "B _ W"]],
     tokens: Int[Array, "B T"],
     bos_token_id: int,
     counts: Sequence[Int[Array, ""]],

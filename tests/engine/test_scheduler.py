@@ -187,6 +187,20 @@ class TestOneStep:
         assert 4 in waiting_steps
         assert 4 in other_steps
 
+    @pytest.mark.parametrize("drafts", [0, 2])
+    def test_one_request_decodes_to_its_end_while_others_wait(self, drafts):
+        """A dispatch ends with its last request, so that no slot stays empty."""
+        simulation = Simulation(num_pages=200, max_running=1, max_decode_steps=64)
+        requests = [request(prompt, 30, drafts=drafts) for prompt in prompts(3, 5)]
+        for each in requests:
+            simulation.scheduler.add(each)
+        simulation.run()
+        longest = [plan.decode_steps for plan in simulation.plans if plan.decode_steps > 1]
+        # The first token comes from the prefill.
+        assert longest == [29] * 3
+        for each in requests:
+            assert each.tokens[5:] == completion(each.tokens[:5], each.max_length)
+
     def test_never_waits_for_results(self):
         # With results two steps late, decode steps follow each other without a gap.
         simulation = Simulation(num_pages=200, delay=2)
