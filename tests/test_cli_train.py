@@ -400,6 +400,33 @@ def test_low_rank_updates_of_a_run_in_python_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+def test_training_of_drafts_keeps_the_model(trained, files, tmp_path, capsys):
+    """It reports the loss of drafts, and changes only the MTP layer."""
+    out = tmp_path / "drafts"
+    status = train(
+        *("--from", trained / "model", "--data", files / "text", "--out", out, "--steps", 2),
+        *("--draft-depth", 3, "--learning-rate", 0.01, *SMALL),
+    )
+    assert status == 0
+    held_out = [e["held_out"] for e in read_metrics(out / "metrics.jsonl") if "held_out" in e]
+    assert held_out[0]["drafts"] != held_out[-1]["drafts"]
+    assert held_out[0]["main"] == held_out[-1]["main"]
+    assert f"held out {held_out[-1]['drafts']:.4f}" in capsys.readouterr().err
+    before, after = CheckpointReader(trained / "model"), CheckpointReader(out / "model")
+    assert set(before) == set(after)
+    config = json.loads((out / "model" / "config.json").read_text())
+    drafter = f"model.layers.{config['num_hidden_layers']}."
+    changed = {n for n in before if before[n][...].tobytes() != after[n][...].tobytes()}
+    assert changed
+    assert all(name.startswith(drafter) for name in changed)
+    # An export and a resumed run find the frozen weights where the run found them.
+    assert run("export", out, tmp_path / "again") == 0
+    exported = CheckpointReader(tmp_path / "again")
+    assert all(exported[n][...].tobytes() == after[n][...].tobytes() for n in after)
+    assert train("--out", out, "--resume", "--steps", 3) == 0
+
+
+@pytest.mark.slow
 def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_path, capsys):
     """From the weights that the first run wrote to files with some other values."""
     source, out = trained / "model", tmp_path / "run"

@@ -18,7 +18,7 @@ from tests.support.checkpoints import tiny_config
 
 def layer_of(name, weights, *, dense):
     kwargs = {"dtype": jnp.bfloat16, "quantization": models.WEIGHTS[weights]}
-    config = models.config(name)
+    config = models.config(str(_PATHS.get(name, name)))
     return nnx.eval_shape(lambda: DecoderLayer(config, dense=dense, rngs=nnx.Rngs(0), **kwargs))
 
 
@@ -26,7 +26,10 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(around_attention, "require_hopper", lambda: None)
 
 
-_MEDIUM = Path(__file__).parents[1] / "benchmarks" / "models" / "speculation.json"
+_PATHS = {
+    "346 M": Path(__file__).parents[1] / "benchmarks" / "models" / "speculation.json",
+    "demo": find_config_directory("demo") / "config.json",
+}
 
 # Megabytes that one token reads in the second half of a layer, and the most tokens that prefer the
 # kernels.
@@ -38,10 +41,10 @@ READ = [
     ("v3-slice", "fp8", False, 517.5, 2),
     ("v3-slice", "bf16", False, 1031.3, 0),
     ("deepseek-v2", "int4", False, 138.0, 2),
-    (str(_MEDIUM), "bf16", False, 12.88, 5),
-    (str(_MEDIUM), "bf16", True, 18.35, 5),
-    (str(_MEDIUM), "int8", False, 6.455, 4),
-    (str(find_config_directory("demo") / "config.json"), "bf16", False, 1.122, 2),
+    ("346 M", "bf16", False, 12.88, 5),
+    ("346 M", "bf16", True, 18.35, 5),
+    ("346 M", "int8", False, 6.455, 4),
+    ("demo", "bf16", False, 1.122, 2),
 ]
 
 

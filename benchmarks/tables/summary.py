@@ -38,15 +38,12 @@ def _compared() -> Iterator[tuple[str, str, list[float], str]]:
         what = f"{_PURPOSE[op]}, {dtype}"
         yield what, ", ".join(peers), [row["ratio"] for row in timed], "kernels_h200"
 
-    drafted = [
-        r["speed_up"] for r in results.read("speculation_one_h200")["rows"] if r["draft"] == "mtp"
-    ]
-    yield (
-        "decode one sequence with MTP drafts, 346 M model",
-        "no drafts",
-        drafted,
-        "speculation_one_h200",
-    )
+    for model, name in (
+        ("346 M model", "speculation_one_h200"),
+        ("the demo", "speculation_demo_one_h200"),
+    ):
+        drafted = [r["speed_up"] for r in results.read(name)["rows"] if r["draft"] == "mtp"]
+        yield f"decode one sequence with MTP drafts, {model}", "no drafts", drafted, name
 
     steps = results.read("decode_moonlight_int4_h200")["rows"]
     ms = {(r["dtype"], r["batch"]): r["ms"] for r in steps}

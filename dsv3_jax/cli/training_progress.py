@@ -50,7 +50,9 @@ class TrainingProgress:
     def show(self, entry: dict[str, Any]) -> None:
         """Shows a entry of metrics.jsonl."""
         if "held_out" in entry:
-            self._held_out = entry["held_out"]["main"]
+            held_out = entry["held_out"]
+            # Training of drafts does not change the main loss.
+            self._held_out = held_out.get("drafts") or held_out["main"]
         line = self._line(entry)
         if self._console.is_terminal:
             self._latest = line

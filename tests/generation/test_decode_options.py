@@ -1,4 +1,4 @@
-"""Which programs a call of a Generator compiles for its requests' temperatures and filters."""
+"""A Generator's call compiles the programs of its requests' temperatures and filters."""
 
 from types import SimpleNamespace
 from typing import Any
