@@ -9,8 +9,9 @@ import numpy as np
 AUTO_DEPTHS = (0, 1, 2, 4)
 """Depths that ``draft_depth="auto"`` chooses from. Each has a compiled program."""
 
-AUTO_STEPS = 32
-"""Maximum number of steps of a dispatch, if the depth is chosen anew for each dispatch."""
+AUTO_STEPS, AUTO_SECONDS = 32, 0.05
+"""A dispatch has at most this many steps, or those of this time if that is more, if the depth is
+chosen anew for each dispatch."""
 
 _ACCEPTANCE_DECAY = 0.9  # weight of earlier acceptance counts after another dispatch
 _COST_DECAY = 0.5  # the same for costs, which hardly vary except for an outlier at the start

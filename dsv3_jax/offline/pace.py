@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from dsv3_jax.engine.step_plan import StepPlan
 from dsv3_jax.engine.step_results import RequestResult
-from dsv3_jax.generation.depth import AUTO_STEPS, DepthChooser
+from dsv3_jax.generation.depth import AUTO_SECONDS, AUTO_STEPS, DepthChooser
 from dsv3_jax.offline.step_times import StepTimes
 
 
@@ -63,7 +63,11 @@ class OfflinePace:
         elif self._chooser.is_fixed:
             steps = self._times.steps_per_dispatch(program)
         else:
-            steps = min(self._times.steps_per_dispatch(program, default=AUTO_STEPS), AUTO_STEPS)
+            steps, short = (
+                self._times.steps_per_dispatch(program, default=AUTO_STEPS, seconds=seconds)
+                for seconds in (None, AUTO_SECONDS)
+            )
+            steps = min(steps, max(short, AUTO_STEPS))
         if not self._overlap:
             self._began = self._clock()
         return min(steps, most), depth

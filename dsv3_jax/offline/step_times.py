@@ -30,10 +30,13 @@ class StepTimes:
         elif steps:
             self._seconds[program] = seconds / steps
 
-    def steps_per_dispatch(self, program: Hashable, *, default: int = 1) -> int:
-        """Returns the number of steps, at least 1, that take about DISPATCH_SECONDS; ``default`` if
-        the program has not been measured."""
-        seconds = self._seconds.get(program)
-        if seconds is None:
+    def steps_per_dispatch(
+        self, program: Hashable, *, default: int = 1, seconds: float | None = None
+    ) -> int:
+        """Returns the number of steps, at least 1, that take about so many seconds, by default
+        DISPATCH_SECONDS; ``default`` if the program has not been measured."""
+        each = self._seconds.get(program)
+        if each is None:
             return default
-        return int(min(max(DISPATCH_SECONDS / max(seconds, 1e-9), 1), 2**30))
+        seconds = DISPATCH_SECONDS if seconds is None else seconds
+        return int(min(max(seconds / max(each, 1e-9), 1), 2**30))

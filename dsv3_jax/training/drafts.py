@@ -23,12 +23,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
+from dsv3_jax.training.indexer import is_indexer
 from dsv3_jax.training.losses import target_mask
 
 
 def is_drafter(path: tuple[Any, ...]) -> bool:
-    """Returns whether the parameter at ``path`` in the model belongs to the layer that drafts."""
-    return tuple(path[:2]) == ("mtp", 0)
+    """Returns whether the parameter at ``path`` in the model belongs to the layer that drafts.
+
+    An indexer does not: only its own loss trains it.
+    """
+    return tuple(path[:2]) == ("mtp", 0) and not is_indexer(path)
 
 
 def divergence(

@@ -137,6 +137,22 @@ def test_dispatches_take_as_long_as_they_should():
     assert pace.choose(100)[0] == 100  # the program has no more
 
 
+def test_dispatches_that_choose_a_depth_are_short():
+    """At most 32 steps, or 50 ms of them, or half a second."""
+    times = StepTimes()
+    pace = OfflinePace(
+        DepthChooser((0, 1)), times, "program", tokens=None, max_over_processes=float
+    )
+    pace.depth, program = 1, ("program", 1)
+    assert pace.choose(256) == (32, 1)  # not measured
+    asked = []
+    for seconds in (1.0, 0.1, 0.01, 0.001, 0.0001):
+        for _ in range(2):  # a first run is no measurement
+            times.record(program, 10, 10 * seconds)
+        asked.append(pace.choose(256)[0])
+    assert asked == [1, 5, 32, 50, 256]
+
+
 class Clock:
     """A clock that a test sets."""
 

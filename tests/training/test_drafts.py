@@ -11,7 +11,7 @@ from flax import nnx
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import random_model
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.training.drafts import divergence
+from dsv3_jax.training.drafts import divergence, is_drafter
 from dsv3_jax.training.losses import target_mask
 from dsv3_jax.training.trainer import Trainer
 from sharding import make_layout
@@ -77,6 +77,12 @@ def test_drafts_with_the_model_s_distribution_have_no_loss():
     assert abs(float(divergence(logits, drafts, tokens, 0, counts))) < 1e-6
     other = [logits[:, 1:], -logits[:, 2:]]
     assert float(divergence(logits, other, tokens, 0, counts)) > 0.1
+
+
+def test_indexers_are_not_trained():
+    assert is_drafter(("mtp", 0, "self_attn", "o_proj", "weight"))
+    assert not is_drafter(("mtp", 0, "self_attn", "indexer", "wk", "weight"))
+    assert not is_drafter(("layers", 0, "self_attn", "o_proj", "weight"))
 
 
 def test_only_the_layer_that_drafts_is_trained(model, drafting):
