@@ -7,7 +7,7 @@ arguments. Each process sees ``--devices-per-process`` GPUs of its own, or, on a
 (``JAX_PLATFORMS=cpu``), that many simulated devices. Lines of output begin with the process's
 number. When a process fails, the others have ``--grace`` seconds to exit before they are killed.
 Ctrl-C ends all processes. The exit status is that of the process that failed first, or 128 plus the
-signal number if a signal ended it.
+signal number if a signal ended it. If somebody else has killed a process, it is 137.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+_KILLED = 128 + signal.SIGKILL
 _PATIENCE_S = 2.0  # after each signal: jax treats SIGTERM as a notice and does not exit
 
 
@@ -132,7 +133,8 @@ def _pump(source: IO[bytes], target: IO[bytes], prefix: bytes) -> None:
 def first_failure(ends: queue.SimpleQueue[int], running: int, grace: float) -> int:
     """Waits for ``running`` processes. Returns the status of the first that fails, or 0.
 
-    After a failure it waits for at most ``grace`` seconds.
+    After a failure it waits for at most ``grace`` seconds. The status of a killed process comes
+    before others, whose ends may be noticed earlier: it did not fail because of them.
     """
     failed, until = 0, None
     for _ in range(running):
@@ -142,6 +144,8 @@ def first_failure(ends: queue.SimpleQueue[int], running: int, grace: float) -> i
             break
         if status and not failed:
             failed, until = status, time.monotonic() + grace
+        if status == _KILLED:
+            failed = status
     return failed
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
+from scripts import launch_local
 from sharding.distributed import host_values, initialize
 from tests.sharding import model_member
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -149,6 +151,17 @@ def test_a_process_killed_while_others_compute_with_it(processes):
         assert re.search(ends, output, re.M)
     assert re.search(r"Gloo .* failed: .*Connection", output)
     assert seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"), [((0, 1, 137, 1), 137), ((1, 134, 3), 1), ((0, 0), 0), ((0, 3), 3)]
+)
+def test_the_status_of_the_launcher(ends, expected):
+    """A process that was killed is the cause, even if the end of another is noticed first."""
+    statuses: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for status in ends:
+        statuses.put(status)
+    assert launch_local.first_failure(statuses, len(ends), grace=1.0) == expected
 
 
 @pytest.mark.slow
