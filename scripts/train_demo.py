@@ -21,6 +21,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import run as training_run
 from dsv3_jax.training.config import TrainingConfig
-from dsv3_jax.training.corpus import is_held_out, pack, read_corpus
+from dsv3_jax.training.corpus import Corpus, is_held_out, pack, read_corpus
 from dsv3_jax.training.evaluation import evaluate
 from dsv3_jax.training.metrics_log import Entry
 from dsv3_jax.training.settings import RunSettings
@@ -153,10 +154,28 @@ def prepare(stdlib: Path, out: Path) -> None:
     print(json.dumps(summary))
 
 
-def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int) -> None:
+def read(data: Path, out: Path) -> Corpus:
+    """Returns the corpus of a training that creates ``out``."""
     if out.exists():
         raise SystemExit(f"train_demo: {out} exists; expected a directory to create")
-    corpus = read_corpus([data / "tokens.npz"], CONFIG)
+    return read_corpus([data / "tokens.npz"], CONFIG)
+
+
+def record(config: TrainingConfig, settings: RunSettings) -> dict[str, Any]:
+    """Returns the settings and the machine of a training, as training.json has them."""
+    return {
+        "steps": config.steps,
+        "batch": settings.batch,
+        "length": settings.length,
+        "seed": settings.seed,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int) -> None:
+    corpus = read(data, out)
     config = TrainingConfig(
         steps=steps,
         learning_rate=3e-3,
@@ -178,13 +197,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
         shutil.copy(data / name, out / name)
     published, _ = load(out, dtype=jnp.float32)
     result = {
-        "steps": steps,
-        "batch": batch,
-        "length": length,
-        "seed": seed,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
+        **record(config, settings),
         "train_tokens": len(corpus.train),
         "held_out_tokens": len(corpus.held_out),
         "held_out_float8": evaluate(published, corpus, config, settings),
@@ -199,9 +212,7 @@ def train(data: Path, out: Path, steps: int, batch: int, length: int, seed: int)
 def train_drafts(
     data: Path, checkpoint: Path, out: Path, steps: int, batch: int, length: int, seed: int
 ) -> None:
-    if out.exists():
-        raise SystemExit(f"train_demo: {out} exists; expected a directory to create")
-    corpus = read_corpus([data / "tokens.npz"], CONFIG)
+    corpus = read(data, out)
     config = TrainingConfig(
         steps=steps,
         learning_rate=1e-3,
@@ -227,13 +238,7 @@ def train_drafts(
     result = json.loads((checkpoint / "training.json").read_text("utf-8"))
     result["drafts"] = {
         "depth": DRAFTS,
-        "steps": steps,
-        "batch": batch,
-        "length": length,
-        "seed": seed,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
+        **record(config, settings),
         "held_out_before": before,
         "held_out_float8": evaluate(published, corpus, config, settings),
         "metrics": trained.metrics,

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dsv3_jax.checkpoint.safetensors_file import SafetensorsFile, write_file
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import random_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.drafts import divergence, is_drafter
 from dsv3_jax.training.losses import target_mask
 from dsv3_jax.training.trainer import Trainer
+from scripts import train_demo
 from sharding import make_layout
 from tests.training.tiny import CONFIG, RUN, TOKENS, evaluate, step
 
@@ -142,3 +144,21 @@ def test_sequences_have_a_token_for_each_draft(drafting):
         step(drafting, state, TOKENS[:, :4])
     with pytest.raises(ValueError, match=r"^draft_depth: expected at least 0, got -1$"):
         dataclasses.replace(RUN, draft_depth=-1)
+
+
+def test_the_demo_keeps_the_bytes_of_all_other_tensors(tmp_path):
+    """Only the MTP layer, number 5, comes from the new checkpoint."""
+    layers = ("model.layers.4.mlp.weight", "model.layers.5.mlp.weight", "model.layers.50.weight")
+    for number, name in enumerate(("before", "after")):
+        (tmp_path / name).mkdir()
+        tensors = {layer: np.full((2, 3), number, np.float32) for layer in layers}
+        write_file(tmp_path / name / "model.safetensors", tensors)
+    train_demo.copy_frozen(tmp_path / "before", tmp_path / "after")
+    got = SafetensorsFile(tmp_path / "after" / "model.safetensors")
+    assert {name: float(tensor[...].max()) for name, tensor in got.items()} == {
+        "model.layers.4.mlp.weight": 0,
+        "model.layers.5.mlp.weight": 1,
+        "model.layers.50.weight": 0,
+    }
+    before = SafetensorsFile(tmp_path / "before" / "model.safetensors")
+    assert all((tensor[...] == 0).all() for tensor in before.values())
