@@ -187,7 +187,9 @@ def test_several_devices(name, one_device_results):
 
 @on_gpu
 def test_requests_do_not_depend_on_the_sampling_of_others():
-    """Programs of other sampling modes compute the same logits."""
+    """Programs of other sampling modes choose the same tokens. XLA may order the sums in their
+    log-probabilities differently.
+    """
     generator = Generator(model_of("bfloat16"), None, 64, batch_sizes=(2,))
 
     def generate(temperature, top_p=1.0):
@@ -204,7 +206,7 @@ def test_requests_do_not_depend_on_the_sampling_of_others():
     filtered, sampled = generate([0.0, 0.7], [1.0, 0.5]), generate([0.7, 0.7], [0.5, 1.0])
     for pair in ((greedy[0], unfiltered[0]), (greedy[0], filtered[0]), (unfiltered[1], sampled[1])):
         assert pair[0].tokens == pair[1].tokens
-        assert pair[0].logprobs == pair[1].logprobs
+        np.testing.assert_allclose(pair[0].logprobs, pair[1].logprobs, rtol=1e-6)
 
 
 @on_gpu

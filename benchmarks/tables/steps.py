@@ -199,8 +199,8 @@ def speculation_one() -> str:
     rows = (
         [model, *_speculation_row(r)]
         for model, name in (
-            ("346 M", "speculation_one_h200"),
-            ("demo, 10 M", "speculation_demo_one_h200"),
+            ("346 M", "speculation_one_h100"),
+            ("demo, 10 M", "speculation_demo_one_h100"),
         )
         for r in results.read(name)["rows"]
     )

@@ -39,8 +39,8 @@ def _compared() -> Iterator[tuple[str, str, list[float], str]]:
         yield what, ", ".join(peers), [row["ratio"] for row in timed], "kernels_h200"
 
     for model, name in (
-        ("346 M model", "speculation_one_h200"),
-        ("the demo", "speculation_demo_one_h200"),
+        ("346 M model", "speculation_one_h100"),
+        ("the demo", "speculation_demo_one_h100"),
     ):
         drafted = [r["speed_up"] for r in results.read(name)["rows"] if r["draft"] == "mtp"]
         yield f"decode one sequence with MTP drafts, {model}", "no drafts", drafted, name

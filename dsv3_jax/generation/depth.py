@@ -27,7 +27,8 @@ class DepthChooser:
     drafts. Depth d then generates ``(1 + a_1 + a_1 a_2 + ... + a_1 ... a_d) / c_d`` tokens per
     second and sequence. The chooser takes the smallest depth whose rate is close to the best,
     because sequences of a batch end at more similar times with fewer drafts. It first measures each
-    depth whose cost is unknown, and probes every depth again now and then.
+    depth whose cost is unknown, assumes that drafts are accepted until one has been checked, and
+    probes every depth again now and then.
 
     The choice depends only on the past. Every depth preserves the model's distribution, so any
     sequence of choices does.
@@ -36,9 +37,10 @@ class DepthChooser:
     def __init__(self, depths: Sequence[int]):
         self.depths = tuple(sorted(depths))
         max_depth = self.depths[-1]
-        # The prior is an acceptance of one in two. The first dispatch outweighs it.
+        # Until one at its position is checked, a draft counts as accepted. Otherwise a depth whose
+        # last drafts have never been checked could look slow, and only a probe would try it.
         self._checked = np.full(max_depth, 2.0)
-        self._accepted = np.full(max_depth, 1.0)
+        self._accepted = np.full(max_depth, 2.0)
         self._cost: dict[int, tuple[float, float]] = {}  # decayed sums of seconds and steps
         self._last_dispatch = dict.fromkeys(self.depths, 0)
         self._dispatches = 0

@@ -52,7 +52,8 @@ class Generator:
 
     The tokens of a request depend only on the request: its randomness comes from its own seed, and
     sequences of a batch do not influence each other. Programs of different batch sizes may round
-    differently. A single entry in ``batch_sizes`` avoids that too.
+    differently. A single entry in ``batch_sizes`` avoids that too. On GPUs, the last digit of a
+    log-probability can depend on whether another request of the call has a temperature or a filter.
 
     Args:
       model: its arrays are not modified. :meth:`use` replaces the model.

@@ -55,6 +55,18 @@ def test_gets_over_a_cost_that_was_off():
     assert live(chooser, 0.9, DEAR, 600)[-20:].count(4) >= 18
 
 
+def test_tries_drafts_that_have_never_been_checked():
+    """Warming up measures what drafts cost, but not how often they are accepted."""
+    chooser = DepthChooser(AUTO_DEPTHS)
+    for depth in AUTO_DEPTHS:
+        chooser.observe(depth, [0] * 4, [0] * 4, 10, 10 * DEAR[depth])
+    assert live(chooser, 0.9, DEAR, 10) == [4] * 10
+    fresh = DepthChooser(AUTO_DEPTHS)
+    for depth in AUTO_DEPTHS:
+        fresh.observe(depth, [0] * 4, [0] * 4, 10, 10 * DEAR[depth])
+    assert live(fresh, 0.05, DEAR, 8) == [4] + [0] * 7, "one dispatch shows that they are not"
+
+
 def test_a_dispatch_that_compiled_has_no_cost():
     chooser = DepthChooser((1, 2))
     assert chooser.choose() == 1
