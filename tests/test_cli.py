@@ -363,6 +363,26 @@ def test_what_was_generated_before_an_error_is_printed(error, status, capsys, mo
     assert got["finish_reason"] == "interrupted"
 
 
+def test_a_model_that_does_not_fit_is_one_line(capsys, monkeypatch):
+    def warm_up(self, *arguments, **settings):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 GiB.\n at")
+
+    monkeypatch.setattr(Generator, "warm_up", warm_up)
+    assert generate("--prompt", "x") == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("dsv3 generate: error: demo: expected a model and a cache that fit")
+    assert line.endswith("got: RESOURCE_EXHAUSTED: Out of memory: 9 GiB.")
+
+
+def test_errors_of_the_device_other_than_memory_are_raised(capsys, monkeypatch):
+    def warm_up(self, *arguments, **settings):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a kernel trapped")
+
+    monkeypatch.setattr(Generator, "warm_up", warm_up)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel trapped"):
+        generate("--prompt", "x")
+
+
 def test_a_damaged_checkpoint_is_one_line_and_status_2(tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(DEMO, copy)

@@ -10,6 +10,7 @@ import sys
 import typing
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -257,6 +258,19 @@ def test_ctrl_c_saves_and_prints_the_command_to_resume(files, tmp_path, capsys, 
 
 
 @pytest.mark.slow
+def test_a_step_that_does_not_fit_is_one_line(files, tmp_path, capsys, monkeypatch):
+    def step(self, *arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 45 GiB.\n at step")
+
+    monkeypatch.setattr(Trainer, "step", step)
+    out = tmp_path / "run"
+    arguments = ("--config", files / "config.json", "--data", files / "text", "--tokenizer", "demo")
+    assert train(*arguments, "--out", out, "--steps", 2, "--eval-every", 0, *SMALL) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dsv3 train: error: {out}: expected a training step that fits on the")
+    assert line.endswith("got: RESOURCE_EXHAUSTED: Out of memory: 45 GiB.")
+
+
 def test_other_commands_do_not_wait_for_grain_and_orbax():
     others = ("convert", "doctor", "export", "generate", "plan", "verify")
     code = "import sys\n" + "".join(f"import dsv3_jax.cli.{other}\n" for other in others)

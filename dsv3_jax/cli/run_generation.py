@@ -10,6 +10,7 @@ from typing import Any
 
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.layout_flags import make_layout_from, only_first_process_prints
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.status_line import StatusLine
@@ -40,12 +41,17 @@ def run_generation(
       settings: keyword arguments of :meth:`Generator.generate`.
 
     Raises:
-      ValueError: the layout, the draft or the checkpoint is refused.
+      ValueError: the layout, the draft or the checkpoint is refused, or the model does not fit.
     """
     DraftPlan.read(settings["draft"], settings["draft_depth"], config)
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
-    with only_first_process_prints():
+    fits = (
+        f"{arguments.model}: expected a model and a cache that fit on the devices (--quantization,"
+        " --layout, --max-new-tokens and the number of prompts change their size; dsv3 plan reports"
+        " what fits)"
+    )
+    with only_first_process_prints(), refused_if_too_large(fits):
         _generate(arguments, layout, texts, prompts, max_len, settings)
 
 

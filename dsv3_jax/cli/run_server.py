@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from dsv3_jax import chat_formats
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache
+from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.latency_flags import latency_targets
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.run_roles import remote_of, sender_of, tiers_of
@@ -89,7 +89,7 @@ def make_engine(
     max_requests = arguments.max_running + arguments.max_waiting
     max_len = min(arguments.max_len, model.config.max_position_embeddings)
     remote = remote_of(arguments, model)
-    with _refused_if_too_large(arguments.model):
+    with refused_if_too_large(_expected(arguments.model)):
         engine = Engine(
             model,
             tokenizer,
@@ -126,7 +126,7 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
     else:
         compile_cache.enable(arguments.compile_cache)
     began = time.perf_counter()
-    with StatusLine(f"loading {arguments.model}"), _refused_if_too_large(arguments.model):
+    with StatusLine(f"loading {arguments.model}"), refused_if_too_large(_expected(arguments.model)):
         model, tokenizer = load(
             arguments.model,
             dtype=arguments.dtype,
@@ -153,17 +153,8 @@ def _disable_compile_cache(arguments: argparse.Namespace) -> None:
         )
 
 
-@contextlib.contextmanager
-def _refused_if_too_large(model: str) -> Iterator[None]:
-    """Turns a device's lack of memory into a ValueError of one line."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{model}: expected a model and a cache that fit on the devices (--cache-tokens,"
-            f" --quantization and --layout change their size; dsv3 plan reports what fits), got:"
-            f" {reason:.300}"
-        ) from None
+def _expected(model: str) -> str:
+    return (
+        f"{model}: expected a model and a cache that fit on the devices (--cache-tokens,"
+        " --quantization and --layout change their size; dsv3 plan reports what fits)"
+    )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
+from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.stop_request import StopRequest
 from dsv3_jax.cli.training_progress import TrainingProgress
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the command.
 
     Raises:
-      ValueError: a setting, the data or the run's directory is refused.
+      ValueError: a setting, the data or the run's directory is refused, or a step does not fit.
     """
     began = time.perf_counter()
     if arguments.plot:
@@ -76,7 +77,12 @@ def run(arguments: argparse.Namespace) -> None:
     check_length(corpus.train, settings.length)
     is_first, is_alone = jax.process_index() == 0, jax.process_count() == 1
     counts: dict[str, int] = {}
+    fits = (
+        f"{out}: expected a training step that fits on the devices (--remat, --accumulate, --batch,"
+        " --length and --layout change its size)"
+    )
     with (
+        refused_if_too_large(fits),
         TrainingProgress(config.steps, is_shown=is_first) as progress,
         StopRequest(is_alone) as request,
     ):
