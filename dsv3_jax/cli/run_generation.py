@@ -46,12 +46,12 @@ def run_generation(
     DraftPlan.read(settings["draft"], settings["draft_depth"], config)
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
-    fits = (
+    expected = (
         f"{arguments.model}: expected a model and a cache that fit on the devices (--quantization,"
         " --layout, --max-new-tokens and the number of prompts change their size; dsv3 plan reports"
         " what fits)"
     )
-    with only_first_process_prints(), refused_if_too_large(fits):
+    with only_first_process_prints(), refused_if_too_large(expected):
         _generate(arguments, layout, texts, prompts, max_len, settings)
 
 

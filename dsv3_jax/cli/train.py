@@ -77,12 +77,12 @@ def run(arguments: argparse.Namespace) -> None:
     check_length(corpus.train, settings.length)
     is_first, is_alone = jax.process_index() == 0, jax.process_count() == 1
     counts: dict[str, int] = {}
-    fits = (
+    expected = (
         f"{out}: expected a training step that fits on the devices (--remat, --accumulate, --batch,"
         " --length and --layout change its size)"
     )
     with (
-        refused_if_too_large(fits),
+        refused_if_too_large(expected),
         TrainingProgress(config.steps, is_shown=is_first) as progress,
         StopRequest(is_alone) as request,
     ):
