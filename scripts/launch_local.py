@@ -7,7 +7,7 @@ arguments. Each process sees ``--devices-per-process`` GPUs of its own, or, on a
 (``JAX_PLATFORMS=cpu``), that many simulated devices. Lines of output begin with the process's
 number. When a process fails, the others have ``--grace`` seconds to exit before they are killed.
 Ctrl-C ends all processes. The exit status is that of the process that failed first, or 128 plus the
-signal number if a signal ended it. If somebody else has killed a process, it is 137.
+signal number if a signal ended it. It is 137 if a process was killed from outside.
 """
 
 from __future__ import annotations

@@ -257,7 +257,6 @@ def test_ctrl_c_saves_and_prints_the_command_to_resume(files, tmp_path, capsys, 
     assert not (out / "model").exists()
 
 
-@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_one_line(files, tmp_path, capsys, monkeypatch):
     def step(self, *arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 45 GiB.\n at step")
@@ -271,6 +270,7 @@ def test_a_step_that_does_not_fit_is_one_line(files, tmp_path, capsys, monkeypat
     assert line.endswith("got: RESOURCE_EXHAUSTED: Out of memory: 45 GiB.")
 
 
+@pytest.mark.slow
 def test_other_commands_do_not_wait_for_grain_and_orbax():
     others = ("convert", "doctor", "export", "generate", "plan", "verify")
     code = "import sys\n" + "".join(f"import dsv3_jax.cli.{other}\n" for other in others)

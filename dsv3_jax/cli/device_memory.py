@@ -1,4 +1,4 @@
-"""A device's lack of memory: one line instead of a traceback."""
+"""Reports a device's lack of memory in one line instead of a traceback."""
 
 from __future__ import annotations
 
