@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ MESSAGES = ("def read_config(path):", "class Stack:")
 
 
 def chat(page: Any, url: str) -> None:
-    """Holds a short conversation."""
+    """Holds a short conversation, as soon as the server is ready."""
+    while not page.request.get(f"{url}/ready").ok:
+        time.sleep(1)
     page.goto(url)
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Most new tokens").fill("60")
+    page.get_by_label("Maximum tokens").fill("60")
     page.get_by_text("Settings").click()
     for message in MESSAGES:
         page.get_by_label("Message", exact=True).fill(message)

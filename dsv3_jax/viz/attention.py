@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dsv3_jax.viz.canvas import new_figure, visible
+from dsv3_jax.viz.canvas import label_log_axis, new_figure, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ def step_times(
       contexts: numbers of cached tokens per sequence.
       milliseconds: times for these numbers, by name of the variant.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import NullFormatter
 
     figure = new_figure(7.6, 4.2)
     axes: Any = figure.subplots()
@@ -128,9 +128,7 @@ def step_times(
     axes.set(xscale="log", yscale="log", xlabel="cached tokens per sequence", ylabel="ms per step")
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    label_log_axis(axes.yaxis)
     axes.tick_params(which="minor", length=0)
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dsv3_jax.files import atomic_write
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _DPI = 110
@@ -81,6 +82,16 @@ def new_figure(width: float, height: float) -> Figure:
             return content.getvalue()
 
     return Picture(figsize=(width, height), layout="constrained")
+
+
+def label_log_axis(axis: Axis) -> None:
+    """Labels a logarithmic axis with plain numbers at 1, 2 and 5 times the powers of ten. By
+    default, an axis of less than a decade has labels such as 6 x 10^2."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, path: str | Path) -> None:

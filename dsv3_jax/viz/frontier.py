@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dsv3_jax.plan.sweep import ACCEPTED, Point
-from dsv3_jax.viz.canvas import new_figure
+from dsv3_jax.viz.canvas import label_log_axis, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,9 +15,6 @@ def frontier(points: list[Point], title: str) -> Figure:
     """Plots tokens per second per device over tokens per second per user. Each point is labelled
     with its batch size."""
     figure = new_figure(7.5, 4.8)
-    # Imported after new_figure, which checks that matplotlib is installed.
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     axes = figure.subplots()
     speculation = f"MTP, {ACCEPTED:.0%} acceptance"
     kinds = ((False, "no speculation", "o-", -1), (True, speculation, "s--", 1))
@@ -50,9 +47,7 @@ def frontier(points: list[Point], title: str) -> Figure:
         title=title,
         yscale="log",
     )
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    label_log_axis(axes.yaxis)
     axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3, which="both")

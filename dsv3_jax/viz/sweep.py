@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dsv3_jax.viz.canvas import new_figure
+from dsv3_jax.viz.canvas import label_log_axis, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,6 +82,7 @@ def sweep(points: Sequence[LoadPoint], title: str) -> Figure:
     ):
         right.plot(positions, values, marker, color=_LATENCY, ms=4, label=name)
     right.set(ylabel="time to first token (ms)", yscale="log", xlabel="load")
+    label_log_axis(right.yaxis)
     right.set_xticks(positions, [point.label for point in points], rotation=20, ha="right")
     right.legend(frameon=False, fontsize=9)
     for axes in (left, right):

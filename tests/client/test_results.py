@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -89,3 +90,19 @@ def test_the_pareto_front():
     assert [text.get_text() for text in left.texts] == ["1", "2", "3", "4"]
     assert [len(line.get_xdata()) for line in left.lines] == [3, 1]
     assert len(right.lines) == 2
+
+
+@pytest.mark.parametrize("milliseconds", [(560, 910), (1.2, 3.4), (30, 45_000)])
+def test_latencies_have_plain_labels(milliseconds):
+    """Not 6 x 10^2, which an axis of less than a decade has by default."""
+    low, high = milliseconds
+    points = [LoadPoint("1", 50, 10, low, low), LoadPoint("2", 60, 10, high, high)]
+    figure = sweep(points, "title")
+    figure.draw_without_rendering()
+    axis = figure.axes[1].yaxis
+    below, above = axis.get_view_interval()
+    majors = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+    shown = [label.get_text() for at, label in majors if below <= at <= above]
+    assert shown
+    assert all(re.fullmatch(r"[\d,.]+", text) for text in shown)
+    assert not any(label.get_text() for label in axis.get_minorticklabels())

@@ -1,4 +1,4 @@
-"""The page in a real browser: send, stream, stop, error, reload."""
+"""The page in a real browser: send, stream, stop, error, reload, Markdown, copies."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def browser() -> Iterator[Any]:
 def page(drafting, browser) -> Iterator[Any]:
     """A page that has loaded. It may ask no other host, and its script may not fail."""
     context = browser.new_context(viewport={"width": 390, "height": 780})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
     it = context.new_page()
     problems: list[str] = []
     it.on("pageerror", lambda error: problems.append(str(error)))
@@ -64,8 +65,8 @@ def send(page, text: str, **settings: str) -> None:
 
 
 def test_an_answer_and_a_reload(drafting, page):
-    send(page, "def f(x):", Temperature="0", Most_new_tokens="40")
-    answer = page.locator("li.assistant p").last
+    send(page, "def f(x):", Temperature="0", Maximum_tokens="40")
+    answer = page.locator("li.assistant .text").last
     expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=30_000)
     body = {"model": "demo", "messages": [{"role": "user", "content": "def f(x):"}]}
     expected = drafting.post(
@@ -76,12 +77,12 @@ def test_an_answer_and_a_reload(drafting, page):
     assert 0 < len("".join(shaded.all_text_contents())) < len(expected)
     expect(page.locator("#legend")).to_be_visible()
     expect(page.locator("#accepted")).to_have_text(re.compile(r"\d+ %"))
-    expect(page.locator("#status")).to_have_text("Ended at the largest number of tokens")
+    expect(page.locator("#status")).to_have_text("Stopped at the maximum number of tokens")
     spans = shaded.count()
     page.reload()
     assert answer.text_content() == expected
     assert page.locator("li.assistant .draft").count() == spans
-    send(page, "class C:", Most_new_tokens="3")  # the conversation goes on
+    send(page, "class C:", Maximum_tokens="3")  # the conversation goes on
     expect(page.locator("li.assistant")).to_have_count(2)
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("li")).to_have_count(0)
@@ -89,8 +90,8 @@ def test_an_answer_and_a_reload(drafting, page):
 
 
 def test_stop(drafting, page):
-    send(page, "def f(x):", Temperature="1.5", Most_new_tokens="200")
-    expect(page.locator("li.assistant p").last).not_to_have_text("")
+    send(page, "def f(x):", Temperature="1.5", Maximum_tokens="200")
+    expect(page.locator("li.assistant .text").last).not_to_have_text("")
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#status")).to_have_text("Stopped")
     drafting.wait_until_idle()  # the server has ended the request
@@ -102,15 +103,152 @@ def test_an_error(page):
     send(page, " ".join(map(str, range(300))))
     status = page.locator("#status.error")
     expect(status).to_have_text(re.compile("^messages: expected"))
-    send(page, "x", Most_new_tokens="2")  # the refused message is replaced
+    assert page.get_by_label("Message", exact=True).input_value().startswith("0 1 2 ")  # to change
+    send(page, "x", Maximum_tokens="2")  # the refused message is replaced
     expect(page.locator("li.assistant")).to_have_count(1)
     assert page.locator("li.user").all_text_contents() == ["Youx"]
 
 
 def test_markup_is_text(page):
-    send(page, "<img src=x onerror=alert(1)><b>bold</b>", Most_new_tokens="2")
-    expect(page.locator("li.user p").last).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
+    send(page, "<img src=x onerror=alert(1)><b>bold</b>", Maximum_tokens="2")
+    expect(page.locator("li.user .text").last).to_have_text(
+        "<img src=x onerror=alert(1)><b>bold</b>"
+    )
     assert page.locator("#log img, #log b").count() == 0
+
+
+def answering(page, *answers: list[tuple[str, bool]]) -> None:
+    """Lets the page's next answers have these spans, each a text with whether it was drafted."""
+    left = list(answers)
+
+    def answer(route) -> None:
+        spans = [{"kind": "content", "text": t, "is_draft": d} for t, d in left.pop(0)]
+        events = [{"spans": [span], "finish_reason": None} for span in spans]
+        events.append({"spans": [], "finish_reason": "stop"})
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/chat/spans", answer)
+
+
+def view(page, name: str) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("Answers as").select_option(name)
+    page.get_by_text("Settings").click()
+
+
+def is_monospace(locator) -> bool:
+    return "mono" in locator.evaluate("e => getComputedStyle(e).fontFamily")
+
+
+MARKDOWN = """# Sum
+
+1. *one*, then **two** in `code`
+2. [a link](https://example.org/two) two
+
+| n | square |
+|---|---|
+| 2 | 4 |
+
+```python
+def f(x):
+    return x  # <b>two</b>
+```
+
+a &amp; b"""
+
+
+def test_markdown(page):
+    answering(page, [(MARKDOWN[i : i + 7], False) for i in range(0, len(MARKDOWN), 7)])
+    view(page, "markdown")
+    send(page, "x")
+    answer = page.locator("li.assistant .text")
+    expect(answer.locator("h1")).to_have_text("Sum")
+    expect(answer.locator("ol > li")).to_have_count(2)
+    expect(answer.locator("em")).to_have_text("one")
+    expect(answer.locator("strong")).to_have_text("two")
+    expect(answer.locator("td")).to_have_text(["2", "4"])
+    code = "def f(x):\n    return x  # <b>two</b>\n"
+    assert answer.locator("pre").text_content() == code
+    expect(answer.locator(".code-head span")).to_have_text("python")
+    expect(answer.locator("p").last).to_have_text("a & b")
+    link = answer.locator("a")
+    assert link.get_attribute("href") == "https://example.org/two"
+    assert link.get_attribute("rel") == "noopener noreferrer"
+    assert is_monospace(answer.locator("pre code"))
+    assert is_monospace(answer.locator("li code"))
+    assert not is_monospace(answer)
+    for width in (320, 1280):
+        page.set_viewport_size({"width": width, "height": 700})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    read = "navigator.clipboard.readText()"
+    page.get_by_role("button", name="Copy code").click()
+    expect(page.locator("#status")).to_have_text("Copied")
+    assert page.evaluate(read) == code
+    page.get_by_role("button", name="Copy", exact=True).click()
+    page.wait_for_function(f"async (text) => (await {read}) === text", arg=MARKDOWN)
+    view(page, "source")
+    assert answer.text_content() == MARKDOWN
+    assert is_monospace(answer)
+    page.reload()  # the view stays
+    assert answer.text_content() == MARKDOWN
+
+
+def test_drafts_in_markdown(page):
+    """The shaded characters are those that were drafted, wherever Markdown puts them."""
+    parts = [part for part in re.split(r"(\w+)", MARKDOWN) if part]
+    answering(page, [(part, part == "two") for part in parts])
+    view(page, "markdown")
+    send(page, "x")
+    shaded = page.locator("li.assistant .draft")
+    expect(shaded).to_have_text(["two"] * 3)  # bold, after the link, in the code; not its address
+    parents = [each.evaluate("e => e.parentElement.tagName") for each in shaded.all()]
+    assert parents == ["STRONG", "LI", "CODE"]
+
+
+HOSTILE = (
+    "<script>document.title = 'x'</script>",
+    "<img src=https://example.org/x onerror=alert(1)>",
+    "![an image](https://example.org/x.png)",
+    "[x](javascript:alert(1)) [y](data:text/html,<script>alert(1)</script>) <javascript:alert(1)>",
+    "<style>*{display:none}</style> <iframe src=https://example.org></iframe>",
+    "[x]: javascript:alert(1)\n\n[x]",
+    "> " * 500 + "deep",
+    "*" * 20_000,
+    "[" * 20_000,
+    "`" * 20_000 + "a",
+    "&#x3c;script&#x3e;alert(1)&#x3c;/script&#x3e;",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
+def test_hostile_markdown(page, text):
+    """Nothing runs, no other element appears, and nothing is fetched: see the fixture."""
+    answering(page, [(text, False)])
+    view(page, "markdown")
+    send(page, "x")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=30_000)
+    assert page.title() == "dsv3_jax"
+    allowed = (
+        "a, p, em, strong, s, code, pre, blockquote, span, div, button, h1, h2, ul, ol, li, hr"
+    )
+    assert page.locator(f"li.assistant .text *:not({allowed})").count() == 0
+    for link in page.locator("li.assistant a").all():
+        assert link.get_attribute("href").startswith("https://")
+
+
+def test_regenerate(page):
+    answering(page, [("one", False)], [("two", False)], [("three", False)])
+    send(page, "x")
+    expect(page.locator("li.assistant .text")).to_have_text("one")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator("li.assistant .text")).to_have_text("two")
+    expect(page.locator("li")).to_have_count(2)
+    send(page, "y")
+    expect(page.locator("li.assistant .text")).to_have_text(["two", "three"])
+    expect(page.get_by_role("button", name="Regenerate")).to_have_count(1)  # of the last answer
+    page.reload()
+    expect(page.locator("li.assistant .text")).to_have_text(["two", "three"])
 
 
 @pytest.mark.parametrize("width", [320, 390, 1280])
@@ -130,13 +268,19 @@ def test_contrast_and_names(page):
         page.emulate_media(color_scheme=scheme)
         colors = page.evaluate(
             """() => Object.fromEntries(['text', 'soft', 'back', 'panel', 'user', 'draft', 'error',
-            'accent', 'on-accent'].map((name) => [name, getComputedStyle(document.documentElement)
-            .getPropertyValue('--' + name).trim()]))"""
+            'accent', 'on-accent', 'code'].map((name) => [name, getComputedStyle(
+            document.documentElement).getPropertyValue('--' + name).trim()]))"""
         )
-        pairs = [(a, b) for a in ("text", "soft") for b in ("back", "panel", "user")]
-        for a, b in [*pairs, ("text", "draft"), ("error", "back"), ("on-accent", "accent")]:
+        pairs = [(a, b) for a in ("text", "soft") for b in ("back", "panel", "user", "code")]
+        pairs += [
+            ("text", "draft"),
+            ("accent", "panel"),
+            ("error", "back"),
+            ("on-accent", "accent"),
+        ]
+        for a, b in pairs:
             assert contrast(colors[a], colors[b]) >= 4.5, (scheme, a, b, json.dumps(colors))
-    for role in ("button", "textbox", "spinbutton"):
+    for role in ("button", "textbox", "spinbutton", "combobox"):
         for control in page.get_by_role(role).all():
             assert control.evaluate("e => e.labels?.length || e.textContent.trim().length")
 

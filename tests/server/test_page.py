@@ -11,7 +11,13 @@ import pytest
 from dsv3_jax.generation.completion import Piece
 from dsv3_jax.server.page.drafts import split
 
-FILES = {"/": "text/html", "/page/style.css": "text/css", "/page/chat.js": "text/javascript"}
+FILES = {
+    "/": "text/html",
+    "/page/style.css": "text/css",
+    "/page/chat.js": "text/javascript",
+    "/page/markdown.js": "text/javascript",
+}
+LIBRARY = "/page/markdown-it.min.js"
 
 
 class Elements(html.parser.HTMLParser):
@@ -99,15 +105,31 @@ def test_files_are_served(server, elements):
     sources = [
         a.get("src") or a.get("href") for tag, a in elements.all if tag in ("link", "script")
     ]
-    assert {source for source in sources if source != "data:,"} == set(FILES) - {"/"}
+    imported = re.findall(r'from "(.*)"', text(server, "/page/chat.js"))
+    imported += re.findall(r'from "(.*)"', text(server, "/page/markdown.js"))
+    used = {source for source in [*sources, *imported] if source != "data:,"}
+    assert used == {*FILES, LIBRARY} - {"/"}
     for name in ("nothing.js", "routes.py", "..%2Fapp.py"):
         assert server.request("GET", f"/page/{name}")[0] == 404
 
 
+def test_the_library_comes_with_its_licences(server):
+    """markdown-it, as published, and the licences of all packages inside it."""
+    status, headers, library = server.request("GET", LIBRARY)
+    assert status == 200
+    assert headers["content-type"].startswith("text/javascript")
+    assert not re.search(rb"\bimport\b[^(]|sourceMappingURL", library)
+    licences = server.request("GET", "/page/markdown-it.LICENSE.txt")[2].decode()
+    names = ("markdown-it", "entities", "linkify-it", "mdurl", "punycode.js", "uc.micro")
+    assert re.findall(r"^-+\n(\S+) [\d.]+$", licences, re.MULTILINE) == list(names)
+    assert licences.count("Permission is hereby granted") == 6  # mdurl has two; entities is BSD
+    assert licences.count("Redistribution and use") == 1
+
+
 def test_every_input_has_a_label(elements):
     labels = {a.get("for") for tag, a in elements.all if tag == "label"}
-    inputs = [a["id"] for tag, a in elements.all if tag in ("input", "textarea")]
-    assert len(inputs) == 6
+    inputs = [a["id"] for tag, a in elements.all if tag in ("input", "textarea", "select")]
+    assert len(inputs) == 7
     assert set(inputs) <= labels | elements.labelled_inside
 
 

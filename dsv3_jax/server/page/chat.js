@@ -1,9 +1,12 @@
 // The chat: a conversation kept for this tab, answers streamed, and figures read once a second.
 // Answers come as spans of text, with whether the model accepted them as drafts.
-// Text is only ever set as textContent, so that no answer can become markup.
+
+import { make, render, shaded } from "/page/markdown.js";
 
 const element = (id) => document.getElementById(id);
 const STORE = "dsv3_jax.spans";
+const VIEW = "dsv3_jax.view";
+const DEMO = "demo"; // the model that comes with the package writes Python, without Markdown
 
 let model = "";
 let messages = JSON.parse(sessionStorage.getItem(STORE) || "[]");
@@ -19,33 +22,86 @@ function report(text, isError = false) {
   element("status").classList.toggle("error", isError);
 }
 
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // Without https, browsers have a clipboard for selected text only.
+    const area = make("textarea", { value: text, className: "clipboard" });
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    if (!copied) return report("This browser does not let the page copy", true);
+  }
+  report("Copied");
+}
+
+function action(name, run) {
+  const button = make("button", { type: "button", textContent: name });
+  button.addEventListener("click", run);
+  return button;
+}
+
+// Shows a message, and returns how to bring it up to date when it has grown.
 function show(message) {
-  const item = document.createElement("li");
-  item.className = message.role;
-  const title = document.createElement("h2");
-  title.textContent = message.role === "user" ? "You" : "Answer";
-  const parts = { reasoning: document.createElement("p"), content: document.createElement("p") };
-  parts.reasoning.className = "reasoning";
-  parts.reasoning.hidden = true;
-  item.append(title, parts.reasoning, parts.content);
+  const isAnswer = message.role === "assistant";
+  const reasoning = make("p", { className: "reasoning" });
+  const text = make("div", { className: "text" });
+  const item = make("li", { className: message.role });
+  item.append(make("h2", { textContent: isAnswer ? "Answer" : "You" }), reasoning, text);
+  if (isAnswer) {
+    const buttons = [action("Copy", () => copy(content(message))), action("Regenerate", regenerate)];
+    buttons[1].className = "regenerate"; // only the last answer has it, see style.css
+    item.append(make("div", { className: "actions" }, ...buttons));
+  }
   element("log").append(item);
-  const add = (span) => {
-    const text = document.createElement("span");
-    text.textContent = span.text;
-    if (span.is_draft) {
-      text.className = "draft";
-      element("legend").hidden = false;
-    }
-    parts[span.kind].append(text);
-    parts[span.kind].hidden = false;
-    element("log").scrollTop = element("log").scrollHeight;
+  let timer = null;
+  let cost = 0; // milliseconds that the last rendering took
+  const update = () => {
+    timer = null;
+    const log = element("log");
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    const begin = performance.now();
+    const source = content(message);
+    const [thought, drafts] = [ranges(message, "reasoning"), ranges(message, "content")];
+    reasoning.replaceChildren(...shaded(thought.text, 0, thought.drafts));
+    reasoning.hidden = !thought.text;
+    const asMarkdown = isAnswer && element("view").value === "markdown";
+    text.classList.toggle("source", !asMarkdown);
+    if (asMarkdown) text.replaceChildren(render(source, drafts.drafts));
+    else text.replaceChildren(...shaded(source, 0, drafts.drafts));
+    if (message.spans.some((span) => span.is_draft)) element("legend").hidden = false;
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
+    cost = performance.now() - begin;
   };
-  message.spans.forEach(add);
-  return add;
+  item.update = update;
+  update();
+  // A long answer is rendered less often, so that the page spends a tenth of its time on it.
+  return () => (timer ??= setTimeout(update, Math.max(40, 9 * cost)));
+}
+
+function showAll() {
+  element("log").replaceChildren();
+  element("legend").hidden = true;
+  messages.forEach(show);
+  element("log").scrollTop = element("log").scrollHeight;
+}
+
+// Returns the text of one kind, and the ranges of it that were drafted.
+function ranges(message, kind) {
+  const drafts = [];
+  let text = "";
+  for (const span of message.spans) {
+    if (span.kind !== kind) continue;
+    if (span.is_draft) drafts.push([text.length, text.length + span.text.length]);
+    text += span.text;
+  }
+  return { text, drafts };
 }
 
 function content(message) {
-  return message.spans.filter((span) => span.kind === "content").map((span) => span.text).join("");
+  return ranges(message, "content").text;
 }
 
 // Adds a span to a message, joined with the one before it if they are alike.
@@ -56,7 +112,12 @@ function append(message, span) {
 }
 
 function save() {
-  sessionStorage.setItem(STORE, JSON.stringify(messages));
+  try {
+    sessionStorage.setItem(STORE, JSON.stringify(messages));
+  } catch {
+    sessionStorage.removeItem(STORE);
+    report("The conversation is too long for this browser to keep it over a reload", true);
+  }
 }
 
 async function* events(response) {
@@ -93,7 +154,7 @@ async function answer() {
   report("Answering");
   element("log").setAttribute("aria-busy", "true"); // an answer is read out when it is complete
   const message = { role: "assistant", spans: [] };
-  let add = null;
+  let grown = null;
   try {
     if (!model) await readModel();
     const response = await fetch("/chat/spans", {
@@ -103,27 +164,40 @@ async function answer() {
       signal: controller.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
-    add = show(message);
+    grown = show(message);
     let reason = "";
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      for (const span of event.spans) {
-        append(message, span);
-        add(span);
-      }
+      for (const span of event.spans) append(message, span);
+      if (event.spans.length) grown();
       reason = event.finish_reason || reason;
     }
-    report(reason === "length" ? "Ended at the largest number of tokens" : "");
+    report(reason === "length" ? "Stopped at the maximum number of tokens" : "");
   } catch (error) {
     if (error.name === "AbortError") report("Stopped");
     else report(error.message, true);
   } finally {
     if (running === controller) {
-      if (add) messages.push(message);
+      if (grown) {
+        messages.push(message);
+        element("log").lastElementChild.update();
+      } else if (!element("message").value) {
+        // A message that got no answer can be sent again.
+        element("message").value = content(messages[messages.length - 1]);
+      }
       save();
       end();
     }
   }
+}
+
+// Asks again for the last answer.
+function regenerate() {
+  if (running || messages[messages.length - 1]?.role !== "assistant") return;
+  messages.pop();
+  element("log").lastElementChild.remove();
+  save();
+  answer();
 }
 
 function end() {
@@ -156,6 +230,11 @@ async function readModel() {
   if (!response.ok) throw new Error(content.error.message);
   model = content.data[0].id;
   element("model").textContent = model;
+  const view = localStorage.getItem(VIEW) ?? (model === DEMO ? "source" : "markdown");
+  if (view !== element("view").value) {
+    element("view").value = view;
+    if (!running) showAll();
+  }
 }
 
 let previous = null;
@@ -195,6 +274,11 @@ element("form").addEventListener("submit", send);
 element("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
 });
+element("log").addEventListener("copytext", (event) => copy(event.detail));
+element("view").addEventListener("change", () => {
+  localStorage.setItem(VIEW, element("view").value);
+  for (const item of element("log").children) item.update();
+});
 element("stop").addEventListener("click", () => running?.abort());
 element("clear").addEventListener("click", () => {
   running?.abort();
@@ -207,7 +291,7 @@ element("clear").addEventListener("click", () => {
   element("message").focus();
 });
 
-messages.forEach((message) => show(message));
+showAll();
 readModel().catch((error) => report(error.message, true));
 readFigures();
 setInterval(readFigures, 1000);

@@ -15,6 +15,9 @@ _MEDIA_TYPES = {
     "index.html": "text/html",
     "style.css": "text/css",
     "chat.js": "text/javascript",
+    "markdown.js": "text/javascript",
+    "markdown-it.min.js": "text/javascript",
+    "markdown-it.LICENSE.txt": "text/plain",
 }
 
 _HEADERS = {
