@@ -10,8 +10,9 @@ from functools import partial
 import jax
 import pytest
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.cli import collectives, compile_cache, probes, run_generation
+from dsv3_jax.cli import collectives, probes, run_generation
 from dsv3_jax.generation.completion import Completion, Generation, Stats
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
 from dsv3_jax.offline.generator import Generator

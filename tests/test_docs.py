@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dsv3_jax.cli import compile_cache
+from dsv3_jax import compile_cache
 from dsv3_jax.cli.main import parser
 from scripts import benchmark_tables
 from tests.support.command import run

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.check import without_absent_mtp_layers
 from dsv3_jax.checkpoint.find import find
@@ -51,6 +52,8 @@ def load(
     placement: Placement | None = None,
 ) -> tuple[DeepSeekV3, Tokenizer | None]:
     """Loads a checkpoint exactly as published on Hugging Face, or a store converted from one.
+
+    It also enables JAX's compilation cache, see :mod:`dsv3_jax.compile_cache`.
 
     Args:
       path_or_name: ``"demo"`` or ``"demo-sparse"`` (small trained models in this package, without
@@ -117,6 +120,7 @@ def load(
         layout = make_layout(layout)
     directory = find(path_or_name)
     tensors, published, source = _open(directory)
+    compile_cache.enable()
     if quantization is not None and quantization != (stored := _stored_form(published)):
         raise ValueError(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.cli import compile_cache, probes
+from dsv3_jax.cli import probes
 from dsv3_jax.cli.output import print_json
 
 _PACKAGES = ("dsv3-jax", "jax", "jaxlib", "flax", "optax", "numpy", "safetensors", "tokenizers")

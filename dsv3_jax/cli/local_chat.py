@@ -9,9 +9,9 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.cli.status_line import StatusLine

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.layout_flags import make_layout_from, only_first_process_prints
 from dsv3_jax.cli.output import print_json

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import jax
 
-from dsv3_jax import chat_formats
+from dsv3_jax import chat_formats, compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.latency_flags import latency_targets
 from dsv3_jax.cli.layout_flags import make_layout_from

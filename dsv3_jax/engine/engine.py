@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dsv3_jax import compile_cache
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.checks import (
@@ -153,6 +154,7 @@ class Engine:
             buckets = buckets.single()
         check_swap_tokens(swap_tokens, deterministic=deterministic)
         check_tiers(tiers, deterministic=deterministic, prefix_cache=prefix_cache)
+        compile_cache.enable()
         self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from dsv3_jax import compile_cache
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.model_arrays import ModelArrays
 from dsv3_jax.engine.programs import Programs
@@ -115,6 +116,7 @@ class Generator:
             raise ValueError(
                 f"prefill_chunk: expected None with reproducible=False, got {prefill_chunk}"
             )
+        compile_cache.enable()
         self.tokenizer = tokenizer
         self.max_len = max_len
         # If a mesh shards the batch, all shards must be equal.
