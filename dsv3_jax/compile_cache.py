@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from dsv3_jax.files import write_failure
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def enable(directory: Path | None = None) -> Path | None:
       ValueError: ``directory`` is not writable.
     """
     if directory is not None:
-        if reason := _write_failure(directory):
+        if reason := write_failure(directory):
             raise ValueError(
                 f"--compile-cache: expected a directory that can be written, got {directory}"
                 f" ({reason})"
@@ -151,17 +152,7 @@ def _usable(directory: Path | None) -> Path | None:
     """Returns the directory if it can be written. Otherwise warns, once, and returns None."""
     if directory is None:
         reason = "the user has no home directory"
-    elif not (reason := _write_failure(directory)):
+    elif not (reason := write_failure(directory)):
         return directory
     logger.warning("compiled programs are not kept: %s cannot be written (%s)", directory, reason)
     return None
-
-
-def _write_failure(directory: Path) -> str | None:
-    """Returns why no file can be written to a directory, or None if it can."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)

@@ -25,6 +25,7 @@ from dsv3_jax.config import DTYPES, ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.generation_config import with_end_tokens
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.other_names import hints
 from dsv3_jax.quantization import CacheDtype, IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
@@ -38,6 +39,7 @@ _WEIGHTS = {
 }
 
 
+@hints
 def load(
     path_or_name: str | os.PathLike[str],
     *,

@@ -33,7 +33,10 @@ def run(arguments: argparse.Namespace) -> None:
         draft_depth=depth_of(arguments),
         **sampling,
     )
-    check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
+    if arguments.max_len is not None:
+        check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
+        if arguments.url is not None:
+            raise ValueError("--max-len: expected no --url with it, whose server has its own limit")
     if arguments.system is not None:
         check_text("--system", arguments.system)
     with contextlib.ExitStack() as until_end:

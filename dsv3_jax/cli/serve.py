@@ -9,11 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 from dsv3_jax.cli.roles import check_prefill_urls, check_role
 from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import check, check_draft
 
+if TYPE_CHECKING:
+    from dsv3_jax.config import ModelConfig
+
+_DEFAULT_MAX_LEN = 4096
 _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
 
@@ -41,7 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises ValueError for a setting that is out of range."""
     check("--port", arguments.port, "a port from 0 to 65535", Integral, 0, 65535)
-    check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
+    if arguments.max_len is not None:
+        check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
     for name in ("max_running", "max_body_mib"):
         flag = "--" + name.replace("_", "-")
         check(flag, getattr(arguments, name), "an integer of at least 1", Integral, 1)
@@ -65,6 +71,20 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     check_draft(draft_of(arguments), depth_of(arguments))
     check_weights(arguments)
     check_role(arguments)
+
+
+def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
+    """Returns ``--max-len``, or its default.
+
+    Raises:
+      ValueError: it is more than the model has positions for.
+    """
+    most = config.max_position_embeddings
+    if arguments.max_len is None:
+        return min(_DEFAULT_MAX_LEN, most)
+    expected = f"2 to {most} (the model's max_position_embeddings)"
+    check("--max-len", arguments.max_len, expected, Integral, 2, most)
+    return arguments.max_len
 
 
 def draft_of(arguments: argparse.Namespace) -> str | None:

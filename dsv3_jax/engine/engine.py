@@ -60,6 +60,7 @@ from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.other_names import hints
 from dsv3_jax.pages import CacheTiers
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -102,6 +103,7 @@ class Engine:
       OSError: the directory of the tier on disk cannot be used.
     """
 
+    @hints
     def __init__(
         self,
         model: DeepSeekV3,

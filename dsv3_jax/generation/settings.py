@@ -12,6 +12,8 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from dsv3_jax.other_names import check_arguments
+
 
 class Default(int):
     """A default for ``max_new_tokens``. If less room is left, it is reduced to that, while the same
@@ -45,6 +47,8 @@ _NUMBERS: dict[str, tuple[str, type, float, float]] = {
     "min_tokens": ("an integer of at least 0", numbers.Integral, 0, math.inf),
     "logprobs": (f"an integer from 0 to {MAX_TOP_LOGPROBS}", numbers.Integral, 0, MAX_TOP_LOGPROBS),
 }
+
+_OTHERS = ("stop", "stop_tokens", "banned_tokens", "allowed_tokens", "logit_bias", "ignore_eos")
 
 
 def check(
@@ -97,7 +101,7 @@ def check_setting(name: str, value: Any) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"ignore_eos: expected True or False, got {value!r}")
     else:
-        raise TypeError(f"unexpected keyword argument {name!r}")
+        check_arguments([name], (*_NUMBERS, *_OTHERS))
 
 
 def check_unicode(name: str, text: str) -> None:

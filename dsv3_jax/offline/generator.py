@@ -33,6 +33,7 @@ from dsv3_jax.offline.pace import OfflinePace
 from dsv3_jax.offline.sizes import chunked_buckets, generator_buckets
 from dsv3_jax.offline.step_times import StepTimes
 from dsv3_jax.offline.tally import Tally
+from dsv3_jax.other_names import check_arguments, hints
 from dsv3_jax.tokenizer import Tokenizer
 from sharding.distributed import max_over_processes
 
@@ -79,6 +80,7 @@ class Generator:
         is invalid.
     """
 
+    @hints
     def __init__(
         self,
         model: DeepSeekV3,
@@ -143,6 +145,7 @@ class Generator:
             shape = len(model.moe_layers()), model.config.n_routed_experts
             self._routing_counts = np.zeros(shape, np.int64)
 
+    @hints
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -379,7 +382,12 @@ class Generator:
           ValueError: a prompt or setting is invalid, as in :meth:`generate`.
           TypeError: there is no such setting.
         """
-        inspect.signature(self.generate).bind(prompts, **settings)
+        signature = inspect.signature(self.generate)
+        try:
+            signature.bind(prompts, **settings)
+        except TypeError:
+            check_arguments(settings, signature.parameters)
+            raise
         self._plan(settings)
         progress = settings.get("progress")
         if progress is not None and not callable(progress):

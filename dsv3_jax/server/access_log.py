@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
+import sys
 import time
 import uuid
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
+
+_PROBES = ("/health", "/ready", "/metrics", "/version")
+"""Paths that other programs ask for every few seconds."""
 
 
 class AccessLog:
@@ -45,6 +51,7 @@ class AccessLog:
             await self._app(scope, receive, send_with_id)
         finally:
             client = scope.get("client")
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
             line = {
                 "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 "request_id": request_id,
@@ -55,4 +62,42 @@ class AccessLog:
                 "ms": round(1e3 * (time.monotonic() - began), 1),
                 **fields,
             }
-            logger.info("%s", json.dumps(line))
+            level = logging.DEBUG if path in _PROBES else logging.INFO
+            logger.log(level, "%s", json.dumps(line))
+
+
+@contextlib.contextmanager
+def log_to_stderr(level: str) -> Iterator[None]:
+    """Writes the server's log and the access log on stderr during the body.
+
+    Does nothing inside the body of another one.
+
+    Args:
+      level: name of the least level of the lines that are written.
+    """
+    if any(isinstance(handler, _Stderr) for handler in logger.handlers):
+        yield
+        return
+    messages, lines = _Stderr(), _Stderr()
+    messages.setFormatter(logging.Formatter("dsv3: %(message)s"))
+    handlers = {"dsv3_jax": messages, "uvicorn.error": messages, logger.name: lines}
+    loggers = {logging.getLogger(name): handler for name, handler in handlers.items()}
+    before = {each: (each.level, each.propagate) for each in loggers}
+    for each, handler in loggers.items():
+        each.addHandler(handler)
+        each.setLevel(level.upper())
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        for each, handler in loggers.items():
+            each.removeHandler(handler)
+            each.level, each.propagate = before[each]
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes on what is stderr at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)

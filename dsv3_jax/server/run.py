@@ -18,7 +18,7 @@ import uvicorn
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
-from dsv3_jax.server import access_log
+from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.service import Service
@@ -79,8 +79,19 @@ def run(
       remote: the engine's source of pages on prefill servers, or None.
       exit_process: ends the process after a failure; None for :func:`exit_now`.
     """
-    exit_process = exit_process or exit_now
-    _log_to_stderr()
+    with log_to_stderr(settings.log_level):
+        _run(engine, tokenizer, settings, bound, sender, remote, exit_process or exit_now)
+
+
+def _run(
+    engine: Engine | RemoteEngine,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    bound: socket.socket,
+    sender: Sender | None,
+    remote: RemotePrefill | None,
+    exit_process: Callable[[], None],
+) -> None:
     # uvicorn sends the signal again when it has finished, which would end the process at once.
     signal.signal(signal.SIGTERM, lambda *_: None)
     app = create_app(engine, tokenizer, settings, sender=sender, remote=remote)
@@ -146,16 +157,3 @@ def exit_now() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)
-
-
-def _log_to_stderr() -> None:
-    """Writes the server's log and the access log on stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("dsv3: %(message)s"))
-    for name in ("dsv3_jax", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    lines = logging.StreamHandler(sys.stderr)
-    access_log.logger.addHandler(lines)
-    access_log.logger.propagate = False

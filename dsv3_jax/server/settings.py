@@ -40,3 +40,6 @@ class ServerSettings:
     """Keys that clients must have; None for no keys."""
     program_store: Path | None = None
     """Directory of :meth:`Engine.warm_up`; None compiles all programs at every start."""
+    log_level: str = "info"
+    """Least level of lines on stderr. Requests are logged as information, and those of probes for
+    debugging."""

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from dsv3_jax.engine import Engine
+from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.frontend.host import EngineHost
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.run import exit_now, run
@@ -101,7 +102,11 @@ def run_with_http_process(
     Args:
       bound: the socket to listen on. It is closed at the end.
     """
-    with bound, HttpProcess(engine, tokenizer, settings, bound) as http:
+    with (
+        log_to_stderr(settings.log_level),
+        bound,
+        HttpProcess(engine, tokenizer, settings, bound) as http,
+    ):
         bound.close()  # the other process has a copy
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, http.end)
