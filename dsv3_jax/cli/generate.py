@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from dsv3_jax.cli.model_flags import check_weights, max_len_of
 from dsv3_jax.cli.prompts import check_text, read_prompts
-from dsv3_jax.cli.serve import max_len_of
-from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli.layout_flags import make_layout_from
-from dsv3_jax.cli.serve import depth_of, draft_of, max_len_of
+from dsv3_jax.cli.model_flags import max_len_of
+from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.client.chat import Delta, Message
 from dsv3_jax.config import ModelConfig

@@ -18,8 +18,8 @@ from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.flags import naming
 from dsv3_jax.cli.latency_flags import latency_targets
 from dsv3_jax.cli.layout_flags import make_layout_from
+from dsv3_jax.cli.model_flags import max_len_of
 from dsv3_jax.cli.run_roles import prefill_key_of, remote_of, sender_of, tiers_of
-from dsv3_jax.cli.serve import max_len_of
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill

@@ -9,16 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
 
+from dsv3_jax.cli.model_flags import check_weights
 from dsv3_jax.cli.roles import check_prefill_urls, check_role
-from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import check, check_draft
 
-if TYPE_CHECKING:
-    from dsv3_jax.config import ModelConfig
-
-_DEFAULT_MAX_LEN = 4096
 _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
 
@@ -71,20 +66,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     check_draft(draft_of(arguments), depth_of(arguments))
     check_weights(arguments)
     check_role(arguments)
-
-
-def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
-    """Returns ``--max-len``, or its default.
-
-    Raises:
-      ValueError: it is more than the model has positions for.
-    """
-    most = config.max_position_embeddings
-    if arguments.max_len is None:
-        return min(_DEFAULT_MAX_LEN, most)
-    expected = f"2 to {most} (the model's max_position_embeddings)"
-    check("--max-len", arguments.max_len, expected, Integral, 2, most)
-    return arguments.max_len
 
 
 def draft_of(arguments: argparse.Namespace) -> str | None:
