@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMiss
 from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 from starlette.types import Message
 
+from dsv3_jax.cli import allocator
 from dsv3_jax.cli.run_server import MadeEngine, make_engine
 from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.disaggregation.transfer import Sender
@@ -78,6 +79,7 @@ class Replica:
         Args:
           process: the part of this process if the replica has several.
         """
+        allocator.configure("serve")  # as the command does
         return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
 
     async def metrics(self) -> tuple[str, str]:
