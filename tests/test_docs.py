@@ -120,6 +120,43 @@ def flags(words: list[str], before: list[str]) -> list[str]:
     return words
 
 
+# What a reader cannot run as it stands: an address that does not exist, and a package that is not
+# published. A file or a name in angle brackets is for the reader to fill in.
+PLACEHOLDER = re.compile(
+    r"<(?:this|your|the)[ _-][^>\n]*>|git clone <|git\+<|\bOWNER\b"
+    r"|pip install (?:-\S+ )*['\"]?dsv3[-_]jax\b"
+)
+
+
+def test_nothing_to_copy_has_a_placeholder():
+    """In pages, notebooks, and messages of the code."""
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*"), *ROOT.glob("notebooks/*.ipynb")]
+    for folder in ("dsv3_jax", "sharding", "pallas_kernels", "scripts", "benchmarks"):
+        texts += [path for kind in ("py", "md") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in texts
+        if path.suffix in (".md", ".py", ".ipynb", ".yaml", ".service", "") and path.is_file()
+        for match in PLACEHOLDER.finditer(path.read_text("utf-8"))
+    ]
+    assert not found
+    assert len(texts) > 500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "git clone <this repository> && cd dsv3_jax",
+        "https://colab.research.google.com/github/OWNER/dsv3_jax/blob/main/x.ipynb",
+        "pip install 'dsv3-jax[serve]'",
+        "pip install -q dsv3-jax",
+        "dsv3-jax[plot] @ git+<this repository>",
+    ],
+)
+def test_placeholders_are_recognized(text):
+    assert PLACEHOLDER.search(text)
+
+
 def test_most_blocks_run():
     """At least half of the commands must run without a '# needs' line."""
     all_blocks = [block for page in PAGES for block in blocks(page)]

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from dsv3_jax.cli.model_flags import check_weights
 from dsv3_jax.cli.roles import check_prefill_urls, check_role
 from dsv3_jax.generation.settings import check, check_draft
+from dsv3_jax.words import how_to_install
 
 _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"expected the packages of the extra serve (pip install 'dsv3-jax[serve]'), which has"
+            f"expected the packages of the extra serve ({how_to_install('serve')}), which has"
             f" {', '.join(missing)}; found none"
         )
     check_arguments(arguments)

@@ -127,7 +127,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["serve"]) == 2
     _, err = capsys.readouterr()
-    assert "pip install 'dsv3-jax[serve]'" in err
+    assert "pip install '.[serve]'" in err
     assert err.count("\n") == 1
 
 
