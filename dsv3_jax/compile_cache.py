@@ -34,6 +34,7 @@ _THRESHOLDS = {
 
 _SLOW_SECONDS = 2.0
 """Compilations that take longer are reported."""
+_XLA_NOTE_SECONDS = 100.0  # after 120, XLA asks for a bug report
 _REPORT_SECONDS = 15.0
 """Time between two reports of the same compilation."""
 
@@ -139,11 +140,10 @@ class CompileProgress:
             else f"later starts load what is kept in {directory}",
         )
         while not self._ended.wait(_REPORT_SECONDS):
+            seconds = time.monotonic() - self._began
+            note = "" if seconds < _XLA_NOTE_SECONDS else "; XLA's 'Very slow compile?' is no error"
             logger.info(
-                "compiled %d of %d programs in %.0f s; XLA's note 'Very slow compile?' is no error",
-                self._done,
-                self._total,
-                time.monotonic() - self._began,
+                "compiled %d of %d programs in %.0f s%s", self._done, self._total, seconds, note
             )
 
 
