@@ -1,7 +1,7 @@
 """Names that other projects have for settings of this one, for hints in error messages.
 
-vLLM, SGLang, transformers and llama.cpp call the same settings differently. What an error says
-about such a name comes from here, for flags of the ``dsv3`` command and for arguments in Python.
+vLLM, SGLang, transformers and llama.cpp call the same settings differently. Flags of the ``dsv3``
+command and arguments in Python get their hints from here.
 """
 
 from __future__ import annotations

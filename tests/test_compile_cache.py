@@ -74,7 +74,7 @@ def test_every_use_of_a_model_enables_it(use, demo, home):
 
 
 def test_programs_are_kept_although_some_were_compiled_before(home):
-    """Also those that compile fast, of which a start has many."""
+    """Also those that compile fast: a start has many of them."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(np.float32(1)))
     directory = compile_cache.enable()
     assert directory == home / ".cache" / "dsv3_jax" / "xla"
@@ -157,7 +157,7 @@ def test_a_fast_compilation_is_not_reported(caplog):
 
 
 def test_programs_report_their_compilation(demo, monkeypatch, caplog):
-    """So do a Generator, which has the same programs, and a Trainer."""
+    """A Generator has the same programs. A Trainer reports its step."""
     monkeypatch.setattr(compile_cache, "_SLOW_SECONDS", 0.0)
     trainer = Trainer(demo[0], TRAINING)
 
@@ -218,9 +218,9 @@ def test_a_later_program_loads_what_earlier_ones_kept(tmp_path):
 
     results = [each.communicate(timeout=300) for each in [start(), start()]]
     directory = tmp_path / ".cache" / "dsv3_jax" / "xla"
-    kept = {path.name for path in directory.iterdir()}
-    assert any("step_" in name for name in kept)
+    names = {path.name for path in directory.iterdir()}
+    assert any("step_" in name for name in names)
     results.append(start().communicate(timeout=300))
-    assert {path.name for path in directory.iterdir()} == kept
+    assert {path.name for path in directory.iterdir()} == names
     assert len({out for out, _ in results}) == 1
     assert results[0][0].startswith("[")

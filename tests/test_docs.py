@@ -133,13 +133,13 @@ def test_nothing_to_copy_has_a_placeholder():
     texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*"), *ROOT.glob("notebooks/*.ipynb")]
     for folder in ("dsv3_jax", "sharding", "pallas_kernels", "scripts", "benchmarks"):
         texts += [path for kind in ("py", "md") for path in (ROOT / folder).rglob(f"*.{kind}")]
-    found = [
+    placeholders = [
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in texts
         if path.suffix in (".md", ".py", ".ipynb", ".yaml", ".service", "") and path.is_file()
         for match in PLACEHOLDER.finditer(path.read_text("utf-8"))
     ]
-    assert not found
+    assert not placeholders
     assert len(texts) > 500
 
 

@@ -53,7 +53,7 @@ def test_a_notebook_is_kept_as_it_opens(path):
 
 
 def test_the_cell_that_installs_the_package(monkeypatch):
-    """Without an address it says what to do, and with one it installs from there."""
+    """Without an address it gives one clear error, and with one it installs from there."""
     cell = nbformat.read(NOTEBOOKS[0], as_version=4).cells[1].source
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))

@@ -68,8 +68,8 @@ def ours(name: str) -> str:
     assert prefix is not None
     number = math.prod(map(int, re.findall(r"\d+", prefix[1])))
     rest = plain[prefix.end() :].removeprefix("nvidia-")
-    if found := _gpus(rest):
-        kind, count = found
+    if gpus := _gpus(rest):
+        kind, count = gpus
         return f"gpu:{kind}x{number * count}"
     return f"{rest}x{number}" if prefix[1] else plain
 
