@@ -30,7 +30,7 @@ from dsv3_jax.cli.arguments import (
 )
 from dsv3_jax.cli.main import main, parser
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.generation import settings
+from dsv3_jax.generation.request import RequestReader
 from sharding.names import LayoutName
 
 COMMANDS = [
@@ -151,8 +151,13 @@ def test_a_usage_error_names_the_argument_and_the_help(arguments, message, capsy
         (lambda: dsv3_jax.Engine(None, None, max_num_seqs=9), "max_num_seqs", "max_running"),
         (lambda: dsv3_jax.Generator.generate(None, "x", max_tokens=9), "max_tokens", "max_new_tok"),
         (lambda: dsv3_jax.Generator.generate(None, "x", max_length=9), "max_length", "max_new_tok"),
-        (lambda: settings.check_settings(max_tokens=9), "max_tokens", "max_new_tokens"),
-        (lambda: settings.check_settings(stop_token_ids=[9]), "stop_token_ids", "stop_tokens"),
+        # The settings of Engine.submit, too, come here.
+        (lambda: RequestReader.read(None, "x", max_tokens=9), "max_tokens", "max_new_tokens"),
+        (
+            lambda: RequestReader.read(None, "x", stop_token_ids=[9]),
+            "stop_token_ids",
+            "stop_tokens",
+        ),
     ],
 )
 def test_an_argument_of_another_project_gets_a_hint(call, name, meant):

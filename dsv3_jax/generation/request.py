@@ -12,12 +12,14 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.settings import (
     DEFAULT_NEW_TOKENS,
     MAX_STOP_TOKENS,
+    NAMES,
     Default,
     check,
     check_setting,
     check_unicode,
 )
 from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.other_names import check_arguments
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.words import counted
 
@@ -123,7 +125,9 @@ class RequestReader:
         Raises:
           ValueError: a prompt is empty, too long or contains an id out of range, or a setting is
             invalid.
+          TypeError: there is no such setting.
         """
+        check_arguments(settings, NAMES)
         check_setting("n", n)
         prompt_ids = [self._prompt_ids(prompt) for prompt in _prompts(prompts)]
         count = len(prompt_ids)

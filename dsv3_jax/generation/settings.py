@@ -12,8 +12,6 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dsv3_jax.other_names import check_arguments
-
 
 class Default(int):
     """A default for ``max_new_tokens``. If less room is left, it is reduced to that, while the same
@@ -48,7 +46,12 @@ _NUMBERS: dict[str, tuple[str, type, float, float]] = {
     "logprobs": (f"an integer from 0 to {MAX_TOP_LOGPROBS}", numbers.Integral, 0, MAX_TOP_LOGPROBS),
 }
 
-_OTHERS = ("stop", "stop_tokens", "banned_tokens", "allowed_tokens", "logit_bias", "ignore_eos")
+NAMES = (
+    *_NUMBERS,
+    *("stop", "stop_tokens", "banned_tokens", "allowed_tokens", "logit_bias", "ignore_eos"),
+    "prompt_logprobs",
+)
+"""Names of the settings of one request other than ``draft`` and ``draft_depth``."""
 
 
 def check(
@@ -101,7 +104,7 @@ def check_setting(name: str, value: Any) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"ignore_eos: expected True or False, got {value!r}")
     else:
-        check_arguments([name], (*_NUMBERS, *_OTHERS))
+        raise TypeError(f"unexpected keyword argument {name!r}")
 
 
 def check_unicode(name: str, text: str) -> None:
