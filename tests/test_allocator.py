@@ -45,11 +45,11 @@ def options(*words: str, **variables: str) -> dict[str, object]:
 
 
 def test_a_command_with_a_model_reserves_almost_all():
-    assert options("generate", "--prompt", "x") == {"memory_fraction": 0.97, "preallocate": None}
+    assert options("generate", "--prompt", "x") == {"memory_fraction": 0.95, "preallocate": None}
 
 
 def test_a_command_without_a_model_reserves_nothing():
-    assert options("doctor") == {"memory_fraction": 0.97, "preallocate": False}
+    assert options("doctor") == {"memory_fraction": 0.95, "preallocate": False}
 
 
 @pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
@@ -60,7 +60,7 @@ def test_the_users_share_stays(name):
 
 def test_what_is_set_for_each_command():
     for command in ("generate", "serve", "chat", "train"):
-        assert allocator.settings(command, {}) == {"XLA_CLIENT_MEM_FRACTION": "0.97"}
+        assert allocator.settings(command, {}) == {"XLA_CLIENT_MEM_FRACTION": "0.95"}
     for command in ("bench", "convert", "doctor", "export", "plan", "verify"):
         assert allocator.settings(command, {})["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     given = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
@@ -70,7 +70,7 @@ def test_what_is_set_for_each_command():
 def test_doctor_reports_what_is_set():
     lines = allocator.describe({})
     assert lines["generate, serve, chat, train"] == (
-        "reserve 97% of a GPU's memory when they start"
+        "reserve 95% of a GPU's memory when they start"
     )
     assert len(lines) == 2
     given = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PATH": "/bin"}

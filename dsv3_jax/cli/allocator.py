@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-SHARE = 0.97
-"""Share of the memory that JAX may use. The rest is for CUDA's context, graphs and libraries. One
-H200 has run models that filled this share (benchmarks/README.md)."""
+SHARE = 0.95
+"""Share of the memory that JAX may use. The rest is for CUDA's context and graphs, and for libraries
+such as NCCL, which take their own."""
 
 _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Two names of one variable. JAX refuses to have both."""
