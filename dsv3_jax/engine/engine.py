@@ -195,6 +195,7 @@ class Engine:
             else None,
             store=self._transfer,
             load_seconds=math.inf if tiers is None else tiers.load_seconds,
+            load_bytes=math.inf if tiers is None else tiers.most_load_bytes,
         )
         requests: dict[ScheduledRequest, Request] = {}
         self._executor = Executor(

@@ -145,6 +145,7 @@ class EngineLoop:
                 host_us=self._host_times.us,
                 dispatches=self._executor.times.figures,
                 loading=scheduler.loading(time.monotonic()),
+                loading_bytes=scheduler.loading_bytes,
                 loaded_tokens=scheduler.loaded_tokens,
                 reloaded_tokens=scheduler.reloaded_tokens,
             )

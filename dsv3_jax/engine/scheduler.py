@@ -66,6 +66,7 @@ class Scheduler:
       store: pages outside of the device, from which prompts are loaded and to which indexed pages
         are saved.
       load_seconds: longest time that a request waits for pages of the store.
+      load_bytes: most bytes in host memory of pages that are loaded for waiting requests.
     """
 
     def __init__(
@@ -76,9 +77,12 @@ class Scheduler:
         *,
         store: PageStore | None = None,
         load_seconds: float = math.inf,
+        load_bytes: float = math.inf,
     ):
         self.config = config
-        self._loads = None if store is None else PrefixLoads(store, load_seconds)
+        self._loads = (
+            None if store is None else PrefixLoads(store, load_seconds, load_bytes, self._order)
+        )
         self._saves = None if store is None else PageSaves(store)
         self._limits = StepLimits(config.max_running, config.max_chunks)
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
@@ -252,6 +256,8 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.is_last:
                 chunk.request.decodes_in_flight -= 1
+            if chunk.is_first and self._loads is not None:
+                self._loads.written(chunk.request)
         for request in plan.requests:
             request.steps_in_flight -= 1
             if request.phase is not Phase.ENDED:
@@ -290,6 +296,12 @@ class Scheduler:
         """Returns the number of waiting requests whose pages are being loaded from the store."""
         return self._loads.loading(now) if self._loads is not None else 0
 
+    @property
+    def loading_bytes(self) -> int | None:
+        """Bytes in host memory of the pages that are loaded for waiting requests. None without a
+        store."""
+        return None if self._loads is None else self._loads.num_bytes
+
     def clear_prefix_cache(self) -> None:
         """Empties the prefix index of every shard. Waiting requests load no pages."""
         for shard in self.shards:
@@ -305,7 +317,8 @@ class Scheduler:
         for request in [*self.unfinished, *retiring]:
             request.steps_in_flight = request.decodes_in_flight = 0
             self.end(request)
-        if self._saves is not None:
+        if self._loads is not None and self._saves is not None:
+            self._loads.forget_steps()
             self._saves.clear()
 
     def check_idle(self) -> None:
@@ -314,6 +327,8 @@ class Scheduler:
         assert self.is_idle, "an idle engine has requests"
         for shard in self.shards:
             shard.check_idle()
+        if self._loads is not None:
+            self._loads.check_idle()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot or page is lost, owned twice or owned by the wrong shard,
@@ -369,6 +384,8 @@ class Scheduler:
         now: float,
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
+        if self._loads is not None:
+            self._loads.begin_queued([shard.pages for shard in self.shards], now)
         while (request := next_admission(self.waiting, self.shards, self._loads, now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first

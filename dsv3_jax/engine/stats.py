@@ -64,7 +64,10 @@ class EngineStats:
     dispatches: DispatchFigures
     """Times of the dispatches, by shape."""
     loading: int = 0
-    """Waiting requests whose pages are being loaded from the tiers."""
+    """Waiting requests whose pages are being loaded from the tiers, or that wait for the memory."""
+    loading_bytes: int | None = None
+    """Host memory of the pages that are loaded for waiting requests, until they are on the device.
+    Never more than ``CacheTiers.load_bytes``. None without tiers."""
     loaded_tokens: int = 0
     """Prompt tokens that were loaded from the tiers, among ``prefix_hit_tokens``."""
     reloaded_tokens: int = 0

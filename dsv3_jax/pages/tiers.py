@@ -23,6 +23,7 @@ from dsv3_jax.pages.source import PageSource, TierStats
 
 logger = logging.getLogger(__name__)
 
+_LEAST_LOAD_BYTES = 4 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class CacheTiers:
@@ -38,6 +39,10 @@ class CacheTiers:
     """Other sources of pages, which are asked last."""
     load_seconds: float = 5.0
     """Longest time that a request waits for pages. After it they are computed."""
+    load_bytes: int | None = None
+    """Host memory for pages that are loaded for waiting requests, in the order of the queue. Pages
+    of :attr:`host_bytes` count too while they are loaded. None for a quarter of it, and 4 GiB at
+    least."""
     pinned: bool = False
     """Whether pages that come from the device are in pinned host memory, which the device reads and
     writes itself. The operating system cannot move it to a disk."""
@@ -46,6 +51,8 @@ class CacheTiers:
     wait in host memory."""
 
     def __post_init__(self) -> None:
+        if self.load_bytes is not None and self.load_bytes < 1:
+            raise ValueError(f"load_bytes: expected 1 or more, got {self.load_bytes}")
         for name in ("host_bytes", "disk_bytes", "staging_bytes"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {value}")
@@ -55,6 +62,13 @@ class CacheTiers:
             raise ValueError("pinned: expected host_bytes with it, got 0")
         if not (self.host_bytes or self.disk or self.sources):
             raise ValueError("tiers: expected host_bytes, disk or sources, got none of them")
+
+    @property
+    def most_load_bytes(self) -> int:
+        """Most bytes of pages that are loaded for waiting requests."""
+        if self.load_bytes is not None:
+            return self.load_bytes
+        return max(self.host_bytes // 4, _LEAST_LOAD_BYTES)
 
 
 class PageTiers:

@@ -138,6 +138,14 @@ class _EngineFigures(Collector):
                 stats.accepted_tokens,
             ),
         }
+        if stats.loading_bytes is not None:
+            loading = GaugeMetricFamily(
+                "dsv3:prefix_load_bytes",
+                "Host memory of pages that are loaded for waiting completions.",
+                labels=["model_name"],
+            )
+            loading.add_metric([self._model_name], stats.loading_bytes)
+            yield loading
         if stats.tiers:
             counters["external_prefix_cache_hits"] = (
                 "Prompt tokens that were loaded from the tiers, among prefix_cache_hits.",
