@@ -210,8 +210,9 @@ class PrefixLoads:
         lacking = self.num_bytes + count - self._most_bytes
         if lacking <= 0:
             return True
-        first = {shared: min(map(self._order, shared.requests)) for shared in self._by_key.values()}
-        behind = [each for each in first if first[each] > order and not each.writing]
+        idle = (each for each in self._by_key.values() if not each.writing)
+        first = {shared: min(map(self._order, shared.requests)) for shared in idle}
+        behind = [each for each in first if first[each] > order]
         given_up: list[_SharedLoad] = []
         for shared in sorted(behind, key=first.__getitem__, reverse=True):
             given_up.append(shared)
