@@ -9,7 +9,7 @@ When the files exceed the capacity, the least recently used ones are deleted unt
 left. The time of a file's last use is its modification time. A use of a page counts as one of all
 pages before it, and theirs is later: the end of a prefix is deleted before its beginning, also
 after a restart and by other processes. A page without all of those before it is of no use. It is
-stored only while nothing has to be deleted for it, and is deleted first.
+stored only while a tenth of the capacity is free, and is deleted first.
 """
 
 from __future__ import annotations
@@ -266,15 +266,18 @@ class DiskPages:
         size = sum(len(part) for part in parts)
         if size > self._capacity:
             return False
+        parent = record.address.parent
+        is_useful = parent == record.identity or self._exists(parent)
+        limit = self._capacity * (1 if is_useful else _LEFT_AFTER_EVICTION)
         used = self._used()
         # Counted first: after a crash the sum is too large, until files are counted again.
-        if used is not None and used + size <= self._capacity:
+        if used is not None and used + size <= limit:
             self._set_used(used + size)
+        elif not is_useful:
+            return False
         else:
             self._touch_all(before)
-            chain, parent = self._chain(record.address)
-            if parent != record.identity or not all(map(self._exists, chain[:-1])):
-                return False
+            chain, _ = self._chain(record.address)
             # Never those before it: without them nobody finds it.
             used = self._remove_unused(size, chain)
             if used > self._capacity:
