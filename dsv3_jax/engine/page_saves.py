@@ -7,6 +7,7 @@ for it, and an evicted page needs no copy any more. Pure Python.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from dsv3_jax.engine.page_allocator import PageAllocator
@@ -47,6 +48,13 @@ class PageSaves:
         """Returns the first ``count`` pages. The caller launches their copies."""
         taken, self._pending = self._pending[:count], self._pending[count:]
         return tuple(taken)
+
+    def drop_evicted(self, shards: Iterable[PageAllocator]) -> None:
+        """Gives up copies of pages that have left the index: nothing can be found after them."""
+        if self._pending:
+            shards = list(shards)
+            is_indexed = [any(s.is_indexed(save.page) for s in shards) for save in self._pending]
+            self._pending = list(itertools.compress(self._pending, is_indexed))
 
     def clear(self) -> None:
         """Gives up all copies that were not launched."""

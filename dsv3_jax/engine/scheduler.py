@@ -215,6 +215,7 @@ class Scheduler:
         if separate and not any(chunks):
             decodes = [shard.plan_decodes() for shard in self.shards]
         if not any(decodes) and not any(chunks):
+            self._drop_saves()
             return None, ended
         steps = 1
         if not any(chunks):
@@ -229,6 +230,7 @@ class Scheduler:
             self._saves.take(unsaved) if self._saves else (),
             tuple(load for shard in self.shards for load in shard.take_loads()),
         )
+        self._drop_saves()
         for request in plan.decodes:
             request.decodes_in_flight += steps
         for chunk in plan.chunks:
@@ -371,6 +373,11 @@ class Scheduler:
         self._has_cancelled = False
         self._next_deadline = min((r.deadline for r in self.unfinished), default=math.inf)
         return ended
+
+    def _drop_saves(self) -> None:
+        """Drops the saves of pages that have left the prefix index for the pages of this plan."""
+        if self._saves is not None:
+            self._saves.drop_evicted(shard.pages for shard in self.shards)
 
     def _preempted(self) -> list[ScheduledRequest]:
         """Returns the preempted requests that wait for the results of their last steps."""
