@@ -264,8 +264,8 @@ class PageAllocator:
         return parent
 
     def _touch(self, page: int) -> None:
-        """Makes an indexed page and those before it the most recently used ones of the cached pages,
-        the first one last: the end of a prefix is evicted before its beginning."""
+        """Makes an indexed page and those before it the most recently used cached pages, the first
+        one last: the end of a prefix is evicted before its beginning."""
         last: int | None = page
         while last is not None:
             if last in self._cached:

@@ -303,8 +303,8 @@ class PrefixLoads:
 
     def check_idle(self) -> None:
         """Raises AssertionError if a load is left though no request is."""
-        assert not self._of and not self._writing and not self._by_key, "an idle engine loads pages"
-        assert not self._queue and not self.num_bytes, "an idle engine counts bytes of loads"
+        left = (self._of, self._queue, self._writing, self._by_key, self.num_bytes)
+        assert not any(left), "an idle engine loads pages"
 
     def check_integrity(self, waiting: Iterable[ScheduledRequest]) -> None:
         """Raises AssertionError if a load is lost, or is of a request that does not wait."""

@@ -236,8 +236,8 @@ class SimulatedDevice:
 class Simulation:
     """A scheduler and a simulated device, with results that are reported ``delay`` steps late.
 
-    ``num_pages`` and the limits in ``config`` are those of one shard. ``load_bytes`` limits the loads
-    of a store whose pages have ``SimulatedStore.page_bytes``.
+    ``num_pages`` and the limits in ``config`` are those of one shard. ``load_bytes`` limits the
+    loads from the store, whose pages have ``SimulatedStore.page_bytes``.
     """
 
     def __init__(
