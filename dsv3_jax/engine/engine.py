@@ -254,8 +254,8 @@ class Engine:
             then waits for the host after every step. It decodes without drafts if it samples with
             ``top_k``, ``top_p`` or ``min_p``, or if drafts are synthetic.
           settings: settings of :meth:`Generator.generate` for one prompt, except ``n``. Without a
-            ``seed``, every request of the engine gets another one. ``prompt_logprobs``, from 0 to
-            20, adds the log-probability of every prompt token to the completion, and that many of
+            ``seed``, the i-th such request gets :attr:`first_seed` plus i. ``prompt_logprobs``, from
+            0 to 20, adds the log-probability of every prompt token to the completion, and that many of
             the most probable tokens in its place; such a prompt uses no prefix hits.
 
         Raises:
@@ -319,6 +319,12 @@ class Engine:
     def end_tokens(self) -> tuple[int, ...]:
         """End-of-sequence tokens of the model and of the tokenizer."""
         return self._intake.end_tokens
+
+    @property
+    def first_seed(self) -> int:
+        """Seed of the engine's first completion that was submitted without one. It is random, and
+        in the log: with it, a run can be repeated by giving each completion its seed."""
+        return self._intake.first_seed
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
