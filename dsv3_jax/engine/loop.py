@@ -24,7 +24,13 @@ from dsv3_jax.engine.plan_executor import PlanExecutor
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
 from dsv3_jax.engine.sla_controller import SlaController
-from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
+from dsv3_jax.engine.stats import (
+    COMPILE_SECONDS,
+    CompileTimes,
+    EngineStats,
+    HostTimes,
+    ShardStats,
+)
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.generation.request import Request
 
@@ -50,6 +56,7 @@ class EngineLoop:
       overlap: whether a step is dispatched before the results of the step before it are read.
       controller: changes the scheduler's limits; None leaves them as configured.
       pace: chooses the steps of dispatches that only decode; None for a :class:`DecodePace`.
+      compilations: those that steps wait for.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class EngineLoop:
         overlap: bool,
         controller: SlaController | None = None,
         pace: Pace | None = None,
+        compilations: CompileTimes | None = None,
     ):
         self._scheduler = scheduler
         self._executor = executor
@@ -70,7 +78,10 @@ class EngineLoop:
         self._pace: Pace = DecodePace() if pace is None else pace
         self._open = OpenRequests(settings, self._host_times)
         self._error: EngineError | None = None
-        self._step_began: float | None = None  # written by the thread that steps
+        self._compilations = compilations or CompileTimes()
+        # Time, and seconds of compilations, at which the step under way began. Written by the
+        # thread that steps.
+        self._step_began: tuple[float, float] | None = None
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
         self._stepping = FairLock()  # one step at a time
@@ -126,6 +137,7 @@ class EngineLoop:
                 for shard in scheduler.shards
             )
             pages = scheduler.shards[0].pages
+            compilation = self._compilations.current
             return EngineStats(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
@@ -140,6 +152,8 @@ class EngineLoop:
                 accepted_tokens=self._host_times.accepted_tokens,
                 preemptions=scheduler.preemptions,
                 compiled_after_warm_up=self._executor.compiled_after_warm_up,
+                compile_seconds=self._compilations.seconds,
+                compiling_seconds=0.0 if compilation is None else compilation.seconds,
                 steps=self._host_times.steps,
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
@@ -157,17 +171,32 @@ class EngineLoop:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds since the step under way began; 0 if there is none."""
-        began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        """Seconds since the step under way began, without those in which it or another one waited
+        for a program to be compiled; 0 if there is none."""
+        step = self._step_began
+        if step is None:
+            return 0.0
+        began, compiled = step
+        return max(time.monotonic() - began - (self._compilations.seconds - compiled), 0.0)
 
     def fail_if_stuck(self, seconds: float) -> None:
-        """Ends all requests with an error if the step under way has lasted longer than this."""
-        if self._error is None and self.step_seconds > seconds:
-            # The executor stays open: closing it would wait for the step.
+        """Ends all requests with an error if the step under way has lasted longer than this, or a
+        compilation longer than this and ``COMPILE_SECONDS``."""
+        if self._error is not None:
+            return
+        # The executor stays open: closing it would wait for the step.
+        if self.step_seconds > seconds:
             self._end_all(
                 EngineError(
                     f"engine: a step has taken more than {seconds:g} s; its device is stuck"
+                )
+            )
+        compilation, most = self._compilations.current, max(seconds, COMPILE_SECONDS)
+        if compilation is not None and compilation.seconds > most:
+            self._end_all(
+                EngineError(
+                    f"engine: the compilation of a step ({compilation.program}) has taken more than"
+                    f" {most:g} s; the compiler is stuck"
                 )
             )
 
@@ -292,7 +321,7 @@ class EngineLoop:
     def _guarded_step(self) -> bool:
         try:
             with self._stepping:
-                self._step_began = time.monotonic()
+                self._step_began = time.monotonic(), self._compilations.seconds
                 try:
                     return self._step()
                 finally:

@@ -56,6 +56,7 @@ class HttpProcess:
         )
         self._other = other
         self._host = EngineHost(engine, tokenizer, self._connection)
+        engine.compilations.on_change = self._host.report
         self._thread = threading.Thread(target=self._host.serve, name="dsv3-host", daemon=True)
 
     def __enter__(self) -> HttpProcess:
