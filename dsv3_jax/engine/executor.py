@@ -135,7 +135,7 @@ class Executor:
         return self.programs.compiled_after_warm_up
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> None:
-        """Compiles all programs, or loads them, see :meth:`Programs.warm_up`."""
+        """Compiles or loads the programs of the default options, see :meth:`Programs.warm_up`."""
         self.programs.warm_up(self._launcher.state, directory=directory)
 
     def dispatch(self, plan: StepPlan) -> None:
