@@ -35,7 +35,7 @@ from dsv3_jax.engine.step_plan import (
     SwapOut,
 )
 from dsv3_jax.engine.step_results import RequestResult, StepResults
-from dsv3_jax.generation.finished import RUNNING
+from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
 
 _CLOSE_SECONDS = 30.0
@@ -182,7 +182,8 @@ class Executor:
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request whose
-        prompt ended, that asks for the log-probabilities of its prompt, or that decoded."""
+        prompt ended, that asks for the log-probabilities of its prompt, whose logits are not
+        finite, or that decoded."""
         plan, shape, swaps, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
@@ -198,8 +199,11 @@ class Executor:
                 if chunk.is_last:
                     result = self._result(read, first + i, chunk.request, is_decode=False)
                     results.append(result._replace(prompt=prompt))
-                elif prompt is not None:
-                    results.append(RequestResult(chunk.request, [], RUNNING, False, prompt))
+                    continue
+                is_finite = read.finished[first + i] != NON_FINITE
+                if prompt is not None or not is_finite:
+                    result = RequestResult(chunk.request, [], RUNNING, False, prompt, is_finite)
+                    results.append(result)
         for number, shard in enumerate(plan.shards):
             for row, request in enumerate(shard.decodes, number * shape.rows):
                 results.append(self._result(read, row, request, is_decode=True))

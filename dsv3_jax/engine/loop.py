@@ -32,6 +32,7 @@ from dsv3_jax.engine.stats import (
     ShardStats,
 )
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
+from dsv3_jax.generation.finished import NON_FINITE
 from dsv3_jax.generation.request import Request
 
 logger = logging.getLogger(__name__)
@@ -421,7 +422,8 @@ class EngineLoop:
             self._pace.read(plan, results, time.perf_counter())
             if self._controller is not None:
                 self._controller.read(plan, new_tokens, time.monotonic())
-            self._scheduler.report(plan, gained, ends.keys())
+            broken = {r.request for r in results if r.finished == NON_FINITE or not r.is_finite}
+            self._scheduler.report(plan, gained, ends.keys(), broken)
             for request, end in ends.items():
                 self._finish(request, end)
 

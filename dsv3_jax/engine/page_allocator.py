@@ -18,6 +18,10 @@ are equal, whatever their hashes. Cached pages are evicted least recently used f
 a prefix before its beginning, also if its pages are those of several requests. No page stays in the
 index without all of those before it: nothing could find it.
 
+A page is indexed when the step that computes it is planned, so that requests with the same prompt
+compute it once. Until a step that read it has given finite logits it is unverified: if the logits
+are not finite, it leaves the index again, and only verified pages are copied elsewhere.
+
 The latents of a page depend on the tokens up to its end. The MTP layer's entry at position i also
 depends on token i + 1. With ``lookahead=1`` a key therefore includes the first token after the
 page: then a shared page is right for the MTP layer too, and no request ever writes to one.
@@ -77,6 +81,7 @@ class PageAllocator:
         self._by_identity: dict[int, int] = {}  # the inverse
         self._children: dict[int, set[int]] = {}  # pages by their parent's identity
         self._next_identity = itertools.count(_ROOT + 1)
+        self._unverified: set[int] = set()  # indexed pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.generation = 0
         """Number of calls of :meth:`clear`. A request that began in an earlier generation publishes
@@ -190,12 +195,27 @@ class PageAllocator:
                 self._index[key] = page
                 self._keys[page] = key
                 self._identities[page] = identity = next(self._next_identity)
+                self._unverified.add(page)
                 self._by_identity[identity] = page
                 self._children.setdefault(parent, set()).add(page)
             # Otherwise another request has published equal contents. This copy stays private, and
             # pages after it are indexed after the other one.
             parent = self._identities[page]
         return full
+
+    def verify(self, pages: Iterable[int]) -> list[int]:
+        """Notes that logits that depend on pages are finite. Returns those of the pages that are
+        indexed and were unverified."""
+        verified = [page for page in pages if page in self._unverified]
+        self._unverified.difference_update(verified)
+        return verified
+
+    def retract(self, pages: Iterable[int]) -> None:
+        """Removes the unverified ones of some pages from the index, with all pages after them,
+        because logits that depend on them are not finite."""
+        for page in pages:
+            if page in self._unverified:
+                self._remove(page)
 
     def clear(self) -> None:
         """Empties the prefix index and begins a new generation, for example because the weights
@@ -208,6 +228,7 @@ class PageAllocator:
         self._identities.clear()
         self._by_identity.clear()
         self._children.clear()
+        self._unverified.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError if a page is lost, referred to by nobody, or in two states.
@@ -232,6 +253,7 @@ class PageAllocator:
         assert all(self._index[key] == page for page, key in self._keys.items())
         assert cached <= set(self._keys), "a cached page is not indexed"
         assert not free & set(self._keys), "a free page is indexed"
+        assert self._unverified <= set(self._keys), "an unverified page is not indexed"
         assert self._by_identity == {number: page for page, number in self._identities.items()}
         age = {page: number for number, page in enumerate(self._cached)}
         for page, key in self._keys.items():
@@ -282,6 +304,11 @@ class PageAllocator:
             if (page := next(iter(self._cached))) == oldest:
                 break
         del self._cached[page]
+        self._remove(page)
+        return page
+
+    def _remove(self, page: int) -> None:
+        """Removes a page from the index, with those after it, which nothing could find any more."""
         lost = [page]
         while lost:
             each = lost.pop()
@@ -293,8 +320,8 @@ class PageAllocator:
                 del self._children[key.parent]
             identity = self._identities.pop(each)
             del self._by_identity[identity]
+            self._unverified.discard(each)
             lost += self._children.get(identity, ())
             if each in self._cached:
                 del self._cached[each]
                 self._free.append(each)
-        return page

@@ -1,14 +1,14 @@
 """Pages that are to be copied to a store outside of the device, because others may need them later.
 
-Every page that the prefix cache indexes is copied once. Its copy is launched before the first step
-that follows the one that wrote it, and so before any other request can get the page. Nothing waits
-for it, and an evicted page needs no copy any more. Pure Python.
+Every page that the prefix cache indexes is copied once, when logits that depend on it are known to
+be finite. Its copy is launched before the step that is planned next, and so before any other
+request can get the page. Nothing waits for it, and an evicted page needs no copy. Pure Python.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.prefix_loads import PageStore
@@ -16,7 +16,7 @@ from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest
 
 
 class PageSaves:
-    """Pages that were indexed since the last plan."""
+    """Pages that were verified since the last plan."""
 
     def __init__(self, store: PageStore):
         self._store = store
@@ -27,19 +27,23 @@ class PageSaves:
         return len(self._pending)
 
     def add(
-        self, request: ScheduledRequest, tokens: Sequence[int], first: int, pages: PageAllocator
+        self,
+        request: ScheduledRequest,
+        tokens: Sequence[int],
+        numbers: range,
+        verified: Collection[int],
     ) -> None:
-        """Adds the pages of a request that have just been indexed.
+        """Adds the pages of a request that have just been verified.
 
         Args:
-          tokens: its first tokens: all that its published pages depend on.
-          first: number of the first of these pages; ``request.published`` ends them.
+          tokens: its first tokens: all that these pages depend on.
+          numbers: numbers of its pages, of which those in ``verified`` are added. The others were
+            verified before, or are copies of another request's pages.
         """
         request.addresses = self._store.addresses(tokens, request.addresses)
         parts = self._store.parts
-        for number in range(first, request.published):
-            page = request.pages[number]
-            if pages.is_indexed(page):  # and not a copy of another request's page
+        for number in numbers:
+            if (page := request.pages[number]) in verified:
                 addresses = request.addresses[number * parts : (number + 1) * parts]
                 save = PageSave(page, tuple(addresses), self._store.identity)
                 self._pending.append(save)

@@ -245,6 +245,7 @@ class Scheduler:
         plan: StepPlan,
         new_tokens: Mapping[ScheduledRequest, Sequence[int]],
         finished: Set[ScheduledRequest],
+        broken: Set[ScheduledRequest] = frozenset(),
     ) -> None:
         """Takes the results of a dispatched plan.
 
@@ -252,6 +253,8 @@ class Scheduler:
           new_tokens: tokens that each request of the plan gained. They are dropped if the request
             has ended in the meantime, and kept if it was preempted.
           finished: requests that need no further step.
+          broken: requests for which logits that are not finite were computed. Others reuse none of
+            their pages, and the store gets none.
         """
         for request in plan.decodes:
             request.decodes_in_flight -= plan.decode_steps
@@ -260,11 +263,16 @@ class Scheduler:
                 chunk.request.decodes_in_flight -= 1
             if chunk.is_first and self._loads is not None:
                 self._loads.written(chunk.request)
+        for request in broken:
+            self._shard_of(request).retract(request)
+        for chunk in plan.chunks:
+            if not chunk.request.is_broken:
+                self._shard_of(chunk.request).verify(chunk.request, chunk.start + chunk.count)
         for request in plan.requests:
             request.steps_in_flight -= 1
             if request.phase is not Phase.ENDED:
                 request.tokens.extend(new_tokens.get(request, ()))
-                if request.phase is Phase.DECODE:
+                if request.phase is Phase.DECODE and not request.is_broken:
                     self._shard_of(request).publish_decoded(request)
                 if request in finished:
                     self.end(request)

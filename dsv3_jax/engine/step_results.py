@@ -41,6 +41,8 @@ class RequestResult(NamedTuple):
     prompt: tuple[int, PromptLogprobs] | None = None
     """Position of the token after the chunk's first one, and the log-probabilities of the tokens
     from there on, if the request asks for them."""
+    is_finite: bool = True
+    """Whether the logits after a chunk that ends no prompt are finite. They select no token."""
 
     @property
     def tokens(self) -> list[int]:

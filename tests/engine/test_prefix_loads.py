@@ -204,7 +204,9 @@ def test_integrity_notices_an_evicted_page_and_a_lost_load():
         simulation.scheduler.check_integrity()
     simulation = make()
     simulation.scheduler.add(request([5] * 9, 6))
+    simulation.step()
     simulation.scheduler.schedule(simulation.now)
+    simulation.read()
     simulation.scheduler.shards[0].pages.clear()
     with pytest.raises(AssertionError, match="evicted"):
         simulation.scheduler.check_integrity()
