@@ -181,9 +181,8 @@ class Executor:
         return self._saving
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
-        """Waits for the oldest dispatch. Returns its plan, and a result for each request whose
-        prompt ended, that asks for the log-probabilities of its prompt, whose logits are not
-        finite, or that decoded."""
+        """Waits for the oldest dispatch. Returns its plan, and a result for each chunk and each
+        request that decoded."""
         plan, shape, swaps, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
@@ -201,9 +200,8 @@ class Executor:
                     results.append(result._replace(prompt=prompt))
                     continue
                 is_finite = read.finished[first + i] != NON_FINITE
-                if prompt is not None or not is_finite:
-                    result = RequestResult(chunk.request, [], RUNNING, False, prompt, is_finite)
-                    results.append(result)
+                end = chunk.start + chunk.count if is_finite else 0
+                results.append(RequestResult(chunk.request, [], RUNNING, False, prompt, end))
         for number, shard in enumerate(plan.shards):
             for row, request in enumerate(shard.decodes, number * shape.rows):
                 results.append(self._result(read, row, request, is_decode=True))

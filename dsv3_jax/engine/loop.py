@@ -422,8 +422,11 @@ class EngineLoop:
             self._pace.read(plan, results, time.perf_counter())
             if self._controller is not None:
                 self._controller.read(plan, new_tokens, time.monotonic())
-            broken = {r.request for r in results if r.finished == NON_FINITE or not r.is_finite}
-            self._scheduler.report(plan, gained, ends.keys(), broken)
+            finite = {r.request: r.finite_tokens for r in results if r.finite_tokens}
+            broken = {
+                r.request for r in results if r.finished == NON_FINITE or r.finite_tokens == 0
+            }
+            self._scheduler.report(plan, gained, ends.keys(), broken, finite)
             for request, end in ends.items():
                 self._finish(request, end)
 

@@ -33,6 +33,7 @@ import bisect
 import contextlib
 import math
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Literal
 
 from dsv3_jax.engine.admission import next_admission, shard_with_room
@@ -246,6 +247,7 @@ class Scheduler:
         new_tokens: Mapping[ScheduledRequest, Sequence[int]],
         finished: Set[ScheduledRequest],
         broken: Set[ScheduledRequest] = frozenset(),
+        finite: Mapping[ScheduledRequest, int] = MappingProxyType({}),
     ) -> None:
         """Takes the results of a dispatched plan.
 
@@ -255,6 +257,8 @@ class Scheduler:
           finished: requests that need no further step.
           broken: requests for which logits that are not finite were computed. Others reuse none of
             their pages, and the store gets none.
+          finite: number of tokens after which the logits are known to be finite, of requests of
+            which the plan has a chunk that does not end their prompt.
         """
         for request in plan.decodes:
             request.decodes_in_flight -= plan.decode_steps
@@ -265,14 +269,17 @@ class Scheduler:
                 self._loads.written(chunk.request)
         for request in broken:
             self._shard_of(request).retract(request)
-        for chunk in plan.chunks:
-            if not chunk.request.is_broken:
-                self._shard_of(chunk.request).verify(chunk.request, chunk.start + chunk.count)
+        ends = {chunk.request: len(chunk.request.tokens) for chunk in plan.chunks if chunk.is_last}
+        for request, length in {**finite, **ends}.items():
+            if not request.is_broken:
+                self._shard_of(request).verify(request, length)
+        # Not all that decode: the results of a request's last chunk may still be in flight.
+        decoded = {r for r in (*plan.decodes, *ends) if not r.is_broken}
         for request in plan.requests:
             request.steps_in_flight -= 1
             if request.phase is not Phase.ENDED:
                 request.tokens.extend(new_tokens.get(request, ()))
-                if request.phase is Phase.DECODE and not request.is_broken:
+                if request.phase is Phase.DECODE and request in decoded:
                     self._shard_of(request).publish_decoded(request)
                 if request in finished:
                     self.end(request)

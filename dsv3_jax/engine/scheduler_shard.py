@@ -175,8 +175,8 @@ class SchedulerShard:
             self._add(request, [pages.pop() for _ in range(count)])
 
     def publish_decoded(self, request: ScheduledRequest) -> None:
-        """Indexes the pages that a decoding request has filled. The logits of its tokens, which the
-        caller knows, are finite."""
+        """Indexes the pages that a decoding request has filled. The logits of its tokens are known
+        to be finite."""
         if self._aligned_prefixes:
             return  # a prefill would round the generated tokens otherwise
         # The newest token is not in the cache yet. With an MTP layer, neither are its entries of

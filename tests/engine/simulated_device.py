@@ -255,6 +255,7 @@ class Simulation:
         aligned_prefixes: bool = False,
         has_store: bool = False,
         load_bytes: float = math.inf,
+        broken: int | None = None,
         **config: int,
     ):
         settings = {"max_running": 4, "chunk_tokens": 5, "max_chunks": 3} | config
@@ -270,7 +271,7 @@ class Simulation:
             limits, pages, swaps, store=store, load_seconds=LOAD_SECONDS, load_bytes=load_bytes
         )
         aligned = settings["chunk_tokens"] if aligned_prefixes else None
-        self.device = SimulatedDevice(num_pages, page_size, stop, lookahead, aligned)
+        self.device = SimulatedDevice(num_pages, page_size, stop, lookahead, aligned, broken)
         self.device.store = self.store
         self.delay = delay
         self.max_decode_steps = max_decode_steps
@@ -302,7 +303,8 @@ class Simulation:
             (r for r in finished if r not in self.ended and r.phase.value != "ended"), "finished"
         )
         tokens = {request: list(itertools.chain(*steps)) for request, steps in gained.items()}
-        self.scheduler.report(plan, tokens, finished)
+        broken = {r for r in finished if r.tokens[0] == self.device.broken}
+        self.scheduler.report(plan, tokens, finished, broken)
         self.scheduler.check_integrity()
 
     def run(self, most: int = 10_000) -> None:

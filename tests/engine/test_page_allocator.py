@@ -239,6 +239,16 @@ class RandomPrefixes(RuleBasedStateMachine):
             start = self.allocator.publish(tokens[: start + count], pages, start)
             self.running.append((tokens, pages, start))
 
+    @rule(number=st.integers(0, 20), count=st.integers(0, 6), is_finite=st.booleans())
+    def know(self, number, count, is_finite):
+        """Whether logits that depend on the first pages of a request are finite."""
+        if self.running:
+            _, pages, _ = self.running[number % len(self.running)]
+            if is_finite:
+                self.allocator.verify(pages[:count])
+            else:
+                self.allocator.retract(pages)
+
     @rule(number=st.integers(0, 20))
     def end(self, number):
         if self.running:
@@ -251,6 +261,32 @@ class RandomPrefixes(RuleBasedStateMachine):
 
 TestRandomPrefixes = RandomPrefixes.TestCase
 TestRandomPrefixes.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_unverified_pages_leave_the_index_with_those_after_them():
+    allocator = PageAllocator(10, 2)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    pages = filled(allocator, tokens)
+    assert allocator.verify(pages[:1]) == pages[:1]
+    assert allocator.verify(pages[:1]) == [], "each page is verified once"
+    hit = allocator.cached_prefix(tokens)
+    allocator.reuse(hit)
+    own = allocator.allocate(1)
+    allocator.publish([*tokens, 8], [*hit, *own], 3)
+    assert len(allocator.cached_prefix([*tokens, 8, 9])) == 4
+    allocator.retract(pages)
+    assert allocator.cached_prefix([*tokens, 8, 9]) == pages[:1]
+    allocator.check_integrity([pages, [*hit, *own]])
+    assert allocator.publish([*tokens, 8], [*hit, *own], 3) == 4
+    assert not allocator.is_indexed(own[0]), "nothing could find it"
+    allocator.release(pages)
+    allocator.release([*hit, *own])
+    allocator.check_integrity([])
+    again = filled(allocator, tokens)
+    assert allocator.cached_prefix(tokens) == [pages[0], *again[1:3]]
+    assert allocator.verify(again) == again[1:3]
+    allocator.retract(again)
+    assert len(allocator.cached_prefix(tokens)) == 3, "finite logits were computed from them"
 
 
 def test_a_new_parent_does_not_adopt_pages_of_an_evicted_one():

@@ -521,3 +521,35 @@ TestRandomLoadsInTurn.settings = settings(max_examples=40, stateful_step_count=4
 
 TestRandomLoads = RandomLoads.TestCase
 TestRandomLoads.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_pages_are_saved_when_logits_are_known_to_be_finite(lookahead, delay):
+    """Only then, and not those of requests whose logits are not, or that end before any are known.
+    The chunks before the last one count here as unknown."""
+    simulation = Simulation(
+        num_pages=40, has_store=True, lookahead=lookahead, delay=delay, broken=9, max_chunks=1
+    )
+    store, pages = simulation.store, simulation.scheduler.shards[0].pages
+    long, short = [9, *PROMPT, *PROMPT], [9, *PROMPT]
+    simulation.scheduler.add(request(long, 6), request(long, 6), request(short, 6))
+    for _ in range(200):
+        simulation.step()
+        saved = {tokens[0] for _, tokens in store.pages}
+        assert 9 not in saved
+        if simulation.scheduler.is_idle:
+            break
+    assert not any(pages.cached_prefix([*prompt, 0]) for prompt in (long, short))
+    cancelled = request([8, *PROMPT, *PROMPT], 6, arrival=simulation.now)
+    simulation.scheduler.add(cancelled)
+    simulation.step()
+    simulation.scheduler.cancel(cancelled)
+    simulation.run()
+    fine = request([7, *PROMPT], 6, arrival=simulation.now)
+    simulation.scheduler.add(fine)
+    simulation.run()
+    simulation.step()
+    known = len(fine.tokens) - 1 - lookahead
+    addresses = store.addresses(fine.tokens[: known + lookahead])
+    assert store.lookup(addresses) == len(addresses) >= len(PROMPT) // 4
