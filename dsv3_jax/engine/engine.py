@@ -493,10 +493,11 @@ class Engine:
 
         Args:
           drain: whether running and waiting requests are finished first; otherwise they are
-            cancelled.
+            cancelled. If a step waits for a program to be compiled, which cannot be interrupted,
+            the engine then ends after that, in the background; the end of Python waits for it.
           timeout: seconds to wait for them. Those that are left are cancelled.
         """
-        self._loop.shutdown(drain=drain, timeout=timeout)
+        self._loop.shutdown(drain=drain, timeout=timeout, abandons_compilations=not drain)
         if isinstance(self._process, Leader):
             self._process.close()
 

@@ -42,6 +42,9 @@ _T = TypeVar("_T")
 LEAD_SECONDS = 0.004
 """Time from planning a step to its first kernel on the device, with a margin."""
 
+_JOIN_SECONDS = 0.1
+"""Time between two looks at what the engine's thread does when it is to end."""
+
 _PAGES_SECONDS = 0.002
 """Time after which the engine looks for pages and deadlines, if nobody wakes it up before."""
 
@@ -243,13 +246,21 @@ class EngineLoop:
             self._scheduler.check_integrity()
             self._open.check_integrity(self._scheduler.unfinished)
 
-    def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
+    def shutdown(
+        self,
+        *,
+        drain: bool = True,
+        timeout: float | None = None,
+        abandons_compilations: bool = False,
+    ) -> None:
         """Stops taking requests, and ends.
 
         Args:
           drain: whether running and waiting requests are finished first; otherwise they are
             cancelled.
           timeout: seconds to wait for them. Those that are left are cancelled.
+          abandons_compilations: whether to return while a program is being compiled, after requests
+            are cancelled. The thread ends after it.
         """
         self.close()
         if not drain:
@@ -262,10 +273,20 @@ class EngineLoop:
             with self._stepping:
                 self._close_parts()
             return
-        self._thread.join(timeout)
+        self._thread.join(timeout if drain else 0.0)
         if self._thread.is_alive():
             self._cancel_all()
-            self._thread.join()
+            self._join(abandons_compilations=abandons_compilations)
+
+    def _join(self, *, abandons_compilations: bool) -> None:
+        """Waits for the end of the thread."""
+        assert self._thread is not None
+        while self._thread.is_alive():
+            compilation = self._compilations.current
+            if abandons_compilations and compilation is not None:
+                logger.warning("not waiting for the compilation of a step: %s", compilation.program)
+                return
+            self._thread.join(_JOIN_SECONDS)
 
     def close(self) -> None:
         """Stops taking requests. The thread ends after those that it has."""

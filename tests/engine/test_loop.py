@@ -321,6 +321,34 @@ def test_no_request_reuses_pages_of_logits_that_are_not_finite(overlap):
     assert engine.loop.stats().prefix_hit_tokens == hits
 
 
+def test_the_end_waits_for_no_compilation_unless_it_has_to():
+    """The thread ends after it, with the memory that it had on the device."""
+    compiling, compiled = threading.Event(), threading.Event()
+    engine = make(background=False)
+    wait = engine.executor.wait
+
+    def compile_and_wait():
+        if not compiled.is_set():
+            with engine.loop._compilations.measure("decodes=4"):
+                compiling.set()
+                assert compiled.wait(SECONDS)
+        return wait()
+
+    engine.executor.wait = compile_and_wait
+    engine.loop.start()
+    handle = submit(engine, 1).handle
+    assert compiling.wait(SECONDS)
+    engine.loop.shutdown(drain=False, abandons_compilations=True)
+    assert not handle.is_done
+    with ThreadPoolExecutor(1) as threads:
+        ending = threads.submit(engine.loop.shutdown, drain=False)
+        assert not ending.done()
+        compiled.set()
+        ending.result(SECONDS)
+    assert engine.executor.is_closed
+    assert handle.result(0).finish_reason == "cancelled"
+
+
 def on_sleep(monkeypatch, action) -> None:
     """Has the loop call ``action(seconds)`` where it would sleep before it plans a step."""
     clock = SimpleNamespace(sleep=action, monotonic=time.monotonic, perf_counter=time.perf_counter)

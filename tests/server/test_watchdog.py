@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import logging
 import re
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -205,3 +206,34 @@ def test_the_process_ends():
         assert message in error["message"]
         assert process.wait() == 1
         assert [message in line for line in process.lines if "server ends" in line] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["run", "run_with_http_process"])
+def test_the_process_does_not_end_with_a_compilation_but_by_a_signal(runner):
+    """A program that is compiled for longer than a step may take is no failure, and SIGTERM ends
+    the server meanwhile."""
+    # After warm-up nothing is compiled any more, as if all requests had other options.
+    change = """
+warm_up, programs = engine.warm_up, engine._programs
+def warm_up_and_forget(directory):
+    seconds = warm_up(directory)
+    programs._compiled.clear()
+    programs.compile = lambda *_: time.sleep(1000)
+    return seconds
+engine.warm_up = warm_up_and_forget
+"""
+    settings = {"stuck_seconds": 0.5, "drain_seconds": 0.1}
+    with ServerProcess(change=change, runner=runner, **settings) as process:
+        server = process.ready()
+        body = {"model": "demo", "prompt": "x", "max_tokens": 2}
+        request = threading.Thread(
+            target=lambda: server.request("POST", "/v1/completions", body), daemon=True
+        )
+        request.start()
+        process.wait_for("compiling a step after warm-up")
+        time.sleep(2)
+        assert server.request("GET", "/health")[0] == 200
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert not [line for line in process.lines if "stuck" in line]
