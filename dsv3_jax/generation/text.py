@@ -11,7 +11,7 @@ INCOMPLETE = "\ufffd"
 """Replacement character, to which decoders map the bytes of an incomplete character."""
 
 _MOST_PENDING = 3
-"""Most bytes of an incomplete character, each of which a decoder may map to a character."""
+"""Most bytes of an incomplete character. A decoder may map each to a character."""
 
 _WINDOW = 8
 """Least tokens before new ones that are decoded with them: more than an incomplete character has

@@ -351,9 +351,9 @@ class TestStopping:
             for i in range(2_000):
                 tracker.extend([decoder.sample[i % len(decoder.sample)]])
                 streamed += tracker.piece(final=False)
-                held = tracker.text[len(streamed) :]
-                assert held == "\ufffd" * len(held)
-                assert len(held) <= 3
+                rest = tracker.text[len(streamed) :]
+                assert rest == "\ufffd" * len(rest)
+                assert len(rest) <= 3
             counts[name] = decoder.decoded
             streamed += tracker.piece(final=True)
             assert streamed == tracker.text == decoder.text(tracker.tokens)
@@ -419,7 +419,7 @@ class TestAnyTokens:
     @given(data=st.data())
     @settings(max_examples=80, deadline=None)
     def test_other_decoders(self, kind, data):
-        """Those of SentencePiece, WordPiece and tokenizers without one. Runs of byte tokens spell
+        """The decoders of SentencePiece and WordPiece, or none. Runs of byte tokens spell
         characters: a run with an invalid byte would change those before it."""
         words = list(SENTENCE_WORDS)
         runs = st.sampled_from(["日", "é", "😀"]).map(

@@ -97,7 +97,9 @@ def test_a_compilation_is_no_stuck_device(hours):
     assert loop.failure is None
     stats = loop.stats()
     assert 1700 <= stats.compiling_seconds == pytest.approx(stats.compile_seconds, abs=60)
-    assert loop._compilations.current.program == "decodes=4"
+    compilation = loop._compilations.current
+    assert compilation is not None
+    assert compilation.program == "decodes=4"
     compiled.set()
     while loop._compilations.current is not None:
         time.sleep(0.001)
@@ -140,15 +142,15 @@ def test_a_compilation_for_other_options(server, hours, monkeypatch, caplog):
     engine, entered, released = server.engine, threading.Event(), threading.Event()
     server.wait_until_idle()
     programs = engine._programs
-    known, told = dict(programs._compiled), []
+    known, launches = dict(programs._compiled), []
 
     def compile_slowly(lowered: None, shape: Any) -> Any:
-        assert [each for _, each in told][-1] == shape, "followers are told before it"
+        assert [each for _, each in launches][-1] == shape, "followers are told before it"
         entered.set()
         assert released.wait(30)
         return known[shape]
 
-    monkeypatch.setattr(programs, "on_launch", lambda *step: told.append(step))
+    monkeypatch.setattr(programs, "on_launch", lambda *step: launches.append(step))
     monkeypatch.setattr(programs, "_compiled", {})
     monkeypatch.setattr(programs, "_lower", lambda state, shape: None)
     monkeypatch.setattr(programs, "compile", compile_slowly)
@@ -223,8 +225,8 @@ def warm_up_and_forget(directory):
     return seconds
 engine.warm_up = warm_up_and_forget
 """
-    settings = {"stuck_seconds": 0.5, "drain_seconds": 0.1}
-    with ServerProcess(change=change, runner=runner, **settings) as process:
+    limits: dict[str, Any] = {"stuck_seconds": 0.5, "drain_seconds": 0.1}
+    with ServerProcess(change=change, runner=runner, **limits) as process:
         server = process.ready()
         body = {"model": "demo", "prompt": "x", "max_tokens": 2}
         request = threading.Thread(
