@@ -38,8 +38,8 @@ class PageSaves:
         Args:
           tokens: its first tokens: all that these pages depend on.
           numbers: numbers of its pages that were verified.
-          verified: pages to add. The others were verified before, or are copies of another request's
-            pages.
+          verified: pages to add. The others were verified before, or are copies of another
+            request's pages.
         """
         request.addresses = self._store.addresses(tokens, request.addresses)
         parts = self._store.parts

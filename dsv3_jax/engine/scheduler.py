@@ -257,8 +257,8 @@ class Scheduler:
           finished: requests that need no further step.
           broken: requests for which logits that are not finite were computed. Others reuse none of
             their pages, and the store gets none.
-          finite: number of tokens after which the logits are known to be finite, for requests with a
-            chunk in the plan that does not end their prompt.
+          finite: number of tokens after which the logits are known to be finite, for requests with
+            a chunk in the plan that does not end their prompt.
         """
         for request in plan.decodes:
             request.decodes_in_flight -= plan.decode_steps
