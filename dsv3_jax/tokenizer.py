@@ -49,6 +49,11 @@ class SpecialTokenDecoder:
         """Returns the text of ``ids``."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    @property
+    def has_byte_fallback(self) -> bool:
+        """See :attr:`Tokenizer.has_byte_fallback`."""
+        return self._tokenizer.has_byte_fallback
+
 
 class Tokenizer:
     """Converts text to token ids and back, with the settings of tokenizer_config.json.
@@ -106,6 +111,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Highest token id plus 1. A model's embedding may have more rows than this."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def has_byte_fallback(self) -> bool:
+        """Whether decoding writes a whole run of byte tokens as U+FFFD if it is no valid UTF-8, as
+        with tokenizers of SentencePiece."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
 
     def to_json(self) -> str:
         """Returns tokenizer.json, in which all control tokens are marked as special."""
