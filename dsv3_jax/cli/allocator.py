@@ -17,8 +17,8 @@ import os
 from collections.abc import Mapping
 
 SHARE = 0.95
-"""Share of the memory that JAX may use. The rest is for CUDA's context and graphs, and for libraries
-such as NCCL, which take their own."""
+"""Share of the memory that JAX may use. The rest is for CUDA's context and graphs, and for the
+buffers of libraries such as NCCL."""
 
 _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Two names of one variable. JAX refuses to have both."""
