@@ -14,10 +14,16 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dsv3_jax.server.errors import endpoint_path
+from dsv3_jax.words import escaped, one_line
+
 logger = logging.getLogger(__name__)
 
 _PROBES = ("/health", "/ready", "/metrics", "/version")
 """Paths that other programs ask for every few seconds."""
+
+_MAX_PATH = 500  # characters
+_MAX_LINE = 2000
 
 
 class AccessLog:
@@ -51,18 +57,17 @@ class AccessLog:
             await self._app(scope, receive, send_with_id)
         finally:
             client = scope.get("client")
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
             line = {
                 "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 "request_id": request_id,
                 "client": client[0] if client else None,
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": scope["path"][:_MAX_PATH],
                 "status": status,
                 "ms": round(1e3 * (time.monotonic() - began), 1),
                 **fields,
             }
-            level = logging.DEBUG if path in _PROBES else logging.INFO
+            level = logging.DEBUG if endpoint_path(scope) in _PROBES else logging.INFO
             logger.log(level, "%s", json.dumps(line))
 
 
@@ -79,7 +84,7 @@ def log_to_stderr(level: str) -> Iterator[None]:
         yield
         return
     messages, lines = _Stderr(), _Stderr()
-    messages.setFormatter(logging.Formatter("dsv3: %(message)s"))
+    messages.setFormatter(LineFormatter("dsv3: %(message)s"))
     handlers = {"dsv3_jax": messages, "uvicorn.error": messages, logger.name: lines}
     loggers = {logging.getLogger(name): handler for name, handler in handlers.items()}
     before = {each: (each.level, each.propagate) for each in loggers}
@@ -93,6 +98,17 @@ def log_to_stderr(level: str) -> Iterator[None]:
         for each, handler in loggers.items():
             each.removeHandler(handler)
             each.level, each.propagate = before[each]
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a record as one line, however much of it is text of clients and peers, so that they
+    can neither write lines of their own nor control a terminal. A traceback follows."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return one_line(super().formatMessage(record), _MAX_LINE)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(map(escaped, super().formatException(ei).splitlines()))
 
 
 class _Stderr(logging.StreamHandler[TextIO]):

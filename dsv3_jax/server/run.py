@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from dsv3_jax.engine import Engine
 from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
+from dsv3_jax.server.header_limit import HeaderLimit
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.server.unread_answers import UnreadAnswers
@@ -110,19 +112,27 @@ def _run(
     def end_server() -> None:
         server.should_exit = True
 
+    # What is there by now stays. Otherwise the garbage collector looks at all of it, which takes a
+    # tenth of a second, whenever a large body has made many objects.
+    gc.collect()
+    gc.freeze()
     with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
         server.run(sockets=[bound])
     if service.failure is not None:
         exit_process()
-    if isinstance(engine, Engine) and engine.compilations.current is not None:
+    is_compiling = isinstance(engine, Engine) and engine.compilations.current is not None
+    if is_compiling or service.is_warming_up:
         exit_now(0)
 
 
 class Server(uvicorn.Server):
-    """A server that closes connections whose clients do not read. At its end it ends open requests
-    itself, in OpenAI's shape, before uvicorn would."""
+    """A server that closes connections whose clients do not read, or do not send a request. At its
+    end it ends open requests itself, in OpenAI's shape, before uvicorn would."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
+        seconds = service.settings.header_seconds
+        config.ws = "none"
+        config.http = functools.partial(HeaderLimit, seconds=seconds)  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(config)
         self._service = service
 

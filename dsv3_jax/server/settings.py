@@ -23,6 +23,8 @@ class ServerSettings:
     """Tokens of a cache page; the engine's."""
     max_body_bytes: int = 4 * 2**20
     """Largest body of an HTTP request."""
+    header_seconds: float = 30.0
+    """Longest time of a connection without a complete header of a request."""
     body_seconds: float = 30.0
     """Longest time in which a body must have arrived."""
     request_seconds: float | None = None

@@ -72,6 +72,11 @@ class HttpProcess:
         """Whether the process runs."""
         return self._process.is_alive()
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the engine's programs are being compiled."""
+        return self._host.is_warming_up
+
     def wait(self) -> int:
         """Waits for the end of the process. Returns its exit status; one that was killed has 1."""
         self._process.join()
@@ -112,7 +117,7 @@ def run_with_http_process(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, http.end)
         status = http.wait()
-        if status or engine.compilations.current is not None:
+        if status or http.is_warming_up or engine.compilations.current is not None:
             exit_now(status)  # a step may never end, and a compilation not soon
 
 
