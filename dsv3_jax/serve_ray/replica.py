@@ -85,7 +85,7 @@ class Replica:
 
     async def metrics(self) -> tuple[str, str]:
         """Returns the replica's id and its figures in Prometheus' text format."""
-        text = await self.service.in_thread(self.service.metrics.text)
+        text = await self.service.in_thread(self.service.metrics.text, "calls")
         return self.id, text.decode()
 
     async def check_health(self) -> None:
@@ -98,7 +98,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the figures that the autoscaling policy reads."""
-        stats = await self.service.in_thread(self.service.engine.stats)
+        stats = await self.service.in_thread(self.service.engine.stats, "calls")
         return {CACHE_USAGE: stats.cache_usage}
 
     async def __del__(self) -> None:

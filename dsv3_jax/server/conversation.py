@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsv3_jax.generation.request import Prompt
+from dsv3_jax.chat_template import strings_in
+from dsv3_jax.generation.request import Prompt, check_fits
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.job import Job
@@ -44,18 +45,28 @@ class Conversation:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of the template."""
 
-    def encode(self, tokenizer: Tokenizer, *, add_generation_prompt: bool = True) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, max_len: int, *, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Returns the ids of the conversation. Text never becomes a control token.
 
+        Args:
+          max_len: a conversation that cannot have at most so many tokens is not encoded.
+
         Raises:
-          ValueError: there is no template, or it refuses the messages.
+          ValueError: there is no template, it refuses the messages, or they are too long.
         """
         tools = {"tools": list(self.tools)} if self.tools else {}
-        return tokenizer.chat(
-            self.messages,
-            add_generation_prompt=add_generation_prompt,
-            **{**self.arguments, **tools},
-        )
+        arguments = {
+            "add_generation_prompt": add_generation_prompt,
+            **self.arguments,
+            **tools,
+        }
+        # Only what the template shows of a long conversation counts.
+        if sum(map(len, strings_in([self.messages, arguments]))) > max_len:
+            text = tokenizer.render_chat(self.messages, **arguments)
+            check_fits("prompt", text, tokenizer, max_len)
+        return tokenizer.chat(self.messages, **arguments)
 
     async def submit(
         self, service: Service, *, n: int, prompt_field: str, **settings: Any
@@ -76,7 +87,7 @@ class Conversation:
 
         def read_prompt() -> list[Prompt]:
             tool_parsers.extend([find_tool_parser(service.tokenizer)] if self.tools else [])
-            prompt.extend(self.encode(service.tokenizer))
+            prompt.extend(self.encode(service.tokenizer, service.settings.max_len))
             return [prompt]
 
         job = await service.submit(
@@ -97,7 +108,7 @@ class Conversation:
             )
 
         try:
-            return await service.in_thread(make)
+            return await service.in_thread(make, "prompts")
         except ValueError as error:
             raise ApiError.of_engine(error, "messages") from None
 

@@ -55,7 +55,9 @@ def _check(schema: object, field: str) -> None:
 
 def _multiple(value: object) -> int:
     """Returns a value of multipleOf without its decimal point, or 1 if it has no such number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 1
+    if isinstance(value, float) and not math.isfinite(value):
         return 1
     digits = Decimal(str(value)).normalize().as_tuple().digits
     return max(int("".join(map(str, digits[:20]))), 1)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, Field
 
-from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.body import Body, Json
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+_DESCRIPTION = ("name", "description", "parameters")
 
 
 class FunctionDefinition(Body):
@@ -17,7 +20,7 @@ class FunctionDefinition(Body):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: dict[str, Json] | None = None
     """A JSON schema."""
     strict: bool | None = None
     """Accepted and ignored: arguments match the schema if ``tool_choice`` requires a call, and are
@@ -32,7 +35,7 @@ class Tool(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool as chat templates read it."""
-        function = self.function.model_dump(exclude={"strict"})
+        function = {name: getattr(self.function, name) for name in _DESCRIPTION}
         present = {name: value for name, value in function.items() if value is not None}
         return {"type": self.type, "function": present}
 
@@ -102,7 +105,7 @@ def required_tools(
     return named
 
 
-Tools = Annotated[list[Tool], Field(max_length=128)]
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
 class AnsweredFunction(BaseModel):
