@@ -256,11 +256,10 @@ def _path(location: Sequence[str | int], body: Any, *, is_missing: bool = False)
     path: list[str] = []
     value: Any = body
     for i, part in enumerate(location):
-        keys: Any = value if isinstance(value, dict) else ()
-        if isinstance(value, list):
-            keys = range(len(value))
-        if part in keys:
-            value = value[part]
+        is_key = isinstance(value, dict) and part in value
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_key or is_index:
+            value = value[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
         elif not (is_missing and i == len(location) - 1):
             continue
         path.append(str(part))
