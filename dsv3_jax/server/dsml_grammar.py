@@ -220,7 +220,8 @@ def _properties(schema: Schema) -> tuple[dict[str, Any], set[str]]:
         raise ValueError(f"tools: expected an object of properties, got {named!r:.80}")
     if not (isinstance(needed, Sequence) and all(isinstance(each, str) for each in needed)):
         raise ValueError(f"tools: expected a list of required properties, got {needed!r:.80}")
-    properties, required = dict(named), set(needed)
+    properties: dict[str, Any] = dict(named)
+    required: set[str] = set(needed)
     properties |= {key: {} for key in sorted(required - properties.keys())}
     if "maxProperties" in schema:
         most = _length(schema, "maxProperties")

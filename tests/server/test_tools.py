@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -323,6 +326,36 @@ def test_a_grammar_is_made_after_admission_in_a_thread(scripted_server, engine, 
     status, error = server.refused("/v1/chat/completions", bad)
     assert (status, error["param"]) == (400, "tools")
     assert server.service.admission.open == 0
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "completions"])
+def test_a_client_that_leaves_while_its_grammar_is_made(scripted_server, monkeypatch, path):
+    """Its request does not wait for the grammar."""
+    server = scripted_server[0]
+    bodies = {
+        "chat/completions": body(tool_choice="required"),
+        "responses": responses_body(tool_choice="required"),
+        "messages": messages_body(tool_choice={"type": "any"}),
+        "completions": {"model": "demo", "prompt": "x", "structured_outputs": {"regex": "a"}},
+    }
+
+    async def never(source: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server.service.grammars, "compile", never)
+    content = json.dumps(bodies[path]).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        wait_until(lambda: server.service.admission.open == 1)
+    wait_until(lambda: server.service.admission.open == 0)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not is_true():
+        assert time.monotonic() - began < 30
+        time.sleep(0.01)
 
 
 def test_one_call_alone(client, engine):
