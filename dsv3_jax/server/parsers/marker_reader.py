@@ -75,14 +75,14 @@ class MarkerReader:
         begin = 0
         while begin < len(text):
             markers = self._markers()
-            found = markers.find(text, begin)
-            if found is None:
+            result = markers.find(text, begin)
+            if result is None:
                 cut = len(text) - (0 if is_last else markers.overlap(text, begin))
                 self._pending = text[cut:]
                 if begin < cut:
                     self._on_text(text[begin:cut])
                 return
-            at, marker = found
+            at, marker = result
             if begin < at:
                 self._on_text(text[begin:at])
             begin = at + len(marker)

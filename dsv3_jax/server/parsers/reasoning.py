@@ -87,11 +87,11 @@ class ReasoningParser:
                 self._state, text = "content", "".join(self._blank) + text
         if self._state == "content":
             return Parts(content=text)
-        found = self._ends.find(text)
-        if found is None:
+        result = self._ends.find(text)
+        if result is None:
             cut = len(text) - (0 if is_last else self._ends.overlap(text))
             self._pending = text[cut:]
             return Parts(reasoning=text[:cut])
-        at, end = found
+        at, end = result
         self._state, self.is_unclosed = "content", end != END
         return Parts(text[:at], text[at:].removeprefix(END))

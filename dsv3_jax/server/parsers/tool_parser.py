@@ -9,8 +9,10 @@ is passed on with the end of the call. So a call that is cut off never has a who
 from __future__ import annotations
 
 import abc
+import itertools
 import re
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event
@@ -54,7 +56,7 @@ class ToolParser(abc.ABC):
             self._is_open = is_open  # also after a part of a marker
             self._end()
         events, self._events = self._events, []
-        return events
+        return list(_joined(events))
 
     @abc.abstractmethod
     def _markers(self) -> Markers:
@@ -81,11 +83,11 @@ class ToolParser(abc.ABC):
 
     def _read_between(self, text: str) -> None:
         """Reads text between calls. White space before a call or the section's end is markup."""
-        kept = text.rstrip()
-        if kept:
-            self._markup_is_content(kept)
+        content = text.rstrip()
+        if content:
+            self._markup_is_content(content)
             self._is_open = False
-        self._markup.append(text[len(kept) :])
+        self._markup.append(text[len(content) :])
 
     def _end_section(self, marker: str) -> None:
         if not self._has_calls:
@@ -109,6 +111,25 @@ class ToolParser(abc.ABC):
 
     def _end_call(self) -> None:
         self._events.append(CallArguments(self._calls - 1, self._arguments.rest(), is_last=True))
+
+
+def _joined(events: Sequence[Event]) -> Iterator[Event]:
+    """Yields events, with adjacent texts of the same part as one, so that those who add them up
+    need no quadratic time."""
+    for _, group in itertools.groupby(events, lambda event: (type(event), _index(event))):
+        parts = list(group)
+        match parts[-1]:
+            case Content():
+                yield Content("".join(part.text for part in parts if isinstance(part, Content)))
+            case CallArguments(index, _, is_last):
+                text = "".join(part.text for part in parts if isinstance(part, CallArguments))
+                yield CallArguments(index, text, is_last=is_last)
+            case event:
+                yield event
+
+
+def _index(event: Event) -> int | None:
+    return event.index if isinstance(event, CallBegin | CallArguments) else None
 
 
 class _Arguments:
@@ -150,10 +171,10 @@ class _Arguments:
             if self._is_escaped:
                 at, self._is_escaped = at + 1, False
                 continue
-            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
-            if found is None:
+            match = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if match is None:
                 return None
-            at, mark = found.end(), found[0]
+            at, mark = match.end(), match[0]
             if mark == '"':
                 self._in_string = not self._in_string
             elif mark == "\\":
