@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv3_jax.server.errors import ApiError, engine_failed
+
+T = TypeVar("T")
 
 
 class NamedEvent(BaseModel):
@@ -120,6 +122,18 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Response])
     response that nobody will read."""
     finished = await first_of(work, disconnected(request.receive))
     return Response(status_code=CLIENT_GONE) if finished is None else finished
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of ``work``, which is not None. If the client goes away first, cancels it.
+
+    Raises:
+      ApiError: the client has gone away.
+    """
+    finished = await first_of(work, disconnected(request.receive))
+    if finished is None:
+        raise ApiError(CLIENT_GONE, "request: the client has gone away")
+    return finished
 
 
 async def first_of(work: Coroutine[Any, Any, Any], interruption: Coroutine[Any, Any, None]) -> Any:

@@ -25,7 +25,7 @@ from dsv3_jax.server.errors import ApiError, MessagesErrorBody
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat
+from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat, unless_gone
 
 router = APIRouter(
     prefix="/v1/messages",
@@ -39,9 +39,10 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answers a conversation. With ``stream``, returns named server-sent events."""
     service = service_of(request)
     service.check_model(body.model)
-    submitted = await body.conversation().submit(
+    submission = body.conversation().submit(
         service, n=1, prompt_field="messages", **body.engine_settings()
     )
+    submitted = await unless_gone(request, submission)
     answer = _Answer(body, submitted, service, request.state.log)
     return await answer.respond(request, stream=bool(body.stream))
 
@@ -124,7 +125,7 @@ class _Answer(Answer):
 
     def _stop(self, completion: Completion) -> tuple[StopReason, str | None]:
         """Returns the reason of the answer's end, and the stop sequence if it is the reason."""
-        if self._parser.has_calls and completion.finish_reason == "stop":
+        if self._parser.finish_reason(completion.finish_reason) == "tool_calls":
             return "tool_use", None
         if completion.finish_reason == "length":
             return "max_tokens", None

@@ -26,7 +26,7 @@ from dsv3_jax.server.openai.token_text import chat_logprobs
 from dsv3_jax.server.openai.tool_types import AnsweredCall, AnsweredFunction
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import STREAMED
+from dsv3_jax.server.sse import STREAMED, unless_gone
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -37,7 +37,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     service = service_of(request)
     service.check_model(body.model)
     transfer = body.kv_transfer_params
-    submitted = await body.conversation().submit(
+    submission = body.conversation().submit(
         service,
         n=body.n or 1,
         prompt_field="messages",
@@ -45,6 +45,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         peer=transfer and transfer.peer(service),
         **body.engine_settings(),
     )
+    submitted = await unless_gone(request, submission)
     answer = _Answer(body, submitted, service, request.state.log)
     further = transfer and transfer.answer(request)
     return await answer.respond(request, stream=bool(body.stream), further=further)

@@ -23,7 +23,7 @@ from dsv3_jax.server.openai.completion_types import (
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.openai.token_text import completion_logprobs
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import STREAMED
+from dsv3_jax.server.sse import STREAMED, unless_gone
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -35,7 +35,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     service.check_model(body.model)
     prompts = body.prompts
     transfer = body.kv_transfer_params
-    job = await service.submit(
+    submission = service.submit(
         lambda: prompts,
         len(prompts),
         n=body.n or 1,
@@ -44,6 +44,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         peer=transfer and transfer.peer(service),
         **body.engine_settings(),
     )
+    job = await unless_gone(request, submission)
     answer = _Answer(body, prompts, job, service, request.state.log)
     further = transfer and transfer.answer(request)
     return await answer.respond(request, stream=bool(body.stream), further=further)

@@ -21,7 +21,7 @@ from dsv3_jax.server.openai.response_types import (
 )
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.sse import STREAMED, NamedEventFormat
+from dsv3_jax.server.sse import STREAMED, NamedEventFormat, unless_gone
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -31,9 +31,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answers a conversation. With ``stream``, returns named server-sent events."""
     service = service_of(request)
     service.check_model(body.model)
-    submitted = await body.conversation().submit(
+    submission = body.conversation().submit(
         service, n=1, prompt_field="input", grammar=body.grammar, **body.engine_settings()
     )
+    submitted = await unless_gone(request, submission)
     answer = _Answer(body, submitted, service, request.state.log)
     return await answer.respond(request, stream=bool(body.stream))
 
