@@ -213,7 +213,7 @@ class Service:
         with contextlib.ExitStack() as unless_submitted:
             unless_submitted.callback(self.admission.leave, count)
             try:
-                source = await self.in_thread(grammar) if callable(grammar) else grammar
+                source = await self.in_thread(grammar, "prompts") if callable(grammar) else grammar
                 if source is not None:
                     await self.grammars.compile(source)
                 handles = await self._submitted(submit)

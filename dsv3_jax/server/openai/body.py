@@ -28,7 +28,7 @@ from starlette.responses import Response
 from dsv3_jax.generation.settings import check_unicode
 from dsv3_jax.server.errors import UNKNOWN_FIELDS, ApiError, invalid_body
 
-MAX_VALUES = 2**18
+MAX_VALUES = 270_000
 """Most values of a body, the keys of its objects included. Each token id is one; the
 longest context of the family has 262,144."""
 MAX_TEXTS = 100_000
