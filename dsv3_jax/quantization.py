@@ -28,6 +28,9 @@ class BlockQuantization:
     scale_suffix: str = "_scale_inv"
     """Suffix that turns a weight's name into its scale's. Weights are multiplied by the scale,
     although the published name suggests a division."""
+    modules_to_not_convert: tuple[str, ...] = ()
+    """Modules that may have plain weights without scales, as config.json lists them: beginnings or
+    ends of published names. In the config of an open checkpoint, exactly the modules that do."""
 
     def __post_init__(self) -> None:
         block = self.weight_block_size
