@@ -23,7 +23,7 @@ from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.config import DTYPES, ModelConfig
 from dsv3_jax.field_checks import check_choice
-from dsv3_jax.generation_config import with_end_tokens
+from dsv3_jax.generation_config import with_absent_tokens, with_end_tokens
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
 from dsv3_jax.quantization import CacheDtype, IntegerQuantization
@@ -84,7 +84,8 @@ def load(
 
     Returns:
       The model and its tokenizer, which is None for a checkpoint without tokenizer.json. If the
-      checkpoint has generation_config.json, the model's end tokens are those in it.
+      checkpoint has generation_config.json, the model's end tokens are those in it. BOS and end
+      tokens that config.json lacks are those of generation_config.json or of the tokenizer.
 
     Raises:
       ValueError: there is no such checkpoint; it is incomplete, damaged or of an unknown kind;
@@ -128,10 +129,11 @@ def load(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "
             f"and {directory} has {_WEIGHTS[stored]}"
         )
+    tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
     config = with_end_tokens(without_absent_mtp_layers(published, tensors), source)
+    config = with_absent_tokens(config, source, tokenizer)
     if not mtp:
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
-    tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
     default_dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     try:
         model = load_model(
