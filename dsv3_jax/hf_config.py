@@ -114,22 +114,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "n_shared_experts": 2,
-        "num_nextn_predict_layers": 0,
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,
         "max_position_embeddings": 2_048,
     },
-    "deepseek_v3": _V3_DEFAULTS | {"num_nextn_predict_layers": 1, "max_position_embeddings": 4_096},
-    "deepseek_v32": _V3_DEFAULTS
-    | {"num_nextn_predict_layers": 0, "max_position_embeddings": 163_840},
+    "deepseek_v3": _V3_DEFAULTS | {"max_position_embeddings": 4_096},
+    "deepseek_v32": _V3_DEFAULTS | {"max_position_embeddings": 163_840},
     "glm_moe_dsa": _V3_DEFAULTS
-    | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
-    | {"num_nextn_predict_layers": 0, "max_position_embeddings": 202_752},
+    | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752},
 }
 DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]  # its code is DeepSeek-V3's
-"""Values of absent keys, by ``model_type``."""
+"""Values of absent keys, by ``model_type``. MTP layers are not assumed: transformers counts one in
+DeepSeek-V3, and appends it only on request."""
 
 # Values of keys that are null.
 _NULLS = {

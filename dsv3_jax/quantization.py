@@ -38,6 +38,12 @@ class BlockQuantization:
             raise ValueError(
                 f"quantization_config.weight_block_size: expected two sizes, got {block!r}"
             )
+        modules = self.modules_to_not_convert
+        if not (isinstance(modules, tuple) and all(isinstance(name, str) for name in modules)):
+            raise ValueError(
+                "quantization_config.modules_to_not_convert: expected names of modules, got"
+                f" {modules!r:.80}"
+            )
         check_fields(self, "quantization_config.")
         check_choice("quantization_config.scale_fmt", self.scale_fmt, ("float32", "ue8m0"))
 

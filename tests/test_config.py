@@ -299,7 +299,7 @@ def test_rope_may_be_stated_in_both_spellings():
         ("topk_group", "topk_group", 4),
         ("n_shared_experts", "n_shared_experts", 1),
         ("num_experts_per_tok", "num_experts_per_tok", 8),
-        ("num_nextn_predict_layers", "num_nextn_predict_layers", 1),
+        ("num_nextn_predict_layers", "num_nextn_predict_layers", 0),
         ("norm_topk_prob", "norm_topk_prob", True),
         ("routed_scaling_factor", "routed_scaling_factor", 2.5),
         ("rms_norm_eps", "rms_norm_eps", 1e-6),

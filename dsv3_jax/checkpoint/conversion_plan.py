@@ -11,7 +11,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
-from dsv3_jax.checkpoint.check import check_tensors, without_absent_mtp_layers
+from dsv3_jax.checkpoint.check import as_stored, check_tensors
 from dsv3_jax.checkpoint.formats import Recoding
 from dsv3_jax.checkpoint.kinds import describe, is_store
 from dsv3_jax.checkpoint.reader import CheckpointReader
@@ -122,7 +122,7 @@ def plan_conversion(directory: Path, to: Target) -> ConversionPlan:
         )
     published = ModelConfig.from_hf(directory)
     source = CheckpointReader(directory)
-    source_config = without_absent_mtp_layers(published, source)
+    source_config = as_stored(published, source)
     check_tensors(source_config, source)
     config = _target_config(source_config, to)
     keeps_bytes = config == source_config

@@ -14,7 +14,7 @@ import xxhash
 
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
-from dsv3_jax.checkpoint.check import check_tensors
+from dsv3_jax.checkpoint.check import check_tensors, without_plain_modules
 from dsv3_jax.checkpoint.formats import Recoding, recode
 from dsv3_jax.checkpoint.manifest import NAME, TensorRecord
 from dsv3_jax.checkpoint.messages import os_error_message
@@ -239,8 +239,10 @@ def _verified_pieces(
 def _target_config(reader: StoreReader, to: Target) -> ModelConfig:
     quantization = None
     if to == "fp8":
-        quantization = ModelConfig.from_hf(reader.manifest.config).quantization
-        quantization = quantization or BlockQuantization()
+        quantization = reader.config.quantization
+        if not isinstance(quantization, BlockQuantization):
+            published = without_plain_modules(ModelConfig.from_hf(reader.manifest.config))
+            quantization = published.quantization or BlockQuantization()
     return dataclasses.replace(reader.config, quantization=quantization, dtype="bfloat16")
 
 
