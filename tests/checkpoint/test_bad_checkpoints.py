@@ -3,12 +3,14 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 
 import dsv3_jax
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES
+from sharding import make_mesh
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored
 from tests.checkpoint.values import assert_holds, loaded, no_array_made, small_config
@@ -69,9 +71,9 @@ def test_a_tensor_that_selects_has_finite_values(checkpoint, name, value):
         dsv3_jax.load(directory)
 
 
-@pytest.mark.parametrize("layout", [None, "tp_attention_ep"])
+@pytest.mark.parametrize("axes", [None, {"expert": 4}])
 @pytest.mark.parametrize("name", [BIAS, INDEXER + "k_norm.bias", INDEXER + "wk.weight"])
-def test_a_store_that_selects_by_nan(checkpoint, tmp_path, monkeypatch, name, layout):
+def test_a_store_that_selects_by_nan(checkpoint, tmp_path, monkeypatch, name, axes):
     """A conversion refuses such values, so that they come from another program or from damage."""
     sparse = {"model_type": "deepseek_v32", "index_topk": 16, "dtype": "float32"}
     directory, _ = checkpoint(small_config(**sparse, index_n_heads=8, index_head_dim=16))
@@ -84,8 +86,9 @@ def test_a_store_that_selects_by_nan(checkpoint, tmp_path, monkeypatch, name, la
 
     files.edit(directory / SINGLE, damage)
     convert(directory, tmp_path / "store", "bf16")
+    mesh = None if axes is None else make_mesh(**axes, devices=jax.devices()[:4])
     with pytest.raises(ValueError, match=rf"^{re.escape(name)}: expected finite values, got nan$"):
-        dsv3_jax.load(tmp_path / "store", layout=layout)
+        dsv3_jax.load(tmp_path / "store", mesh=mesh)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
