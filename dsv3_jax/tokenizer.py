@@ -30,9 +30,7 @@ _LONG = 4096  # tokens that are decoded without the interpreter's lock, like tex
 def copy(source: Path, destination: Path) -> None:
     """Copies a tokenizer's files into a directory, and creates the directory if necessary.
 
-    If :meth:`Tokenizer.encode` adds BOS because tokenizer_config.json requires it, the copy of
-    tokenizer.json adds it too. transformers ignores ``add_bos_token`` where there is a
-    tokenizer.json, and would otherwise encode the same text differently.
+    The copy of tokenizer.json is that of :func:`with_required_bos`.
 
     Raises:
       ValueError: a file is invalid.
@@ -42,11 +40,31 @@ def copy(source: Path, destination: Path) -> None:
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
-    bos = _required_bos(source)
-    if bos is not None and (path := destination / FILES[0]).is_file():
-        before = path.read_text("utf-8")
-        if (content := special_tokens.with_bos_processor(before, bos)) != before:
-            path.write_text(content, "utf-8")
+    if (content := with_required_bos(source)) is not None:
+        (destination / FILES[0]).write_text(content, "utf-8")
+
+
+def with_required_bos(directory: Path) -> str | None:
+    """Returns tokenizer.json with a post-processor that adds BOS, if tokenizer_config.json requires
+    BOS and the file does not add it. None if the file is right as it is, or absent.
+
+    transformers ignores ``add_bos_token`` next to a tokenizer.json, and would encode text without
+    the BOS that :meth:`Tokenizer.encode` adds.
+
+    Raises:
+      ValueError: a file is invalid.
+    """
+    path = directory / FILES[0]
+    config = special_tokens.read_object(directory / special_tokens.CONFIG)
+    if not path.is_file() or not config.get("add_bos_token"):
+        return None
+    tokenizer, declared = _read(path), special_tokens.read_special_tokens(directory)
+    declared.add_to(tokenizer)
+    if (bos := declared.names.get("bos_token")) is None:
+        return None
+    before = path.read_text("utf-8")
+    content = special_tokens.with_bos_processor(before, bos, tokenizer.token_to_id(bos))
+    return None if content == before else content
 
 
 class SpecialTokenDecoder:
@@ -330,13 +348,6 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     if isinstance(tokenizer.model, tokenizers.models.BPE):
         tokenizer.model.dropout = None
     return tokenizer
-
-
-def _required_bos(directory: Path) -> str | None:
-    """Returns BOS if tokenizer_config.json requires it before every text."""
-    if not special_tokens.read_object(directory / special_tokens.CONFIG).get("add_bos_token"):
-        return None
-    return special_tokens.read_special_tokens(directory).names.get("bos_token")
 
 
 def _encode(

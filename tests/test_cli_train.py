@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -374,6 +375,18 @@ def test_float32_export_is_the_trained_model(trained, tmp_path, capsys):
     assert tokenizer is not None
     for name, value in published_tensors(loaded).items():
         np.testing.assert_array_equal(value, exact[name])
+
+
+@pytest.mark.slow
+def test_export_checks_the_disk_first(trained, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(export, "restore_model", None)  # takes long for a large model
+    assert run("export", trained, tmp_path / "hf") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"dsv3 export: error: {tmp_path}/hf: expected [\d,]+ bytes of free disk, got 1,000", line
+    )
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -142,14 +141,6 @@ def plan_conversion(directory: Path, to: Target) -> ConversionPlan:
         copies={c: original for c, original in copies(config).items() if c in source},
         unused=tuple(name for name in source if name.endswith(UNUSED_SUFFIXES)),
     )
-
-
-def free_bytes(directory: Path) -> int:
-    """Returns the free space of the disk that a directory is on, or will be created on."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
 
 
 def _target_config(config: ModelConfig, to: Target) -> ModelConfig:

@@ -32,7 +32,6 @@ from dsv3_jax.checkpoint.conversion_plan import (
     ConversionPlan,
     Target,
     Unit,
-    free_bytes,
     plan_conversion,
 )
 from dsv3_jax.checkpoint.find import find
@@ -43,7 +42,7 @@ from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS
 from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.unit_conversion import convert_unit, stored_hashes
-from dsv3_jax.files import remove_partial_files, sync_tree
+from dsv3_jax.files import free_bytes, remove_partial_files, sync_tree
 
 RESUME_HINT = "finished units are kept; the same command with --resume continues with them"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dsv3_jax import hf_config
+from dsv3_jax import hf_config, presets
 from dsv3_jax.config import ModelConfig
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
@@ -76,6 +76,24 @@ def test_absent_rope(model_type):
     }
     theirs = getattr(transformers, CLASSES[model_type])(**without)
     assert ModelConfig.from_hf(without).rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_written_files(name, tmp_path):
+    """transformers reads the config of every family but Kimi-K2, whose type it does not have."""
+    from transformers import AutoConfig
+
+    content = presets.get(name).to_hf()
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    if content["model_type"] == "kimi_k2":
+        with pytest.raises(ValueError, match="kimi_k2"):
+            AutoConfig.from_pretrained(tmp_path)
+        content["model_type"] = "deepseek_v3"  # the computation is the same
+        (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert theirs.architectures == content["architectures"]
+    for key in ("rms_norm_eps", "routed_scaling_factor", "n_group", "bos_token_id", "v_head_dim"):
+        assert getattr(theirs, key) == content[key]
 
 
 @pytest.mark.parametrize(

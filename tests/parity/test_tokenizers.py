@@ -12,7 +12,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax import tokenizer as tokenizer_files
 from dsv3_jax.tokenizer import Tokenizer
-from tests.support.tokenizer_files import SHAPES, TEXTS, write_shape
+from tests.support.tokenizer_files import NAMES, SHAPES, TEXTS, Shape, token, write_shape
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
@@ -50,6 +50,15 @@ def test_copies(tmp_path, name):
     """Also where transformers ignores ``add_bos_token``, because the copy adds BOS itself."""
     write_shape(tmp_path, SHAPES[name])
     tokenizer_files.copy(tmp_path, tmp_path / "copy")
+    compare(tmp_path / "copy")
+
+
+def test_a_copy_whose_bos_is_in_no_vocabulary(tmp_path):
+    new = token("<|new|>", special=True)
+    config = NAMES | {"bos_token": "<|new|>", "added_tokens_decoder": {"260": new}}
+    write_shape(tmp_path, Shape(config | {"add_bos_token": True}, ""))
+    tokenizer_files.copy(tmp_path, tmp_path / "copy")
+    assert Tokenizer(tmp_path / "copy").encode("a")[0] == 260
     compare(tmp_path / "copy")
 
 
