@@ -81,8 +81,9 @@ def _export_store(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _export_run(arguments: argparse.Namespace) -> dict[str, Any]:
     source, weight_format = arguments.source, arguments.to or "bf16"
-    config = ModelConfig.from_hf(record.read(source)["model"])
-    hf_directory.check_space(config, arguments.hf_directory, weight_format)
+    if (recorded := record.read(source).get("model")) is not None:
+        config = ModelConfig.from_hf(recorded)
+        hf_directory.check_space(config, arguments.hf_directory, weight_format)
     model, step = restore_model(source, arguments.step)
     tokenizer = source / record.TOKENIZER
     copied = tokenizer if tokenizer.is_dir() else None

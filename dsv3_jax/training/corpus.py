@@ -24,7 +24,19 @@ _PIECE_BYTES, _MAX_PIECES = 65_536, 1_024  # of a stream, for its checksum
 
 
 class EndToken(int):
-    """Id of the token that ends documents, in a stream of documents that do not begin with BOS."""
+    """Id of the token that ends documents, in a stream of documents that do not begin with BOS.
+
+    It differs from the same id as BOS, because compiled programs are cached by it.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is EndToken and int(self) == int(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((EndToken, int(self)))
 
 
 class Corpus(NamedTuple):
