@@ -42,7 +42,7 @@ def with_absent_tokens(
     Raises:
       ValueError: generation_config.json is not a JSON object, or a token is not in the vocabulary.
     """
-    found: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     for name, is_absent in (
         ("bos_token_id", config.bos_token_id is None),
         ("eos_token_id", not config.eos_token_id),
@@ -54,12 +54,12 @@ def with_absent_tokens(
         if not ids and own is not None and own < config.vocab_size:
             ids = (own,)
         if ids:
-            found[name] = ids if name == "eos_token_id" else ids[0]
+            tokens[name] = ids if name == "eos_token_id" else ids[0]
         elif name == "eos_token_id":
             logger.warning(
                 "%s: no file names an end token, so that texts end only at their limits", directory
             )
-    return dataclasses.replace(config, **found) if found else config
+    return dataclasses.replace(config, **tokens) if tokens else config
 
 
 def _token_ids(config: ModelConfig, directory: Path, name: str) -> tuple[int, ...]:

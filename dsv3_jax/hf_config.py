@@ -409,14 +409,17 @@ def _yarn(name: str, nested: dict[str, Any]) -> YarnScaling | None:
     for key in sorted(required - set(given)):
         raise ValueError(f"{name} lacks the key {key!r}")
     floats = {field.name for field in fields if field.type == "float"}
-    values = {key: _number(each) if key in floats else each for key, each in given.items()}
+    values: dict[str, Any] = {
+        key: _number(each) if key in floats else each for key, each in given.items()
+    }
     scaling = YarnScaling(**values)
     # Without the key, transformers would multiply cos and sin by another number.
     in_transformers = _magnitude_in_transformers(scaling, given)
     needs_key = not math.isclose(scaling.rotary_magnitude, in_transformers)
     if factor is not None and not needs_key:
         raise ValueError(f"{name} has keys this code does not know: attention_factor")
-    if factor is not None and not math.isclose(factor, scaling.rotary_magnitude):
+    is_number = isinstance(factor, (int, float))
+    if factor is not None and not (is_number and math.isclose(factor, scaling.rotary_magnitude)):
         raise ValueError(
             f"{name}.attention_factor: expected {scaling.rotary_magnitude} of mscale and"
             f" mscale_all_dim, got {as_json(factor)}"

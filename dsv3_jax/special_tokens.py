@@ -31,7 +31,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class SpecialTokens(NamedTuple):
-    """What the files next to tokenizer.json declare."""
+    """Declarations in the files next to tokenizer.json."""
 
     names: dict[str, str]
     """Texts of the tokens that have a name, such as ``bos_token``."""

@@ -459,8 +459,9 @@ def test_the_choice_between_readers_is_logged(caplog, changes, ours, theirs):
         assert written["rope_scaling"]["attention_factor"] == pytest.approx(ours, abs=1e-4)
     assert ModelConfig.from_hf(written) == config
     assert not caplog.messages
-    written["rope_scaling"]["attention_factor"] = 1.3
-    assert "attention_factor" in refused(written)
+    for wrong in (1.3, "1.0", [1.0]):
+        written["rope_scaling"]["attention_factor"] = wrong
+        assert "attention_factor" in refused(written)
 
 
 @pytest.mark.parametrize(

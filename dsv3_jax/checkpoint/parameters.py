@@ -64,7 +64,7 @@ def load_model(
         an MTP layer's copy of embedding or head differs from its original; a scale has an
         impossible value; or a tensor that selects experts or keys has NaN or infinity.
     """
-    model_config = without_plain_modules(config)  # a long list, of which the model needs nothing
+    model_config = without_plain_modules(config)  # the list may be long, and no layer reads it
     model = abstract_model(model_config, dtype=dtype, quantization=quantization)
     experts = {} if placement is None else _add_expert_slots(model, placement, layout)
     shardings = {}
