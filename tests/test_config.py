@@ -416,6 +416,17 @@ def test_keys_that_restate_others_of_sparse_models(changes):
     assert ModelConfig.from_hf(source) == presets.get("deepseek-v3.2")
 
 
+@pytest.mark.parametrize("head_dim", [64, 192, 256, 320])
+def test_head_dim_is_any_dimension_of_a_head(head_dim):
+    """GLM-5's files have 192, the dimensions without rope; transformers has those with rope."""
+    sizes = {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+    source = {**V3_2, **sizes, "head_dim": head_dim}
+    if head_dim == 320:
+        assert "head_dim contradicts the other keys" in refused(source)
+    else:
+        assert ModelConfig.from_hf(source).qk_head_dim == 256
+
+
 @pytest.mark.parametrize("name", ["modules_to_not_convert", "ignored_layers"])
 def test_modules_that_are_not_quantized(name):
     modules = ["lm_head", "model.layers.3.self_attn.o_proj", "lm_head"]
