@@ -84,8 +84,10 @@ class ModelConfig:
     rope_scaling: YarnScaling | None
     max_position_embeddings: int
     rms_norm_eps: float
-    bos_token_id: int
+    bos_token_id: int | None
+    """Begin-of-sequence token; None in models without one, such as GLM-5.1."""
     eos_token_id: tuple[int, ...]
+    """End tokens. Empty if config.json has none; :func:`dsv3_jax.load` looks in other files too."""
     initializer_range: float = 0.02
     num_nextn_predict_layers: int = 0
     """Number of MTP layers."""
@@ -148,7 +150,7 @@ class ModelConfig:
         check_choice("topk_method", self.topk_method, SCORING)
         check_choice("dtype", self.dtype, DTYPES)
         eos = self.eos_token_id
-        if not (isinstance(eos, tuple) and eos and all(is_int(e) and e >= 0 for e in eos)):
+        if not (isinstance(eos, tuple) and all(is_int(e) and e >= 0 for e in eos)):
             raise ValueError(f"eos_token_id: expected token ids, got {eos!r}")
         layers = self.num_hidden_layers + self.num_nextn_predict_layers
         self._check(
@@ -264,18 +266,28 @@ class ModelConfig:
         """Returns the accepted values of each key in :data:`dsv3_jax.hf_config.REDUNDANT`.
 
         transformers calls the rope dimension alone "head_dim", and lists the kind of every layer.
-        Later models of the GLM family share the selection of an indexer among layers, which is not
-        implemented.
+        Other files have another head dimension under that name. Later models of the GLM family
+        share the selection of an indexer among layers, which is not implemented.
         """
-        attention = "indexed_attention" if self.has_indexer else "full_attention"
-        mlps = ["dense"] * self.first_k_dense_replace + ["sparse"] * self.num_moe_layers
+        L, dense = self.num_hidden_layers, self.first_k_dense_replace
+        sparse, mtp = self.num_moe_layers, self.num_nextn_predict_layers
+        attentions = ("full_attention", "attention")
+        if self.has_indexer:
+            attentions = ("indexed_attention", "deepseek_sparse_attention")
         return {
             "num_key_value_heads": (self.num_attention_heads,),
             "qk_head_dim": (self.qk_head_dim,),
-            "head_dim": (self.qk_rope_head_dim, self.qk_head_dim, self.v_head_dim),
+            "head_dim": (
+                *(self.qk_rope_head_dim, self.qk_head_dim, self.v_head_dim, self.qk_nope_head_dim),
+                self.hidden_size // self.num_attention_heads,
+            ),
             "scoring_func": (self.scoring_func,),
-            "layer_types": ([attention] * self.num_hidden_layers,),
-            "mlp_layer_types": (mlps,),
-            "indexer_types": (["full"] * self.num_hidden_layers,),
+            "moe_layer_freq": ([0] * dense + [1] * sparse, [0] * dense + [1] * (sparse + mtp)),
+            "layer_types": tuple([kind] * L for kind in attentions),
+            "mlp_layer_types": (["dense"] * dense + ["sparse"] * sparse,),
+            "mtp_layer_types": tuple([kind] * mtp for kind in attentions),
+            "mtp_mlp_layer_types": (["sparse"] * mtp,),
+            "indexer_types": (["full"] * L,),
             "index_topk_freq": (1,),
+            "index_topk_pattern": ("F" * L, ["full"] * L),
         }

@@ -1,4 +1,4 @@
-"""Atomic writes, file locks, and checks of file names that come from data."""
+"""Atomic writes, file locks, free space, and checks of file names that come from data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import unicodedata
@@ -179,6 +180,14 @@ def sync_directory(directory: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def free_bytes(directory: Path) -> int:
+    """Returns the free space of the disk that a directory is on, or will be created on."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 def check_file_name(name: object, where: object, suffix: str = "") -> str:

@@ -13,12 +13,19 @@ Every key belongs to one of five kinds:
 - a nested object: rope and quantization.
 
 Any other key is refused, because its effect is unknown.
+
+A key may be absent if no shape depends on it and transformers has a default; the value is then that
+of transformers for the ``model_type``. An absent shape is refused: transformers would take that of
+one published model. No token is assumed to be BOS or EOS, because the default ids of transformers
+are ordinary tokens in some vocabularies; :mod:`dsv3_jax.generation_config` looks in other files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,7 +35,10 @@ from dsv3_jax.field_checks import check_choice, is_int
 from dsv3_jax.quantization import BlockQuantization, Quantization
 from dsv3_jax.yarn import YarnScaling
 
+logger = logging.getLogger(__name__)
+
 # Keys that describe the file, its training run or transformers itself, and never the forward pass.
+# index_skip_topk_offset has an effect only together with an index_topk_freq that is refused.
 _BOILERPLATE = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
     _experts_implementation _experts_implementation_internal _name_or_path add_cross_attention
@@ -36,8 +46,8 @@ _BOILERPLATE = """
     chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
     do_sample early_stopping encoder_no_repeat_ngram_size ep_size
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing id2label is_decoder is_encoder_decoder label2id length_penalty
-    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_labels
+    gradient_checkpointing id2label index_skip_topk_offset is_decoder is_encoder_decoder label2id
+    length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_labels
     num_return_sequences output_attentions output_hidden_states output_router_logits
     output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
     remove_invalid_values repetition_penalty return_dict return_dict_in_generate
@@ -53,10 +63,14 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mlp_bias": ((False,), "MLP projections with bias"),
     "attention_dropout": ((0.0, None), "dropout on attention weights"),
     "moe_layer_freq": ((1,), "MoE layers that are not contiguous"),
+    "partial_rotary_factor": ((1.0, None), "rope of a part of the rope dimensions"),
+    "per_layer_config": ((None, {}), "layers with settings of their own"),
     "rope_interleave": ((True,), "rope pairs that are not interleaved"),
     "tie_word_embeddings": ((False,), "an LM head tied to the embedding"),
 }
 """Accepted values of each fixed key, and the feature that other values would ask for."""
+
+_UNWRITTEN = ("mlp_bias", "partial_rotary_factor", "per_layer_config")
 
 REDUNDANT = (
     "num_key_value_heads",
@@ -65,8 +79,11 @@ REDUNDANT = (
     "scoring_func",
     "layer_types",
     "mlp_layer_types",
+    "mtp_layer_types",
+    "mtp_mlp_layer_types",
     "indexer_types",
     "index_topk_freq",
+    "index_topk_pattern",
 )
 """Keys that restate others."""
 
@@ -81,12 +98,63 @@ ARCHITECTURES = {
 
 MODEL_TYPES = tuple(ARCHITECTURES)
 
-# Values that the absence or null of a key stands for.
-_DEFAULTS = {
+_V3_DEFAULTS: dict[str, Any] = {
+    "n_group": 8,
+    "topk_group": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 2_048,
+    },
+    "deepseek_v3": _V3_DEFAULTS | {"max_position_embeddings": 4_096},
+    "deepseek_v32": _V3_DEFAULTS | {"max_position_embeddings": 163_840},
+    "glm_moe_dsa": _V3_DEFAULTS
+    | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752},
+}
+DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]  # its code is DeepSeek-V3's
+"""Values of absent keys, by ``model_type``. MTP layers are not assumed: transformers counts one in
+DeepSeek-V3, and appends it only on request."""
+
+# Values of keys that are null.
+_NULLS = {
     "n_group": 1,
     "topk_group": 1,
     "n_shared_experts": 0,
     "num_nextn_predict_layers": 0,
+}
+
+# Other names of a key in transformers, by model_type.
+_LOCAL_EXPERTS = {"num_local_experts": "n_routed_experts"}
+_EXPERTS = {"num_experts": "n_routed_experts"}
+_MTP_LAYERS = {"num_mtp_layers": "num_nextn_predict_layers"}
+_SYNONYMS = {
+    "deepseek_v2": _EXPERTS,
+    "deepseek_v3": _LOCAL_EXPERTS | _MTP_LAYERS,
+    "deepseek_v32": _LOCAL_EXPERTS | _EXPERTS,
+    "glm_moe_dsa": _LOCAL_EXPERTS | _EXPERTS,
+    "kimi_k2": _LOCAL_EXPERTS | _MTP_LAYERS,
+}
+
+# Reasons why other keys than shapes have no default.
+_NO_DEFAULT = {
+    "model_type": "expected the family of the model",
+    "topk_method": "transformers and DeepSeek's code have different defaults",
+    "num_experts_per_tok": "transformers has no default",
+    "index_topk": "it must match the indexer's training",
 }
 
 
@@ -117,31 +185,34 @@ def parse(
     # model_type is checked first: for another architecture no other error would be helpful.
     values: dict[str, Any] = {"model_type": _pop(keys, "model_type")}
     check_choice("model_type", values["model_type"], MODEL_TYPES)
+    _rename_synonyms(keys, values["model_type"])
+    redundant = {name: keys.pop(name, None) for name in REDUNDANT}
+    if isinstance(keys.get("moe_layer_freq"), list):
+        redundant["moe_layer_freq"] = keys.pop("moe_layer_freq")
     for name, (accepted, feature) in FIXED.items():
         if (value := keys.pop(name, accepted[0])) not in accepted:
             raise ValueError(
                 f"{name}: {feature} is not implemented; "
                 f"expected {as_json(accepted[0])}, got {as_json(value)}"
             )
-    redundant = {name: keys.pop(name, None) for name in REDUNDANT}
-    values["rope_theta"], values["rope_scaling"] = _pop_rope(keys)
+    theta, values["rope_scaling"] = _pop_rope(keys)
+    if theta is not None:
+        keys["rope_theta"] = theta
     values["topk_method"] = _pop_topk_method(keys, values["model_type"])
     values["quantization"] = _pop_quantization(keys)
-    eos = _pop(keys, "eos_token_id")
-    values["eos_token_id"] = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    values["bos_token_id"] = keys.pop("bos_token_id", None)
+    values["eos_token_id"] = _token_ids(keys.pop("eos_token_id", None))
     dtype = _agreed({name: keys.pop(name, None) for name in ("dtype", "torch_dtype")})
     values["dtype"] = "bfloat16" if dtype is None else dtype
     if values["model_type"] == "glm_moe_dsa":  # transformers writes no key for it
         keys.setdefault("indexer_rope_interleave", True)
-    for name, default in _DEFAULTS.items():
-        value = keys.pop(name, None)
-        values[name] = default if value is None else value
+    _add_absent(keys, redundant, values["model_type"])
     for field in fields:
         if field.name in keys:
             value = keys.pop(field.name)
             values[field.name] = _number(value) if field.type == "float" else value
         elif field.name not in values and field.default is dataclasses.MISSING:
-            raise ValueError(f"config.json lacks the key {field.name!r}")
+            raise _lacks(field.name)
     if keys:
         listed = ", ".join(f"{k}={as_json(v)}" for k, v in sorted(keys.items()))
         raise ValueError(f"config.json has keys this code does not know: {listed}")
@@ -175,14 +246,14 @@ def write(values: Mapping[str, Any], scoring_func: str) -> dict[str, Any]:
         for name, value in values.items()
         if name not in nested and not (name.startswith("index") and value in (None, False))
     }
-    eos, rope_scaling = values["eos_token_id"], values["rope_scaling"]
-    out["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    eos, scaling = values["eos_token_id"], values["rope_scaling"]
+    out["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
     out["scoring_func"] = scoring_func
     out["torch_dtype"] = values["dtype"]
-    out["rope_scaling"] = rope_scaling and {"type": "yarn", **dataclasses.asdict(rope_scaling)}
+    out["rope_scaling"] = scaling and _write_yarn(scaling)
     out["num_key_value_heads"] = values["num_attention_heads"]
     out["architectures"] = [ARCHITECTURES[values["model_type"]]]
-    out |= {name: accepted[0] for name, (accepted, _) in FIXED.items() if name != "mlp_bias"}
+    out |= {name: accepted[0] for name, (accepted, _) in FIXED.items() if name not in _UNWRITTEN}
     if values["quantization"] is not None:
         out["quantization_config"] = _write_quantization(values["quantization"])
     return dict(sorted(out.items()))
@@ -218,8 +289,48 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 def _pop(keys: dict[str, Any], name: str) -> Any:
     """Removes and returns a required key."""
     if (value := keys.pop(name, None)) is None:
-        raise ValueError(f"config.json lacks the key {name!r}")
+        raise _lacks(name)
     return value
+
+
+def _lacks(name: str) -> ValueError:
+    reason = _NO_DEFAULT.get(name, "the model's shape has no default")
+    return ValueError(f"config.json lacks the key {name!r}: {reason}")
+
+
+def _rename_synonyms(keys: dict[str, Any], model_type: str) -> None:
+    """Replaces the names that only transformers uses."""
+    for synonym, name in _SYNONYMS[model_type].items():
+        if synonym in keys:
+            both = {each: keys.pop(each, None) for each in (name, synonym)}
+            keys[name] = _agreed(both)
+
+
+def _add_absent(keys: dict[str, Any], redundant: Mapping[str, Any], model_type: str) -> None:
+    """Adds the keys that other keys or the family imply, and replaces null by its meaning."""
+    if "first_k_dense_replace" not in keys:
+        kinds = redundant["mlp_layer_types"] or redundant.get("moe_layer_freq")
+        if isinstance(kinds, list):
+            is_dense = [kind in ("dense", 0) for kind in kinds]
+            keys["first_k_dense_replace"] = [*is_dense, False].index(False)
+    for name, value in _NULLS.items():
+        if name in keys and keys[name] is None:
+            keys[name] = value
+    defaults = DEFAULTS[model_type]
+    if keys.get("n_group") == 1:  # the number of selected groups is then no choice
+        defaults = {**defaults, "topk_group": 1}
+    for name, value in defaults.items():
+        keys.setdefault(name, value)
+
+
+def _token_ids(value: Any) -> tuple[Any, ...]:
+    """Returns EOS ids as a tuple, which is empty if config.json has none."""
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not ids:
+        raise ValueError(f"eos_token_id: expected token ids, got {as_json(value)}")
+    return ids
 
 
 def _number(value: Any) -> Any:
@@ -258,7 +369,7 @@ def _pop_topk_method(keys: dict[str, Any], model_type: str) -> Any:
 
 
 def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
-    """Removes the rope keys and returns theta and scaling.
+    """Removes the rope keys and returns theta, None if it is absent, and scaling.
 
     Published files have ``rope_theta`` and ``rope_scaling``; transformers 5 writes one key,
     ``rope_parameters``. Both forms may be present if they agree.
@@ -272,12 +383,11 @@ def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
         thetas[f"{name}.rope_theta"] = nested.pop("rope_theta", None)
         if nested:
             scalings[name] = _yarn(name, nested)
-    if (theta := _agreed(thetas)) is None:
-        raise ValueError("config.json lacks the key 'rope_theta'")
     if len(scalings) == 2 and scalings["rope_scaling"] != scalings["rope_parameters"]:
         listed = ", ".join(f"{name}={scaling}" for name, scaling in scalings.items())
         raise ValueError(f"contradictory values: {listed}")
-    return _number(theta), next(iter(scalings.values()), None)
+    scaling = next(iter(scalings.values()), None)
+    return _number(_agreed(thetas)), scaling
 
 
 def _yarn(name: str, nested: dict[str, Any]) -> YarnScaling | None:
@@ -285,23 +395,60 @@ def _yarn(name: str, nested: dict[str, Any]) -> YarnScaling | None:
     kind = _agreed({f"{name}.{key}": nested.pop(key, None) for key in ("type", "rope_type")})
     if kind not in ("yarn", "default", None):
         raise ValueError(f"{name}.type: expected yarn or default, got {as_json(kind)}")
+    for key, accepted in (("truncate", True), ("partial_rotary_factor", 1.0)):
+        if (value := nested.pop(key, None)) not in (None, accepted):
+            raise ValueError(f"{name}.{key}: expected {as_json(accepted)}, got {as_json(value)}")
     fields = dataclasses.fields(YarnScaling) if kind == "yarn" else ()
-    if unknown := sorted(set(nested) - {field.name for field in fields}):
+    required = {field.name for field in fields if field.default is dataclasses.MISSING}
+    given = {key: each for key, each in nested.items() if each is not None or key in required}
+    factor = given.pop("attention_factor", None) if kind == "yarn" else None
+    if unknown := sorted(set(given) - {field.name for field in fields}):
         raise ValueError(f"{name} has keys this code does not know: {', '.join(unknown)}")
     if kind != "yarn":
         return None
-    values = {}
-    for field in fields:
-        if field.name in nested:
-            value = nested[field.name]
-            values[field.name] = _number(value) if field.type == "float" else value
-        elif field.default is dataclasses.MISSING:
-            raise ValueError(f"{name} lacks the key {field.name!r}")
-    return YarnScaling(**values)
+    for key in sorted(required - set(given)):
+        raise ValueError(f"{name} lacks the key {key!r}")
+    floats = {field.name for field in fields if field.type == "float"}
+    values: dict[str, Any] = {
+        key: _number(each) if key in floats else each for key, each in given.items()
+    }
+    scaling = YarnScaling(**values)
+    # Without the key, transformers would multiply cos and sin by another number.
+    in_transformers = _magnitude_in_transformers(scaling, given)
+    needs_key = not math.isclose(scaling.rotary_magnitude, in_transformers)
+    if factor is not None and not needs_key:
+        raise ValueError(f"{name} has keys this code does not know: attention_factor")
+    is_number = isinstance(factor, (int, float))
+    if factor is not None and not (is_number and math.isclose(factor, scaling.rotary_magnitude)):
+        raise ValueError(
+            f"{name}.attention_factor: expected {scaling.rotary_magnitude} of mscale and"
+            f" mscale_all_dim, got {as_json(factor)}"
+        )
+    if needs_key and factor is None:
+        logger.warning(
+            "%s: mscale=%s, mscale_all_dim=%s: cos and sin are multiplied by %.4f, as in DeepSeek's"
+            " code, and by %.4f in transformers",
+            *(name, scaling.mscale, scaling.mscale_all_dim),
+            *(scaling.rotary_magnitude, in_transformers),
+        )
+    return scaling
 
 
-# Accepted values of those keys of quantization_config that only restate "block-scaled e4m3". Which
-# modules stay in bfloat16 follows from the tensors themselves.
+def _magnitude_in_transformers(scaling: YarnScaling, keys: Mapping[str, Any]) -> float:
+    """Returns transformers' factor of cos and sin for a file with ``keys``."""
+    if keys.get("mscale") and keys.get("mscale_all_dim"):
+        return scaling.rotary_magnitude
+    return scaling.magnitude(1.0)
+
+
+def _write_yarn(scaling: YarnScaling) -> dict[str, Any]:
+    out = {"type": "yarn", **dataclasses.asdict(scaling)}
+    if not math.isclose(scaling.rotary_magnitude, _magnitude_in_transformers(scaling, out)):
+        out["attention_factor"] = scaling.rotary_magnitude
+    return out
+
+
+# Accepted values of those keys of quantization_config that only restate "block-scaled e4m3".
 _FP8_ONLY: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", None),
@@ -330,14 +477,25 @@ def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
             "quantization_config.scale_fmt: expected ue8m0, float or none, got"
             f" {as_json(scale_fmt)}"
         )
-    for name in ("modules_to_not_convert", "dequantize"):
-        nested.pop(name, None)
+    nested.pop("dequantize", None)
+    names = ("modules_to_not_convert", "ignored_layers")
+    plain = _agreed({f"quantization_config.{name}": nested.pop(name, None) for name in names})
+    if plain is not None and not (isinstance(plain, list) and all(map(_is_name, plain))):
+        raise ValueError(
+            f"quantization_config.{names[0]}: expected names of modules, got {as_json(plain):.200}"
+        )
     if nested:
         raise ValueError(
             f"quantization_config has keys this code does not know: {', '.join(sorted(nested))}"
         )
     block = tuple(block) if isinstance(block, (list, tuple)) else block
-    return BlockQuantization(block, _SCALE_FMT[scale_fmt])  # the class checks the block
+    return BlockQuantization(  # the class checks the block
+        block, _SCALE_FMT[scale_fmt], modules_to_not_convert=tuple(dict.fromkeys(plain or ()))
+    )
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _write_quantization(quantization: Quantization) -> dict[str, Any]:
@@ -358,4 +516,6 @@ def _write_quantization(quantization: Quantization) -> dict[str, Any]:
         "quant_method": "fp8",
         "weight_block_size": list(quantization.weight_block_size),
     }
+    if quantization.modules_to_not_convert:
+        out["modules_to_not_convert"] = list(quantization.modules_to_not_convert)
     return out | ({"scale_fmt": "ue8m0"} if quantization.scale_fmt == "ue8m0" else {})

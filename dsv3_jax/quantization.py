@@ -28,12 +28,21 @@ class BlockQuantization:
     scale_suffix: str = "_scale_inv"
     """Suffix that turns a weight's name into its scale's. Weights are multiplied by the scale,
     although the published name suggests a division."""
+    modules_to_not_convert: tuple[str, ...] = ()
+    """Modules that may have plain weights without scales, as config.json lists them: beginnings or
+    ends of published names. In the config of an open checkpoint, exactly the modules that do."""
 
     def __post_init__(self) -> None:
         block = self.weight_block_size
         if not (isinstance(block, tuple) and len(block) == 2 and all(map(is_size, block))):
             raise ValueError(
                 f"quantization_config.weight_block_size: expected two sizes, got {block!r}"
+            )
+        modules = self.modules_to_not_convert
+        if not (isinstance(modules, tuple) and all(isinstance(name, str) for name in modules)):
+            raise ValueError(
+                "quantization_config.modules_to_not_convert: expected names of modules, got"
+                f" {modules!r:.80}"
             )
         check_fields(self, "quantization_config.")
         check_choice("quantization_config.scale_fmt", self.scale_fmt, ("float32", "ue8m0"))

@@ -13,13 +13,14 @@ from typing import Any
 
 import tokenizers
 
-from dsv3_jax import chat_formats
+from dsv3_jax import chat_formats, special_tokens
 from dsv3_jax.chat_template import ChatTemplate, strings_in
 
 FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    special_tokens.CONFIG,
+    special_tokens.SPECIAL_MAP,
+    special_tokens.ADDED,
     "chat_template.jinja",
     "generation_config.json",
 )
@@ -29,11 +30,43 @@ _LONG = 4096  # tokens that are decoded without the interpreter's lock, like tex
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copies a tokenizer's files into a directory, and creates the directory if necessary."""
+    """Copies a tokenizer's files into a directory, and creates the directory if necessary.
+
+    The copy of tokenizer.json is that of :func:`with_required_bos`.
+
+    Raises:
+      ValueError: a file is invalid.
+      OSError: a file cannot be read or written.
+    """
     destination.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
+    if (content := with_required_bos(source)) is not None:
+        (destination / FILES[0]).write_text(content, "utf-8")
+
+
+def with_required_bos(directory: Path) -> str | None:
+    """Returns tokenizer.json with a post-processor that adds BOS, if tokenizer_config.json requires
+    BOS and the file does not add it. None if the file is right as it is, or absent.
+
+    transformers ignores ``add_bos_token`` next to a tokenizer.json, and would encode text without
+    the BOS that :meth:`Tokenizer.encode` adds.
+
+    Raises:
+      ValueError: a file is invalid.
+    """
+    path = directory / FILES[0]
+    config = special_tokens.read_object(directory / special_tokens.CONFIG)
+    if not path.is_file() or not config.get("add_bos_token"):
+        return None
+    tokenizer, declared = _read(path), special_tokens.read_special_tokens(directory)
+    declared.add_to(tokenizer)
+    if (bos := declared.names.get("bos_token")) is None:
+        return None
+    before = path.read_text("utf-8")
+    content = special_tokens.with_bos_processor(before, bos, tokenizer.token_to_id(bos))
+    return None if content == before else content
 
 
 class SpecialTokenDecoder:
@@ -59,11 +92,13 @@ class SpecialTokenDecoder:
 class Tokenizer:
     """Converts text to token ids and back, with the settings of tokenizer_config.json.
 
+    Special tokens are those of :mod:`dsv3_jax.special_tokens`. What tokenizer.json has stored of
+    its training is not applied: truncation, padding, and the dropout of merges.
+
     By default text never becomes a control token. If a user's text contains ``<｜Assistant｜>``, it
     is encoded as the tokens of these characters, so that it cannot end the user's turn. Control
-    tokens are the added tokens that tokenizer.json marks as special, and all added tokens in angle
-    or square brackets or full-width bars, because DeepSeek's files do not mark ``<｜User｜>``,
-    ``<think>`` and ``｜DSML｜``.
+    tokens are the special tokens and all added tokens in angle or square brackets or full-width
+    bars, because DeepSeek's files do not mark ``<｜User｜>``, ``<think>`` and ``｜DSML｜``.
 
     Args:
       directory: contains tokenizer.json, and optionally tokenizer_config.json and
@@ -75,14 +110,14 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path):
-        path = directory / "tokenizer.json"
+        path = directory / FILES[0]
         if not path.is_file():
             raise ValueError(f"{directory}: expected a tokenizer.json, found none")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            self._plain_tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path}: not a tokenizer: {error}") from None
+        config = special_tokens.read_object(directory / special_tokens.CONFIG)
+        declared = special_tokens.read_special_tokens(directory)
+        self._tokenizer, self._plain_tokenizer = _read(path), _read(path)
+        for tokenizer in (self._tokenizer, self._plain_tokenizer):
+            declared.add_to(tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._control = {i: token for i, token in added.items() if _is_control(token)}
         # Encodes control tokens as plain text. It is a second tokenizer rather than a flag that is
@@ -91,9 +126,9 @@ class Tokenizer:
         self._plain_tokenizer.encode_special_tokens = True
         spellings = sorted((t.content for t in self._control.values()), key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
-        config = _read_config(directory / "tokenizer_config.json")
-        self.bos_token = _content(config, "bos_token")
-        self.eos_token = _content(config, "eos_token")
+        self._names = declared.names
+        self.bos_token = declared.names.get("bos_token")
+        self.eos_token = declared.names.get("eos_token")
         self.bos_token_id = self._id(self.bos_token)
         self.eos_token_id = self._id(self.eos_token)
         self._add_bos = bool(config.get("add_bos_token")) and self.bos_token_id is not None
@@ -325,7 +360,20 @@ class Tokenizer:
         return self._template.render(messages, self._special_tokens(), arguments)
 
     def _special_tokens(self) -> dict[str, str]:
-        return {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        return {"bos_token": "", "eos_token": "", **self._names}
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    """Reads tokenizer.json, without the settings that belong to its training."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path}: not a tokenizer: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, tokenizers.models.BPE):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def _encode(
@@ -365,29 +413,8 @@ def _check_text(name: str, text: Any) -> None:
         ) from None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return config
-
-
-def _content(config: Mapping[str, Any], name: str) -> str | None:
-    """Returns the text of a special token, which is stored as text or as an AddedToken."""
-    token = config.get(name)
-    content = token.get("content") if isinstance(token, Mapping) else token
-    if token is None or (isinstance(content, str) and content):
-        return content
-    raise ValueError(f"tokenizer_config.json: {name}: expected a token, got {token!r:.80}")
-
-
 def _model_type(directory: Path) -> Any:
-    return _read_config(directory / "config.json").get("model_type")
+    return special_tokens.read_object(directory / "config.json").get("model_type")
 
 
 def _chat_template(

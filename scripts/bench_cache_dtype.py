@@ -28,6 +28,7 @@ from dsv3_jax.files import atomic_write
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec
 from dsv3_jax.quantization import CacheDtype
 from dsv3_jax.training.batches import held_out_batches, target_count
+from dsv3_jax.training.corpus import separator
 from scripts.bench_quantization import compare, held_out_tokens
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         for form in forms
     }
     tokens = held_out_tokens(options.tokens, config, tokenizer)
-    batches = held_out_batches(tokens, 1, options.length, config.bos_token_id, options.batches)
+    batches = held_out_batches(tokens, 1, options.length, separator(config), options.batches)
     # TF32, a GPU's default for float32, would add noise as large as the measured effect.
     with jax.default_matmul_precision("highest"):
         # The first model is what the others are compared with; its own cache is exact.
@@ -78,7 +79,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "model": options.model,
         "window": options.length,
-        "places": sum(target_count(tokens, config.bos_token_id) for tokens in batches),
+        "places": sum(target_count(tokens, separator(config)) for tokens in batches),
         "rows": rows,
     }
     atomic_write(options.out, json.dumps(result, indent=1) + "\n")

@@ -47,7 +47,13 @@ from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization, Quantization
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training.batches import held_out_batches, target_count
-from dsv3_jax.training.corpus import is_held_out, pack, read_corpus
+from dsv3_jax.training.corpus import (
+    document_tokens,
+    is_held_out,
+    pack,
+    read_corpus,
+    separator,
+)
 from dsv3_jax.training.losses import target_mask
 from scripts.train_demo import modules
 
@@ -61,7 +67,7 @@ def compare(
     models: Mapping[str, DeepSeekV3], batches: Iterable[np.ndarray]
 ) -> dict[str, dict[str, float]]:
     """Compares every model with ``bf16``: means over all counted positions of [B, T] batches."""
-    bos = models["bf16"].config.bos_token_id
+    bos = separator(models["bf16"].config)
     totals, places = {form: np.zeros(3) for form in models}, 0
     for batch in batches:
         tokens = jnp.asarray(batch)
@@ -109,7 +115,7 @@ def held_out_tokens(source: str, config: ModelConfig, tokenizer: Tokenizer) -> n
     texts = modules(Path(sysconfig.get_path("stdlib")))
     held_out = [each for each in texts if is_held_out(each[0])]
     # Nothing of it is for training: both parts are held out.
-    return np.concatenate(pack(held_out, tokenizer, config.bos_token_id, config.eos_token_id[0]))
+    return np.concatenate(pack(held_out, tokenizer, *document_tokens(config)))
 
 
 def weight_bytes(config: ModelConfig, form: Form) -> int:
@@ -153,7 +159,7 @@ def main() -> None:
         held_out_tokens(arguments.tokens, config, Tokenizer(source)),
         arguments.batch,
         arguments.length,
-        config.bos_token_id,
+        separator(config),
         arguments.batches,
     )
     # TF32, a GPU's default for float32, would add noise as large as the measured effect.
@@ -191,7 +197,7 @@ def main() -> None:
         "published": "fp8" if config.quantization else config.dtype,
         "dtype": arguments.dtype,
         "window": arguments.length,
-        "places": sum(target_count(tokens, config.bos_token_id) for tokens in batches),
+        "places": sum(target_count(tokens, separator(config)) for tokens in batches),
         "rows": rows,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ from dsv3_jax.layers.runner import run_in_order
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.batches import held_out_batches, target_count
-from dsv3_jax.training.corpus import pack
+from dsv3_jax.training.corpus import document_tokens, pack, separator
 from dsv3_jax.training.indexer import attention_mass, recall
 from dsv3_jax.training.losses import cross_entropy, target_mask
 from scripts.train_demo import modules
@@ -75,7 +75,7 @@ def forward(
         return x, []
 
     logits = model(tokens, run_layers=run)
-    mask = target_mask(tokens, model.config.bos_token_id, 1)
+    mask = target_mask(tokens, separator(model.config), 1)
     return cross_entropy(logits[:, :-1], tokens[:, 1:], mask, jnp.int32(1)), shares
 
 
@@ -84,7 +84,7 @@ def measure(
 ) -> dict[str, object]:
     """Returns the held-out loss with dense attention, and for a model with indexers that with
     sparse attention, and each layer's mass and recall."""
-    bos, (graph, weights) = model.config.bos_token_id, nnx.split(model)
+    bos, (graph, weights) = separator(model.config), nnx.split(model)
     batches = held_out_batches(held_out, 1, length, bos, sequences)
     targets = sum(target_count(tokens, bos, 1) for tokens in batches)
 
@@ -145,7 +145,7 @@ def main() -> None:
     assert tokenizer is not None
     config = demo.config
     texts = [each for each in modules(options.stdlib) if is_sampled(each[0])]
-    held_out = pack(texts, tokenizer, config.bos_token_id, config.eos_token_id[0]).held_out
+    held_out = pack(texts, tokenizer, *document_tokens(config)).held_out
     models = {
         "demo": demo,
         "random indexers": with_indexers(demo, 0),

@@ -37,6 +37,7 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_file, atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.special_tokens import with_bos_processor
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import run as training_run
 from dsv3_jax.training.config import TrainingConfig
@@ -128,7 +129,8 @@ def prepare(stdlib: Path, out: Path) -> None:
     training = [text for name, text in texts if not is_held_out(name)]
     tokenizer.train_from_iterator(training, trainer)
     out.mkdir(parents=True, exist_ok=True)
-    atomic_write(out / "tokenizer.json", tokenizer.to_str(pretty=True))
+    content = with_bos_processor(tokenizer.to_str(pretty=True), SPECIAL_TOKENS[BOS])
+    atomic_write(out / "tokenizer.json", content)
     settings = {
         "add_bos_token": True,
         "add_eos_token": False,

@@ -49,7 +49,7 @@ from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.training import run as training_run
 from dsv3_jax.training.batches import TrainingBatches
 from dsv3_jax.training.config import TrainingConfig
-from dsv3_jax.training.corpus import Corpus, pack
+from dsv3_jax.training.corpus import Corpus, document_tokens, pack
 from dsv3_jax.training.indexer import divergence, is_indexer
 from dsv3_jax.training.session import TrainingResult
 from dsv3_jax.training.settings import RunSettings
@@ -217,7 +217,7 @@ def main() -> None:
     assert tokenizer is not None
     config = demo.config
     some = [each for each in modules(options.stdlib) if is_sampled(each[0])]
-    corpus = pack(some, tokenizer, config.bos_token_id, config.eos_token_id[0])
+    corpus = pack(some, tokenizer, *document_tokens(config))
     model = with_indexers(demo, options.seed)
     warm_up_losses = warm_up(model, corpus, options)
     write(model, options.out / "warm-up")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -353,6 +354,30 @@ def test_a_field_that_no_flag_can_read_is_noticed():
         flags.add_fields(argparse.ArgumentParser(), "odd", Odd, {"mapping": "odd"}, {})
 
 
+@pytest.mark.slow
+def test_a_model_without_bos_trains(files, tmp_path):
+    """Neither config.json nor the tokenizer names BOS. EOS is the tokenizer's."""
+    (tmp_path / "tokenizer").mkdir()
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "tokenizer")
+    names = json.loads((DEMO / "tokenizer_config.json").read_text("utf-8"))
+    names |= {"bos_token": None, "add_bos_token": False}
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names), "utf-8")
+    config = json.loads((files / "config.json").read_text())
+    config = {key: value for key, value in config.items() if not key.endswith("os_token_id")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status = train(
+        *("--config", tmp_path / "config.json", "--data", files / "text"),
+        *("--tokenizer", tmp_path / "tokenizer", "--out", tmp_path / "run", "--steps", 2, *SMALL),
+    )
+    assert status == 0
+    model, tokenizer = dsv3_jax.load(tmp_path / "run" / "model")
+    assert tokenizer is not None
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (None, (1,))
+    assert tokenizer.bos_token_id is None
+    losses = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["losses"]
+    assert np.isfinite(losses["main"])
+
+
 # ---- export --------------------------------------------------------------------------------------
 
 
@@ -374,6 +399,18 @@ def test_float32_export_is_the_trained_model(trained, tmp_path, capsys):
     assert tokenizer is not None
     for name, value in published_tensors(loaded).items():
         np.testing.assert_array_equal(value, exact[name])
+
+
+@pytest.mark.slow
+def test_export_checks_the_disk_first(trained, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(export, "restore_model", None)  # takes long for a large model
+    assert run("export", trained, tmp_path / "hf") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"dsv3 export: error: {tmp_path}/hf: expected [\d,]+ bytes of free disk, got 1,000", line
+    )
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
-from dsv3_jax import presets
+from dsv3_jax import hf_config, presets
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.yarn import YarnScaling
@@ -294,27 +295,74 @@ def test_rope_may_be_stated_in_both_spellings():
 @pytest.mark.parametrize(
     ("key", "field", "value"),
     [
-        ("n_group", "n_group", 1),
-        ("topk_group", "topk_group", 1),
-        ("n_shared_experts", "n_shared_experts", 0),
+        ("n_group", "n_group", 8),
+        ("topk_group", "topk_group", 4),
+        ("n_shared_experts", "n_shared_experts", 1),
+        ("num_experts_per_tok", "num_experts_per_tok", 8),
         ("num_nextn_predict_layers", "num_nextn_predict_layers", 0),
+        ("norm_topk_prob", "norm_topk_prob", True),
+        ("routed_scaling_factor", "routed_scaling_factor", 2.5),
+        ("rms_norm_eps", "rms_norm_eps", 1e-6),
+        ("rope_theta", "rope_theta", 10_000.0),
+        ("max_position_embeddings", "max_position_embeddings", 4096),
         ("rope_scaling", "rope_scaling", None),
         ("quantization_config", "quantization", None),
         ("torch_dtype", "dtype", "bfloat16"),
         ("initializer_range", "initializer_range", 0.02),
+        ("bos_token_id", "bos_token_id", None),
+        ("eos_token_id", "eos_token_id", ()),
     ],
 )
 def test_absent_keys_have_a_meaning(key, field, value):
-    # With one group, n_group and topk_group may each be absent.
-    config = ModelConfig.from_hf(v3(**{"n_group": 1, "topk_group": 1, key: ...}))
+    config = ModelConfig.from_hf(v3(**{key: ...}))
     assert getattr(config, field) == value
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
-@pytest.mark.parametrize("key", ["n_group", "topk_group", "n_shared_experts", "rope_scaling"])
-def test_null_is_absence(key):
-    changes = {"n_group": 1, "topk_group": 1}
-    with_null = ModelConfig.from_hf(v3(**(changes | {key: None})))
-    assert with_null == ModelConfig.from_hf(v3(**(changes | {key: ...})))
+@pytest.mark.parametrize("model_type", hf_config.DEFAULTS)
+def test_absent_keys_have_the_meaning_of_the_family(model_type):
+    published = {
+        "deepseek_v2": V2_LITE,
+        "deepseek_v32": V3_2,
+        "glm_moe_dsa": V3_2 | {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1},
+        "kimi_k2": V3 | {"model_type": "kimi_k2"},
+    }.get(model_type, V3)
+    for key, value in hf_config.DEFAULTS[model_type].items():
+        without = {name: each for name, each in published.items() if name != key}
+        assert getattr(ModelConfig.from_hf(without), key) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({}, (8, 4)),
+        ({"n_group": 1}, (1, 1)),
+        ({"n_group": None}, (1, 1)),
+        ({"n_group": None, "topk_group": None}, (1, 1)),
+        ({"n_group": 4, "topk_group": 2}, (4, 2)),
+    ],
+)
+def test_groups(changes, groups):
+    """With one group, the number of selected groups is no choice."""
+    config = ModelConfig.from_hf(v3(**({"n_group": ..., "topk_group": ...} | changes)))
+    assert (config.n_group, config.topk_group) == groups
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "value"),
+    [
+        ("n_shared_experts", "n_shared_experts", 0),
+        ("num_nextn_predict_layers", "num_nextn_predict_layers", 0),
+        ("rope_scaling", "rope_scaling", None),
+        ("quantization_config", "quantization", None),
+        ("bos_token_id", "bos_token_id", None),
+        ("eos_token_id", "eos_token_id", ()),
+    ],
+)
+def test_null_means_none(key, field, value):
+    config = ModelConfig.from_hf(v3(**{key: None}))
+    assert getattr(config, field) == value
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 def test_integers_in_the_file_become_floats():
@@ -329,6 +377,117 @@ def test_eos_may_be_several(eos, ids):
     config = ModelConfig.from_hf(v3(eos_token_id=eos))
     assert config.eos_token_id == ids
     assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe_layer_freq": [0] * 3 + [1] * 58},
+        {"moe_layer_freq": [0] * 3 + [1] * 59},  # with the MTP layer
+        {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "first_k_dense_replace": ...},
+        {"moe_layer_freq": [0] * 3 + [1] * 58, "first_k_dense_replace": ...},
+        {"layer_types": ["full_attention"] * 61},
+        {"layer_types": ["attention"] * 61, "mtp_layer_types": ["attention"]},
+        {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]},
+        *({"head_dim": size} for size in (64, 192, 128, 7168 // 128, None)),
+        {"num_local_experts": 256},
+        {"num_local_experts": 256, "n_routed_experts": ...},
+        {"num_mtp_layers": 1, "num_nextn_predict_layers": ...},
+        {"partial_rotary_factor": 1.0, "per_layer_config": None},
+        {"rope_scaling": V3["rope_scaling"] | {"truncate": True, "attention_factor": None}},
+        {"rope_scaling": V3["rope_scaling"] | {"partial_rotary_factor": 1}},
+    ],
+)
+def test_keys_that_restate_others(changes):
+    assert ModelConfig.from_hf(v3(**changes)) == presets.DEEPSEEK_V3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["deepseek_sparse_attention"] * 61},
+        {"layer_types": ["indexed_attention"] * 61, "mtp_layer_types": ["indexed_attention"]},
+        {"index_topk_freq": 1, "index_skip_topk_offset": 2, "index_topk_pattern": "F" * 61},
+        {"num_experts": 256, "n_routed_experts": ...},
+    ],
+)
+def test_keys_that_restate_others_of_sparse_models(changes):
+    source = {k: v for k, v in (V3_2 | changes).items() if v is not ...}
+    assert ModelConfig.from_hf(source) == presets.get("deepseek-v3.2")
+
+
+@pytest.mark.parametrize("head_dim", [64, 192, 256, 320])
+def test_head_dim_is_any_dimension_of_a_head(head_dim):
+    """GLM-5's files have 192, the dimensions without rope; transformers has those with rope."""
+    sizes = {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+    source = {**V3_2, **sizes, "head_dim": head_dim}
+    if head_dim == 320:
+        assert "head_dim contradicts the other keys" in refused(source)
+    else:
+        assert ModelConfig.from_hf(source).qk_head_dim == 256
+
+
+@pytest.mark.parametrize("name", ["modules_to_not_convert", "ignored_layers"])
+def test_modules_that_are_not_quantized(name):
+    modules = ["lm_head", "model.layers.3.self_attn.o_proj", "lm_head"]
+    config = ModelConfig.from_hf(quantization(**{name: modules}))
+    assert config.quantization == BlockQuantization(modules_to_not_convert=tuple(modules[:2]))
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    both = quantization(modules_to_not_convert=modules, ignored_layers=modules)
+    assert ModelConfig.from_hf(both) == config
+    assert ModelConfig.from_hf(quantization(**{name: []})) == presets.DEEPSEEK_V3
+
+
+# ---- YaRN's factor, which not all readers compute alike ------------------------------------------
+
+
+def yarn(**changes):
+    plain = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    return v3(rope_scaling=plain | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours", "theirs"),
+    [
+        ({"mscale": 0.707}, 1.1470, 1.2079),
+        ({"mscale": 0.707, "mscale_all_dim": 0}, 1.1470, 1.2079),
+        ({"mscale_all_dim": 0.707}, 1.2079 / 1.1470, 1.2079),
+        ({"mscale": 0, "mscale_all_dim": 1}, 1 / 1.2079, 1.2079),
+    ],
+)
+def test_the_choice_between_readers_is_logged(caplog, changes, ours, theirs):
+    config = ModelConfig.from_hf(yarn(**changes))
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.rotary_magnitude == pytest.approx(ours, abs=1e-4)
+    (message,) = caplog.messages
+    assert message.startswith("rope_scaling: mscale=")
+    numbers = [float(number) for number in re.findall(r"by ([\d.]+\d)", message)]
+    assert numbers == [pytest.approx(ours, abs=1e-4), pytest.approx(theirs, abs=1e-4)]
+    # The written file leaves no choice.
+    caplog.clear()
+    written = config.to_hf()
+    if "mscale" in changes:
+        assert written["rope_scaling"]["attention_factor"] == pytest.approx(ours, abs=1e-4)
+    assert ModelConfig.from_hf(written) == config
+    assert not caplog.messages
+    for wrong in (1.3, "1.0", [1.0]):
+        written["rope_scaling"]["attention_factor"] = wrong
+        assert "attention_factor" in refused(written)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mscale": 1.0},
+        {"mscale": 0.707, "mscale_all_dim": 0.707},
+        {"mscale": 0.7, "factor": 1.0},
+    ],
+)
+def test_nothing_is_logged_where_readers_agree(caplog, changes):
+    config = ModelConfig.from_hf(yarn(**changes))
+    assert "attention_factor" not in config.to_hf()["rope_scaling"]
+    assert not caplog.messages
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -406,24 +565,37 @@ def test_not_a_number_in_a_file_is_refused(tmp_path):
 
 # ---- refusals ------------------------------------------------------------------------------------
 
-REQUIRED = sorted(
+OPTIONAL = {*hf_config.DEFAULTS["deepseek_v3"], "bos_token_id", "eos_token_id"}
+SHAPES = sorted(
     {f.name for f in dataclasses.fields(ModelConfig) if f.default is dataclasses.MISSING}
-    - {"n_group", "topk_group", "n_shared_experts", "rope_scaling", "topk_method", "q_lora_rank"}
+    - {*OPTIONAL, "model_type", "rope_scaling", "topk_method"}
 )
 
 
-@pytest.mark.parametrize("key", [*REQUIRED, "q_lora_rank"])
-def test_a_missing_key_is_named(key):
-    assert refused(v3(**{key: ...})) == f"config.json lacks the key {key!r}"
-
-
-def test_v2_must_name_its_routing():
-    without = {k: v for k, v in V2.items() if k != "topk_method"}
-    assert refused(without) == "config.json lacks the key 'topk_method'"
+@pytest.mark.parametrize("key", SHAPES)
+def test_a_missing_shape_is_named(key):
+    expected = f"config.json lacks the key {key!r}: the model's shape has no default"
+    assert refused(v3(**{key: ...})) == expected
 
 
 @pytest.mark.parametrize(
-    "key", sorted(set(REQUIRED) - {"model_type", "eos_token_id", "rope_theta"})
+    ("published", "key", "reason"),
+    [
+        (V3, "model_type", "expected the family of the model"),
+        (V2, "topk_method", "transformers and DeepSeek's code have different defaults"),
+        (V2, "num_experts_per_tok", "transformers has no default"),
+    ],
+)
+def test_other_missing_keys_are_named_with_the_reason(published, key, reason):
+    without = {name: value for name, value in published.items() if name != key}
+    assert refused(without) == f"config.json lacks the key {key!r}: {reason}"
+
+
+NEEDED = {"num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps"}
+
+
+@pytest.mark.parametrize(
+    "key", sorted({*SHAPES, *NEEDED, "max_position_embeddings"} - {"q_lora_rank"})
 )
 def test_null_for_a_needed_value_is_named(key):
     message = refused(v3(**{key: None}))
@@ -462,6 +634,8 @@ def test_another_model_type_is_refused_first(model_type):
         ("mlp_bias", True),
         ("attention_dropout", 0.1),
         ("moe_layer_freq", 2),
+        ("moe_layer_freq", None),
+        ("partial_rotary_factor", 0.5),
         ("rope_interleave", False),
         ("tie_word_embeddings", True),
     ],
@@ -556,6 +730,16 @@ def test_a_value_of_another_type_is_named(key, value, expected):
         ({"scoring_func": "softmax"}, "scoring_func contradicts the other keys: expected sigmoid"),
         ({"mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types contradicts the other keys"),
         ({"layer_types": ["sliding_attention"] * 61}, "layer_types contradicts the other keys"),
+        ({"layer_types": ["indexed_attention"] * 61}, "layer_types contradicts the other keys"),
+        ({"mtp_layer_types": ["full_attention"] * 2}, "mtp_layer_types contradicts the other keys"),
+        ({"moe_layer_freq": [0, 1] * 30 + [1]}, "moe_layer_freq contradicts the other keys"),
+        ({"moe_layer_freq": [0] * 4 + [1] * 57}, "moe_layer_freq contradicts the other keys"),
+        (
+            {"moe_layer_freq": [0, 1] * 30 + [1], "first_k_dense_replace": ...},
+            "moe_layer_freq contradicts the other keys",
+        ),
+        ({"num_local_experts": 128}, "n_routed_experts=256, num_local_experts=128"),
+        ({"index_topk_freq": 4}, "index_topk_freq contradicts the other keys"),
         ({"dtype": "float32"}, "dtype='float32', torch_dtype='bfloat16'"),
     ],
 )
@@ -576,6 +760,7 @@ def test_contradictions_name_their_keys(changes, named):
             rope(original_max_position_embeddings=...),
             "rope_scaling lacks the key 'original_max_position_embeddings'",
         ),
+        (rope(truncate=False), "rope_scaling.truncate: expected true, got false"),
         (rope(factor=0), "rope_scaling.factor: expected more than 0, got 0.0"),
         (rope(factor=-40.0), "rope_scaling.factor: expected more than 0, got -40.0"),
         (rope(factor=None), "rope_scaling.factor: expected a finite number, got None"),
@@ -620,6 +805,15 @@ def test_rope_is_read_as_strictly(source, named):
         (quantization(weight_block_size=[128, 0]), "weight_block_size: expected two sizes"),
         (quantization(weight_block_size=[128, 1.5]), "weight_block_size: expected two sizes"),
         (quantization(weight_block_size=["128", "128"]), "weight_block_size: expected two sizes"),
+        (
+            quantization(modules_to_not_convert="lm_head"),
+            "quantization_config.modules_to_not_convert: expected names of modules",
+        ),
+        (
+            quantization(modules_to_not_convert=["lm_head"], ignored_layers=[]),
+            "quantization_config.ignored_layers=[]",
+        ),
+        (quantization(ignored_layers=[3]), "expected names of modules, got [3]"),
         (quantization(bits=8), "quantization_config has keys this code does not know: bits"),
         (v3(quantization_config="fp8"), "quantization_config: expected a JSON object"),
     ],

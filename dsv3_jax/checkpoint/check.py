@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import re
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from dsv3_jax.checkpoint.arrays import Arrays, digest
 from dsv3_jax.checkpoint.messages import first_and_count
 from dsv3_jax.checkpoint.safetensors_file import SPELLED
-from dsv3_jax.checkpoint.tensor_table import STORED_AS, UNUSED_SUFFIXES, copies, tensor_table
+from dsv3_jax.checkpoint.tensor_table import (
+    STORED_AS,
+    UNUSED_SUFFIXES,
+    copies,
+    quantizable_modules,
+    tensor_table,
+)
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.quantization import BlockQuantization
 
@@ -27,15 +35,50 @@ class TensorProblems(NamedTuple):
     """One message per tensor with another dtype or shape."""
 
 
-def without_absent_mtp_layers(config: ModelConfig, arrays: Arrays) -> ModelConfig:
-    """Returns the config without MTP layers if the files have none.
+def as_stored(config: ModelConfig, arrays: Arrays) -> ModelConfig:
+    """Returns the config in the form that the files have.
 
-    Many tools drop these layers and leave ``num_nextn_predict_layers`` unchanged.
+    It has no MTP layers if the files have none: many tools drop these layers and leave
+    ``num_nextn_predict_layers`` unchanged. Its ``modules_to_not_convert`` are exactly those modules
+    that config.json lists and that have a plain weight without scale.
     """
     first = f"model.layers.{config.num_hidden_layers}."
-    if any(name.startswith(first) for name in arrays):
+    if not any(name.startswith(first) for name in arrays):
+        config = dataclasses.replace(config, num_nextn_predict_layers=0)
+    quantization = config.quantization
+    if not isinstance(quantization, BlockQuantization) or not quantization.modules_to_not_convert:
         return config
-    return dataclasses.replace(config, num_nextn_predict_layers=0)
+    config = without_plain_modules(config)
+    listed = {name.strip(".") for name in quantization.modules_to_not_convert}
+    # transformers takes the names for regular expressions. The only ones in use are ".*" and "*".
+    patterns = {name.replace(".*", "*").replace("[", "[[]") for name in listed if "*" in name}
+    plain = [
+        module
+        for module in quantizable_modules(config)
+        if _is_listed(module, listed, patterns)
+        and (weight := f"{module}.weight") in arrays
+        and SPELLED[arrays[weight].dtype] in STORED_AS.values()
+        and weight + quantization.scale_suffix not in arrays
+    ]
+    quantization = dataclasses.replace(quantization, modules_to_not_convert=tuple(plain))
+    return dataclasses.replace(config, quantization=quantization)
+
+
+def without_plain_modules(config: ModelConfig) -> ModelConfig:
+    """Returns the config with an empty ``modules_to_not_convert``."""
+    if not isinstance(config.quantization, BlockQuantization):
+        return config
+    quantization = dataclasses.replace(config.quantization, modules_to_not_convert=())
+    return dataclasses.replace(config, quantization=quantization)
+
+
+def _is_listed(module: str, names: Container[str], patterns: Iterable[str]) -> bool:
+    """Returns whether a module has one of ``names``, is inside of such a one, or ends like one; or
+    matches one of ``patterns``, in which ``*`` stands for any text."""
+    keys = module.split(".")
+    return any(
+        ".".join(keys[:i]) in names or ".".join(keys[i:]) in names for i in range(len(keys) + 1)
+    ) or any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
 
 
 def check_tensors(config: ModelConfig, arrays: Arrays) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +10,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
-from dsv3_jax.checkpoint.check import check_tensors, without_absent_mtp_layers
+from dsv3_jax.checkpoint.check import as_stored, check_tensors
 from dsv3_jax.checkpoint.formats import Recoding
 from dsv3_jax.checkpoint.kinds import describe, is_store
 from dsv3_jax.checkpoint.reader import CheckpointReader
@@ -122,7 +121,7 @@ def plan_conversion(directory: Path, to: Target) -> ConversionPlan:
         )
     published = ModelConfig.from_hf(directory)
     source = CheckpointReader(directory)
-    source_config = without_absent_mtp_layers(published, source)
+    source_config = as_stored(published, source)
     check_tensors(source_config, source)
     config = _target_config(source_config, to)
     keeps_bytes = config == source_config
@@ -142,14 +141,6 @@ def plan_conversion(directory: Path, to: Target) -> ConversionPlan:
         copies={c: original for c, original in copies(config).items() if c in source},
         unused=tuple(name for name in source if name.endswith(UNUSED_SUFFIXES)),
     )
-
-
-def free_bytes(directory: Path) -> int:
-    """Returns the free space of the disk that a directory is on, or will be created on."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
 
 
 def _target_config(config: ModelConfig, to: Target) -> ModelConfig:

@@ -32,7 +32,6 @@ from dsv3_jax.checkpoint.conversion_plan import (
     ConversionPlan,
     Target,
     Unit,
-    free_bytes,
     plan_conversion,
 )
 from dsv3_jax.checkpoint.find import find
@@ -43,7 +42,7 @@ from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS
 from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.unit_conversion import convert_unit, stored_hashes
-from dsv3_jax.files import remove_partial_files, sync_tree
+from dsv3_jax.files import free_bytes, remove_partial_files, sync_tree
 
 RESUME_HINT = "finished units are kept; the same command with --resume continues with them"
 
@@ -203,8 +202,7 @@ class _Conversion:
         self._for_each(self._check_written, [unit for unit in units if unit.key in done])
         self._for_each(self._check_copy, [copy for copy in self.plan.copies if copy not in done])
         self._for_each(self._convert, [unit for unit in units if unit.key not in done])
-        if self._file_stats() != self.stats:
-            raise ValueError(f"{self.plan.directory}: its files changed while they were read")
+        self._check_source()
         complete = self._manifest()
         sync_tree(self.store)
         manifest.write(self.store, complete)
@@ -226,15 +224,37 @@ class _Conversion:
         self._check_journal()
         recorded = next(line["stats"] for line in reversed(self.log.lines) if "stats" in line)
         touched = {name for name, stat in self.stats.items() if stat != recorded.get(name)}
-        if touched:
-            # The files may only have been moved. Compare the hashes of the tensors read so far.
-            hashes = self._source_hashes()
-            tensors = self.plan.source
-            self._for_each(
-                lambda name: self._check_unchanged(name, hashes[name]),
-                [name for name in hashes if tensors[name].file.path.name in touched],
-            )
-            self.log.add({"stats": self.stats})
+        if touched:  # perhaps only moved
+            self._check_touched(touched)
+
+    def _check_touched(self, files: set[str]) -> None:
+        """Compares the tensors of these files with the hashes of what was read, and records the new
+        stats of the files."""
+        hashes, tensors = self._source_hashes(), self.plan.source
+        self._for_each(
+            lambda name: self._check_unchanged(name, hashes[name]),
+            [name for name in hashes if tensors[name].file.path.name in files],
+        )
+        self.log.add({"stats": self.stats})
+
+    def _check_source(self) -> None:
+        """Refuses a source whose files changed while they were read.
+
+        A hard link, a new name, mode or owner changes only a file's ctime, as a write with the old
+        mtime does. Such a file is read again.
+
+        Raises:
+          ValueError: a file was written or replaced.
+        """
+        while (now := self._file_stats()) != self.stats:
+            before, self.stats = self.stats, now
+            touched = {name for name, stat in now.items() if stat != before[name]}
+            for name in sorted(touched):
+                if (now[name][0], now[name][2]) != (before[name][0], before[name][2]):
+                    raise ValueError(
+                        f"{self.plan.directory / name}: was written or replaced while it was read"
+                    )
+            self._check_touched(touched)
 
     def _check_journal(self) -> None:
         """Checks that the journal's lines are about tensors and units of this plan.

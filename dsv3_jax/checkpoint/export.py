@@ -14,7 +14,7 @@ import xxhash
 
 from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
-from dsv3_jax.checkpoint.check import check_tensors
+from dsv3_jax.checkpoint.check import check_tensors, without_plain_modules
 from dsv3_jax.checkpoint.formats import Recoding, recode
 from dsv3_jax.checkpoint.manifest import NAME, TensorRecord
 from dsv3_jax.checkpoint.messages import os_error_message
@@ -38,8 +38,9 @@ from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_thread
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory, partial_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
-from dsv3_jax.files import atomic_file, atomic_write
+from dsv3_jax.files import atomic_file, atomic_write, free_bytes
 from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.tokenizer import with_required_bos
 
 Target = Literal["fp8", "bf16"]
 
@@ -90,7 +91,8 @@ def export(
     """Writes a store as a Hugging Face directory, which transformers and other programs load.
 
     If the store has every byte of its source, and ``to`` does not request another form, the files
-    are identical to those of the source. Files are written to a temporary directory, which is
+    are identical to those of the source. Otherwise tokenizer.json adds BOS itself where the
+    tokenizer's configuration requires BOS. Files are written to a temporary directory, which is
     renamed to ``directory`` when it is complete. An interrupted export keeps its finished shards
     for the next one. The store is only read. File names in the store cannot lead out of
     ``directory``.
@@ -107,7 +109,7 @@ def export(
 
     Raises:
       ValueError: the store is incomplete or damaged, the directory exists or another process is
-        writing it, or the disk is full or failed.
+        writing it, or the disk has too little space or failed.
     """
     destination = Path(directory)
     if workers < 1:
@@ -116,6 +118,7 @@ def export(
     if Path(store).resolve() in destination.resolve().parents:
         raise ValueError(f"{destination}: expected a directory outside of the store {store}")
     planned = plan_export(StoreReader(Path(store)), to)
+    check_space(planned, destination)
     report = progress or ignore_progress
     try:
         with new_directory(destination, {"store": planned.identity, "to": to}) as partial:
@@ -125,6 +128,21 @@ def export(
     except OSError as error:
         raise ValueError(f"{os_error_message(error)}; {resume_hint(destination)}") from None
     return planned
+
+
+def check_space(planned: ExportPlan, destination: Path) -> None:
+    """Checks that an export fits on the disk. Files of an interrupted export are either continued
+    with or deleted.
+
+    Raises:
+      ValueError: the disk has too little space.
+    """
+    partial = partial_directory(destination)
+    written = sum(path.stat().st_size for path in partial.glob("*")) if partial.is_dir() else 0
+    needed = sum(8 + len(shard.header) + shard.bytes for shard in planned.shards)
+    needed += sum(map(len, planned.small_files.values())) - written
+    if needed > (free := free_bytes(destination)):
+        raise ValueError(f"{destination}: expected {needed:,} bytes of free disk, got {free:,}")
 
 
 def resume_hint(directory: Path) -> str:
@@ -162,6 +180,8 @@ def plan_export(reader: StoreReader, to: Target | None) -> ExportPlan:
     index = index_content(
         {shard.name: shard.tensors for shard in shards}, sum(shard.bytes for shard in shards)
     )
+    if "tokenizer.json" in names and (content := with_required_bos(folder)) is not None:
+        small_files["tokenizer.json"] = content.encode()
     small_files[INDEX] = json_text(index).encode()
     small_files["config.json"] = json_text(_hf_config(manifest.config, config)).encode()
     return ExportPlan(False, shards, small_files, identity)
@@ -239,8 +259,10 @@ def _verified_pieces(
 def _target_config(reader: StoreReader, to: Target) -> ModelConfig:
     quantization = None
     if to == "fp8":
-        quantization = ModelConfig.from_hf(reader.manifest.config).quantization
-        quantization = quantization or BlockQuantization()
+        quantization = reader.config.quantization
+        if not isinstance(quantization, BlockQuantization):
+            published = without_plain_modules(ModelConfig.from_hf(reader.manifest.config))
+            quantization = published.quantization or BlockQuantization()
     return dataclasses.replace(reader.config, quantization=quantization, dtype="bfloat16")
 
 

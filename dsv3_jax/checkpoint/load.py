@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.arrays import Arrays
-from dsv3_jax.checkpoint.check import without_absent_mtp_layers
+from dsv3_jax.checkpoint.check import as_stored
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.messages import os_error_message
@@ -23,10 +23,10 @@ from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.config import DTYPES, ModelConfig
 from dsv3_jax.field_checks import check_choice
-from dsv3_jax.generation_config import with_end_tokens
+from dsv3_jax.generation_config import with_absent_tokens, with_end_tokens
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
-from dsv3_jax.quantization import CacheDtype, IntegerQuantization
+from dsv3_jax.quantization import BlockQuantization, CacheDtype, IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
 
@@ -84,7 +84,8 @@ def load(
 
     Returns:
       The model and its tokenizer, which is None for a checkpoint without tokenizer.json. If the
-      checkpoint has generation_config.json, the model's end tokens are those in it.
+      checkpoint has generation_config.json, the model's end tokens are those in it. BOS and end
+      tokens that config.json lacks are those of generation_config.json or of the tokenizer.
 
     Raises:
       ValueError: there is no such checkpoint; it is incomplete, damaged or of an unknown kind;
@@ -128,10 +129,14 @@ def load(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "
             f"and {directory} has {_WEIGHTS[stored]}"
         )
-    config = with_end_tokens(without_absent_mtp_layers(published, tensors), source)
+    tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
+    published = as_stored(published, tensors)
+    if quantization == "fp8":
+        _check_all_are_float8(published, directory)
+    config = with_end_tokens(published, source)
+    config = with_absent_tokens(config, source, tokenizer)
     if not mtp:
         config = dataclasses.replace(config, num_nextn_predict_layers=0)
-    tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
     default_dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     try:
         model = load_model(
@@ -149,6 +154,16 @@ def load(
     if cache_dtype is not None:
         model.use_cache_dtype(cache_dtype)
     return model, tokenizer
+
+
+def _check_all_are_float8(config: ModelConfig, directory: Path) -> None:
+    """Refuses a checkpoint with plain weights, because a model has one form of all weights."""
+    form = config.quantization
+    if isinstance(form, BlockQuantization) and (modules := form.modules_to_not_convert):
+        raise ValueError(
+            f"quantization='fp8': expected float8 weights, and {directory} has {modules[0]} in"
+            f" {config.dtype} (modules_to_not_convert in config.json); None dequantizes all weights"
+        )
 
 
 def _check_type(name: str, value: Any, kind: Any, expected: str) -> None:

@@ -181,6 +181,8 @@ def _as_json(manifest: Manifest) -> dict[str, Any]:
     content["errors"] = {kind: loss._asdict() for kind, loss in manifest.errors.items()}
     if (quantization := manifest.quantization) is not None:
         content["quantization"] = dataclasses.asdict(quantization)
+        if not content["quantization"].get("modules_to_not_convert"):
+            content["quantization"].pop("modules_to_not_convert", None)
     return content
 
 
@@ -190,6 +192,7 @@ def _parse_quantization(content: dict[str, Any] | None) -> Quantization | None:
     if "bits" in content:
         return IntegerQuantization(**content)
     rows, columns = content.pop("weight_block_size")
+    content["modules_to_not_convert"] = tuple(content.get("modules_to_not_convert", ()))
     return BlockQuantization((rows, columns), **content)
 
 

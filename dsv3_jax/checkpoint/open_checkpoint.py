@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from dsv3_jax.checkpoint.arrays import Arrays
-from dsv3_jax.checkpoint.check import tensor_kind, without_absent_mtp_layers
+from dsv3_jax.checkpoint.check import as_stored, tensor_kind
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.manifest import Manifest
@@ -78,7 +78,7 @@ def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
         return OpenCheckpoint(directory, store.config, store, store.manifest)
     published = ModelConfig.from_hf(directory)
     arrays = CheckpointReader(directory)
-    return OpenCheckpoint(directory, without_absent_mtp_layers(published, arrays), arrays, None)
+    return OpenCheckpoint(directory, as_stored(published, arrays), arrays, None)
 
 
 def group_by_kind(config: ModelConfig, by_name: Mapping[str, T]) -> dict[str, dict[int, list[T]]]:

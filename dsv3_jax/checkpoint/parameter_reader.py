@@ -7,11 +7,14 @@ import numpy as np
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, columns_per_element
 from dsv3_jax.checkpoint.formats import dequantize
 from dsv3_jax.checkpoint.safetensors_file import NUMPY
-from dsv3_jax.checkpoint.values import check_scale
+from dsv3_jax.checkpoint.tensor_table import is_selecting
+from dsv3_jax.checkpoint.values import check_finite, check_scale
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.quantization import BlockQuantization
 
 Index = tuple[slice, ...]
+
+_LARGEST = np.float32(448)  # of float8
 
 
 class ParameterReader:
@@ -35,15 +38,20 @@ class ParameterReader:
         rounded once.
 
         Raises:
-          ValueError: a scale is not finite, is negative, or is 0 for a block that is not zero.
+          ValueError: a scale is not finite, is negative, or is 0 for a block that is not zero; or a
+            tensor that selects experts or keys has NaN or infinity.
         """
         tensor = self.tensors[name]
-        if name.endswith(self.suffix):
-            out[...] = self._scale(name.removesuffix(self.suffix), index)
-        elif self._is_dequantized(tensor, out.dtype):
-            out[...] = self._dequantized(name, index, out.dtype)
-        else:
-            out[...] = tensor[index]
+        with np.errstate(over="ignore"):  # a product with a scale, which the check refuses
+            if name.endswith(self.suffix):
+                out[...] = self._scale(name.removesuffix(self.suffix), index)
+            elif self._is_dequantized(tensor, out.dtype):
+                out[...] = self._dequantized(name, index, out.dtype)
+            else:
+                out[...] = tensor[index]
+            if is_selecting(name):
+                is_scale = name.endswith(self.suffix)
+                check_finite(name, out.astype(np.float32) * _LARGEST if is_scale else out)
 
     def _is_dequantized(self, tensor: LazyArray, dtype: np.dtype) -> bool:
         """Returns whether a tensor is quantized and ``dtype`` is not."""

@@ -15,10 +15,15 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from dsv3_jax.checkpoint.arrays import Arrays, pieces
-from dsv3_jax.checkpoint.check import check_copy, check_tensors, is_uncounted_mtp_tensor
+from dsv3_jax.checkpoint.check import (
+    check_copy,
+    check_tensors,
+    is_uncounted_mtp_tensor,
+    without_plain_modules,
+)
 from dsv3_jax.checkpoint.parameter_names import TensorNames, published_tensor_names
 from dsv3_jax.checkpoint.parameter_reader import Index, ParameterReader
-from dsv3_jax.checkpoint.tensor_table import copies
+from dsv3_jax.checkpoint.tensor_table import copies, is_selecting
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layers.logical_axes import check_layout, parameter_shardings
@@ -56,10 +61,11 @@ def load_model(
     Raises:
       ValueError: ``layout`` cannot shard a parameter or run a layer; ``placement`` does not fit the
         layers, experts or devices; a tensor is missing, unknown, or has the wrong shape or dtype;
-        an MTP layer's copy of embedding or head differs from its original; or a scale has an
-        impossible value.
+        an MTP layer's copy of embedding or head differs from its original; a scale has an
+        impossible value; or a tensor that selects experts or keys has NaN or infinity.
     """
-    model = abstract_model(config, dtype=dtype, quantization=quantization)
+    model_config = without_plain_modules(config)  # the list may be long, and no layer reads it
+    model = abstract_model(model_config, dtype=dtype, quantization=quantization)
     experts = {} if placement is None else _add_expert_slots(model, placement, layout)
     shardings = {}
     if layout is not None:
@@ -86,7 +92,9 @@ def load_model(
     reader = ParameterReader(config, tensors)
     with ThreadPoolExecutor(_THREADS) as threads:
         previous = None
-        for path, variable in parameters.items():
+        # Tensors that select come first, because reading may refuse their values.
+        for path in sorted(parameters, key=lambda path: not is_selecting(names[path].names[0])):
+            variable = parameters[path]
             abstract_value = variable.get_value()
             read = functools.partial(_read_part, threads, reader, names[path], abstract_value.dtype)
             value = _device_array(read, abstract_value.shape, shardings.get(path))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import weakref
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import TensorSpec, serialize_file
+from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from dsv3_jax.files import naming
 
@@ -242,7 +243,11 @@ def header_of(tensors: Mapping[str, Any]) -> bytes:
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file that transformers can read. The package determines the order of tensors."""
+    """Writes a file that transformers can read. The package determines the order of tensors.
+
+    Raises:
+      OSError: the disk is full or failed.
+    """
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -255,5 +260,10 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     }
     with path.open("wb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    serialize_file(specs, path, {"format": "pt"})
+    try:
+        serialize_file(specs, path, {"format": "pt"})
+    except SafetensorError as error:
+        if (code := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
     path.chmod(mode)  # the package makes it readable only for its owner

@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+DESCRIPTION_BYTES = 400
+"""Upper bound of what the index and the header of a file take for one tensor."""
+
 
 def shard_name(number: int, count: int) -> str:
     """Returns the file name of shard ``number``, counted from 1, out of ``count``."""

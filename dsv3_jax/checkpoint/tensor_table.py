@@ -3,7 +3,7 @@
 A matrix is stored as [out, in]. With block quantization it is F8_E4M3, and a second tensor, named
 with ``quantization.scale_suffix``, has one F32 scale per block: [ceil(out / N), ceil(in / K)]. Then
 ``weight = fp8 * scale`` in every block. Embedding, head, router, norms, the MTP projection and the
-indexer's head weights are never quantized.
+indexer's head weights are never quantized, and neither are the ``modules_to_not_convert``.
 
 MTP layers continue the numbering of the layers, and contain copies of embedding and head. The table
 of DeepSeek-V3 and R1 has 91,991 tensors and 688,574,839,360 bytes, and that of V3.2 has 92,425
@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.quantization import BlockQuantization
 
 Table = dict[str, "TensorSpec"]
 """Tensors by name, in the order data flows."""
@@ -63,7 +64,30 @@ def tensor_table(config: ModelConfig) -> Table:
     layer = mtp_layer(config)
     for index in _mtp_indices(config):
         table |= _under(f"model.layers.{index}.", layer)
+    if isinstance(quantization := config.quantization, BlockQuantization):
+        for module in quantization.modules_to_not_convert:
+            weight = f"{module}.weight"
+            if table.pop(weight + quantization.scale_suffix, None) is not None:
+                table[weight] = TensorSpec(table[weight].shape, STORED_AS[config.dtype])
     return table
+
+
+def quantizable_modules(config: ModelConfig) -> list[str]:
+    """Returns the published names of the modules whose weights have scales, in the order data
+    flows."""
+    if config.quantization is None:
+        return []
+    suffix = ".weight" + config.quantization.scale_suffix
+    table = tensor_table(config)
+    return [name.removesuffix(suffix) for name in table if name.endswith(suffix)]
+
+
+def is_selecting(name: str) -> bool:
+    """Returns whether a tensor selects experts or keys: a router's, or an indexer's.
+
+    NaN or infinity in one of them may select wrong ones and leave the logits finite.
+    """
+    return ".mlp.gate." in name or ".self_attn.indexer." in name
 
 
 def copies(config: ModelConfig) -> dict[str, str]:

@@ -16,11 +16,16 @@ from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
-from dsv3_jax.checkpoint.shard_index import index_content, json_text, shard_name
+from dsv3_jax.checkpoint.shard_index import (
+    DESCRIPTION_BYTES,
+    index_content,
+    json_text,
+    shard_name,
+)
 from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.files import atomic_write
+from dsv3_jax.files import atomic_write, free_bytes
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
 from sharding.distributed import barrier
@@ -59,9 +64,10 @@ def write_checkpoint(
     Raises:
       ValueError: the directory exists or another process is writing it; the model has float8
         weights and ``quantization`` differs from theirs; the model has integer weights; or the disk
-        is full or failed.
+        has too little space or failed.
     """
     check_new(directory)
+    check_space(model.config, directory, quantization=quantization, dtype=dtype)
     barrier("checkpoint to be written")
     config = dataclasses.replace(model.config, quantization=quantization, dtype=dtype)
     weights = published_tensors(model)
@@ -92,6 +98,20 @@ def write_checkpoint(
                 add_files(partial)
     except OSError as error:
         raise ValueError(f"{os_error_message(error)}; nothing was written") from None
+
+
+def check_space(
+    config: ModelConfig, directory: Path, *, quantization: BlockQuantization | None, dtype: str
+) -> None:
+    """Checks that a model's checkpoint fits on the disk, before a long preparation of it.
+
+    Raises:
+      ValueError: the disk has too little space.
+    """
+    table = tensor_table(dataclasses.replace(config, quantization=quantization, dtype=dtype))
+    needed = sum(spec.nbytes for spec in table.values()) + DESCRIPTION_BYTES * len(table)
+    if needed > (free := free_bytes(directory)):
+        raise ValueError(f"{directory}: expected {needed:,} bytes of free disk, got {free:,}")
 
 
 def _in_published_form(

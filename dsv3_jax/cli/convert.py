@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dsv3_jax.checkpoint import journal, manifest
-from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, free_bytes, plan_conversion
+from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, plan_conversion
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.manifest import Manifest
 from dsv3_jax.cli.byte_progress import ByteProgress
 from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import print_json
+from dsv3_jax.files import free_bytes
 from dsv3_jax.words import counted
 
 

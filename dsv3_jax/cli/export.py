@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dsv3_jax.checkpoint.export import export, plan_export, resume_hint
+from dsv3_jax.checkpoint.export import check_space, export, plan_export, resume_hint
 from dsv3_jax.checkpoint.find import DEMOS
 from dsv3_jax.checkpoint.kinds import describe, is_store
 from dsv3_jax.checkpoint.load import load
@@ -57,6 +57,7 @@ def _export_store(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--to: expected bf16 or fp8 for a store, got float32")
     plan = plan_export(StoreReader(arguments.source), arguments.to)
     out = arguments.hf_directory
+    check_space(plan, out)
     with (
         report_interrupt("export", lambda: resume_hint(out)),
         ByteProgress(plan.bytes, "export") as progress,
@@ -80,6 +81,9 @@ def _export_store(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _export_run(arguments: argparse.Namespace) -> dict[str, Any]:
     source, weight_format = arguments.source, arguments.to or "bf16"
+    if (recorded := record.read(source).get("model")) is not None:
+        config = ModelConfig.from_hf(recorded)
+        hf_directory.check_space(config, arguments.hf_directory, weight_format)
     model, step = restore_model(source, arguments.step)
     tokenizer = source / record.TOKENIZER
     copied = tokenizer if tokenizer.is_dir() else None

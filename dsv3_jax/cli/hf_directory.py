@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from dsv3_jax import tokenizer as tokenizers
-from dsv3_jax.checkpoint.writer import write_checkpoint
+from dsv3_jax.checkpoint import writer
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
 
@@ -24,7 +25,21 @@ def write(
       weight_format: fp8 has blocks of 128x128 with scales, as DeepSeek-V3 is published.
       tokenizer: directory whose tokenizer files are copied, or None.
     """
-    quantization = BlockQuantization() if weight_format == "fp8" else None
-    dtype = "float32" if weight_format == "float32" else "bfloat16"
+    quantization, dtype = _form(weight_format)
     copy = None if tokenizer is None else functools.partial(tokenizers.copy, tokenizer)
-    write_checkpoint(model, directory, quantization=quantization, dtype=dtype, add_files=copy)
+    writer.write_checkpoint(
+        model, directory, quantization=quantization, dtype=dtype, add_files=copy
+    )
+
+
+def check_space(config: ModelConfig, directory: Path, weight_format: WeightFormat) -> None:
+    """Checks that :func:`write` will have enough space. Raises ValueError otherwise."""
+    quantization, dtype = _form(weight_format)
+    writer.check_space(config, directory, quantization=quantization, dtype=dtype)
+
+
+def _form(
+    weight_format: WeightFormat,
+) -> tuple[BlockQuantization | None, Literal["bfloat16", "float32"]]:
+    quantization = BlockQuantization() if weight_format == "fp8" else None
+    return quantization, "float32" if weight_format == "float32" else "bfloat16"

@@ -25,6 +25,7 @@ from dsv3_jax.cli.stop_request import StopRequest
 from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
+from dsv3_jax.generation_config import with_absent_tokens
 from dsv3_jax.initialization import abstract_model, random_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.parameter_count import parameter_count
@@ -66,15 +67,16 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         record.check_new(out)
     compile_cache.enable(arguments.compile_cache)
-    model_config = _model_config(inputs, recorded)
     layout = _layout(inputs)
     tokenizer = _tokenizer(inputs, out, is_given=arguments.tokenizer is not None)
+    encoder = tokenizer and Tokenizer(tokenizer)
+    model_config = _model_config(inputs, recorded, encoder)
     # Training uses unquantized float32 weights, whatever form the source has.
     shapes = abstract_model(dataclasses.replace(model_config, quantization=None), dtype=jnp.float32)
     if layout is not None:
         shapes.lay_out(layout)
     runs.check(shapes, out, config, settings, resume=arguments.resume)
-    corpus = read_corpus(inputs["data"], model_config, tokenizer and Tokenizer(tokenizer))
+    corpus = read_corpus(inputs["data"], model_config, encoder)
     check_length(corpus.train, settings.length)
     is_first, is_alone = jax.process_index() == 0, jax.process_count() == 1
     counts: dict[str, int] = {}
@@ -230,12 +232,18 @@ def _reduce_time_limit(settings: RunSettings, seconds: float) -> RunSettings:
     return dataclasses.replace(settings, max_minutes=remaining)
 
 
-def _model_config(inputs: Mapping[str, Any], recorded: Mapping[str, Any]) -> ModelConfig:
+def _model_config(
+    inputs: Mapping[str, Any], recorded: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> ModelConfig:
     if inputs["config"] is None:
-        return ModelConfig.from_hf(find_config_directory(inputs["source"]))
+        directory = find_config_directory(inputs["source"])
+        config = ModelConfig.from_hf(directory)
+        return with_absent_tokens(config, directory, tokenizer)
     # If the file is gone, run.json has its content.
-    source = recorded.get("model") if not Path(inputs["config"]).exists() else None
-    config = ModelConfig.from_hf(source or Path(inputs["config"]))
+    path = Path(inputs["config"])
+    config = ModelConfig.from_hf((recorded.get("model") if not path.exists() else None) or path)
+    directory = path if path.is_dir() else path.parent
+    config = with_absent_tokens(config, directory, tokenizer)
     return dataclasses.replace(config, quantization=None)
 
 

@@ -60,7 +60,7 @@ def _tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     yarn = config.rope_scaling
     magnitude = 1.0
     if yarn is not None:
-        magnitude = yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)
+        magnitude = yarn.rotary_magnitude
     return (
         (magnitude * np.exp(1j * coarse[:, None] * frequencies)).astype(np.complex64),
         np.exp(1j * fine[:, None] * frequencies).astype(np.complex64),

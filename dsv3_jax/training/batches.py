@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from dsv3_jax import words
+from dsv3_jax.training.corpus import EndToken
 
 
 def check_length(tokens: Integer[np.ndarray, " N"], length: int) -> None:
@@ -86,8 +87,9 @@ def held_out_batches(
 ) -> list[Int32[np.ndarray, "B T"]]:
     """Returns consecutive sequences of the stream, in batches.
 
-    The last sequence and the last batch are padded with BOS. Padding contributes to no loss,
-    because a position whose target is BOS has no loss; :func:`target_count` counts the others.
+    The last sequence and the last batch are padded with BOS, or with the token that ends documents.
+    Padding contributes to no loss, because a position has no loss if its target begins a document;
+    :func:`target_count` counts the others.
 
     Args:
       limit: maximum number of batches. Their sequences are spread over the stream. 0 means all.
@@ -106,10 +108,12 @@ def held_out_batches(
 def target_count(tokens: Int32[np.ndarray, "B T"], bos: int, ahead: int = 1) -> int:
     """Returns the number of targets when position i predicts token i+ahead.
 
-    Positions with a BOS among tokens i+1 to i+ahead have none. This is the NumPy counterpart of
-    :func:`~dsv3_jax.training.losses.target_mask`.
+    Positions with the beginning of a document among tokens i+1 to i+ahead have none. This is the
+    NumPy counterpart of :func:`~dsv3_jax.training.losses.target_mask`.
     """
     starts = tokens == bos
+    if isinstance(bos, EndToken):
+        starts = np.pad(starts, ((0, 0), (1, 0)))[:, :-1]
     span = tokens.shape[1] - ahead
     crossed = np.zeros_like(starts[:, :span])
     for step in range(1, ahead + 1):

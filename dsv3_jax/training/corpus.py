@@ -23,9 +23,25 @@ _HELD_OUT_EVERY = 25  # one document in 25, or the last 25th of the tokens
 _PIECE_BYTES, _MAX_PIECES = 65_536, 1_024  # of a stream, for its checksum
 
 
+class EndToken(int):
+    """Id of the token that ends documents, in a stream of documents that do not begin with BOS.
+
+    It differs from the same id as BOS, because compiled programs are cached by it.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is EndToken and int(self) == int(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((EndToken, int(self)))
+
+
 class Corpus(NamedTuple):
-    """Two streams of token ids. Each document is BOS ... EOS, and documents follow each other
-    without padding. A stream may be a memory-mapped file."""
+    """Two streams of token ids. Each document is BOS ... EOS, or ... EOS for a model without BOS.
+    Documents follow each other without padding. A stream may be a memory-mapped file."""
 
     train: Integer[np.ndarray, " N"]
     """Tokens to train on."""
@@ -45,8 +61,8 @@ def read_corpus(
 
     Args:
       data: a token array, or text files. A token array contains integers, whole documents with
-        their BOS: either a ``.npz`` with the arrays ``train`` and ``held_out``, or a ``.npy``,
-        whose last 25th is held out. Text is given as files, patterns (``*``, ``**``) and
+        their BOS and EOS: either a ``.npz`` with the arrays ``train`` and ``held_out``, or a
+        ``.npy``, whose last 25th is held out. Text is given as files, patterns (``*``, ``**``) and
         directories. Hidden files in directories are skipped, and so are files that are not
         UTF-8 unless they are named themselves. One document in 25 is held out, by the CRC-32 of its
         name. If that leaves a stream empty, the last 25th of all tokens is held out instead.
@@ -66,10 +82,31 @@ def read_corpus(
     elif tokenizer is None:
         raise ValueError("data: text needs a tokenizer; expected one, or a .npz of token ids")
     else:
-        corpus = pack(_documents(paths), tokenizer, config.bos_token_id, config.eos_token_id[0])
+        corpus = pack(_documents(paths), tokenizer, *document_tokens(config))
     for name, tokens in corpus._asdict().items():
         _check(name, tokens, config.vocab_size)
     return corpus
+
+
+def document_tokens(config: ModelConfig) -> tuple[int | None, int | None]:
+    """Returns the tokens that begin and end a document, None for those that the model lacks."""
+    return config.bos_token_id, next(iter(config.eos_token_id), None)
+
+
+def separator(config: ModelConfig) -> int:
+    """Returns the token by which a stream's documents are told apart: BOS, or EOS as EndToken.
+
+    Raises:
+      ValueError: the model has neither.
+    """
+    bos, eos = document_tokens(config)
+    if bos is not None:
+        return bos
+    if eos is None:
+        raise ValueError(
+            "bos_token_id, eos_token_id: expected at least one, which separates documents, got none"
+        )
+    return EndToken(eos)
 
 
 def is_held_out(name: str) -> bool:
@@ -77,18 +114,39 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % _HELD_OUT_EVERY == 0
 
 
-def pack(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer, bos: int, eos: int) -> Corpus:
-    """Tokenises (name, text) pairs and concatenates them in order, each as BOS ... EOS."""
+def pack(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: Tokenizer,
+    bos: int | None,
+    eos: int | None,
+) -> Corpus:
+    """Tokenises (name, text) pairs and concatenates them in order, each as BOS ... EOS.
+
+    Args:
+      bos: None for documents without BOS.
+      eos: None for documents without EOS.
+
+    Raises:
+      ValueError: the tokenizer has another BOS, or ``bos`` or ``eos`` is an ordinary token of it.
+    """
     if tokenizer.bos_token_id not in (None, bos):
         raise ValueError(
             f"tokenizer: expected the model's BOS {bos} to be its {tokenizer.bos_token!r}, "
             f"got {tokenizer.bos_token_id}"
         )
+    for name, token in (("bos_token_id", bos), ("eos_token_id", eos)):
+        if token is not None and token not in tokenizer.control_tokens:
+            text = tokenizer.decode([token])
+            raise ValueError(
+                f"{name}: expected a special token of the tokenizer, or null, got {token}, the"
+                f" ordinary token {text!r}"
+            )
+    begin, end = ([] if token is None else [token] for token in (bos, eos))
 
     def encode(document: tuple[str, str]) -> tuple[bool, np.ndarray]:
         name, text = document
         ids = tokenizer.encode(text, add_special_tokens=False)
-        return is_held_out(name), np.array([bos, *ids, eos], np.int32)
+        return is_held_out(name), np.array([*begin, *ids, *end], np.int32)
 
     with ThreadPoolExecutor() as pool:
         encoded = list(pool.map(encode, documents))

@@ -9,7 +9,7 @@ import numpy as np
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.batches import held_out_batches, target_count
 from dsv3_jax.training.config import TrainingConfig
-from dsv3_jax.training.corpus import Corpus
+from dsv3_jax.training.corpus import Corpus, separator
 from dsv3_jax.training.losses import Losses, TargetCounts
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.state import TrainingState
@@ -25,7 +25,7 @@ class Evaluation:
 
     def __init__(self, trainer: Trainer, corpus: Corpus, settings: RunSettings):
         self._trainer = trainer
-        bos = trainer.model_config.bos_token_id
+        bos = separator(trainer.model_config)
         mtp_layers = trainer.model_config.num_nextn_predict_layers
         predictions = trainer.config.mtp_predictions(mtp_layers)
         self._batches = held_out_batches(

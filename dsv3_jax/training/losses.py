@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float32, Int
 
 from dsv3_jax.outputs import Aux
 from dsv3_jax.training.balance import sequence_balance
+from dsv3_jax.training.corpus import EndToken
 
 
 class Losses(NamedTuple):
@@ -51,11 +52,14 @@ def target_mask(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> Boo
     """Returns whether each of the S = T - ahead positions has a target when position i predicts
     token i+ahead.
 
-    Sequences consist of packed documents that begin with BOS. A position has no target
+    Sequences consist of packed documents that begin with BOS, or that end with EOS: then
+    ``bos_token_id`` is an :class:`~dsv3_jax.training.corpus.EndToken`. A position has no target
     if a document begins among tokens i+1 to i+ahead, because a document's first token does not
     follow from the document before it.
     """
     starts = tokens == bos_token_id
+    if isinstance(bos_token_id, EndToken):
+        starts = jnp.pad(starts, ((0, 0), (1, 0)))[:, :-1]
     span = tokens.shape[1] - ahead
     crossed = jnp.zeros_like(starts[:, :span])
     for step in range(1, ahead + 1):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, Int
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.training import drafts, indexer, lora
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.corpus import separator
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, losses
 from dsv3_jax.training.tree import Tree, replace
@@ -73,7 +74,7 @@ class Objective:
             run_layers=run_layers,
             draft_depth=self.config.draft_depth or None,
         )
-        bos, counts = self.model_config.bos_token_id, counts or self._counts(tokens)
+        bos, counts = separator(self.model_config), counts or self._counts(tokens)
         batch_losses = losses(logits, aux, tokens, bos, counts)
         divergence = jnp.mean(jnp.stack(divergences)) * len(tokens) / counts.sequences
         batch_losses = batch_losses._replace(indexer=divergence)
@@ -124,4 +125,4 @@ class Objective:
     def _counts(self, tokens: Int[Array, "B T"]) -> TargetCounts:
         mtp_layers = self.model_config.num_nextn_predict_layers
         predictions = self.config.mtp_predictions(mtp_layers)
-        return count_targets(tokens, self.model_config.bos_token_id, predictions)
+        return count_targets(tokens, separator(self.model_config), predictions)

@@ -6,14 +6,16 @@ import itertools
 import json
 import os
 import re
+import shutil
 import stat
 
 import numpy as np
 import pytest
 import safetensors
+from safetensors import SafetensorError
 
 import dsv3_jax
-from dsv3_jax.checkpoint import writer
+from dsv3_jax.checkpoint import safetensors_file, writer
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.tensor_table import tensor_table
@@ -334,6 +336,42 @@ def test_a_full_disk_leaves_nothing(model, out, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(writer, "write_file", full)
+    with pytest.raises(ValueError, match=r": No space left on device; nothing was written$"):
+        write_checkpoint(model, out)
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("quantization", [None, BlockQuantization()])
+def test_the_disk_is_checked_first(model, out, monkeypatch, quantization):
+    monkeypatch.setattr(writer, "published_tensors", None)  # no weight is gathered before
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    message = rf"^{re.escape(str(out))}: expected [\d,]+ bytes of free disk, got 10,000$"
+    with pytest.raises(ValueError, match=message):
+        write_checkpoint(model, out, quantization=quantization)
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("form", [{}, {"quantization": BlockQuantization()}, {"dtype": "float32"}])
+def test_the_checked_size_is_enough(model, out, monkeypatch, form):
+    write_checkpoint(model, out, **form)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
+    with pytest.raises(ValueError, match="bytes of free disk"):
+        write_checkpoint(model, out.with_name("second"), **form)
+    # Names are long against the weights of such a small model.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size + 100_000))
+    write_checkpoint(model, out.with_name("second"), **form)
+
+
+def test_a_disk_that_fills_up_while_it_is_written(model, out, monkeypatch):
+    """The package that writes the files has an error class of its own."""
+
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
+
+    monkeypatch.setattr(safetensors_file, "serialize_file", full)
     with pytest.raises(ValueError, match=r": No space left on device; nothing was written$"):
         write_checkpoint(model, out)
     assert list(out.parent.iterdir()) == []

@@ -9,12 +9,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 
 import dsv3_jax
 from dsv3_jax.checkpoint import export as exporting
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.export import export
 from dsv3_jax.checkpoint.tensor_table import UNUSED_SUFFIXES
+from dsv3_jax.tokenizer import Tokenizer
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE, Stored
 from tests.checkpoint.test_conversion import rounded_once
@@ -24,6 +26,7 @@ from tests.support.checkpoints import BIAS, is_fp8
 from tests.support.command import run
 from tests.support.covering import slow_except
 from tests.support.tables import small_v3_2, write_table
+from tests.support.tokenizer_files import SHAPES, write_shape
 from tests.support.trees import contents, snapshot
 
 FP8 = [name for name in STORAGE if name.startswith("fp8")]
@@ -207,6 +210,19 @@ def test_transformers_loads_it(checkpoint, tmp_path):
     np.testing.assert_array_equal(value, rounded_once(expected[name]))
 
 
+@pytest.mark.parametrize("to", [None, "bf16"])
+def test_its_tokenizer_adds_bos(checkpoint, tmp_path, to):
+    """transformers does not read ``add_bos_token``. The source's own files stay as they are."""
+    directory, _ = checkpoint(small_config(vocab_size=270), dtype="fp8")
+    write_shape(directory, SHAPES["flag"])
+    export(converted(directory), tmp_path / "hf", to)
+    _, tokenizer = dsv3_jax.load(tmp_path / "hf")
+    assert tokenizer is not None
+    assert tokenizer.encode("ab") == Tokenizer(directory).encode("ab")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    assert (library.encode("ab").ids == tokenizer.encode("ab")) == (to is not None)
+
+
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
@@ -216,6 +232,30 @@ def test_an_existing_directory(checkpoint, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="expected a directory that does not exist yet"):
         export(store, tmp_path / "there")
+
+
+@pytest.mark.parametrize("to", [None, "bf16"])
+def test_the_disk_is_checked_first(checkpoint, tmp_path, monkeypatch, capsys, to):
+    """The needed space is that of all files, less what an interrupted export has left."""
+    store, out = converted(checkpoint(dtype="fp8", shards=3)[0]), tmp_path / "there"
+    export(store, tmp_path / "other", to)
+    size = sum(path.stat().st_size for path in (tmp_path / "other").iterdir())
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
+    flags = ["--to", to] if to else []
+    assert run("export", store, out, *flags) == 2
+    line = capsys.readouterr().err
+    message = f"{out}: expected {size:,} bytes of free disk, got {size - 1:,}"
+    assert line == f"dsv3 export: error: {message}\n"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        export(store, out, to)
+    assert not out.exists()
+    partial = out.with_name("there.partial")
+    assert not partial.exists()
+    partial.mkdir()
+    (partial / "shard").write_bytes(b"0")
+    export(store, out, to)
+    assert contents(out) == contents(tmp_path / "other")
 
 
 @pytest.mark.parametrize("to", [None, "bf16"])

@@ -12,7 +12,8 @@ from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
 from dsv3_jax.checkpoint.verify import verify
 from sharding import make_layout
 from tests.checkpoint.files import CONFIG, SINGLE, Stored, edit, edit_json
-from tests.checkpoint.values import no_array_made
+from tests.checkpoint.values import no_array_made, small_config
+from tests.support.tokenizer_files import EOS, NAMES, Shape, write_shape
 
 NORM = "model.layers.0.input_layernorm.weight"
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -84,6 +85,57 @@ def test_load_refuses_the_same_damage_as_verify(checkpoint, written, damage, nam
         check_tensors(opened.config, opened.arrays)
     assert str(ours.value) == str(theirs.value)
     assert verify(opened).findings
+
+
+class TestAbsentTokens:
+    """BOS and end tokens that config.json lacks come from the file that has them."""
+
+    def write(self, directory, config, generation=None, names=None):
+        def change(content):
+            for name in ("bos_token_id", "eos_token_id"):
+                content.pop(name)
+            content |= config
+
+        edit_json(directory / "config.json", change)
+        if generation is not None:
+            (directory / "generation_config.json").write_text(json.dumps(generation))
+        if names is not None:
+            write_shape(directory, Shape(names, ""))
+        loaded = dsv3_jax.load(directory)[0].config
+        return loaded.bos_token_id, loaded.eos_token_id
+
+    @pytest.mark.parametrize("config", [{}, {"bos_token_id": None, "eos_token_id": None}])
+    @pytest.mark.parametrize(
+        ("generation", "names", "tokens"),
+        [
+            (None, NAMES, (0, (1,))),
+            ({"eos_token_id": [7, 9]}, NAMES, (0, (7, 9))),
+            ({"bos_token_id": 5, "eos_token_id": 9}, {}, (5, (9,))),
+            ({"eos_token_id": 9}, {"eos_token": EOS}, (None, (9,))),
+            (None, {"eos_token": EOS, "bos_token": None}, (None, (1,))),
+        ],
+    )
+    def test_are_found(self, checkpoint, config, generation, names, tokens):
+        directory, _ = checkpoint(small_config(vocab_size=270))
+        assert self.write(directory, config, generation, names) == tokens
+
+    def test_those_of_config_json_come_first(self, checkpoint):
+        directory, _ = checkpoint(small_config(vocab_size=270))
+        own = {"bos_token_id": 3, "eos_token_id": 4}
+        assert self.write(directory, own, {"bos_token_id": 5}, NAMES) == (3, (4,))
+
+    def test_nobody_names_an_end(self, checkpoint, caplog):
+        """transformers would take 0 and 1, which are ordinary tokens in some vocabularies."""
+        directory, _ = checkpoint()
+        assert self.write(directory, {}) == (None, ())
+        assert caplog.messages == [
+            f"{directory}: no file names an end token, so that texts end only at their limits"
+        ]
+
+    def test_an_id_outside_the_vocabulary(self, checkpoint):
+        directory, _ = checkpoint()
+        with pytest.raises(ValueError, match=r"generation_config\.json: bos_token_id: expected"):
+            self.write(directory, {}, {"bos_token_id": 160})
 
 
 class TestEndTokens:

@@ -222,7 +222,8 @@ def allowed(grammar: AnswerGrammar) -> set[int]:
 
 
 def walk(grammars: Grammars, grammar: AnswerGrammar, text: str) -> None:
-    for token in grammars._tokenizer.encode(text, split_special_tokens=False):
+    plain = {"add_special_tokens": False, "split_special_tokens": False}
+    for token in grammars._tokenizer.encode(text, **plain):
         assert token in allowed(grammar)
         grammar.accept(token)
 

@@ -9,7 +9,8 @@ import pytest
 
 from dsv3_jax import ModelConfig, Tokenizer
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.training.corpus import Corpus, is_held_out, pack, read_corpus
+from dsv3_jax.training.batches import held_out_batches, target_count
+from dsv3_jax.training.corpus import Corpus, EndToken, is_held_out, pack, read_corpus, separator
 from dsv3_jax.training.losses import target_mask
 
 CONFIG = ModelConfig.from_hf(DEMO)
@@ -19,6 +20,14 @@ BOS, EOS = 0, 1
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def without_names(tmp_path_factory) -> Tokenizer:
+    """The same tokenizer, which does not say which of its special tokens is BOS."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    (directory / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    return Tokenizer(directory)
 
 
 def names(held_out: bool, count: int) -> list[str]:
@@ -56,6 +65,49 @@ def test_masks_follow_the_framing(tokenizer):
         mask = np.asarray(target_mask(jnp.asarray(stream[None]), BOS, ahead))[0]
         crossing = list(range(length - ahead, length))
         assert np.flatnonzero(~mask).tolist() == crossing
+
+
+def test_documents_without_bos(without_names):
+    """EOS separates them. The last token of a document has no target, and padding has none."""
+    config = dataclasses.replace(CONFIG, bos_token_id=None)
+    texts = [(name, text) for name, text in zip(names(False, 2), ("a\n", "b c\n"), strict=True)]
+    ids = [without_names.encode(text, add_special_tokens=False) for _, text in texts]
+    stream = pack([*texts, (names(True, 1)[0], "d\n")], without_names, None, EOS).train
+    assert stream.tolist() == [*ids[0], EOS, *ids[1], EOS]
+    end = separator(config)
+    for ahead in (1, 2, 3):
+        mask = np.asarray(target_mask(jnp.asarray(stream[None]), end, ahead))[0]
+        crossing = range(max(len(ids[0]) + 1 - ahead, 0), len(ids[0]) + 1)
+        assert np.flatnonzero(~mask).tolist() == [i for i in crossing if i < len(mask)]
+        (batch,) = held_out_batches(stream, batch=3, length=len(stream) + 4, bos=end)
+        padded = np.asarray(target_mask(jnp.asarray(batch), end, ahead))
+        assert padded.sum() == target_count(batch, end, ahead) == mask.sum()
+
+
+def test_a_corpus_of_a_model_without_bos(tmp_path, without_names):
+    text = "import os\n" * 40
+    (tmp_path / "a.txt").write_text(text)
+    config = dataclasses.replace(CONFIG, bos_token_id=None)
+    stream = np.concatenate(read_corpus([tmp_path / "a.txt"], config, without_names))
+    assert stream.tolist() == [*without_names.encode(text, add_special_tokens=False), EOS]
+
+
+def test_documents_need_a_separator():
+    neither = dataclasses.replace(CONFIG, bos_token_id=None, eos_token_id=())
+    with pytest.raises(ValueError, match=r"^bos_token_id, eos_token_id: expected at least one"):
+        separator(neither)
+    assert type(separator(CONFIG)) is int
+    assert separator(dataclasses.replace(neither, eos_token_id=(5, 7))) == EndToken(5) != 5
+
+
+@pytest.mark.parametrize(("bos", "eos", "name"), [(70, EOS, "bos"), (None, 71, "eos")])
+def test_an_ordinary_token_is_no_boundary(without_names, bos, eos, name):
+    """transformers writes the ids 0 and 1 into files of models whose vocabulary begins otherwise.
+    Their losses would be masked at every such token."""
+    token = bos if name == "bos" else eos
+    message = f"{name}_token_id: expected a special token of the tokenizer, or null, got {token}"
+    with pytest.raises(ValueError, match=f"^{message}, the ordinary token '.'$"):
+        pack([("a", "text")], without_names, bos, eos)
 
 
 def test_a_directory_gives_its_text_by_name(tmp_path, tokenizer):

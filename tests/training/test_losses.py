@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.outputs import Aux
+from dsv3_jax.training.corpus import EndToken
 from dsv3_jax.training.losses import count_targets, cross_entropy, losses, target_mask
 from tests.support.running import forward
 from tests.training.tiny import TOKENS, evaluate
@@ -78,6 +79,17 @@ def test_targets_by_hand():
         np.testing.assert_array_equal(target_mask(tokens, 0, ahead)[0], np.array(want, bool))
     counts = count_targets(tokens, 0, 2)
     assert (counts.sequences, int(counts.main), *map(int, counts.mtp)) == (1, 4, 2, 0)
+
+
+def test_targets_of_documents_that_end_with_eos():
+    """The documents are 5 6 1 and 3 4 1. Nothing follows from the end of the first."""
+    tokens, end = jnp.array([[5, 6, 1, 3, 4, 1]]), EndToken(1)
+    for ahead, want in ((1, [1, 1, 0, 1, 1]), (2, [1, 0, 0, 1]), (3, [0, 0, 0])):
+        np.testing.assert_array_equal(target_mask(tokens, end, ahead)[0], np.array(want, bool))
+    counts = count_targets(tokens, end, 2)
+    assert (counts.sequences, int(counts.main), *map(int, counts.mtp)) == (1, 4, 2, 0)
+    logits = logits_for([5, 6, 1, 3, 4, 1], 1, [1.0, 2.0, 64.0, 4.0, 8.0, 0.0])
+    assert float(run_losses(logits, aux_of(), tokens, end).main) == pytest.approx(15 / 4, rel=1e-5)
 
 
 def test_losses_of_microbatches_sum_to_the_batch():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv3_jax.checkpoint.conversion_plan import plan_conversion
 from dsv3_jax.checkpoint.convert import convert
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX
@@ -188,3 +189,43 @@ def test_a_whole_store_of_another_source(source, complete, change):
         convert(source, store, "fp8", resume=True)
     assert "\n" not in str(caught.value)
     assert snapshot(store) == before
+
+
+def written_in_secret(path: Path) -> None:
+    """Changes the byte of a weight, and restores the time of the last change."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("touch", "message"),
+    [
+        (lambda path: os.link(path, path.with_name("link")), None),
+        (lambda path: path.chmod(0o600), None),
+        (lambda path: os.utime(path), r"was written or replaced while it was read"),
+        (lambda path: os.replace(shutil.copy(path, f"{path}.copy"), path), "written or replaced"),
+        (written_in_secret, r"model\.\S+ has changed since it was converted"),
+    ],
+    ids=["hard link", "chmod", "touch", "replaced", "written in secret"],
+)
+def test_a_file_that_is_touched_during_the_conversion(source, wholes, tmp_path, touch, message):
+    """A change of its links or mode is none of its content. At the end, the file is read again."""
+    store, path = tmp_path / "store", source / SHARD
+    remaining = [plan_conversion(source, "fp8").source_bytes]
+
+    def progress(count: int) -> None:
+        remaining[0] -= count
+        if remaining[0] == 0:  # everything was read
+            touch(path)
+
+    options = {"progress": progress, "workers": 1}
+    if message is None:
+        convert(source, store, "fp8", **options)
+        assert_whole(store, wholes["fp8"])
+    else:
+        assert re.search(message, refusal(source, store, "fp8", **options))
+    assert remaining == [0]
