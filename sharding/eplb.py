@@ -246,9 +246,9 @@ class _Node:
             return self
         kind, load = self.replicas, self.load
         starts = separate(load, self.gpus, kind, most), pack(load, len(self.gpus), kind)
-        found = [dataclasses.replace(self, gpus=improve(load, gpus, kind)) for gpus in starts]
+        placements = [dataclasses.replace(self, gpus=improve(load, gpus, kind)) for gpus in starts]
         return min(
-            (self, *(each for each in found if each.heaviest <= most)),
+            (self, *(each for each in placements if each.heaviest <= most)),
             key=lambda each: (each.too_many, each.heaviest),
         )
 

@@ -73,7 +73,7 @@ class StagedLoad:
     def close(self) -> None:
         """Gives up the load, or its share of the memory for staging."""
         self.is_closed = True
-        # Whoever still has the load keeps no pages with it.
+        # Those that still refer to the load keep no pages by that.
         future, self.future = self.future, None
         if future is not None:
             future.cancel()

@@ -175,8 +175,8 @@ class PageTiers:
 
 class _Part(NamedTuple):
     source: PageSource
-    count: int
-    """Pages that were asked for."""
+    pages: int
+    """Number of pages that were asked for."""
     future: Future[list[PageRecord]]
 
 
@@ -223,10 +223,10 @@ class _Join:
                         break  # later pages do not follow these
             except BaseException:  # the future has to end, whatever it is
                 logger.exception("cache tiers: pages were not loaded")
-            joined, found = self._future, self._records
+            joined, records = self._future, self._records
             self._give_up()
             if joined is not None and joined.set_running_or_notify_cancel():
-                joined.set_result(found)
+                joined.set_result(records)
 
     def _give_up(self, _: object = None) -> None:
         """Cancels what is under way, and lets go what has come."""
