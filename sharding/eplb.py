@@ -13,16 +13,21 @@ less balanced than the greedy one:
 3. within a node, replicas are packed to GPUs as groups were to nodes;
 4. beyond EPLB: while that makes the heaviest pack lighter, one of its items is swapped with one of
    another pack. GPUs are always improved. Nodes are tried both ways and the better way is taken,
-   because better packed groups need not make better packed GPUs.
+   because better packed groups need not make better packed GPUs;
+5. beyond EPLB: a GPU gets no expert twice, or more often than an even spread over the GPUs of the
+   node would give it, unless the heaviest GPU would have more load than under EPLB. A second
+   replica on a GPU takes a slot and moves no load.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int32, Integer
 
-from sharding.bin_packing import improve, pack
+from sharding.bin_packing import improve, pack, separate, too_many
 
 
 def rebalance_experts(
@@ -176,35 +181,76 @@ def _place_layer(
     group_loads = weight[groups].sum(1)
     greedy = pack(group_loads, num_nodes)
     candidates = []
-    for nodes in (greedy, improve(group_loads, greedy)):
-        by_node = [
-            _place_on_node(
-                weight, groups[node].ravel(), num_replicas // num_nodes, num_gpus // num_nodes
-            )
-            for node in nodes
+    for packs in (greedy, improve(group_loads, greedy)):
+        nodes = [
+            _Node.of(weight, groups[pack].ravel(), num_replicas // num_nodes, num_gpus // num_nodes)
+            for pack in packs
         ]
-        slots, heaviest = zip(*by_node, strict=True)
-        candidates.append((max(heaviest), np.concatenate(slots)))
+        heaviest = max(node.heaviest for node in nodes)
+        slots = np.concatenate([node.separated(heaviest).slots for node in nodes])
+        candidates.append((heaviest, slots))
     return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _place_on_node(
-    weight: Float64[np.ndarray, " E"],
-    experts: Integer[np.ndarray, " n"],
-    num_replicas: int,
-    num_gpus: int,
-) -> tuple[Integer[np.ndarray, " {num_replicas}"], float]:
-    """Returns one node's part of ``phy2log``, and the load of its heaviest GPU.
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """Replicas on the GPUs of one node."""
 
-    Args:
-      experts: logical experts of this node.
-      num_replicas, num_gpus: slots and GPUs of this node.
-    """
-    count = _replica_counts(weight[experts], num_replicas)
-    replicas = np.repeat(experts, count)
-    load = np.repeat(weight[experts] / count, count)
-    gpus = improve(load, pack(load, num_gpus))
-    return replicas[gpus].ravel(), float(load[gpus].sum(1).max())
+    replicas: Integer[np.ndarray, " n"]
+    """Logical expert of each replica."""
+    load: Float64[np.ndarray, " n"]
+    """Load of each replica."""
+    gpus: Integer[np.ndarray, "gpus room"]
+    """Replicas on each GPU."""
+
+    @classmethod
+    def of(
+        cls,
+        weight: Float64[np.ndarray, " E"],
+        experts: Integer[np.ndarray, " e"],
+        num_replicas: int,
+        num_gpus: int,
+    ) -> _Node:
+        """Places replicas so that no GPU is heavier than the heaviest one of EPLB.
+
+        Args:
+          experts: logical experts of this node.
+          num_replicas, num_gpus: slots and GPUs of this node.
+        """
+        count = _replica_counts(weight[experts], num_replicas)
+        replicas = np.repeat(experts, count)
+        load = np.repeat(weight[experts] / count, count)
+        greedy = cls(replicas, load, pack(load, num_gpus))
+        improved = dataclasses.replace(greedy, gpus=improve(load, greedy.gpus))
+        return improved.separated(greedy.heaviest)
+
+    @property
+    def slots(self) -> Integer[np.ndarray, " n"]:
+        """The logical expert in each slot."""
+        return self.replicas[self.gpus].ravel()
+
+    @property
+    def heaviest(self) -> float:
+        """Load of the heaviest GPU."""
+        return float(self.load[self.gpus].sum(1).max())
+
+    @property
+    def too_many(self) -> int:
+        """Replicas that are on the same GPU as others of their expert, and need not be."""
+        return too_many(self.replicas, self.gpus)
+
+    def separated(self, most: float) -> _Node:
+        """Returns a placement with fewer such replicas, if there are any and one is found in which
+        no GPU has more load than ``most``."""
+        if not self.too_many:
+            return self
+        kind, load = self.replicas, self.load
+        starts = separate(load, self.gpus, kind, most), pack(load, len(self.gpus), kind)
+        placements = [dataclasses.replace(self, gpus=improve(load, gpus, kind)) for gpus in starts]
+        return min(
+            (self, *(each for each in placements if each.heaviest <= most)),
+            key=lambda each: (each.too_many, each.heaviest),
+        )
 
 
 def _replica_counts(weight: Float64[np.ndarray, " E"], total: int) -> Integer[np.ndarray, " E"]:

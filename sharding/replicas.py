@@ -126,18 +126,21 @@ def choose_replicas(
     experts: Int32[Array, "M K"],
     log2phy: Int32[Array, "E max_rep"],
     logcnt: Int32[Array, " E"],
+    shard: Int32[Array, ""] | int = 0,
 ) -> Int32[Array, "M K"]:
     """Returns the expert slot for each (token, expert) pair, with replicas used round-robin.
 
-    With n replicas, token m takes replica m mod n. The choice depends only on m and the expert.
-    Other tokens therefore do not influence a token's result, and M tokens of one expert are
-    distributed evenly.
+    With n replicas, token m of shard s takes replica (m + s) mod n. The choice depends only on m, s
+    and the expert. Other tokens therefore do not influence a token's result, and M tokens of one
+    expert are distributed evenly, and so are the first tokens of all shards.
 
     Args:
       experts: expert numbers 0 .. E - 1.
       log2phy, logcnt: one layer of the tables of a :class:`Placement`.
+      shard: number of the shard of the batch that these tokens are. Devices with the same tokens
+        have the same number.
     """
-    token = jnp.arange(experts.shape[0], dtype=jnp.int32)[:, None]
+    token = jnp.arange(experts.shape[0], dtype=jnp.int32)[:, None] + shard
     return log2phy[experts, token % logcnt[experts]]
 
 

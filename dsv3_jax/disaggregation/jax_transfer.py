@@ -142,7 +142,9 @@ class JaxReceiver:
         """Returns the most bytes of a ticket."""
         return _MAX_TICKET_BYTES
 
-    async def receive(self, content: bytes, host: str, max_page_bytes: int) -> Sequence[memoryview]:
+    async def receive(
+        self, content: bytes, host: str, max_page_bytes: int, max_pages: int
+    ) -> Sequence[memoryview]:
         """Returns the records of a ticket. Cancelling it gives the pull up."""
         try:
             ticket = _Ticket.model_validate_json(content)
@@ -152,6 +154,8 @@ class JaxReceiver:
             raise ProtocolError(
                 f"ticket: expected records of at most {most} bytes, got {max(ticket.sizes)}"
             )
+        if (count := len(ticket.sizes)) > max_pages:
+            raise ProtocolError(f"ticket: expected at most {max_pages} records, got {count}")
         address = f"[{host}]:{ticket.port}" if ":" in host else f"{host}:{ticket.port}"
         connection = self._server.connect(address)
         arrays = _pull(connection, ticket.number, ticket.sizes)

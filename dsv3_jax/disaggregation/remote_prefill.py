@@ -212,11 +212,12 @@ class RemotePrefill:
             if response.status != 200:
                 message = (await response.content.read(_SHOWN_BYTES)).decode("utf-8", "replace")
                 raise _RefusedError(response.status, message)
-            left = iter(wanted)
+            left, before = iter(wanted), len(records)
             try:
                 max_bytes = self._receiver.max_frame_bytes(most)
                 async for content in frames(response.content, max_bytes):
-                    for data in await self._receiver.receive(content, peer.host, most):
+                    pages = len(wanted) - (len(records) - before)
+                    for data in await self._receiver.receive(content, peer.host, most, pages):
                         address = next(left, None)
                         if address is None:
                             raise ProtocolError(f"answer: expected {len(wanted)} pages, got more")

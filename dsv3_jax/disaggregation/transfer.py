@@ -59,13 +59,14 @@ class Receiver(Protocol):
         ...
 
     async def receive(
-        self, content: bytes, host: str, max_page_bytes: int
+        self, content: bytes, host: str, max_page_bytes: int, max_pages: int
     ) -> Sequence[bytes | memoryview]:
         """Returns the encoded records that belong to a frame. Cancelling it ends the transfer.
 
         Args:
           host: of the peer that sent the frame. Nothing is pulled from another one.
           max_page_bytes: most bytes of a page's contents.
+          max_pages: most records. More are refused before there is memory for them.
 
         Raises:
           ProtocolError: the frame has another form.
@@ -101,6 +102,8 @@ class HttpReceiver:
         """Returns the most bytes of a record."""
         return max_record_bytes(max_page_bytes)
 
-    async def receive(self, content: bytes, host: str, max_page_bytes: int) -> Sequence[bytes]:
+    async def receive(
+        self, content: bytes, host: str, max_page_bytes: int, max_pages: int
+    ) -> Sequence[bytes]:
         """Returns the frame's content, which is a record."""
         return [content]

@@ -73,7 +73,7 @@ class StagedLoad:
     def close(self) -> None:
         """Gives up the load, or its share of the memory for staging."""
         self.is_closed = True
-        # Whoever still has the load keeps no pages with it.
+        # Those that still refer to the load keep no pages by that.
         future, self.future = self.future, None
         if future is not None:
             future.cancel()
@@ -221,8 +221,8 @@ class PageTransfer:
         numbers, addresses = map(list, zip(*pages, strict=True))
         try:
             gathered = self._packer.gather(pool, numbers)
-        except jax.errors.JaxRuntimeError as error:  # such as a lack of memory for the copies
-            logger.warning("cache tiers: %d pages were not saved: %s", len(pages), error)
+        except Exception as error:  # such as a lack of memory for the copies
+            logger.warning("cache tiers: %d pages were not saved: %r", len(pages), error)
             with self._lock:
                 self._unsaved_bytes -= len(pages) * identity.format.num_bytes
                 self.dropped_pages += len(pages)

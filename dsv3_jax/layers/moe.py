@@ -199,10 +199,12 @@ class MoE(nnx.Module):
         return self.experts.gate_proj.weight.shape[0]
 
     def _slots(self, routes: Routes) -> Int[Array, "M K"]:
-        """Returns the slot of each chosen expert."""
+        """Returns the slot of each chosen expert. On a mesh, shards of the batch begin with
+        different replicas: with few tokens on each, all replicas get some."""
         if self.replicas is None:
             return routes.experts
-        return choose_replicas(routes.experts, *self.replicas)
+        shard = 0 if self.layout is None else self.layout.shard_index("batch")
+        return choose_replicas(routes.experts, *self.replicas, shard)
 
     def _mix(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None

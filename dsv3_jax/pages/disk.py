@@ -351,15 +351,15 @@ class DiskPages:
         with self._changed:
             self._stats = self._stats.plus(used=used - self._stats.used_bytes)
 
-    def _remove_unused(self, needed: int = 0, kept: Sequence[bytes] = ()) -> int:
+    def _remove_unused(self, needed: int = 0, protected: Sequence[bytes] = ()) -> int:
         """Deletes what killed writers left behind, and the least recently used files if all files
         and ``needed`` more bytes exceed the capacity. Returns the sum of the others' bytes and
         ``needed``.
 
         Args:
-          kept: digests of pages that are not deleted.
+          protected: digests of pages that are not deleted.
         """
-        kept_names = {self._path(digest).name for digest in kept}
+        protected_names = {self._path(digest).name for digest in protected}
         files: list[tuple[int, int, Path]] = []
         # Nothing else that is in the directory is touched.
         for folder in self._directory.glob(_FOLDERS):
@@ -369,12 +369,12 @@ class DiskPages:
                     status = path.stat()
                     files.append((status.st_mtime_ns, status.st_size, path))
         used = sum(size for _, size, _ in files) + needed
-        least = sum(size for _, size, path in files if path.name in kept_names) + needed
+        least = sum(size for _, size, path in files if path.name in protected_names) + needed
         if used > self._capacity >= least:
             for _, size, path in sorted(files):
                 if used <= self._capacity * _LEFT_AFTER_EVICTION:
                     break
-                if path.name not in kept_names:
+                if path.name not in protected_names:
                     path.unlink(missing_ok=True)
                     self._parents.pop(bytes.fromhex(path.stem), None)
                     used -= size

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from dsv3_jax.pages.address import PageAddress
 from dsv3_jax.pages.disk import DiskPages
@@ -24,6 +25,7 @@ from dsv3_jax.pages.source import PageSource, TierStats
 logger = logging.getLogger(__name__)
 
 _LEAST_LOAD_BYTES = 4 * 2**30
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheTiers:
@@ -102,52 +104,13 @@ class PageTiers:
 
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
         """See :class:`~dsv3_jax.pages.source.PageSource`."""
-        parts: deque[tuple[PageSource, int, Future[list[PageRecord]]]] = deque()
+        parts: deque[_Part] = deque()
         begin = 0
         for source, count in self._parts(addresses):
             asked = addresses[begin : begin + count]
-            parts.append((source, count, _fetch(source, asked)))
+            parts.append(_Part(source, count, _fetch(source, asked)))
             begin += count
-        joined: Future[list[PageRecord]] = Future()
-        records: list[PageRecord] = []
-        lock = threading.RLock()
-
-        def take(_: object = None) -> None:
-            """Takes the results of part after part, as far as they are there."""
-            with lock:
-                try:
-                    while parts:
-                        source, count, future = parts[0]
-                        if not future.done():
-                            future.add_done_callback(take)
-                            return
-                        parts.popleft()
-                        got = [] if future.cancelled() or future.exception() else future.result()
-                        records.extend(got)
-                        if self.host is not None and source is not self.host:
-                            self.host.store(got)
-                        if len(got) < count:
-                            break  # later pages do not follow these
-                except BaseException:  # the future has to end, whatever it is
-                    logger.exception("cache tiers: pages were not loaded")
-                end()
-
-        def end(_: object = None) -> None:
-            """Ends the future with what has come. Callbacks keep futures and this frame for a
-            while, so that nothing stays in them."""
-            with lock:
-                left, found = list(parts), records.copy()
-                parts.clear()
-                records.clear()
-                if not joined.done() and joined.set_running_or_notify_cancel():
-                    joined.set_result(found)
-                for _, _, future in left:
-                    future.cancel()
-
-        take()
-        # Of a future that is cancelled, or has ended, nothing is left to take.
-        joined.add_done_callback(end)
-        return joined
+        return _Join(parts, self.host).begin()
 
     def store(self, records: Sequence[PageRecord]) -> None:
         """See :class:`~dsv3_jax.pages.source.PageSink`."""
@@ -208,6 +171,70 @@ class PageTiers:
             parts.append((self._sources[number], end - begin))
             begin = end
         return parts
+
+
+class _Part(NamedTuple):
+    source: PageSource
+    pages: int
+    """Number of pages that were asked for."""
+    future: Future[list[PageRecord]]
+
+
+class _Join:
+    """Joins the results of parts in a future, which ends whatever happens.
+
+    Nobody who still has the future or one of its callbacks keeps pages in memory by that, not even
+    until Python collects cycles: pages are large.
+
+    Args:
+      host: keeps the pages of other sources too.
+    """
+
+    def __init__(self, parts: deque[_Part], host: HostMemory | None):
+        self._parts = parts
+        self._host = host
+        self._records: list[PageRecord] = []
+        self._future: Future[list[PageRecord]] | None = Future()
+        self._lock = threading.RLock()
+
+    def begin(self) -> Future[list[PageRecord]]:
+        """Returns the future."""
+        future = self._future
+        assert future is not None
+        self._take()
+        future.add_done_callback(self._give_up)
+        return future
+
+    def _take(self, _: object = None) -> None:
+        """Takes the results of part after part, as far as they are there."""
+        with self._lock:
+            try:
+                while self._parts:
+                    source, count, future = self._parts[0]
+                    if not future.done():
+                        future.add_done_callback(self._take)
+                        return
+                    self._parts.popleft()
+                    got = [] if future.cancelled() or future.exception() else future.result()
+                    self._records.extend(got)
+                    if self._host is not None and source is not self._host:
+                        self._host.store(got)
+                    if len(got) < count:
+                        break  # later pages do not follow these
+            except BaseException:  # the future has to end, whatever it is
+                logger.exception("cache tiers: pages were not loaded")
+            joined, records = self._future, self._records
+            self._give_up()
+            if joined is not None and joined.set_running_or_notify_cancel():
+                joined.set_result(records)
+
+    def _give_up(self, _: object = None) -> None:
+        """Cancels what is under way, and lets go what has come."""
+        with self._lock:
+            left, self._parts = self._parts, deque()
+            self._records, self._future = [], None
+            for part in left:
+                part.future.cancel()
 
 
 def _lookup(source: PageSource, addresses: Sequence[PageAddress]) -> int:

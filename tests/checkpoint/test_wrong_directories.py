@@ -67,7 +67,7 @@ HF = r"a Hugging Face directory \(dsv3 convert makes a store of it\)"
         ("export", "other", "run.json: a directory without manifest.json and config.json"),
         ("export", "file", "found no run.json: a file"),
         ("export", "missing", "found no run.json: no such directory"),
-        ("export", "demo", rf"^dsv3 export: error: STORE\|RUN_DIR: demo: .*found no run.json: {HF}"),
+        ("export", "demo", rf"error: STORE\|RUN_DIR: demo: .*found no run.json: {HF}"),
     ],
 )
 def test_a_directory_of_another_kind(kinds, tmp_path, capsys, command, kind, message):

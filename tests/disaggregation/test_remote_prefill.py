@@ -191,6 +191,7 @@ def test_a_pull_that_never_ends_is_given_up(monkeypatch):
         b'{"port": 9, "number": 7, "sizes": []}',
         b'{"port": 9, "number": 7, "sizes": [100], "host": "10.0.0.1"}',
         b'{"port": 9, "number": 7, "sizes": [%d]}' % 2**40,
+        b'{"port": 9, "number": 7, "sizes": [%s]}' % b", ".join([b"100"] * 200),
         b"x" * 2**15,
     ],
 )

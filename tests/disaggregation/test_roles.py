@@ -49,7 +49,7 @@ def test_the_memory_for_loads(words, expected):
 
 
 def test_no_memory_for_loads_is_refused():
-    with pytest.raises(ValueError, match="--prefix-load-gib: expected GiB from 0.001 to 1048576"):
+    with pytest.raises(ValueError, match=r"--prefix-load-gib: expected GiB from 0\.001 to 1048576"):
         check_arguments(parsed("--prefix-load-gib", "0"))
 
 

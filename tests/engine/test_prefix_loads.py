@@ -365,7 +365,7 @@ class CountingLoad:
 
 
 class TestBudget:
-    """Loads stay below a number of bytes, whoever waits."""
+    """Loads stay below a number of bytes, however many requests wait."""
 
     PROMPT = 2**15
     PAGE = 64

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +20,11 @@ from dsv3_jax.engine.page_transfer import PageTransfer
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator
-from dsv3_jax.pages import PageFormat
+from dsv3_jax.pages import PageFormat, PageRecord, PageTiers
 from dsv3_jax.server.metrics import Metrics
 from sharding import make_layout
 from tests.engine.conftest import BUCKETS, MAX_LEN
+from tests.pages.conftest import IDENTITY, record_of
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
 PAGE_SIZE = 8
@@ -193,6 +197,113 @@ def test_another_model_loads_no_page_and_a_restart_keeps_the_disk(tiny_mtp, expe
         assert run(engine) == (changed, WHOLE)
         host, disk = engine.stats().tiers
         assert (host.hit_pages, disk.hit_pages) == (0, sum(WHOLE) // PAGE_SIZE - 12)
+
+
+def test_waiting_requests_load_within_the_memory_for_it(tiny_mtp, alone, tmp_path, monkeypatch):
+    """Whatever host memory and staging memory there is: none of both, here."""
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, 64, 6 * PAGE_SIZE + 3).tolist() for _ in range(12)]
+    expected = alone.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
+    page = PageFormat.of(tiny_mtp.cache_spec(mtp=True), PAGE_SIZE).num_bytes
+    tiers = CacheTiers(disk=tmp_path, staging_bytes=0, load_bytes=14 * page)
+    alive: list[weakref.ref[np.ndarray]] = []
+    seen: list[int] = []
+    read = PageRecord.read
+
+    def counted(file, size):
+        record = read(file, size)
+        alive.append(weakref.ref(record.payload))
+        seen.append(sum(array.nbytes for ref in list(alive) if (array := ref()) is not None))
+        return record
+
+    monkeypatch.setattr(PageRecord, "read", counted)
+    with make(tiny_mtp, tiers, draft="mtp") as engine:
+        assert run(engine, prompts)[1] == [0] * 12
+        engine.clear_prefix_cache(tiers=False)
+        handles = [engine.submit(each, max_new_tokens=NEW, ignore_eos=True) for each in prompts]
+        while engine.step():
+            engine.check_integrity()
+            assert engine.stats().loading_bytes <= tiers.load_bytes
+        done = [handle.result(SECONDS) for handle in handles]
+        assert [each.tokens for each in done] == [each.tokens for each in expected]
+        assert [each.cached_tokens for each in done] == [6 * PAGE_SIZE] * 12
+        assert engine.stats().loading_bytes == 0
+        text = Metrics(engine, "tiny", PAGE_SIZE).text().decode()
+        assert 'dsv3:prefix_load_bytes{model_name="tiny"} 0.0' in text
+    assert len(seen) == 72
+    assert 6 * page < max(seen) <= tiers.load_bytes
+
+
+class TestTransfer:
+    """Loads of a transfer without a device."""
+
+    @pytest.fixture
+    def transfer(self):
+        self.packer = SimpleNamespace(pinned=False, stage=lambda payload, pinned: ())
+        config = CacheTiers(host_bytes=2**20)
+        tiers = PageTiers(config)
+        pool = SimpleNamespace(token_parts=1)
+        transfer = PageTransfer(IDENTITY, tiers, self.packer, pool, config)
+        transfer.on_load = (loaded := threading.Event()).set
+        self.loaded = loaded
+        self.addresses = IDENTITY.addresses(list(range(100, 126)))
+        tiers.store([record_of(address) for address in self.addresses])
+        yield transfer
+        transfer.close(SECONDS)
+
+    @pytest.mark.parametrize("error", [MemoryError, RecursionError, SystemExit, KeyboardInterrupt])
+    def test_any_error_ends_the_load(self, transfer, error):
+        def fail(payload, pinned):
+            raise error
+
+        self.packer.stage = fail
+        load = transfer.load(self.addresses)
+        assert self.loaded.wait(SECONDS)
+        assert load.contents == []
+
+    @pytest.mark.parametrize("error", [MemoryError(), SystemExit(), OSError()])
+    def test_a_future_with_an_error_ends_the_load(self, transfer, error, monkeypatch):
+        future: Future[list[PageRecord]] = Future()
+        future.set_exception(error)
+        monkeypatch.setattr(transfer._tiers, "fetch", lambda addresses: future)
+        load = transfer.load(self.addresses)
+        assert self.loaded.wait(SECONDS)
+        assert load.contents == []
+
+    def test_a_load_that_is_given_up_keeps_no_page(self, transfer):
+        """Not even while another one is copied to the device before it."""
+        began, go = threading.Event(), threading.Event()
+
+        def stage(payload, pinned):
+            began.set()
+            go.wait(SECONDS)
+            return ()
+
+        self.packer.stage = stage
+        first = transfer.load(self.addresses[:1])
+        assert began.wait(SECONDS)
+        second = transfer.load(self.addresses)
+        pages = [weakref.ref(record) for record in second.future.result(SECONDS)]
+        transfer.clear_memory()
+        second.close()
+        assert not any(page() for page in pages[1:])
+        go.set()
+        assert self.loaded.wait(SECONDS)
+        assert len(first.contents) == 1
+        first.close()
+
+    def test_pages_that_cannot_be_saved_do_not_end_the_thread(self, transfer, caplog):
+        class Page:
+            def payload(self):
+                raise MemoryError
+
+        size = IDENTITY.format.num_bytes
+        assert transfer._reserve_unsaved(1, size) == 1
+        transfer._queue.put((IDENTITY, self.addresses[:1], [Page()]))
+        assert transfer.flush(SECONDS)
+        assert transfer.dropped_pages == 1
+        assert transfer._unsaved_bytes == 0
+        assert "1 pages were not saved: MemoryError()" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -139,9 +139,9 @@ def test_any_error_of_a_record_ends_the_future(error, method, disk, monkeypatch)
         return works(*arguments)
 
     monkeypatch.setattr(PageRecord, method, fail)
-    found = disk.fetch(ADDRESSES).result(SECONDS)
-    assert [record.address for record in found] == ADDRESSES[: len(found)]
-    assert len(found) < len(ADDRESSES), "the page that failed was found"
+    records = disk.fetch(ADDRESSES).result(SECONDS)
+    assert [record.address for record in records] == ADDRESSES[: len(records)]
+    assert len(records) < len(ADDRESSES), "the page that failed was found"
     monkeypatch.undo()
     disk.store(RECORDS)
     assert disk.flush(SECONDS)

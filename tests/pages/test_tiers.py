@@ -190,9 +190,9 @@ class TestDisk:
         disk.store(others[:4])
         disk.close(SECONDS)
         disk = DiskPages(tmp_path, 8 * size)
-        found = fetch(disk, pages), fetch(disk, others)
-        assert found[1] == 4
-        assert sum(found) == len(files(tmp_path)) > 4
+        counts = fetch(disk, pages), fetch(disk, others)
+        assert counts[1] == 4
+        assert sum(counts) == len(files(tmp_path)) > 4
         disk.close(SECONDS)
 
     def test_what_killed_writers_left_is_removed(self, tmp_path):
@@ -319,9 +319,9 @@ class OrderOfUse(RuleBasedStateMachine):
         first = min(first, self.done[number])
         pages = self.PROMPTS[number][first:]
         begin = fetch(self.host, pages)
-        found = self.disk.fetch([page.address for page in pages[begin:]]).result(SECONDS)
-        self.host.store(found)
-        self.done[number] = first + begin + len(found)
+        records = self.disk.fetch([page.address for page in pages[begin:]]).result(SECONDS)
+        self.host.store(records)
+        self.done[number] = first + begin + len(records)
 
     @rule(pages=st.sampled_from([5, 10]))
     def restart(self, pages):
@@ -338,11 +338,13 @@ class OrderOfUse(RuleBasedStateMachine):
     def every_page_can_be_found(self):
         names = {path.stem for path in files(Path(self.directory.name))}
         for prompt in self.PROMPTS:
-            for kept in (
+            for is_in_tier in (
                 [record.address in self.host for record in prompt],
                 [record.address.digest.hex() in names for record in prompt],
             ):
-                assert kept == sorted(kept, reverse=True), "a page is kept without its predecessor"
+                assert is_in_tier == sorted(is_in_tier, reverse=True), (
+                    "a page lacks those before it"
+                )
         assert self.host.stats().used_bytes <= self.PAGES * PAGE
         assert len(names) <= self.PAGES
 
@@ -405,9 +407,9 @@ class TestTogether:
         class Other(HostMemory):
             def lookup(self, addresses) -> int:
                 nonlocal lookups
-                found = super().lookup(addresses)
-                lookups += found + 1
-                return found
+                count = super().lookup(addresses)
+                lookups += count + 1
+                return count
 
         other = Other(10**4 * PAGE)
         for page in pages[1::2]:
@@ -420,8 +422,8 @@ class TestTogether:
         assert len(addresses) == 2001
         assert tiers.lookup(addresses) == 2001
         lookups = 0
-        found = tiers.fetch(addresses).result(SECONDS)
-        assert [record.address for record in found] == addresses
+        records = tiers.fetch(addresses).result(SECONDS)
+        assert [record.address for record in records] == addresses
         assert lookups < 4 * len(addresses)
 
     @pytest.mark.parametrize("late_first", [True, False])

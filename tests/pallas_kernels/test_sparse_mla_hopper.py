@@ -5,11 +5,16 @@ It runs on a GPU, or interpreted with race detection.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, func
+from jaxlib.mlir.passmanager import PassManager
 
 from pallas_kernels import (
     dequantize_latent,
@@ -18,12 +23,34 @@ from pallas_kernels import (
     sparse_mla_prefill,
 )
 from pallas_kernels.mla_decode import merge_kernel
-from pallas_kernels.sparse_mla_decode import mosaic_gpu
+from pallas_kernels.sparse_mla_decode import gather, mosaic_gpu
 from pallas_kernels.sparse_mla_decode.work import Work, divide
 from pallas_kernels.sparse_mla_prefill import mosaic_gpu as prefill
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES, check, device
 from tests.pallas_kernels.sparse_mla_cases import SparseMlaDecodeCases, SparseMlaPrefillCases
+
+
+@pytest.mark.parametrize("index", [0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, 2**32 - 1])
+def test_the_address_of_an_index_has_64_bits(index):
+    """4 sequences of 131,072 tokens with 2,048 indices per token have 2^30 indices: no memory here
+    has room for these, so that the compiler computes the address of a constant index."""
+    base = 7 << 40
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+            function = func.FuncOp("load", ([], []))
+            with ir.InsertionPoint(function.add_entry_block()):
+                i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+                signed = index - (2**32 if index >= 2**31 else 0)
+                gather._load(
+                    arith.constant(i64, ir.IntegerAttr.get(i64, base)),
+                    arith.constant(i32, ir.IntegerAttr.get(i32, signed)),
+                )
+                func.ReturnOp([])
+        PassManager.parse("builtin.module(canonicalize)").run(module.operation)
+        (address,) = re.findall(r"%\S+ = arith.constant (\d+) : i64", str(module))
+    assert int(address) == base + 4 * index
 
 
 @functools.cache

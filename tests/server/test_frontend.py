@@ -331,6 +331,62 @@ def test_short_calls_do_not_wait_for_submissions(idle):
             may_end.set()
 
 
+@pytest.mark.parametrize("where", ["gain", "send"])
+def test_an_error_of_one_message_ends_its_requests_alone(where):
+    """The thread that sends goes on: else all streams would stop without an end."""
+    messages: queue.Queue[Gains] = queue.Queue()
+    cancelled: list[EngineRequest] = []
+    broken, other = EngineRequest(cancelled.append), EngineRequest(cancelled.append)
+
+    def send(gains: Gains) -> None:
+        if any(gain.text == "x" for gain in gains.gains):
+            raise MemoryError
+        messages.put(gains)
+
+    outbox = _Outbox(send)
+    outbox._open = {number: _OpenRequest(number, r) for number, r in enumerate((broken, other))}
+    if where == "gain":
+
+        def gain() -> Gain:
+            raise RecursionError("too deep")
+
+        outbox._open[0].gain = gain  # pyright: ignore[reportAttributeAccessIssue]
+    other.deliver("a", [1], [0.0], None)
+    assert outbox._open[1].gain() is not None  # so that each has a message of its own
+    thread = threading.Thread(target=outbox.run)
+    thread.start()
+    try:
+        broken.deliver("x", [1], [0.0], None)
+        outbox._mark(0)
+        (failed,) = messages.get(timeout=SECONDS).gains
+        other.deliver("b", [2], [0.0], None)
+        outbox._mark(1)
+        (sent,) = messages.get(timeout=SECONDS).gains
+    finally:
+        outbox.close()
+        thread.join()
+    assert failed.id == 0
+    assert failed.error is not None
+    assert cancelled[0] is broken
+    assert (sent.id, sent.text, sent.error) == (1, "b", None)
+
+
+def test_a_reply_that_cannot_be_sent_is_an_error_of_the_call(idle, monkeypatch):
+    _, remote, _ = idle
+    monkeypatch.setattr(EngineHost, "call_stats", lambda self: threading.Lock())
+    with pytest.raises(RuntimeError, match="pickle"):
+        remote.stats()
+
+
+def test_a_message_that_cannot_be_read_ends_all_that_wait(idle, monkeypatch):
+    _, remote, events = idle
+    (handle,) = remote.submit_all(["a"])
+    monkeypatch.setattr(remote._silence, "interrupt", lambda: 1 / 0)  # at the next sign of life
+    with pytest.raises(EngineError, match="its process has ended"):
+        handle.result(SECONDS)
+    assert events == ["lost"]
+
+
 def test_a_refused_submission_leaves_nothing(idle):
     _, remote, _ = idle
     with pytest.raises(QueueFullError, match="waiting queue: full"):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sharding import balancedness, rebalance_experts
-from sharding.bin_packing import improve, pack
+from sharding.bin_packing import improve, pack, separate, too_many
 from sharding.eplb import replica_tables
 from tests.sharding.placements import check_tables, heaviest_of_greedy, random_cases
 
@@ -79,6 +79,64 @@ def test_deepseek_v3(arguments):
     heaviest = np.array([heaviest_of_greedy(layer, *arguments) for layer in weight.tolist()])
     greedy = weight.sum(1) / arguments[3] / heaviest
     assert (balancedness(weight, phy2log, arguments[3]) >= greedy - 1e-12).all()
+
+
+def on_one_gpu(layer, nodes: int, gpus: int) -> int:
+    """Returns how many replicas share a GPU with another one of their expert, though the node has
+    enough GPUs for all."""
+    count = 0
+    for node in layer.reshape(nodes, gpus // nodes, -1):
+        allowed = -(-np.bincount(node.ravel()) // len(node))
+        for gpu in node:
+            here = np.bincount(gpu, minlength=len(allowed))
+            count += np.maximum(here - allowed, 0).sum()
+    return count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sigma"),
+    [
+        ((288, 1, 1, 32), 1.5),  # 39 of 48 layers had an expert twice on a GPU
+        ((288, 8, 1, 32), 0.7),
+        ((288, 8, 4, 32), 0.7),
+        ((320, 8, 1, 8), 1.5),
+        ((512, 1, 1, 64), 1.5),
+    ],
+)
+def test_no_gpu_has_an_expert_twice(arguments, sigma):
+    """Without need, that is. No GPU exceeds the greedy maximum for it."""
+    for seed in range(2):
+        weight = np.random.default_rng(seed).lognormal(0, sigma, (12, 256))
+        phy2log, log2phy, logcnt = rebalance_experts(weight, *arguments)
+        check_tables(phy2log, log2phy, logcnt, 256)
+        check_placement(weight, phy2log, *arguments)
+        nodes, gpus = arguments[2:]
+        assert [on_one_gpu(layer, nodes, gpus) for layer in phy2log] == [0] * 12
+        heaviest = np.array([heaviest_of_greedy(layer, *arguments) for layer in weight.tolist()])
+        greedy = weight.sum(1) / gpus / heaviest
+        assert (balancedness(weight, phy2log, gpus) >= greedy - 1e-12).all()
+
+
+def test_copies_are_packed_and_kept_apart():
+    """Whatever the loads are, if copies can be in different packs, all are."""
+    rng = np.random.default_rng(6)
+    for _ in range(200):
+        packs, room = (int(n) for n in rng.integers(2, 7, 2))
+        kind = np.sort(rng.integers(0, packs * room, packs * room))
+        load = rng.random(kind.max() + 1)[kind]
+        packed = pack(load, packs, kind)
+        assert sorted(packed.ravel()) == list(range(load.size))
+        before = load[packed].sum(1).max()
+        improved = improve(load, packed, kind)
+        assert sorted(improved.ravel()) == list(range(load.size))
+        assert too_many(kind, improved) <= too_many(kind, packed)
+        assert load[improved].sum(1).max() <= before + 1e-12
+        greedy = improve(load, pack(load, packs))
+        for most in (load[greedy].sum(1).max(), np.inf):
+            apart = separate(load, greedy, kind, most)
+            assert sorted(apart.ravel()) == list(range(load.size))
+            assert too_many(kind, apart) <= too_many(kind, greedy)
+            assert load[apart].sum(1).max() <= most
 
 
 def test_layers_are_independent():

@@ -1,6 +1,7 @@
 """Replicas are chosen round-robin, slots have the right weights, and shapes never change."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sharding import Placement, choose_replicas, physical_experts
+from dsv3_jax.layers.moe import MoE, Replicas
+from pallas_kernels.route.reference import Routes
+from sharding import Placement, choose_replicas, make_layout, physical_experts
 from tests.sharding.placements import check_tables
 
 GOOD = Placement.identity(2, 12, 16)
@@ -71,6 +74,45 @@ def test_replicas_get_equal_numbers_of_tokens():
         _, tokens = np.unique(chosen, return_counts=True)
         assert len(tokens) == placement.logcnt[0, expert]
         assert tokens.max() - tokens.min() <= 1
+
+
+@pytest.mark.parametrize(("shards", "count"), [(16, 1), (16, 3), (7, 1), (2, 40)])
+def test_replicas_get_equal_numbers_of_the_tokens_of_all_shards(shards, count):
+    """With one token on each of 16 shards, nine replicas got 16, 0, 0, ..."""
+    slots = np.array([[0] * 9 + [1, 2, 3]])
+    placement = Placement.from_phy2log(slots, 4)
+    experts = jnp.zeros((count, 1), jnp.int32)
+    tables = placement.log2phy[0], placement.logcnt[0]
+    chosen = [choose_replicas(experts, *tables, shard) for shard in range(shards)]
+    tokens = np.bincount(np.concatenate(chosen).ravel(), minlength=9)
+    assert tokens.sum() == shards * count
+    assert tokens.max() - tokens.min() <= min(shards, count)
+    # The first tokens of all shards alone, such as those that are no padding.
+    first = np.bincount([int(each[0, 0]) for each in chosen], minlength=9)
+    assert first.max() - first.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sets"), [("dp_attention_ep", 8), ("tp_attention_ep", 1), (None, 1)]
+)
+def test_a_layer_begins_with_another_replica_on_each_shard_of_the_batch(name, sets):
+    """Devices with the same tokens choose the same replicas."""
+    layout = None if name is None else make_layout(name)
+    placement = Placement.from_phy2log(np.array([[0] * 8 + list(range(1, 9))]), 9)
+    replicas = Replicas(placement.log2phy[0], placement.logcnt[0])
+    layer = SimpleNamespace(layout=layout, replicas=replicas)
+    zero = jnp.zeros((1, 1), jnp.int32)
+    routes = Routes(zero + 1.0, zero, zero + 1.0, zero[0], zero[0], zero[0])
+
+    def slots() -> jax.Array:
+        return MoE._slots(layer, routes)
+
+    if layout is not None:
+        axes = jax.sharding.PartitionSpec(layout.mesh.axis_names)
+        slots = layout.shard_map(slots, (), axes)
+    chosen = np.asarray(slots()).ravel()
+    assert len(chosen) == (1 if layout is None else 8)
+    assert len(set(chosen.tolist())) == sets
 
 
 def test_a_choice_does_not_depend_on_other_tokens():

@@ -84,7 +84,10 @@ class EngineHost:
             result = getattr(self, "call_" + call.method)(*call.arguments)
         except Exception as raised:
             error = PortableError.of(raised)
-        self._send(Reply(call.number, result, error))
+        try:
+            self._send(Reply(call.number, result, error))
+        except Exception as raised:  # of the pickle; the caller would wait for ever
+            self._send(Reply(call.number, None, PortableError.of(raised)))
 
     def _send(self, message: Any) -> None:
         try:
@@ -203,13 +206,18 @@ class _Outbox:
                 self._send_gains(group)
 
     def _send_gains(self, requests: Sequence[_OpenRequest]) -> None:
-        gains = [gain for request in requests if (gain := request.gain()) is not None]
+        try:
+            gains = [gain for request in requests if (gain := request.gain()) is not None]
+            if gains:
+                self._send(Gains(gains))
+        except Exception as error:  # these requests end; all would wait for this thread for ever
+            logger.exception("what requests gained was not sent")
+            gains = [request.failed(error) for request in requests]
+            self._send(Gains(gains))
         ended = [g.id for g in gains if g.completion is not None or g.error is not None]
         with self._changed:
             for number in ended:
                 del self._open[number]
-        if gains:
-            self._send(Gains(gains))
 
 
 class _OpenRequest:
@@ -225,6 +233,11 @@ class _OpenRequest:
     def is_new(self) -> bool:
         """Whether nothing has been sent yet."""
         return not self._pieces
+
+    def failed(self, error: Exception) -> Gain:
+        """Ends the request, and returns its error."""
+        self.handle.cancel()
+        return Gain(self._number, "", [], [], None, [], None, None, PortableError.of(error))
 
     def gain(self) -> Gain | None:
         """Returns what is new, or None."""

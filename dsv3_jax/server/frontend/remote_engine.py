@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -32,6 +33,8 @@ from dsv3_jax.server.frontend.messages import (
 )
 from dsv3_jax.server.frontend.silence import Silence
 from dsv3_jax.server.grammar import GrammarSource
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteEngine:
@@ -209,6 +212,8 @@ class RemoteEngine:
                     self._failure = EngineError(message.message)
         except (EOFError, OSError):
             pass
+        except Exception:  # who waits for an answer must not wait for ever
+            logger.exception("the connection to the engine's process ends")
         self._silence.end()
         self._outgoing.put(None)
         self._fail_all(EngineError("engine: its process has ended"))
