@@ -318,7 +318,7 @@ def test_white_space_between_calls_does_not_depend_on_the_pieces(parser):
 
 @pytest.mark.parametrize("parser", PARSERS.values())
 def test_adjacent_texts_of_a_whole_answer_are_one(parser):
-    """Those who add them up copy the text before each."""
+    """Otherwise, an endpoint that adds up texts would copy the text before each of them."""
     begin = parser.ends_reasoning[-1]
     end = dict(FORMATS)[parser]().rpartition(begin)[2].strip()
     text = f"{begin}x{end}" * 1000 + dict(FORMATS)[parser](("f", json.dumps({"a": "\n" * 999})))
