@@ -316,6 +316,16 @@ def test_white_space_between_calls_does_not_depend_on_the_pieces(parser):
         assert parts(split(parser(), text, cuts)) == expected
 
 
+@pytest.mark.parametrize("parser", PARSERS.values())
+def test_adjacent_texts_of_a_whole_answer_are_one(parser):
+    """Otherwise, an endpoint that adds up texts would copy the text before each of them."""
+    begin = parser.ends_reasoning[-1]
+    end = dict(FORMATS)[parser]().rpartition(begin)[2].strip()
+    text = f"{begin}x{end}" * 1000 + dict(FORMATS)[parser](("f", json.dumps({"a": "\n" * 999})))
+    types = [type(event) for event in parser().add(text, is_last=True)]
+    assert types == [Content, CallBegin, CallArguments]
+
+
 def test_many_special_tokens_take_linear_time():
     """In a whole answer, where the rest was once searched anew after each for each of them."""
     special = [f"<｜place▁holder▁no▁{i}｜>" for i in range(800)]
