@@ -22,8 +22,8 @@ import llguidance
 import numpy as np
 
 from dsv3_jax.generation.token_mask import TokenMask
-from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
+from dsv3_jax.server.parsers.tool_formats import TOOL_PARSERS
 from dsv3_jax.server.schema_limits import MAX_TEXT, schema_text
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -117,7 +117,9 @@ class Grammars:
         self._tags = _tag_ids(tokenizer)
         # The grammar would not see what comes after them.
         self._ends_reasoning = [
-            i for i, text in tokenizer.control_tokens.items() if text in KimiK2Parser.ends_reasoning
+            i
+            for i, text in tokenizer.control_tokens.items()
+            if any(text in marker for parser in TOOL_PARSERS for marker in parser.ends_reasoning)
         ]
         self._compiled: collections.OrderedDict[GrammarSource, llguidance.LLMatcher] = (
             collections.OrderedDict()

@@ -170,15 +170,17 @@ def test_any_markup_is_read_whatever_the_pieces(parser, fragments, data):
         # A malformed call between others.
         ("kimi", kimi(("f", "1"), ("", "2"), ("h", "3")), None, [("f", "1"), ("h", "3")]),
         ("dsml", dsml(("f", "{}")).strip(), "", [("f", "{}")]),
-        ("dsml", invoke("f", "{}").join(DSML), "\n{}", [("f", "{}")]),
+        # Calls whose body cannot be read. DeepSeek's own parser refuses them, too.
+        ("dsml", invoke("f", "{}").join(DSML), None, []),
+        ("dsml", invoke("f", 'name="k">v</｜DSML｜parameter>').join(DSML), None, []),
         ("dsml", invoke('f"', "").join(DSML), None, []),
         ("dsml", "".join(DSML), "".join(DSML), []),
         ("dsml", f"{DSML[0]}rest", f"{DSML[0]}rest", []),
         (
             "dsml",
             invoke("f", parameter("a", 1) + parameter('b"', 2)).join(DSML),
-            '\n<｜DSML｜parameter name="b"" string="false">2</｜DSML｜parameter>\n',
-            [("f", '{"a": 1}')],
+            '\n<｜DSML｜parameter name="b"" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>',
+            [("f", '{"a": 1')],
         ),
         ("dsml", dsml(("f", '{"a": "x"}')).partition("</")[0], "", [("f", '{"a": "x')]),
     ],
