@@ -196,9 +196,7 @@ class _Values:
         least, most = (_length(schema, key) for key in ("minLength", "maxLength"))
         text = f"(?s:.){{{least or 0},{most}}}" if least or most else "(?s:.)*"
         pattern = f" & /{_whole(schema['pattern'])}<\\//" if "pattern" in schema else ""
-        return self._grammar.add(
-            f"/{text}<\\// & ~/(?s:.)*<\\/?{_MARK}(?s:.)*/{pattern}", "TEXT"
-        )
+        return self._grammar.add(f"/{text}<\\// & ~/(?s:.)*<\\/?{_MARK}(?s:.)*/{pattern}", "TEXT")
 
 
 def _choice(choice: object) -> str:
@@ -246,7 +244,9 @@ def _length(schema: Schema, key: str) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ValueError(f"tools: expected a number from 0 to {2**31 - 1} as {key}, got {value!r:.80}")
+        raise ValueError(
+            f"tools: expected a number from 0 to {2**31 - 1} as {key}, got {value!r:.80}"
+        )
     return str(value)
 
 

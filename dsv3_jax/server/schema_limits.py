@@ -51,7 +51,9 @@ def _check(schema: object, field: str) -> None:
         if isinstance(node, dict):
             multiple = math.lcm(multiple, _multiple(node.get("multipleOf")))
             _check_size(node.get("pattern"), str, MAX_PATTERN, f"{field}: characters of a pattern")
-            _check_size(node.get("properties"), dict, _MAX_PROPERTIES, f"{field}: properties of an object")
+            _check_size(
+                node.get("properties"), dict, _MAX_PROPERTIES, f"{field}: properties of an object"
+            )
             nodes += [(value, depth + 1) for value in node.values()]
         elif isinstance(node, list):
             nodes += [(value, depth + 1) for value in node]

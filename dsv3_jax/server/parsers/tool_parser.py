@@ -47,8 +47,11 @@ class ToolParser(abc.ABC):
 
     def add(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Returns the events of the next piece."""
-        self._reader.add(text, is_last=is_last)
+        self._reader.add(text)
         if is_last:
+            is_open = self._is_open
+            self._reader.add("", is_last=True)
+            self._is_open = is_open  # also after a part of a marker
             self._end()
         events, self._events = self._events, []
         return events
@@ -166,4 +169,3 @@ def function_name(text: str) -> str | None:
     """Returns the name of a function without white space around it, or None if it is none."""
     name = text.strip()
     return name if re.fullmatch(NAME, name) else None
-
