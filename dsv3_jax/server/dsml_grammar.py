@@ -4,8 +4,8 @@ A parameter's value is raw text if it is a string, and JSON otherwise. So a sche
 divided into those of its properties, and each of these into its strings and its other values.
 Properties come in the order of the schema, and none that it does not name.
 
-Each part of a schema becomes a rule once, however many references there are to it. So the grammar is
-not longer than a small multiple of the schemas, apart from definitions, which each JSON value that
+Each part of a schema becomes a rule once, however many references there are to it. So the grammar
+is at most a small multiple of the schemas, apart from definitions, which each JSON value that
 refers to them repeats. Its length has a limit, at which the work ends.
 """
 

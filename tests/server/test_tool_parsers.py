@@ -357,7 +357,7 @@ def test_many_special_tokens_take_linear_time():
         (
             "dsml",
             invoke("f", parameter("a", 1) + parameter('b"', 2)).join(DSML),
-            '\n<｜DSML｜parameter name="b"" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>',
+            "\n" + parameter('b"', 2) + "</｜DSML｜invoke>",
             [("f", '{"a": 1')],
         ),
         ("dsml", dsml(("f", '{"a": "x"}')).partition("</")[0], "", [("f", '{"a": "x')]),
