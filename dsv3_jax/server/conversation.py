@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsv3_jax.generation.request import Prompt
-from dsv3_jax.server.errors import ApiError
-from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.reasoning import ReasoningParser
@@ -70,13 +69,21 @@ class Conversation:
           ApiError: as :meth:`Service.submit`.
         """
         if self.required_tools:
-            settings["grammar"] = await self._call_grammar(service)
+            settings["grammar"] = functools.partial(
+                tool_call_grammar,
+                service.tokenizer,
+                self.required_tools,
+                parallel=self.parallel_calls,
+            )
         prompt: list[int] = []
-        tool_parsers: list[type[ToolParser]] = []
+        parsers: list[AnswerParser] = []
 
         def read_prompt() -> list[Prompt]:
-            tool_parsers.extend([find_tool_parser(service.tokenizer)] if self.tools else [])
+            tools = find_tool_parser(service.tokenizer) if self.tools else None
             prompt.extend(self.encode(service.tokenizer))
+            special_tokens = service.tokenizer.special_tokens if tools else ()
+            for _ in range(n):
+                parsers.append(self._parser(service.tokenizer, prompt, tools, special_tokens))
             return [prompt]
 
         job = await service.submit(
@@ -87,26 +94,19 @@ class Conversation:
             skip_special_tokens=not self.tools,
             **settings,
         )
-        parsers = [self._parser(service.tokenizer, prompt, tool_parsers) for _ in job.handles]
         return SubmittedConversation(job, parsers, len(prompt))
 
-    async def _call_grammar(self, service: Service) -> GrammarSource:
-        def make() -> GrammarSource:
-            return tool_call_grammar(
-                service.tokenizer, self.required_tools, parallel=self.parallel_calls
-            )
-
-        try:
-            return await service.in_thread(make)
-        except ValueError as error:
-            raise ApiError.of_engine(error, "messages") from None
-
     def _parser(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], tools: Sequence[type[ToolParser]]
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        tools: type[ToolParser] | None,
+        special_tokens: Sequence[str],
     ) -> AnswerParser:
         return AnswerParser(
-            ReasoningParser.of_prompt(tokenizer, prompt, tools[0].ends_reasoning if tools else ()),
-            tools[0]() if tools else None,
-            tokenizer.special_tokens if tools else (),
+            ReasoningParser.of_prompt(tokenizer, prompt, tools.ends_reasoning if tools else ()),
+            tools() if tools else None,
+            special_tokens,
             parallel=self.parallel_calls,
+            required=bool(self.required_tools),
         )

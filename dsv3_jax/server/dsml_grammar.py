@@ -3,17 +3,22 @@
 A parameter's value is raw text if it is a string, and JSON otherwise. So a schema of arguments is
 divided into those of its properties, and each of these into its strings and its other values.
 Properties come in the order of the schema, and none that it does not name.
+
+Each part of a schema becomes a rule once, however many references there are to it. So the grammar
+is at most a small multiple of the schemas, apart from definitions, which each JSON value that
+refers to them repeats. Its length has a limit, at which the work ends.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsv3_jax.server.grammar import JSON_OPTIONS
-from dsv3_jax.server.schema_limits import schema_text
+from dsv3_jax.server.schema_limits import MAX_DEPTH, MAX_TEXT, schema_text
 
 _MARK = "｜DSML｜"
 _BLOCK, _BLOCK_END = "\n\n<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"
@@ -29,7 +34,6 @@ _DEFINITIONS = ("$defs", "definitions")
 _DESCRIPTIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 _OBJECT = {*("type", "properties", "required", "additionalProperties", "$schema"), *_DEFINITIONS}
 _STRING = {*("type", "pattern", "minLength", "maxLength"), *_DEFINITIONS}
-_MOST_REFERENCES = 16
 
 Schema = Mapping[str, Any]
 Rule = Callable[[str], str]
@@ -45,7 +49,7 @@ def dsml_grammar(rule: Rule, functions: Sequence[Schema], *, parallel: bool) -> 
     """
     if rule(_MARK).startswith('"'):
         raise ValueError(f"tool_choice: expected a tokenizer with the control token {_MARK}")
-    grammar = _Grammar(rule)
+    grammar = _Grammar(functools.cache(rule))
     calls = [grammar.add_call(function) for function in functions]
     more = "call*" if parallel else ""
     start = f"start: {rule(_BLOCK)} call {more} {rule(_BLOCK_END)}"
@@ -56,47 +60,67 @@ class _Grammar:
     """The rules of calls."""
 
     def __init__(self, rule: Rule):
-        self._rule = rule
+        self.rule = rule
         self._names: dict[str, str] = {}
+        self._length = 0
         self.lines: list[str] = []
         """Rules, one a line."""
 
     def add_call(self, function: Schema) -> str:
         """Adds the rules of a function. Returns the name of that of its calls."""
-        name, schema = function["name"], function.get("parameters") or {}
-        if '"' in name:
-            raise ValueError(f"tools: expected a name without quotation marks, got {name!r:.80}")
+        schema = function.get("parameters") or {}
+        schema_text(schema, "tools")  # its size and depth are within the limits
         properties, required = _properties(schema)
-        call = f"call{len(self.lines)}"
-        self.lines.append("")
-        place = len(self.lines) - 1
+        values = _Values(self, schema)
         parameters = [
-            self._add_parameter(key, values, schema) + ("" if key in required else "?")
-            for key, values in properties.items()
+            self._add_parameter(key, values.rule(value)) + ("" if key in required else "?")
+            for key, value in properties.items()
         ]
         body = " ".join(parameters)
         if not required:  # the template writes an empty line then
             body = f'({body} | "\\n")' if body else '"\\n"'
-        begin = f"{self._rule(_INVOKE)} {_quoted(name)} {_NAME_END}"
-        self.lines[place] = f"{call}: {begin} {body} {self._rule(_INVOKE_END)}"
-        return call
+        begin = f"{self.rule(_INVOKE)} {_quoted(function['name'])} {_NAME_END}"
+        return self.add(f"{begin} {body} {self.rule(_INVOKE_END)}", "call")
 
-    def _add_parameter(self, key: str, schema: object, root: Schema) -> str:
-        """Adds the rules of a parameter. Returns its name."""
+    def _add_parameter(self, key: str, value: str) -> str:
+        """Adds the rule of a parameter. Returns its name."""
         if not re.fullmatch(r'[^"\n]+', key):
             raise ValueError(f"tools: expected a parameter's name without quotation marks: {key!r}")
-        values = [
-            f"{_STRING_TAG if is_text else _JSON_TAG} {value}"
-            for is_text, value in self._values(schema, root, 0)
-        ]
-        value = self._add(" | ".join(values))
-        begin = f"{self._rule(_PARAMETER)} {_quoted(key)}"
-        return self._add(f"{begin} {value} {self._rule(_MARK)} {_PARAMETER_END}")
+        begin = f"{self.rule(_PARAMETER)} {_quoted(key)}"
+        return self.add(f"{begin} {value} {self.rule(_MARK)} {_PARAMETER_END}")
 
-    def _values(self, schema: object, root: Schema, depth: int) -> list[tuple[bool, str]]:
-        """Returns rules of a parameter's values with ``</`` after them, and which are raw text."""
-        if depth > _MOST_REFERENCES:
-            raise ValueError("tools: expected no circle of references in a parameter's schema")
+    def add(self, definition: str, kind: str = "rule") -> str:
+        """Returns the name of the rule or terminal with that definition. It is added once."""
+        if (name := self._names.get(definition)) is None:
+            name = self._names[definition] = f"{kind}{len(self.lines)}"
+            self.lines.append(f"{name}: {definition}")
+            self._length += len(self.lines[-1]) + 1
+            if self._length > MAX_TEXT:
+                raise ValueError(
+                    f"tools: expected schemas whose grammar has at most {MAX_TEXT} characters, got"
+                    " more"
+                )
+        return name
+
+
+class _Values:
+    """The rules of the values of one function's parameters."""
+
+    def __init__(self, grammar: _Grammar, root: Schema):
+        self._grammar = grammar
+        self._root = root
+        self._definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+        self._references: dict[str, str | None] = {}  # their rules; None while one is made
+        self._json: dict[str, str] = {}  # rules of schemas
+
+    def rule(self, schema: object, depth: int = 0) -> str:
+        """Returns the name of the rule of a parameter's values, with the end of its tag before
+        them and ``</`` after them."""
+        return self._grammar.add(" | ".join(dict.fromkeys(self._alternatives(schema, depth))))
+
+    def _alternatives(self, schema: object, depth: int) -> list[str]:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"tools: expected at most {MAX_DEPTH} levels of anyOf and $ref")
         if schema is True:
             schema = {}
         if not isinstance(schema, Mapping):
@@ -109,49 +133,80 @@ class _Grammar:
                 raise ValueError(
                     f"tools: expected {key} alone in a parameter, got {sorted(others)}"
                 )
-            branches = [_referred(schema[key], root)] if key == "$ref" else schema[key]
+            if key == "$ref":
+                return [self._reference(schema[key], depth)]
+            branches = _list(schema, key)
             if key == "allOf" and len(branches) != 1:
                 raise ValueError("tools: expected one schema in a parameter's allOf, got more")
-            return [value for each in branches for value in self._values(each, root, depth + 1)]
+            return [value for each in branches for value in self._alternatives(each, depth + 1)]
         if "enum" in schema or "const" in schema:
-            choices = schema["enum"] if "enum" in schema else [schema["const"]]
-            return [self._choice(choice) for choice in choices]
-        types = schema.get("type", ["string", *_OTHERS])
-        types = [types] if isinstance(types, str) else list(types)
-        values = [(True, self._text(schema, is_alone=len(types) == 1))] if "string" in types else []
+            return list(
+                map(_choice, _list(schema, "enum") if "enum" in schema else [schema["const"]])
+            )
+        schema.setdefault("type", ["string", *_OTHERS])
+        types = schema["type"]
+        types = [types] if isinstance(types, str) else _list(schema, "type")
+        values = []
+        if "string" in types:
+            values.append(f"{_STRING_TAG} {self._text(schema, is_alone=len(types) == 1)}")
         if others := [each for each in types if each != "string"]:
-            definitions = {key: root[key] for key in _DEFINITIONS if key in root}
-            json_schema = definitions | schema | {"type": others, "x-guidance": JSON_OPTIONS}
-            value = self._add(f"%json {schema_text(json_schema, 'tools')}")
-            values.append((False, f'{value} "</"'))
+            values.append(f'{_JSON_TAG} {self._json_rule(schema | {"type": others})} "</"')
         return values
 
-    def _choice(self, choice: object) -> tuple[bool, str]:
-        is_text = isinstance(choice, str)
-        text = choice if is_text else json.dumps(choice, ensure_ascii=False)
-        assert isinstance(text, str)
-        if _MARK in text:
-            raise ValueError(f"tools: expected a choice without {_MARK}, got {text!r:.80}")
-        return is_text, _quoted(f"{text}</")
+    def _reference(self, reference: object, depth: int) -> str:
+        """Returns the name of the rule of the part of the schema that a ``$ref`` names."""
+        if not (isinstance(reference, str) and reference.startswith("#/")):
+            raise ValueError(f"tools: expected a $ref into the same schema, got {reference!r:.80}")
+        if reference not in self._references:
+            self._references[reference] = None
+            self._references[reference] = self.rule(self._referred(reference), depth + 1)
+        name = self._references[reference]
+        if name is None:
+            raise ValueError("tools: expected no circle of references in a parameter's schema")
+        return name
+
+    def _referred(self, reference: str) -> object:
+        node: object = self._root
+        for part in reference[2:].split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            if not (isinstance(node, Mapping) and key in node):
+                raise ValueError(
+                    f"tools: expected a $ref to a part of the schema, got {reference!r:.80}"
+                )
+            node = node[key]
+        return node
+
+    def _json_rule(self, schema: Schema) -> str:
+        text = json.dumps({**schema, "x-guidance": JSON_OPTIONS}, separators=(",", ":"))
+        if text not in self._json:
+            whole = text
+            if '"$ref"' in text:
+                further = {**self._definitions, **schema, "x-guidance": JSON_OPTIONS}
+                whole = json.dumps(further, separators=(",", ":"))
+            self._json[text] = self._grammar.add(f"%json {whole}")
+        return self._json[text]
 
     def _text(self, schema: Schema, *, is_alone: bool) -> str:
         """Returns the terminal of raw text with ``</`` after it. It may contain ``</``, but not the
-        mark, which ordinary tokens can spell."""
+        beginning of a tag, which ordinary tokens can spell."""
         if is_alone and (others := schema.keys() - _STRING):
             raise ValueError(
                 f"tools: expected a string's schema of {sorted(_STRING)}, got {sorted(others)}"
             )
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        text = f"(?s:.){{{least},{most}}}" if least or most != "" else "(?s:.)*"
+        least, most = (_length(schema, key) for key in ("minLength", "maxLength"))
+        text = f"(?s:.){{{least or 0},{most}}}" if least or most else "(?s:.)*"
         pattern = f" & /{_whole(schema['pattern'])}<\\//" if "pattern" in schema else ""
-        return self._add(f"/{text}<\\// & ~/(?s:.)*<\\/{_MARK}(?s:.)*/{pattern}", "TEXT")
+        return self._grammar.add(f"/{text}<\\// & ~/(?s:.)*<\\/?{_MARK}(?s:.)*/{pattern}", "TEXT")
 
-    def _add(self, definition: str, kind: str = "rule") -> str:
-        """Returns the name of the rule or terminal with that definition. It is added once."""
-        if (name := self._names.get(definition)) is None:
-            name = self._names[definition] = f"{kind}{len(self.lines)}"
-            self.lines.append(f"{name}: {definition}")
-        return name
+
+def _choice(choice: object) -> str:
+    """Returns the value with its tag, and with ``</`` after it."""
+    is_text = isinstance(choice, str)
+    text = choice if is_text else json.dumps(choice, ensure_ascii=False)
+    assert isinstance(text, str)
+    if _MARK in text:
+        raise ValueError(f"tools: expected a choice without {_MARK}, got {text!r:.80}")
+    return f"{_STRING_TAG if is_text else _JSON_TAG} {_quoted(f'{text}</')}"
 
 
 def _properties(schema: Schema) -> tuple[dict[str, Any], set[str]]:
@@ -160,39 +215,53 @@ def _properties(schema: Schema) -> tuple[dict[str, Any], set[str]]:
         raise ValueError(
             f"tools: expected parameters of {sorted(_OBJECT)} for DSML, got {sorted(others)}"
         )
-    properties: dict[str, Any] = dict(schema.get("properties") or {})
-    required: set[str] = set(schema.get("required") or ())
+    named, needed = schema.get("properties") or {}, schema.get("required") or ()
+    if not isinstance(named, Mapping):
+        raise ValueError(f"tools: expected an object of properties, got {named!r:.80}")
+    if not (isinstance(needed, Sequence) and all(isinstance(each, str) for each in needed)):
+        raise ValueError(f"tools: expected a list of required properties, got {needed!r:.80}")
+    properties, required = dict(named), set(needed)
     properties |= {key: {} for key in sorted(required - properties.keys())}
     if "maxProperties" in schema:
-        if schema["maxProperties"] != 0 and schema["maxProperties"] < len(properties):
+        most = _length(schema, "maxProperties")
+        if most and int(most) < len(properties):
             raise ValueError("tools: expected no maxProperties below the number of properties")
-        properties = properties if schema["maxProperties"] else {}
+        properties = properties if most else {}
     return properties, required
 
 
-def _referred(reference: object, root: Schema) -> object:
-    """Returns the part of a schema that a ``$ref`` names."""
-    node: object = root
-    if not (isinstance(reference, str) and reference.startswith("#/")):
-        raise ValueError(f"tools: expected a $ref into the same schema, got {reference!r:.80}")
-    for part in reference[2:].split("/"):
-        key = part.replace("~1", "/").replace("~0", "~")
-        if not (isinstance(node, Mapping) and key in node):
-            raise ValueError(
-                f"tools: expected a $ref to a part of the schema, got {reference!r:.80}"
-            )
-        node = node[key]
-    return node
+def _list(schema: Schema, key: str) -> list[Any]:
+    """Returns the elements of a list in a schema."""
+    value = schema[key]
+    if not (isinstance(value, list) and value):
+        raise ValueError(f"tools: expected a list with elements as {key}, got {value!r:.80}")
+    return value
+
+
+def _length(schema: Schema, key: str) -> str:
+    """Returns a length in a schema as text, or an empty one if there is none."""
+    value = schema.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ValueError(
+            f"tools: expected a number from 0 to {2**31 - 1} as {key}, got {value!r:.80}"
+        )
+    return str(value)
 
 
 def _whole(pattern: object) -> str:
     """Returns the expression of whole texts in which a pattern occurs, as JSON schemas mean it."""
-    text = str(pattern)
+    if not isinstance(pattern, str):
+        raise ValueError(f"tools: expected text as pattern, got {pattern!r:.80}")
+    text = pattern
     begin, text = ("", text[1:]) if text.startswith("^") else ("(?s:.)*", text)
     is_anchored = text.endswith("$") and not text.endswith("\\$")
     end, text = ("", text[:-1]) if is_anchored else ("(?s:.)*", text)
-    escaped = re.sub(r"(?<!\\)/", r"\\/", text)
-    return f"{begin}(?:{escaped}){end}"
+    # A slash that is not escaped would end the expression, and so would the end of its line.
+    text = re.sub(r"(?s:\\.)|/", lambda part: "\\/" if part[0] == "/" else part[0], text)
+    text = text.replace("\n", "\\n").replace("\r", "\\r")
+    return f"{begin}(?:{text}){end}"
 
 
 def _quoted(text: str) -> str:

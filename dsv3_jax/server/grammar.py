@@ -22,15 +22,19 @@ import llguidance
 import numpy as np
 
 from dsv3_jax.generation.token_mask import TokenMask
-from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
-from dsv3_jax.server.schema_limits import MAX_TEXT, schema_text
+from dsv3_jax.server.parsers.tool_formats import TOOL_PARSERS
+from dsv3_jax.server.schema_limits import MAX_PATTERN, MAX_TEXT, schema_text
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _CACHED = 32  # grammars; a hostile one takes up to 20 MB
 _THREADS = 2  # that compile
+# llguidance recurses once per level of a schema, through its references, and once per rule of a
+# grammar; without enough stack, the process would end. The deepest schemas of MAX_TEXT characters
+# need 90 MiB. A thread's stack takes memory only where it has been used.
+_STACK_BYTES = 128 * 2**20
 
 # They bound the time of compiling a grammar and of computing a mask, however hostile it is.
 _LIMITS = llguidance.LLParserLimits(
@@ -83,7 +87,8 @@ class GrammarSource:
     def of_choices(cls, choices: Sequence[str], field: str) -> GrammarSource:
         """Returns the source of one of several texts."""
         # A schema's strings would be in quotation marks.
-        return cls("lark", llguidance.grammar_from("choice", json.dumps(list(choices))), field)
+        text = llguidance.grammar_from("choice", json.dumps(list(choices)))
+        return cls("lark", text, field, is_trusted=True)
 
     def grammar(self) -> str:
         """Returns llguidance's description of the grammar.
@@ -91,8 +96,10 @@ class GrammarSource:
         Raises:
           ValueError: the text is too long, or no JSON.
         """
-        if len(self.text) > MAX_TEXT:
-            raise ValueError(f"expected at most {MAX_TEXT} characters, got {len(self.text)}")
+        is_pattern = not self.is_trusted and self.kind != "json_schema"
+        most = MAX_PATTERN if is_pattern else MAX_TEXT
+        if len(self.text) > most:
+            raise ValueError(f"expected at most {most} characters, got {len(self.text)}")
         if not self.is_trusted and self.kind == "lark" and "%json" in self.text:
             raise ValueError("expected none with %json, whose schemas have other limits")
         if self.kind == "json_schema":
@@ -117,13 +124,15 @@ class Grammars:
         self._tags = _tag_ids(tokenizer)
         # The grammar would not see what comes after them.
         self._ends_reasoning = [
-            i for i, text in tokenizer.control_tokens.items() if text in KimiK2Parser.ends_reasoning
+            i
+            for i, text in tokenizer.control_tokens.items()
+            if any(text in marker for parser in TOOL_PARSERS for marker in parser.ends_reasoning)
         ]
         self._compiled: collections.OrderedDict[GrammarSource, llguidance.LLMatcher] = (
             collections.OrderedDict()
         )
         self._lock = threading.Lock()
-        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-grammar")
+        self._threads = _threads()
 
     def load(self) -> None:
         """Reads the vocabulary, which takes two seconds if it is large. Call it first.
@@ -143,7 +152,7 @@ class Grammars:
         Raises:
           GrammarError: it is refused.
         """
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._matcher, source)
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source)
 
     def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> AnswerGrammar:
         """Returns the grammar of one answer.
@@ -169,10 +178,19 @@ class Grammars:
 
     def _matcher(self, source: GrammarSource) -> llguidance.LLMatcher:
         """Returns a matcher at the beginning of an answer."""
+        return self._cached(source) or self._threads.submit(self._compile, source).result()
+
+    def _cached(self, source: GrammarSource) -> llguidance.LLMatcher | None:
         with self._lock:
-            if (matcher := self._compiled.get(source)) is not None:
-                self._compiled.move_to_end(source)
-                return matcher.deep_copy()
+            if (matcher := self._compiled.get(source)) is None:
+                return None
+            self._compiled.move_to_end(source)
+            return matcher.deep_copy()
+
+    def _compile(self, source: GrammarSource) -> llguidance.LLMatcher:
+        """The same as :meth:`_matcher`, in one of the threads."""
+        if (matcher := self._cached(source)) is not None:
+            return matcher
         if self._vocabulary is None:
             raise GrammarError(
                 f"{source.field}: expected none, as llguidance cannot read this model's tokenizer"
@@ -248,6 +266,18 @@ class AnswerGrammar:
                 f"{self._field}: the grammar became too complex while the answer was written:"
                 f" {_line(self._matcher.get_error())}"
             )
+
+
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    """Returns threads with a large stack, which have been started."""
+    threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-grammar")
+    started = threading.Barrier(_THREADS)  # the executor starts a thread if no other one is idle
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        concurrent.futures.wait([threads.submit(started.wait) for _ in range(_THREADS)])
+    finally:
+        threading.stack_size(before)
+    return threads
 
 
 def _tag_ids(tokenizer: Tokenizer) -> tuple[int, int] | None:

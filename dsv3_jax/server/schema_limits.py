@@ -10,7 +10,14 @@ from typing import Any
 MAX_TEXT = 2**17
 """Most characters of a schema or grammar."""
 
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
+"""Most levels of nesting of a schema."""
+
+MAX_PATTERN = 2**15
+"""Most characters of a regular expression, whose compilation can take quadratic time."""
+
+_MAX_PROPERTIES = 1000  # of one object, which can take quadratic time, too
+
 # An automaton has a state for each remainder of the division; 10,000 of them compile in 0.05 s.
 _MAX_MULTIPLE = 10_000
 
@@ -34,15 +41,19 @@ def schema_text(schema: object, field: str) -> str:
 
 
 def _check(schema: object, field: str) -> None:
-    """Raises ValueError for a schema that is nested too deeply, or has too many multiples."""
+    """Raises ValueError for a schema that would take too long to compile."""
     multiple = 1
     nodes: list[tuple[Any, int]] = [(schema, 0)]
     while nodes:
         node, depth = nodes.pop()
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"{field}: expected at most {_MAX_DEPTH} levels of nesting, got more")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{field}: expected at most {MAX_DEPTH} levels of nesting, got more")
         if isinstance(node, dict):
             multiple = math.lcm(multiple, _multiple(node.get("multipleOf")))
+            _check_size(node.get("pattern"), str, MAX_PATTERN, f"{field}: characters of a pattern")
+            _check_size(
+                node.get("properties"), dict, _MAX_PROPERTIES, f"{field}: properties of an object"
+            )
             nodes += [(value, depth + 1) for value in node.values()]
         elif isinstance(node, list):
             nodes += [(value, depth + 1) for value in node]
@@ -53,9 +64,17 @@ def _check(schema: object, field: str) -> None:
             )
 
 
+def _check_size(value: Any, kind: type, most: int, name: str) -> None:
+    if isinstance(value, kind) and len(value) > most:
+        raise ValueError(f"{name}: expected at most {most}, got {len(value)}")
+
+
 def _multiple(value: object) -> int:
     """Returns a value of multipleOf without its decimal point, or 1 if it has no such number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
-    digits = Decimal(str(value)).normalize().as_tuple().digits
+    if isinstance(value, float) and not math.isfinite(value):
+        return 1
+    number = Decimal(str(value)) if isinstance(value, float) else Decimal(value)
+    digits = number.normalize().as_tuple().digits
     return max(int("".join(map(str, digits[:20]))), 1)

@@ -132,7 +132,7 @@ class Service:
         *,
         n: int,
         prompt_field: str,
-        grammar: GrammarSource | None = None,
+        grammar: GrammarSource | Callable[[], GrammarSource] | None = None,
         peer: Peer | None = None,
         **settings: Any,
     ) -> Job:
@@ -144,7 +144,8 @@ class Service:
           n: completions of each.
           prompt_field: name of the prompts in the body, for errors.
           grammar: what the text of each completion has to match, after its reasoning if the prompts
-            are conversations, or None.
+            are conversations, or None. A function that returns it runs in a thread, once the
+            request is admitted.
           peer: prefill server that has the prompts' pages, if a proxy says so.
           settings: of :meth:`dsv3_jax.Engine.submit_all`.
 
@@ -163,10 +164,10 @@ class Service:
                 self._prefer(peer, prompts)
             timeout = self.settings.request_seconds
             grammars: list[Any] = []
-            if grammar is not None:
+            if source is not None:
                 first = prompts[0]
                 ids = None if prompt_field == "prompt" or isinstance(first, str) else first
-                grammars = [self.grammars.start(grammar, ids) for _ in range(count)]
+                grammars = [self.grammars.start(source, ids) for _ in range(count)]
             return self.engine.submit_all(
                 prompts, n=n, timeout=timeout, grammars=grammars, **settings
             )
@@ -176,8 +177,9 @@ class Service:
         with contextlib.ExitStack() as unless_submitted:
             unless_submitted.callback(self.admission.leave, count)
             try:
-                if grammar is not None:
-                    await self.grammars.compile(grammar)
+                source = await self.in_thread(grammar) if callable(grammar) else grammar
+                if source is not None:
+                    await self.grammars.compile(source)
                 handles = await self._submitted(submit)
             except ValueError as error:
                 raise ApiError.of_engine(error, prompt_field) from None

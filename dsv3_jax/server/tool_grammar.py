@@ -15,7 +15,7 @@ from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.section_parser import SectionParser
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser
-from dsv3_jax.server.schema_limits import schema_text
+from dsv3_jax.server.schema_limits import MAX_TEXT, schema_text
 from dsv3_jax.tokenizer import Tokenizer
 
 # The text before and after a function's name in a call is a part of the format. Kimi-K2 numbers its
@@ -52,7 +52,7 @@ def tool_call_grammar(
     assert issubclass(parser, SectionParser)
     before, after = _HEADERS[parser]
     before = before.format(separator=rule(_SEPARATOR))
-    calls, arguments = [], []
+    calls, arguments, length = [], [], 0
     for i, tool in enumerate(tools):
         function = tool["function"]
         name = json.dumps(function["name"], ensure_ascii=False)
@@ -63,6 +63,9 @@ def tool_call_grammar(
             "x-guidance": JSON_OPTIONS,
         }
         arguments.append(f"arguments{i}: %json {schema_text(schema, 'tools')}")
+        length += len(arguments[-1])
+        if length > MAX_TEXT:
+            raise ValueError(f"tools: expected schemas of at most {MAX_TEXT} characters, got more")
     more = f"({rule(_BETWEEN_CALLS.get(parser, ''))} call)*" if parallel else ""
     lines = [
         f"start: {rule(parser.section_begin)} call {more} {rule(parser.section_end)}",

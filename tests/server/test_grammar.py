@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import time
@@ -132,6 +133,8 @@ BAD_SCHEMAS = [
     ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
     ({"type": "integer", "maximum": 10**400}, "out of range"),
     ({"multipleOf": 999983}, "multipleOf: expected 10000 or less"),
+    ({"multipleOf": 10**400}, "out of range"),
+    ({"multipleOf": 7**400}, "multipleOf: expected 10000 or less"),
     ({"allOf": [{"multipleOf": k} for k in (0.97, 89, 7)]}, "multipleOf: expected 10000 or less"),
     (nested(120), "at most 100 levels"),
     ({"allOf": [{"properties": {f"a{i}": {"type": "string"}}} for i in range(500)]}, "too large"),
@@ -225,6 +228,45 @@ def walk(grammars: Grammars, grammar: AnswerGrammar, text: str) -> None:
 
 
 SOURCE = GrammarSource("regex", "(ab|cd)!", "structured_outputs")
+
+
+def chain(levels: int, step: str) -> dict[str, object]:
+    definitions: dict[str, object] = {
+        f"a{i}": {step: {"$ref": f"#/$defs/a{i + 1}"}} for i in range(levels)
+    }
+    return {"$defs": {**definitions, f"a{levels}": {}}, **definitions["a0"]}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GrammarSource.of_schema(chain(2900, "items"), "x"),
+        GrammarSource.of_schema(chain(2000, "additionalProperties"), "x"),
+        GrammarSource(
+            "lark", "start: a0\n" + "\n".join(f"a{i}:a{i + 1}" for i in range(2500)), "x"
+        ),
+    ],
+    ids=["items", "additionalProperties", "rules"],
+)
+def test_deep_grammars_do_not_end_the_process(grammars, source):
+    """llguidance recurses; a thread's usual stack of 8 MiB is not enough."""
+    if source.kind == "lark":
+        source = dataclasses.replace(source, text=source.text + '\na2500:"x"')
+    assert allowed(grammars.start(source))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {f"p{i}": {} for i in range(1001)}}, "properties of an object: .* 1000"),
+        ({"pattern": "a" * 2**15 + "a"}, "characters of a pattern: expected at most 32768"),
+    ],
+)
+def test_what_takes_quadratic_time_is_refused(schema, message):
+    with pytest.raises(ValueError, match=f"^x: {message}"):
+        GrammarSource.of_schema({"items": schema}, "x")
+    with pytest.raises(ValueError, match="at most 32768 characters, got 32769"):
+        GrammarSource("regex", "a" * 2**15 + "a", "x").grammar()
 
 
 def test_the_end_is_allowed_after_the_text_alone(grammars):

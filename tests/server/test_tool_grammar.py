@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import jsonschema
 import numpy as np
@@ -146,7 +147,11 @@ def test_text_cannot_spell_the_end_of_a_parameter(dsml_grammars):
     source = tool_call_grammar(tokenizer, [{"function": function}], parallel=False)
     begin = '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
     begin += parameter("text", "true", "").partition("</")[0]
-    for spelled, is_allowed in (("a ｜DSML｜ b", True), ("a </｜DSML｜ b", False)):
+    for spelled, is_allowed in (
+        ("a ｜DSML｜ b", True),
+        ("a </｜DSML｜ b", False),
+        ("a <｜DSML｜ b", False),
+    ):
         grammar = grammars.start(source)
         for token in tokenizer.encode(begin, add_special_tokens=False, split_special_tokens=False):
             grammar.accept(token)
@@ -189,6 +194,106 @@ def test_refusals_of_dsml(dsml_grammars, parameters, message):
             [{"function": {"name": "f", "parameters": parameters}}],
             parallel=True,
         )
+
+
+def doubled(levels: int, kind: str) -> dict[str, object]:
+    """Returns a schema whose last definition is reached by 2^levels paths."""
+    definitions: dict[str, object] = {
+        f"a{i}": {kind: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(levels)
+    }
+    definitions[f"a{levels}"] = {"enum": ["x", 1]}
+    properties = {f"p{i}": {"$ref": f"#/$defs/a{i}"} for i in range(levels)}
+    return {"properties": properties, "$defs": definitions}
+
+
+@pytest.mark.parametrize("kind", ["anyOf", "oneOf"])
+def test_a_dsml_grammar_has_each_part_of_a_schema_once(dsml_grammars, kind):
+    tokenizer, grammars = dsml_grammars
+    lengths = []
+    for levels in (12, 24, 48):
+        function = {"name": "f", "parameters": doubled(levels, kind)}
+        source = tool_call_grammar(tokenizer, [{"function": function}], parallel=False)
+        grammars.start(source)
+        lengths.append(len(source.text) / levels)
+    assert max(lengths) < 1.5 * min(lengths)
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3000)}
+    many = {"properties": {f"p{i}": {"enum": [f"{i:090}"]} for i in range(1000)}}
+    definitions = {f"d{i}": {"type": "object"} for i in range(1000)}
+    items = {f"p{i}": {"items": {"$ref": f"#/$defs/d{i}"}} for i in range(1000)}
+    for schema, message in (
+        ({"properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": chain}, "100 levels of anyOf"),
+        (many, "schemas whose grammar has at most 131072 characters"),
+        ({"properties": items, "$defs": definitions}, "whose grammar has at most 131072"),
+    ):
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=message):
+            tool_call_grammar(
+                tokenizer, [{"function": {"name": "f", "parameters": schema}}], parallel=False
+            )
+        assert time.monotonic() - began < 5  # 0.02
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [1]},
+        {"required": [{}]},
+        {"required": 3},
+        {"maxProperties": "x"},
+        {"$defs": 3, "properties": {"x": {"$ref": "#/$defs/a"}}},
+        *(
+            {"properties": {"x": schema}}
+            for schema in (
+                *(3, {"type": 3}, {"type": []}, {"enum": 3}, {"anyOf": {}}, {"anyOf": []}),
+                *({"$ref": 3}, {"type": "string", "minLength": "0}x"}, {"allOf": 3}),
+                *({"type": "string", "maxLength": 2**31}, {"type": "string", "pattern": 3}),
+            )
+        ),
+    ],
+)
+def test_malformed_schemas_of_dsml_are_refused(dsml_grammars, schema):
+    with pytest.raises(ValueError, match=r"^tools: expected [^\n]*$"):
+        tool_call_grammar(
+            dsml_grammars[0], [{"function": {"name": "f", "parameters": schema}}], parallel=True
+        )
+
+
+def test_a_pattern_cannot_leave_its_expression(dsml_grammars):
+    """Otherwise it could add rules whose schemas have no limits."""
+    tokenizer, grammars = dsml_grammars
+    for pattern, text in (
+        ("^a/b$", "a/b"),
+        (r"^a\/b$", "a/b"),
+        (r"^\\/$", "\\/"),
+        ("^a\nb$", "a\nb"),
+    ):
+        function = {
+            "name": "f",
+            "parameters": {"properties": {"x": {"type": "string", "pattern": pattern}}},
+        }
+        source = tool_call_grammar(tokenizer, [{"function": function}], parallel=False)
+        grammar = grammars.start(source)
+        text = f'<｜DSML｜invoke name="f">\n{parameter("x", "true", text)}</｜DSML｜invoke>\n'
+        text = f"\n\n<｜DSML｜function_calls>\n{text}</｜DSML｜function_calls>"
+        for token in tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False):
+            assert grammar.mask()[token // 32] >> np.uint32(token % 32) & 1
+            grammar.accept(token)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.1", "deepseek-v3.2", "kimi-k2"])
+def test_a_required_call_does_not_begin_in_the_reasoning(tokenizer, name):
+    """The grammar would not see it there."""
+    tokenizer = tokenizer.with_chat_template(chat_formats.read(name))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [END])
+    grammars.load()
+    source = tool_call_grammar(tokenizer, TOOLS, parallel=True)
+    prompt = tokenizer.encode("x<think>", split_special_tokens=False)
+    free = grammars.start(source, prompt).mask()
+    begin = find_tool_parser(tokenizer).ends_reasoning[-1]
+    ids = tokenizer.encode(begin, add_special_tokens=False, split_special_tokens=False)
+    allowed = [bool(free[i // 32] >> np.uint32(i % 32) & 1) for i in ids]
+    assert not all(allowed)
+    grammars.close()
 
 
 def test_refusals(tokenizer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -15,7 +17,7 @@ from dsv3_jax.server.parsers.deepseek_v31 import DeepSeekV31Parser
 from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
-from dsv3_jax.server.parsers.reasoning import ReasoningParser
+from dsv3_jax.server.parsers.reasoning import Part, ReasoningParser
 from dsv3_jax.server.parsers.tool_parser import ToolParser
 
 V3 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -63,6 +65,9 @@ def dsml(*calls: Call) -> str:
     )
     return "".join(texts).join(DSML)
 
+
+# The first parameter has no end tag.
+UNCLOSED = invoke("f", parameter("a", "x").replace("</｜DSML｜parameter>", "") + parameter("b", 2))
 
 FORMATS = [
     (DeepSeekV3Parser, v3),
@@ -124,29 +129,202 @@ def test_calls_are_found_whatever_the_pieces(parser, write, content, calls, data
         assert result[1] == calls  # as the model wrote them
 
 
-FRAGMENTS = [
-    *(*V3, CALL, SEPARATOR, CALL_END, "\n```json\n", "\n```", "function", "```json", "f"),
-    *(*KIMI, KIMI_CALL, KIMI_ARGUMENTS, KIMI_END, "functions.f:0", "f:1", "{}", '{"a": 1}', " "),
-    *(*DSML, DSML[0].strip(), '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", "\n", '">', "x<"),
-    *('<｜DSML｜parameter name="k" string="true">', '<｜DSML｜parameter name="k">'),
-    *("</｜DSML｜parameter>", "<｜DSML｜", "<｜tool▁call", "<|tool_call", "</think>", "<eos>", "<"),
+SPECIAL = ["<eos>", "<｜pad｜>", "<|im_end|>"]
+SHARED = [
+    *SPECIAL,
+    "<eo",
+    "</think>",
+    "</thi",
+    "<think>",
+    " ",
+    "\n",
+    "x<",
+    "<｜",
+    "é ",
+    '{"a": 1}',
+    '{"',
 ]
+FRAGMENTS = {
+    DeepSeekV3Parser: [
+        *V3,
+        CALL,
+        SEPARATOR,
+        CALL_END,
+        "\n```json\n",
+        "\n```",
+        "function",
+        "f",
+        "```",
+    ],
+    DeepSeekV31Parser: [*V3, CALL, SEPARATOR, CALL_END, "f", " g ", "<｜tool▁call", "a b", "{}}"],
+    KimiK2Parser: [
+        *KIMI,
+        KIMI_CALL,
+        KIMI_ARGUMENTS,
+        KIMI_END,
+        "functions.f:0",
+        "f:1",
+        "a:b:2",
+        "<|tool",
+    ],
+    DeepSeekV32Parser: [
+        *(
+            *DSML,
+            DSML[0].strip(),
+            "<｜DSML｜",
+            '<｜DSML｜invoke name="f">',
+            "</｜DSML｜invoke>",
+            '">',
+        ),
+        *(
+            '<｜DSML｜parameter name="k" string="true">',
+            '<｜DSML｜parameter name="l" string="false">',
+        ),
+        *('<｜DSML｜parameter name="k">', "</｜DSML｜parameter>", "1", "}"),
+    ],
+}
+"""Markup that is mostly malformed."""
+
+
+def answer_parser(parser: type[ToolParser], state: Part, *, required: bool) -> AnswerParser:
+    reasoning = ReasoningParser(state, parser.ends_reasoning)
+    return AnswerParser(reasoning, parser(), SPECIAL, required=required)
+
+
+def check_answer(parser: type[ToolParser], write, required: bool, data: st.DataObject) -> None:
+    """Checks what holds for any text, cut into any pieces, that may end anywhere."""
+    markup = FRAGMENTS[parser]
+    fragment = st.sampled_from([*markup, *markup, *SHARED]) | st.lists(
+        CALLS, min_size=1, max_size=2
+    ).map(lambda calls: write(*calls))
+    text = "".join(data.draw(st.lists(fragment, max_size=14)))
+    text = text[: data.draw(st.integers(0, len(text)) | st.just(len(text)))]
+    state = data.draw(st.sampled_from(["reasoning", "undecided", "content"]))
+    whole = answer_parser(parser, state, required=required)
+    events = whole.add(text, is_last=True)
+    for cuts in (data.draw(st.lists(st.integers(0, len(text)), max_size=8)), range(len(text))):
+        pieces = answer_parser(parser, state, required=required)
+        assert parts(split(pieces, text, cuts)) == parts(events)
+        assert pieces.finish_reason("stop") == whole.finish_reason("stop")
+    content, calls, reasoning = parts(events)
+    assert not any(token in content + reasoning for token in SPECIAL)
+    cut = cut_calls(events)
+    assert not any(is_object(calls[index][1]) for index in cut)
+    if not calls or cut:
+        assert whole.finish_reason("stop") == "stop"
+    assert whole.finish_reason("length") == "length"
+
+
+def cut_calls(events: Iterable[Event]) -> list[int]:
+    """Returns the calls that are not at their end."""
+    begun = [event.index for event in events if isinstance(event, CallBegin)]
+    ended = {event.index for event in events if isinstance(event, CallArguments) and event.is_last}
+    return [index for index in begun if index not in ended]
+
+
+def is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("parser", "write"), FORMATS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_text_gives_the_same_messages_streamed_and_whole(parser, write, required, data):
+    check_answer(parser, write, required, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("parser", "write"), FORMATS)
+@given(data=st.data())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_many_texts_give_the_same_messages_streamed_and_whole(parser, write, required, data):
+    check_answer(parser, write, required, data)
+
+
+@pytest.mark.parametrize(("parser", "write"), FORMATS)
+def test_an_answer_that_ends_early_has_no_executable_call(parser, write):
+    arguments = json.dumps({"a": 'b {"c": 1} \\', "n": {"d": [1, {}]}})
+    text = f"Let me see.{write(('f', arguments), ('g', '{}'))}"
+    finished = parser()
+    assert not cut_calls(finished.add(text, is_last=True))
+    assert finished.is_finished
+    last_end = {dsml: "</｜DSML｜invoke>", kimi: KIMI_END}.get(write, CALL_END)
+    ends = [match.end() for match in re.finditer(re.escape(last_end), text)]
+    for end in range(len(text)):
+        answer = AnswerParser(ReasoningParser("content"), parser())
+        calls = parts(answer.add(text[:end], is_last=True))[1]
+        assert answer.finish_reason("stop") == "stop"
+        assert sum(is_object(each) for _, each in calls) == sum(at <= end for at in ends)
 
 
 @pytest.mark.parametrize("parser", PARSERS.values())
-@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=14), data=st.data())
-@settings(max_examples=80, deadline=None)
-def test_any_markup_is_read_whatever_the_pieces(parser, fragments, data):
-    """The whole path of an answer, with markup that is mostly malformed."""
-    text = "".join(fragments)
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+def test_the_end_that_the_model_chose_needs_no_end_of_the_section(parser):
+    """A model may leave it out. A stop string there leaves no special token."""
+    write = dict(FORMATS)[parser]
+    text = write(("f", '{"a": "b"}')).rpartition(DSML[1] if write is dsml else "<")[0]
+    for rest, reason in (("<eos>", "tool_calls"), ("", "stop"), ("\n", "stop")):
+        answer = AnswerParser(ReasoningParser("content"), parser(), SPECIAL)
+        assert parts(answer.add(text + rest, is_last=True))[1] == [("f", '{"a": "b"}')]
+        assert answer.finish_reason("stop") == reason
 
-    def read(cuts: list[int]) -> list[Event]:
-        return split(AnswerParser(ReasoningParser("reasoning"), parser(), ["<eos>"]), text, cuts)
 
-    whole, pieces = parts(read([])), parts(read(cuts))
-    assert pieces == whole
-    assert "<eos>" not in whole[0] + whole[2]
+@pytest.mark.parametrize("parser", PARSERS.values())
+@pytest.mark.parametrize("after", ["", "</think>", "</think>Done."])
+def test_calls_end_the_reasoning_of_all_formats(parser, after):
+    write = dict(FORMATS)[parser]
+    text = f"hm {write(('f', '{}'))}{after}"
+    for cuts in ([], range(len(text))):
+        answer = answer_parser(parser, "reasoning", required=False)
+        expected = after.removeprefix("</think>"), [("f", "{}")], "hm "
+        assert parts(split(answer, text, cuts)) == expected
+        assert answer.finish_reason("stop") == "tool_calls"
+    # A tag in the arguments belongs to them.
+    arguments = '{"a": "</think>"}'
+    answer = answer_parser(parser, "reasoning", required=False)
+    assert parts(answer.add(write(("f", arguments)), is_last=True)) == ("", [("f", arguments)], "")
+
+
+@pytest.mark.parametrize("parser", PARSERS.values())
+@pytest.mark.parametrize("name", ["a:b", "a b", "", "a/b", "é", "x" * 129, 'a"b'])
+def test_other_names_are_no_calls(parser, name):
+    text = dict(FORMATS)[parser]((name, "{}"))
+    assert parts(parser().add(text, is_last=True)) == (text, [], "")
+
+
+@pytest.mark.parametrize("parser", PARSERS.values())
+def test_an_unfinished_call_of_an_answer_that_must_call_is_left_out(parser):
+    text = dict(FORMATS)[parser](("get_weather", '{"a": "b"}'))
+    for end in range(len(text)):
+        answer = answer_parser(parser, "content", required=True)
+        assert parts(split(answer, text[:end], range(0, end, 3)))[0] == ""
+
+
+@pytest.mark.parametrize("parser", PARSERS.values())
+def test_white_space_between_calls_does_not_depend_on_the_pieces(parser):
+    write = dict(FORMATS)[parser]
+    text = write(("f", "{}"))
+    at = text.rindex("</｜DSML｜f" if write is dsml else "<")
+    text = f"{text[:at]}\n x \n{text[at:]} "
+    expected = parts(parser().add(text, is_last=True))
+    assert expected[0].strip() == "x"
+    for cuts in (range(len(text)), range(0, len(text), 2), [at], [at + 2], [at + 3], [at + 4]):
+        assert parts(split(parser(), text, cuts)) == expected
+
+
+def test_many_special_tokens_take_linear_time():
+    """In a whole answer, where the rest was once searched anew after each for each of them."""
+    special = [f"<｜place▁holder▁no▁{i}｜>" for i in range(800)]
+    text = "".join(f"a < {special[i % 800]}" for i in range(4000))
+    for parser in PARSERS.values():
+        answer = AnswerParser(ReasoningParser("reasoning"), parser(), special)
+        began = time.monotonic()
+        assert parts(answer.add(f"{text}</think>{text}", is_last=True))[2] == "a < " * 4000
+        assert time.monotonic() - began < 10  # 0.1; quadratic: minutes
 
 
 @pytest.mark.parametrize(
@@ -170,17 +348,53 @@ def test_any_markup_is_read_whatever_the_pieces(parser, fragments, data):
         # A malformed call between others.
         ("kimi", kimi(("f", "1"), ("", "2"), ("h", "3")), None, [("f", "1"), ("h", "3")]),
         ("dsml", dsml(("f", "{}")).strip(), "", [("f", "{}")]),
-        ("dsml", invoke("f", "{}").join(DSML), "\n{}", [("f", "{}")]),
+        # Calls whose body cannot be read. DeepSeek's own parser refuses them, too.
+        ("dsml", invoke("f", "{}").join(DSML), None, []),
+        ("dsml", invoke("f", 'name="k">v</｜DSML｜parameter>').join(DSML), None, []),
         ("dsml", invoke('f"', "").join(DSML), None, []),
         ("dsml", "".join(DSML), "".join(DSML), []),
         ("dsml", f"{DSML[0]}rest", f"{DSML[0]}rest", []),
         (
             "dsml",
             invoke("f", parameter("a", 1) + parameter('b"', 2)).join(DSML),
-            '\n<｜DSML｜parameter name="b"" string="false">2</｜DSML｜parameter>\n',
-            [("f", '{"a": 1}')],
+            "\n" + parameter('b"', 2) + "</｜DSML｜invoke>",
+            [("f", '{"a": 1')],
         ),
         ("dsml", dsml(("f", '{"a": "x"}')).partition("</")[0], "", [("f", '{"a": "x')]),
+        # Without its end tag, a parameter ends where the next one or the end of the call begins.
+        ("dsml", UNCLOSED.join(DSML), "", [("f", '{"a": "x", "b": 2}')]),
+        (
+            "dsml",
+            UNCLOSED.replace("</｜DSML｜parameter>", "").join(DSML),
+            "",
+            [("f", '{"a": "x", "b": 2}')],
+        ),
+        # A parameter that comes twice, and values that are no JSON.
+        ("dsml", invoke("f", parameter("a", 1) * 2).join(DSML), None, [("f", '{"a": 1')]),
+        (
+            "dsml",
+            invoke("f", parameter("a", 1).replace("1", "x")).join(DSML),
+            None,
+            [("f", '{"a": x')],
+        ),
+        (
+            "dsml",
+            (invoke("f", parameter("a", 1).replace("1", '1}, "b": {2}')) + invoke("g", "")).join(
+                DSML
+            ),
+            None,
+            [("f", '{"a": 1'), ("g", "{}")],
+        ),
+        # A call without its end before the next one, and arguments that are left out.
+        (
+            "v31",
+            v31(("f", "{}"), ("g", "{}")).replace(CALL_END, "", 1),
+            "",
+            [("f", "{}"), ("g", "{}")],
+        ),
+        ("v31", v31(("f", f'{{"a": "{CALL}"}}')), "", [("f", f'{{"a": "{CALL}"}}')]),
+        ("kimi", kimi(("f", " \n")), "", [("f", "{}")]),
+        ("kimi", kimi(("f", "")).partition(KIMI_END)[0], None, []),
     ],
 )
 def test_malformed_markup_is_content(parser, text, content, calls):

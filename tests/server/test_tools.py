@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from dsv3_jax import chat_formats
+from dsv3_jax.server.tool_grammar import tool_call_grammar
 from tests.server.conftest import RunningServer
 from tests.server.scripted import ScriptedEngine
 from tests.server.test_tool_parsers import dsml, kimi, v3, v31
@@ -60,6 +62,14 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[Any, list[Any]]:
     for chunk in chunks:
         state.handle_chunk(chunk)
     return state.get_final_completion(), chunks
+
+
+def unparsed(client: openai.OpenAI, **fields: Any) -> Any:
+    """Returns the answer of a stream, which may be cut off."""
+    state = ChatCompletionStreamState()
+    for chunk in client.chat.completions.create(**body(**fields), stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot
 
 
 @pytest.mark.parametrize("piece_tokens", [1, 7, 10**6])
@@ -137,6 +147,182 @@ def test_a_cut_call_keeps_its_reason(client, engine):
     choice = client.chat.completions.create(**body()).choices[0]
     assert choice.finish_reason == "length"
     assert choice.message.tool_calls[0].function.arguments == '{"city": "'
+
+
+CITY = [("get_weather", '{"city": "Rozzano", "days": 3}')]
+
+
+@pytest.mark.parametrize("piece_tokens", [1, 10**6])
+@pytest.mark.parametrize(("name", "write"), FORMATS.items())
+@pytest.mark.parametrize("ending", ["stop", "eos", "length"])
+def test_a_call_that_is_cut_off_is_not_finished(
+    scripted_server, client, engine, name, write, piece_tokens, ending
+):
+    """By a stop string, the model's end token or the limit, in all APIs, streamed and whole."""
+    engine.text, engine.piece_tokens = write(*CITY), piece_tokens
+    fields: dict[str, Any] = {"stop": ["zz"]} if ending == "stop" else {}
+    if ending != "stop":
+        engine.text = engine.text.partition("zz")[0]
+    if ending == "eos":
+        engine.text += engine.tokenizer.eos_token
+    engine.finish_reason = "length" if ending == "length" else "stop"
+    with speaking(scripted_server, name):
+        for answer in (
+            client.chat.completions.create(**body(**fields)),
+            unparsed(client, **fields),
+        ):
+            (choice,) = answer.choices
+            assert choice.finish_reason == engine.finish_reason
+            assert choice.message.tool_calls[0].function.arguments.startswith('{"city": "Ro')
+            with pytest.raises(ValueError, match="Unterminated string"):
+                json.loads(choice.message.tool_calls[0].function.arguments)
+        fields = {"stop_sequences": ["zz"]} if ending == "stop" else {}
+        message = scripted_server[0].post("/v1/messages", messages_body(**fields))
+        expected = {"stop": "stop_sequence", "eos": "end_turn", "length": "max_tokens"}[ending]
+        assert message["stop_reason"] == expected
+        if ending != "stop":  # this API has none
+            response = scripted_server[0].post("/v1/responses", responses_body())
+            assert response["output"][0]["status"] == "incomplete"
+
+
+def messages_body(**fields: Any) -> dict[str, Any]:
+    tool = {"name": "get_weather", "input_schema": FUNCTION["parameters"]}
+    return {"model": "demo", "messages": MESSAGES, "max_tokens": 99, "tools": [tool], **fields}
+
+
+def responses_body(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "input": "x", "tools": [{"type": "function", **FUNCTION}], **fields}
+
+
+def test_a_finished_call_is_complete_in_responses(scripted_server, engine):
+    engine.text = v31(*CALLS)
+    output = scripted_server[0].post("/v1/responses", responses_body())["output"]
+    assert [item["status"] for item in output] == ["completed"] * 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_body_that_cannot_be_read_is_no_call(scripted_server, client, engine, name):
+    engine.text = '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    engine.text += '<parameter name="city">Rome</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    engine.text += "</｜DSML｜function_calls>"
+    with speaking(scripted_server, name):
+        for answer in (client.chat.completions.create(**body()), streamed(client)[0]):
+            assert answer.choices[0].finish_reason == "stop"
+            assert not answer.choices[0].message.tool_calls
+            assert answer.choices[0].message.content == engine.text
+
+
+@pytest.mark.parametrize(("name", "write"), [*FORMATS.items(), ("deepseek-r1", v3)])
+def test_calls_before_the_end_of_the_reasoning(scripted_server, client, engine, name, write):
+    engine.text = f"<think>Need it.{write(*CALLS)}" if name == "kimi-k2" else ""
+    engine.text = engine.text or f"Need it.{write(*CALLS)}"
+    fields = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    if name in ("deepseek-v3", "kimi-k2"):  # their prompts leave it to the model
+        engine.text = f"<think>Need it.{write(*CALLS)}"
+    with speaking(scripted_server, name):
+        for answer in (
+            client.chat.completions.create(**body(**fields)),
+            streamed(client, **fields)[0],
+        ):
+            (choice,) = answer.choices
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.reasoning_content == "Need it."
+            assert not choice.message.content
+            assert [call.function.arguments for call in choice.message.tool_calls] == ARGUMENTS
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(("name", "write"), FORMATS.items())
+def test_a_named_tool_is_called_once(scripted_server, client, engine, name, write):
+    engine.text = write(*CALLS)
+    with speaking(scripted_server, name):
+        fields = {"tool_choice": NAMED}
+        for answer in (
+            client.chat.completions.create(**body(**fields)),
+            streamed(client, **fields)[0],
+        ):
+            assert len(answer.choices[0].message.tool_calls) == 1
+        choice = {"type": "tool", "name": "get_weather"}
+        message = scripted_server[0].post("/v1/messages", messages_body(tool_choice=choice))
+        choice = {"type": "function", "name": "get_weather"}
+        response = scripted_server[0].post("/v1/responses", responses_body(tool_choice=choice))
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+
+
+@pytest.mark.parametrize(("name", "write"), FORMATS.items())
+def test_a_required_call_that_is_cut_off_leaves_no_markup(
+    scripted_server, client, engine, name, write
+):
+    text = write(*CITY)
+    engine.finish_reason = "length"
+    with speaking(scripted_server, name):
+        for end in (1, 5, len(text) // 3, text.index("weather"), text.index("weather") + 7):
+            engine.text = text[:end]
+            for answer in (
+                client.chat.completions.create(**body(tool_choice="required")),
+                unparsed(client, tool_choice="required"),
+            ):
+                assert not answer.choices[0].message.content
+                assert not answer.choices[0].message.tool_calls
+                assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["a:b", "a b", " a", "a\n", "", "é", 'a"', "<｜x｜>", "a" * 129])
+def test_names_that_a_format_cannot_express_are_refused(scripted_server, name):
+    """By all APIs, also in the history and in a choice."""
+    server = scripted_server[0]
+    call = {"id": "x", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    items = [{"type": "function_call", "call_id": "x", "name": name, "arguments": "{}"}]
+    use = {"type": "tool_use", "id": "x", "name": name, "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
+    blocks = [
+        *MESSAGES,
+        *({"role": r, "content": [b]} for r, b in (("assistant", use), ("user", result))),
+    ]
+    function = {"type": "function", "function": {**FUNCTION, "name": name}}
+    for path, request in (
+        ("/v1/chat/completions", body(tools=[function])),
+        ("/v1/chat/completions", body(messages=history)),
+        (
+            "/v1/chat/completions",
+            body(tool_choice={"type": "function", "function": {"name": name}}),
+        ),
+        ("/v1/responses", responses_body(tools=[{"type": "function", "name": name}])),
+        ("/v1/responses", responses_body(input=items)),
+        ("/v1/messages", messages_body(tools=[{"name": name, "input_schema": {}}])),
+        ("/v1/messages", messages_body(messages=blocks)),
+        ("/tokenize", {"messages": MESSAGES, "tools": [function]}),
+    ):
+        status, _, content = server.request("POST", path, request)
+        assert status == 400
+        assert "name" in json.loads(content)["error"]["message"]
+
+
+def test_a_grammar_is_made_after_admission_in_a_thread(scripted_server, engine, monkeypatch):
+    server, threads = scripted_server[0], []
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return tool_call_grammar(*arguments, **options)
+
+    monkeypatch.setattr("dsv3_jax.server.conversation.tool_call_grammar", make)
+    monkeypatch.setattr(server.service.admission, "open", 10**6)
+    status, _ = server.refused("/v1/chat/completions", body(tool_choice="required"))
+    assert (status, threads) == (503, [])
+    monkeypatch.undo()
+    monkeypatch.setattr("dsv3_jax.server.conversation.tool_call_grammar", make)
+    engine.text = v31(*CITY)
+    server.post("/v1/chat/completions", body(tool_choice="required"))
+    assert [name.rpartition("_")[0] for name in threads] == ["dsv3-http"]
+    fields = {**FUNCTION, "parameters": {"properties": {"x": {"multipleOf": 999983}}}}
+    bad = body(tools=[{"type": "function", "function": fields}], tool_choice="required")
+    status, error = server.refused("/v1/chat/completions", bad)
+    assert (status, error["param"]) == (400, "tools")
+    assert server.service.admission.open == 0
 
 
 def test_one_call_alone(client, engine):

@@ -118,7 +118,7 @@ class _Answer(Answer):
 
     def _stop(self, completion: Completion) -> tuple[StopReason, str | None]:
         """Returns the reason of the answer's end, and the stop sequence if it is the reason."""
-        if self._parser.has_calls and completion.finish_reason == "stop":
+        if self._parser.finish_reason(completion.finish_reason) == "tool_calls":
             return "tool_use", None
         if completion.finish_reason == "length":
             return "max_tokens", None

@@ -227,7 +227,8 @@ class CountRequest(Body):
             messages=messages,
             tools=self._described_tools(),
             required_tools=self._required_tools(),
-            parallel_calls=not (choice and choice.disable_parallel_tool_use),
+            parallel_calls=choice is None
+            or not (choice.disable_parallel_tool_use or choice.type == "tool"),
             arguments={**thinking, **(self.chat_template_kwargs or {})},
         )
 

@@ -17,6 +17,7 @@ from dsv3_jax.server.openai.tool_types import (
     ToolCall,
     ToolChoice,
     Tools,
+    allows_parallel_calls,
     required_tools,
 )
 
@@ -149,7 +150,7 @@ class ChatRequest(SamplingFields):
             messages=[message.for_template() for message in self.messages],
             tools=tools,
             required_tools=required_tools(self.tool_choice, tools),
-            parallel_calls=self.parallel_tool_calls is not False,
+            parallel_calls=allows_parallel_calls(self.tool_choice, self.parallel_tool_calls),
             arguments=self.chat_template_kwargs or {},
         )
 

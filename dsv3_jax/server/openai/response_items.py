@@ -80,6 +80,7 @@ class ItemStream:
         self.items: list[AnyItem] = []
         """All items. The last one may grow."""
         self._is_open = False
+        self._is_cut = False  # the call that is open
         self._sequence_number = -1
 
     def event(self, kind: str, **fields: Any) -> ResponseEvent:
@@ -102,19 +103,22 @@ class ItemStream:
                 case CallBegin(_, call_id, name):
                     item = FunctionCallItem(id=_id("fc_"), call_id=call_id, name=name)
                     yield from self._begin(item)
-                case CallArguments(_, text):
+                case CallArguments(_, text, is_last):
                     item = self.items[-1]
                     assert isinstance(item, FunctionCallItem)
                     item.arguments += text
+                    self._is_cut = not is_last
                     yield self._item_event("response.function_call_arguments.delta", delta=text)
 
     def end(self, status: Status = "completed") -> Iterator[ResponseEvent]:
-        """Ends the last item."""
+        """Ends the last item. A call whose arguments have not ended is incomplete."""
         if not self._is_open:
             return
         self._is_open = False
         item = self.items[-1]
         item.status = status
+        if isinstance(item, FunctionCallItem) and self._is_cut:
+            item.status = "incomplete"
         if isinstance(item, FunctionCallItem):
             fields = {"name": item.name, "arguments": item.arguments}
             yield self._item_event("response.function_call_arguments.done", **fields)
@@ -128,7 +132,7 @@ class ItemStream:
     def _begin(self, item: AnyItem) -> Iterator[ResponseEvent]:
         yield from self.end()
         self.items.append(item)
-        self._is_open = True
+        self._is_open = self._is_cut = True
         yield self._output_event("response.output_item.added")
         if not isinstance(item, FunctionCallItem):
             part = OutputText() if isinstance(item, MessageItem) else ReasoningText()

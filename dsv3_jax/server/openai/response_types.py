@@ -24,6 +24,7 @@ from dsv3_jax.server.openai.tool_types import (
     FunctionDefinition,
     Tool,
     ToolChoice,
+    allows_parallel_calls,
     required_tools,
 )
 
@@ -158,7 +159,7 @@ class ResponsesRequest(Body):
             messages=messages,
             tools=tools,
             required_tools=required_tools(self.tool_choice, tools),
-            parallel_calls=self.parallel_tool_calls is not False,
+            parallel_calls=allows_parallel_calls(self.tool_choice, self.parallel_tool_calls),
             arguments={**thinking, **(self.chat_template_kwargs or {})},
         )
 

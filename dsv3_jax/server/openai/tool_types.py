@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, JsonValue
 
 from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.parsers.tool_parser import NAME
 
-FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+FunctionName = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 
 class FunctionDefinition(Body):
@@ -100,6 +101,11 @@ def required_tools(
             f"tool_choice: expected the name of one of the tools, got {choice.called!r:.80}"
         )
     return named
+
+
+def allows_parallel_calls(choice: ToolChoice | None, parallel: bool | None) -> bool:
+    """Returns whether an answer may contain several calls. A tool that is named is called once."""
+    return parallel is not False and not isinstance(choice, NamedTool)
 
 
 Tools = Annotated[list[Tool], Field(max_length=128)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
-from dsv3_jax.server.parsers.reasoning import ReasoningParser
+from dsv3_jax.server.parsers.reasoning import END, ReasoningParser
 from dsv3_jax.server.parsers.special_tokens import SpecialTokenFilter
 from dsv3_jax.server.parsers.tool_parser import ToolParser
 
@@ -19,6 +19,8 @@ class AnswerParser:
         tokens.
       special_tokens: texts of special tokens, which are left out after parsing.
       parallel: whether there may be several tool calls. Otherwise the first one counts alone.
+      required: whether a grammar makes the answer consist of calls. Then an unfinished call at its
+        end is left out.
     """
 
     def __init__(
@@ -28,17 +30,21 @@ class AnswerParser:
         special_tokens: Sequence[str] = (),
         *,
         parallel: bool = True,
+        required: bool = False,
     ):
         self._reasoning = reasoning
         self._tools = tools
         self._most_calls = None if parallel else 1
-        self._reasoning_filter = SpecialTokenFilter(special_tokens)
-        self._content_filter = SpecialTokenFilter(special_tokens)
+        self._required = required
+        self._special_tokens = tuple(special_tokens)
+        self._reasoning_filter = SpecialTokenFilter(self._special_tokens)
+        self._content_filter: SpecialTokenFilter | None = None
         self.has_calls = False
         """Whether there was a tool call."""
 
     def add(self, text: str, *, is_last: bool = False) -> list[Event]:
-        """Returns the parts of the next piece. Texts in them are not empty."""
+        """Returns the parts of the next piece. Texts in them are not empty, except perhaps the last
+        arguments of a call."""
         return list(self._parts(text, is_last))
 
     def _parts(self, text: str, is_last: bool) -> Iterator[Event]:
@@ -48,24 +54,41 @@ class AnswerParser:
         )
         if reasoning:
             yield Reasoning(reasoning)
-        if self._tools is None:
-            events: list[Event] = [Content(parts.content)] if parts.content else []
-        else:
-            events = self._tools.add(parts.content, is_last=is_last)
-        for event in events:
+        for event in self._answer(parts.content, is_last):
             match event:
                 case Content():
-                    if content := self._content_filter.add(event.text):
+                    if content := self._without_tokens(event.text):
                         yield Content(content)
                 case CallBegin() | CallArguments():
-                    if content := self._content_filter.add("", is_last=True):
+                    if content := self._without_tokens("", is_last=True):
                         yield Content(content)
                     if self._most_calls is None or event.index < self._most_calls:
                         self.has_calls = True
                         yield event
-        if is_last and (content := self._content_filter.add("", is_last=True)):
+                case Reasoning():
+                    pass
+        if is_last and (content := self._without_tokens("", is_last=True)):
             yield Content(content)
 
+    def _answer(self, text: str, is_last: bool) -> list[Event]:
+        """Returns the events of new text after the reasoning."""
+        if self._tools is None:
+            return [Content(text)] if text else []
+        if not (is_last and self._required):
+            return self._tools.add(text, is_last=is_last)
+        events = self._tools.add(text)
+        last = self._tools.add("", is_last=True)
+        return events + [event for event in last if not isinstance(event, Content)]
+
+    def _without_tokens(self, text: str, *, is_last: bool = False) -> str:
+        if self._content_filter is None:
+            # A call may have ended the reasoning before its tag.
+            tag = (END,) if self._reasoning.is_unclosed else ()
+            self._content_filter = SpecialTokenFilter((*self._special_tokens, *tag))
+        return self._content_filter.add(text, is_last=is_last)
+
     def finish_reason(self, reason: str) -> str:
-        """Returns the finish reason for clients, given that of the engine."""
-        return "tool_calls" if self.has_calls and reason == "stop" else reason
+        """Returns the finish reason for clients, given that of the engine. It is ``tool_calls`` for
+        answers whose calls are all at their end, and were not cut off by a stop string."""
+        is_finished = self._tools is not None and self._tools.is_finished
+        return "tool_calls" if self.has_calls and is_finished and reason == "stop" else reason

@@ -9,6 +9,7 @@ ARGUMENTS
 from __future__ import annotations
 
 from dsv3_jax.server.parsers.section_parser import SectionParser
+from dsv3_jax.server.parsers.tool_parser import function_name
 
 _CALL_END = "<｜tool▁call▁end｜>"
 
@@ -20,11 +21,12 @@ class DeepSeekV3Parser(SectionParser):
     section_end = "<｜tool▁calls▁end｜>"
     call_begin = "<｜tool▁call▁begin｜>"
     arguments_begin = "\n```json\n"
+    ends_reasoning = (section_begin,)
     call_ends = (f"\n```{_CALL_END}", f"```{_CALL_END}", _CALL_END)
 
     @staticmethod
     def read_header(header: str) -> tuple[str, str | None] | None:
         """Returns the name after the type of the tool, which is always ``function``."""
-        kind, separator, name = header.partition("<｜tool▁sep｜>")
-        name = name.strip()
-        return (name, None) if separator and kind.strip() == "function" and name else None
+        kind, _, rest = header.partition("<｜tool▁sep｜>")
+        name = function_name(rest)
+        return (name, None) if kind.strip() == "function" and name else None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dsv3_jax.server.parsers.section_parser import SectionParser
+from dsv3_jax.server.parsers.tool_parser import function_name
 
 
 class DeepSeekV31Parser(SectionParser):
@@ -15,10 +16,11 @@ class DeepSeekV31Parser(SectionParser):
     section_end = "<｜tool▁calls▁end｜>"
     call_begin = "<｜tool▁call▁begin｜>"
     arguments_begin = "<｜tool▁sep｜>"
+    ends_reasoning = (section_begin,)
     call_ends = ("<｜tool▁call▁end｜>",)
 
     @staticmethod
     def read_header(header: str) -> tuple[str, str | None] | None:
         """Returns the name."""
-        name = header.strip()
+        name = function_name(header)
         return (name, None) if name else None

@@ -35,6 +35,8 @@ class CallArguments:
 
     index: int
     text: str
+    is_last: bool = False
+    """Whether the call is at its end. That of a call that is cut off never comes."""
 
 
 Event = Reasoning | Content | CallBegin | CallArguments

@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 
 from dsv3_jax.server.parsers.section_parser import SectionParser
+from dsv3_jax.server.parsers.tool_parser import NAME
 
-_ID = re.compile(r"(?:functions\.)?+(?P<name>[^\s:]+):\d+")
+_ID = re.compile(rf"(?:functions\.)?+(?P<name>{NAME}):\d+")
 
 
 class KimiK2Parser(SectionParser):
@@ -23,8 +24,8 @@ class KimiK2Parser(SectionParser):
     section_end = "<|tool_calls_section_end|>"
     call_begin = "<|tool_call_begin|>"
     arguments_begin = "<|tool_call_argument_begin|>"
+    ends_reasoning = (section_begin,)
     call_ends = ("<|tool_call_end|>",)
-    ends_reasoning = (section_begin,)  # Kimi-K2-Thinking calls tools while it reasons
 
     @staticmethod
     def read_header(header: str) -> tuple[str, str | None] | None:

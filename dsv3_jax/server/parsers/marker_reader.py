@@ -2,25 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+
+class Markers:
+    """Some markers, prepared for searches whose time does not depend on their number.
+
+    Args:
+      markers: a marker may be the end of another one, but occurs nowhere else in it.
+    """
+
+    def __init__(self, markers: Sequence[str]):
+        self._markers = frozenset(markers)
+        self._lengths = sorted({len(marker) for marker in markers})
+        beginnings = sorted({re.escape(marker[:2]) for marker in markers})
+        # Finds where a marker may begin, also if the beginnings overlap.
+        self._begin = re.compile(f"(?={'|'.join(beginnings)})" if beginnings else "(?!)")
+        self._prefixes = frozenset(marker[:n] for marker in markers for n in range(1, len(marker)))
+        self._longest_prefix = max(map(len, self._prefixes), default=0)
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def of(cls, markers: tuple[str, ...]) -> Markers:
+        """Returns prepared markers, which are made once."""
+        return cls(markers)
+
+    def find(self, text: str, begin: int = 0) -> tuple[int, str] | None:
+        """Returns the first marker in the text from ``begin`` on, and where it begins."""
+        for match in self._begin.finditer(text, begin):
+            at = match.start()
+            for length in self._lengths:
+                marker = text[at : at + length]
+                if marker in self._markers:
+                    return at, marker
+        return None
+
+    def overlap(self, text: str, begin: int = 0) -> int:
+        """Returns the length of the longest suffix of the text from ``begin`` on that is a proper
+        prefix of a marker."""
+        longest = min(len(text) - begin, self._longest_prefix)
+        return next((n for n in range(longest, 0, -1) if text[-n:] in self._prefixes), 0)
 
 
 class MarkerReader:
-    """Follows one text.
+    """Follows one text, in time linear in its length.
 
     What it finds does not depend on how the text is split into pieces: text that may be the
     beginning of a marker waits for the next piece.
 
     Args:
-      markers: returns the markers that count now. A marker may be the end of another one, but
-        occurs nowhere else in it.
+      markers: returns the markers that count now.
       on_text: receives text between markers, in pieces.
       on_marker: receives a marker. Afterwards other ``markers`` may count.
     """
 
     def __init__(
         self,
-        markers: Callable[[], Collection[str]],
+        markers: Callable[[], Markers],
         on_text: Callable[[str], None],
         on_marker: Callable[[str], None],
     ):
@@ -32,25 +72,18 @@ class MarkerReader:
     def add(self, text: str, *, is_last: bool = False) -> None:
         """Reads the next piece. After the last one, a new text may begin."""
         text, self._pending = self._pending + text, ""
-        while text:
-            # Most pieces of an answer contain no beginning of a marker.
-            markers = [marker for marker in self._markers() if marker[0] in text]
-            matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-            if not matches:
-                overlap_size = 0 if is_last else max((overlap(text, m) for m in markers), default=0)
-                cut = len(text) - overlap_size
+        begin = 0
+        while begin < len(text):
+            markers = self._markers()
+            found = markers.find(text, begin)
+            if found is None:
+                cut = len(text) - (0 if is_last else markers.overlap(text, begin))
                 self._pending = text[cut:]
-                if cut:
-                    self._on_text(text[:cut])
+                if begin < cut:
+                    self._on_text(text[begin:cut])
                 return
-            at, marker = min(matches)
-            if at:
-                self._on_text(text[:at])
-            text = text[at + len(marker) :]
+            at, marker = found
+            if begin < at:
+                self._on_text(text[begin:at])
+            begin = at + len(marker)
             self._on_marker(marker)
-
-
-def overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest suffix of text that is a proper prefix of a marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from dsv3_jax.server.parsers.marker_reader import Markers
 from dsv3_jax.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
@@ -37,8 +38,11 @@ class ReasoningParser:
 
     def __init__(self, state: Part, ends: Sequence[str] = ()):
         self._state: Part = state
-        self._ends = (END, *ends)
+        self._ends = Markers.of((END, *ends))
+        self._blank: list[str] = []  # white space before what decides
         self._pending = ""  # may be the beginning of a tag
+        self.is_unclosed = False
+        """Whether one of ``ends`` has ended the reasoning, so that ``</think>`` may still come."""
 
     @classmethod
     def of_prompt(
@@ -69,30 +73,25 @@ class ReasoningParser:
         A part ends before what may be the beginning of a tag, unless the text ``is_last``.
         """
         text, self._pending = self._pending + text, ""
-        reasoning = ""
         if self._state == "undecided":
+            if not text.strip() and not is_last:
+                self._blank.append(text)
+                return Parts()
             start = text.lstrip()
-            if start.startswith(BEGIN):
-                self._state, text = "reasoning", start.removeprefix(BEGIN)
-            elif BEGIN.startswith(start) and not is_last:
+            if BEGIN.startswith(start) and start != BEGIN and not is_last:
                 self._pending = text
                 return Parts()
+            if start.startswith(BEGIN):
+                self._state, text = "reasoning", start.removeprefix(BEGIN)
             else:
-                self._state = "content"
-        if self._state == "reasoning":
-            begins = [text.find(end) for end in self._ends if end in text]
-            if begins:
-                begin = min(begins)
-                reasoning, text = text[:begin], text[begin:].removeprefix(END)
-                self._state = "content"
-            else:
-                cut = 0 if is_last else max(_overlap(text, end) for end in self._ends)
-                self._pending = text[len(text) - cut :]
-                return Parts(reasoning=text[: len(text) - cut])
-        return Parts(reasoning, text)
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest suffix that is a proper prefix of a marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
+                self._state, text = "content", "".join(self._blank) + text
+        if self._state == "content":
+            return Parts(content=text)
+        found = self._ends.find(text)
+        if found is None:
+            cut = len(text) - (0 if is_last else self._ends.overlap(text))
+            self._pending = text[cut:]
+            return Parts(reasoning=text[:cut])
+        at, end = found
+        self._state, self.is_unclosed = "content", end != END
+        return Parts(text[:at], text[at:].removeprefix(END))

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Collection
 from typing import ClassVar
 
+from dsv3_jax.server.parsers.marker_reader import Markers
 from dsv3_jax.server.parsers.tool_parser import ToolParser
 
 
@@ -15,6 +15,7 @@ class _State(enum.Enum):
     CONTENT = enum.auto()
     SECTION = enum.auto()  # between calls
     HEADER = enum.auto()
+    NO_ARGUMENTS = enum.auto()  # of a call: only white space so far
     ARGUMENTS = enum.auto()
 
 
@@ -31,11 +32,9 @@ class SectionParser(ToolParser):
     def __init__(self) -> None:
         super().__init__()
         self._state = _State.CONTENT
-        self._header = ""
-        # Markup since the section's beginning or its last call. It becomes content if no call
-        # follows.
-        self._markup = ""
-        self._has_calls = False
+        self._header: list[str] = []
+        self._name: str = ""
+        self._id: str | None = None
 
     @staticmethod
     @abc.abstractmethod
@@ -43,68 +42,81 @@ class SectionParser(ToolParser):
         """Returns the function's name and, if the model writes one, the call's id. None if
         ``header`` is malformed."""
 
-    def _markers(self) -> Collection[str]:
+    def _markers(self) -> Markers:
         match self._state:
             case _State.CONTENT:
-                return (self.section_begin,)
+                markers = (self.section_begin,)
             case _State.SECTION:
-                return self.call_begin, self.section_end
+                markers = (self.call_begin, self.section_end)
             case _State.HEADER:
                 ends = (self.call_begin, self.call_ends[-1], self.section_end)
-                return self.arguments_begin, *ends
-            case _State.ARGUMENTS:
-                return *self.call_ends, self.section_end
+                markers = (self.arguments_begin, *ends)
+            case _State.NO_ARGUMENTS | _State.ARGUMENTS:
+                markers = (*self.call_ends, self.call_begin, self.section_end)
+        return Markers.of(markers)
 
     def _read_text(self, text: str) -> None:
         match self._state:
             case _State.CONTENT:
                 self._add_content(text)
-            case _State.SECTION if not text.isspace():
-                self._markup_is_content(text)
             case _State.SECTION:
-                self._markup += text
+                self._read_between(text)
             case _State.HEADER:
-                self._header += text
-            case _State.ARGUMENTS:
+                self._header.append(text)
+            case _State.NO_ARGUMENTS if text.isspace():
+                self._markup.append(text)
+            case _State.NO_ARGUMENTS | _State.ARGUMENTS:
+                self._begin_arguments()
                 self._add_arguments(text)
 
     def _read_marker(self, marker: str) -> None:
-        if self._state is _State.HEADER:
-            self._end_header(marker)
-        elif marker == self.section_begin:
-            self._state, self._markup, self._has_calls = _State.SECTION, marker, False
-        elif marker == self.call_begin:
-            self._begin_header()
-        elif marker == self.section_end:
-            if self._state is _State.SECTION and not self._has_calls:
-                self._markup_is_content(marker)
-            self._state, self._markup = _State.CONTENT, ""
-        else:
-            self._state = _State.SECTION
+        match self._state:
+            case _State.CONTENT:
+                self._begin_section(marker)
+                self._state = _State.SECTION
+            case _State.HEADER:
+                self._end_header(marker)
+            case _State.NO_ARGUMENTS if marker in (self.call_begin, self.section_end):
+                self._markup_is_content("")
+                self._state = _State.SECTION
+            case _State.ARGUMENTS if marker == self.call_begin and not self._arguments.is_whole:
+                self._add_arguments(marker)
+            case _State.NO_ARGUMENTS | _State.ARGUMENTS:
+                self._begin_arguments()
+                self._end_call()
+                self._state = _State.SECTION
+        if self._state is _State.SECTION:
+            if marker == self.call_begin:
+                self._begin_header()
+            elif marker == self.section_end:
+                self._end_section(marker)
+                self._state = _State.CONTENT
 
     def _begin_header(self) -> None:
-        self._state, self._header = _State.HEADER, ""
-        self._markup += self.call_begin
+        self._state, self._header, self._is_open = _State.HEADER, [], True
+        self._markup.append(self.call_begin)
 
     def _end_header(self, marker: str) -> None:
-        name_and_id = self.read_header(self._header) if marker == self.arguments_begin else None
+        header = "".join(self._header)
+        name_and_id = self.read_header(header) if marker == self.arguments_begin else None
         if name_and_id is not None:
-            self._begin_call(*name_and_id)
-            self._state, self._markup, self._has_calls = _State.ARGUMENTS, "", True
+            self._name, self._id = name_and_id
+            self._markup += header, marker
+            self._state = _State.NO_ARGUMENTS
             return
-        self._markup_is_content(self._header)
-        if marker == self.call_begin:
-            self._begin_header()
-            return
-        self._add_content(marker)
-        self._state = _State.CONTENT if marker == self.section_end else _State.SECTION
+        self._markup_is_content(header)
+        self._state = _State.SECTION
+        if marker not in (self.call_begin, self.section_end):
+            self._add_content(marker)
 
-    def _markup_is_content(self, text: str) -> None:
-        self._add_content(self._markup + text)
-        self._markup = ""
+    def _begin_arguments(self) -> None:
+        """Begins the call with its arguments, so that one that is cut off before them is none."""
+        if self._state is _State.NO_ARGUMENTS:
+            self._begin_call(self._name, self._id)
+            self._state = _State.ARGUMENTS
 
     def _end(self) -> None:
         if self._state is _State.HEADER:
-            self._markup_is_content(self._header)
-        elif self._state is _State.SECTION and not self._has_calls:
+            self._markup_is_content("".join(self._header))
+        elif self._state is _State.NO_ARGUMENTS or not self._has_calls:
             self._markup_is_content("")

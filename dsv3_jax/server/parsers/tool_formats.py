@@ -9,6 +9,14 @@ from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.tool_parser import ToolParser
 from dsv3_jax.tokenizer import Tokenizer
 
+TOOL_PARSERS: tuple[type[ToolParser], ...] = (
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    DeepSeekV32Parser,
+    KimiK2Parser,
+)
+"""Parsers of all formats."""
+
 
 def find_tool_parser(tokenizer: Tokenizer) -> type[ToolParser]:
     """Returns the parser for the markup that the chat template writes.

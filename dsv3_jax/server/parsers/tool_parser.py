@@ -1,41 +1,63 @@
 """Tool calls in text that arrives piece by piece: what the parsers of all formats share.
 
 A parser never fails. Markup that is not a tool call stays in the content. Arguments are passed on
-as the model writes them, even if they are no JSON.
+as the model writes them, even if they are no JSON, with two exceptions: arguments that the model
+leaves out are ``{}``, and their last character, or the end of a JSON object with what follows it,
+is passed on with the end of the call. So a call that is cut off never has a whole object.
 """
 
 from __future__ import annotations
 
 import abc
+import re
 import uuid
-from collections.abc import Collection
 from typing import ClassVar
 
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event
-from dsv3_jax.server.parsers.marker_reader import MarkerReader
+from dsv3_jax.server.parsers.marker_reader import MarkerReader, Markers
+
+NAME = r"[a-zA-Z0-9_.-]{1,128}"
+"""Names of functions that all formats can express. Other names are refused in requests, and are no
+calls in answers."""
+
+_IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}]')
 
 
 class ToolParser(abc.ABC):
     """Follows one text. The events do not depend on its pieces, apart from where text is split."""
 
-    ends_reasoning: ClassVar[tuple[str, ...]] = ()
-    """Markers with which a model may end its reasoning, without ``</think>``."""
+    ends_reasoning: ClassVar[tuple[str, ...]]
+    """Markers of the beginning of calls, which end the reasoning like ``</think>``."""
 
     def __init__(self) -> None:
         self._reader = MarkerReader(self._markers, self._read_text, self._read_marker)
         self._events: list[Event] = []
         self._calls = 0
+        self._arguments = _Arguments()  # of the last call
+        # Markup that becomes content if no call follows.
+        self._markup: list[str] = []
+        self._has_calls = False  # in this section
+        self._is_open = False  # the text ends where calls may follow
+        self._has_broken_calls = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all calls so far are at their end, and the text is outside of calls."""
+        return not (self._is_open or self._has_broken_calls)
 
     def add(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Returns the events of the next piece."""
-        self._reader.add(text, is_last=is_last)
+        self._reader.add(text)
         if is_last:
+            is_open = self._is_open
+            self._reader.add("", is_last=True)
+            self._is_open = is_open  # also after a part of a marker
             self._end()
         events, self._events = self._events, []
         return events
 
     @abc.abstractmethod
-    def _markers(self) -> Collection[str]:
+    def _markers(self) -> Markers:
         """Returns the markers that count in the current state."""
 
     @abc.abstractmethod
@@ -54,11 +76,96 @@ class ToolParser(abc.ABC):
         if text:
             self._events.append(Content(text))
 
+    def _begin_section(self, marker: str) -> None:
+        self._markup, self._has_calls, self._is_open = [marker], False, True
+
+    def _read_between(self, text: str) -> None:
+        """Reads text between calls. White space before a call or the section's end is markup."""
+        kept = text.rstrip()
+        if kept:
+            self._markup_is_content(kept)
+            self._is_open = False
+        self._markup.append(text[len(kept) :])
+
+    def _end_section(self, marker: str) -> None:
+        if not self._has_calls:
+            self._markup_is_content(marker)
+        self._markup, self._is_open = [], False
+
+    def _markup_is_content(self, text: str) -> None:
+        self._add_content("".join(self._markup) + text)
+        self._markup = []
+
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         call_id = call_id or f"call_{uuid.uuid4().hex[:24]}"
         self._events.append(CallBegin(self._calls, call_id, name))
         self._calls += 1
+        self._arguments = _Arguments()
+        self._markup, self._has_calls = [], True
 
     def _add_arguments(self, text: str) -> None:
-        if text:
+        if text := self._arguments.add(text):
             self._events.append(CallArguments(self._calls - 1, text))
+
+    def _end_call(self) -> None:
+        self._events.append(CallArguments(self._calls - 1, self._arguments.rest(), is_last=True))
+
+
+class _Arguments:
+    """Follows the arguments of one call, and keeps back their end."""
+
+    def __init__(self) -> None:
+        self._is_object: bool | None = None  # None for white space alone
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+        self._rest: list[str] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are a JSON object that is at its end."""
+        return bool(self._is_object and self._rest)
+
+    def add(self, text: str) -> str:
+        """Returns the text that may be passed on."""
+        if self._is_object is None:
+            self._is_object = text.lstrip().startswith("{") if text.strip() else None
+        if not self._is_object:
+            text = "".join([*self._rest, text])
+            self._rest = [text[-1:]]
+            return text[:-1]
+        end = 0 if self._rest else self._object_end(text)
+        if end is None:
+            return text
+        self._rest.append(text[end:])
+        return text[:end]
+
+    def rest(self) -> str:
+        """Returns the text that was kept back, for the end of the call."""
+        return "{}" if self._is_object is None else "".join(self._rest)
+
+    def _object_end(self, text: str) -> int | None:
+        """Returns the position of the brace that closes the object, if the text has it."""
+        at = 0
+        while at < len(text):
+            if self._is_escaped:
+                at, self._is_escaped = at + 1, False
+                continue
+            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if found is None:
+                return None
+            at, mark = found.end(), found[0]
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif mark == "\\":
+                self._is_escaped = True
+            else:
+                self._depth += 1 if mark == "{" else -1
+                if not self._depth:
+                    return at - 1
+        return None
+
+
+def function_name(text: str) -> str | None:
+    """Returns the name of a function without white space around it, or None if it is none."""
+    name = text.strip()
+    return name if re.fullmatch(NAME, name) else None
