@@ -171,7 +171,7 @@ class TokenLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int] | None
-    """Its bytes in UTF-8. None for a token that is no whole character."""
+    """Its bytes in UTF-8, which may be a part of a character. None for a special token."""
 
 
 class ChosenLogprob(TokenLogprob):
