@@ -49,6 +49,12 @@ class SpecialTokenDecoder:
         """Returns the text of ``ids``."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    def opaque_tokens(self, stop: Sequence[str]) -> frozenset[int]:
+        """Returns the control tokens of which no stop string contains the whole text. Readers of an
+        answer do not see their texts, so that a stop string must not match a part of one."""
+        controls = self._tokenizer.control_tokens.items()
+        return frozenset(i for i, text in controls if not any(text in s for s in stop))
+
 
 class Tokenizer:
     """Converts text to token ids and back, with the settings of tokenizer_config.json.

@@ -73,6 +73,11 @@ class TextTracker:
                 return
             self._split_tail()
 
+    def extend_quietly(self, tokens: Sequence[int]) -> None:
+        """Adds new tokens in whose text no stop string counts, not even in a part of it."""
+        self._min_tokens = max(self._min_tokens, len(self.tokens) + len(tokens))
+        self.extend(tokens)
+
     def _extend_block(self, tokens: Sequence[int]) -> None:
         count = len(self.tokens)
         self.tokens += tokens

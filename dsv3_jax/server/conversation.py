@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsv3_jax.generation.request import Prompt
+from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
-from dsv3_jax.server.parsers.reasoning import ReasoningParser
+from dsv3_jax.server.parsers.reasoning import BEGIN, END, ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser
 from dsv3_jax.server.parsers.tool_parser import ToolParser
 from dsv3_jax.server.service import Service
@@ -27,6 +28,10 @@ class SubmittedConversation:
     """The parser of each answer."""
     prompt_tokens: int
     """Tokens of the conversation."""
+    reasoning: ReasoningMarkers | None
+    """Markers of the reasoning with which the answers may begin."""
+    skips_special_tokens: bool
+    """Whether the texts of the answers are without special tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Conversation:
             )
         prompt: list[int] = []
         parsers: list[AnswerParser] = []
+        markers: list[ReasoningMarkers | None] = []
 
         def read_prompt() -> list[Prompt]:
             tools = find_tool_parser(service.tokenizer) if self.tools else None
@@ -84,17 +90,22 @@ class Conversation:
             special_tokens = service.tokenizer.special_tokens if tools else ()
             for _ in range(n):
                 parsers.append(self._parser(service.tokenizer, prompt, tools, special_tokens))
+            markers.append(_reasoning_markers(service.tokenizer, prompt, tools))
             return [prompt]
+
+        def scope_of_stop() -> dict[str, Any]:
+            return {"reasoning": markers[0]} if settings.get("stop") else {}
 
         job = await service.submit(
             read_prompt,
             1,
             n=n,
             prompt_field=prompt_field,
+            settings_of=scope_of_stop,
             skip_special_tokens=not self.tools,
             **settings,
         )
-        return SubmittedConversation(job, parsers, len(prompt))
+        return SubmittedConversation(job, parsers, len(prompt), markers[0], not self.tools)
 
     def _parser(
         self,
@@ -110,3 +121,14 @@ class Conversation:
             parallel=self.parallel_calls,
             required=bool(self.required_tools),
         )
+
+
+def _reasoning_markers(
+    tokenizer: Tokenizer, prompt: Sequence[int], tools: type[ToolParser] | None
+) -> ReasoningMarkers | None:
+    """Returns the markers of the reasoning with which answers to a prompt may begin."""
+    part = ReasoningParser.of_prompt(tokenizer, prompt).part
+    if part == "content":
+        return None
+    ends = tools.ends_reasoning if tools else ()
+    return ReasoningMarkers("" if part == "reasoning" else BEGIN, (END, *ends))

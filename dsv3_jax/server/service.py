@@ -134,6 +134,7 @@ class Service:
         prompt_field: str,
         grammar: GrammarSource | Callable[[], GrammarSource] | None = None,
         peer: Peer | None = None,
+        settings_of: Callable[[], dict[str, Any]] = dict,
         **settings: Any,
     ) -> Job:
         """Puts requests into the engine's queue.
@@ -147,6 +148,8 @@ class Service:
             are conversations, or None. A function that returns it runs in a thread, once the
             request is admitted.
           peer: prefill server that has the prompts' pages, if a proxy says so.
+          settings_of: returns further settings, which may depend on the prompts. It runs in a
+            thread, after ``read_prompts``.
           settings: of :meth:`dsv3_jax.Engine.submit_all`.
 
         Raises:
@@ -169,7 +172,7 @@ class Service:
                 ids = None if prompt_field == "prompt" or isinstance(first, str) else first
                 grammars = [self.grammars.start(source, ids) for _ in range(count)]
             return self.engine.submit_all(
-                prompts, n=n, timeout=timeout, grammars=grammars, **settings
+                prompts, n=n, timeout=timeout, grammars=grammars, **settings, **settings_of()
             )
 
         count = num_prompts * n

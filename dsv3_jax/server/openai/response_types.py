@@ -188,7 +188,7 @@ class OutputTokensDetails(BaseModel):
     """Parts of the output's tokens."""
 
     reasoning_tokens: int
-    """Tokens of the reasoning's text, when it is encoded again."""
+    """Generated tokens of the reasoning, without its markers."""
 
 
 class ResponseUsage(BaseModel):
