@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dsv3_jax.generation.request import Prompt
@@ -17,6 +18,15 @@ from dsv3_jax.server.parsers.tool_parser import ToolParser
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.tool_grammar import tool_call_grammar
 from dsv3_jax.tokenizer import Tokenizer
+
+_SWITCHES = ("thinking", "enable_thinking")
+"""Names of the argument that switches reasoning on. DeepSeek's templates read the first, those of
+many other models the second, and clients send one or the other, or both."""
+
+# Variables of templates that are no arguments of clients.
+_OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+
+_MOST_NESTED = 64  # levels of a JSON object; clients, templates and parsers follow it recursively
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,21 +55,61 @@ class Conversation:
     """An answer has to call one of these. If there are any, it consists of valid calls."""
     parallel_calls: bool = True
     """Whether an answer may contain several tool calls."""
+    thinking: bool | None = None
+    """Whether answers begin with reasoning, if the template leaves the choice. None: its default,
+    or what ``arguments`` say."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arguments of the template."""
+    """The client's further arguments of the template. The template has to read them. ``thinking``
+    and ``enable_thinking`` are synonyms."""
 
     def encode(self, tokenizer: Tokenizer, *, add_generation_prompt: bool = True) -> list[int]:
         """Returns the ids of the conversation. Text never becomes a control token.
 
         Raises:
-          ValueError: there is no template, or it refuses the messages.
+          ValueError: there is no template, it refuses the messages, or does not read an argument.
         """
         tools = {"tools": list(self.tools)} if self.tools else {}
         return tokenizer.chat(
-            self.messages,
+            _with_readable_calls(self.messages, tokenizer.chat_template or ""),
             add_generation_prompt=add_generation_prompt,
-            **{**self.arguments, **tools},
+            **{**self._template_arguments(tokenizer.chat_template_variables), **tools},
         )
+
+    def _template_arguments(self, variables: Collection[str]) -> dict[str, Any]:
+        """Returns the arguments under the names that the template reads.
+
+        Args:
+          variables: names that it reads.
+
+        Raises:
+          ValueError: it does not read one of the client's arguments, or two contradict each other.
+        """
+        arguments = {name: v for name, v in self.arguments.items() if v is not None}
+        switch = next((name for name in _SWITCHES if name in variables), None)
+        switches = {name: arguments[name] for name in _SWITCHES if name in arguments}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ValueError(
+                    f"chat_template_kwargs: expected true or false as {name!r}, got {value!r:.80}"
+                )
+        if switch is not None and switches:
+            if len(set(switches.values())) > 1:
+                raise ValueError(
+                    "chat_template_kwargs: expected the same value for thinking and"
+                    f" enable_thinking, which are synonyms; got {switches}"
+                )
+            arguments = {n: v for n, v in arguments.items() if n not in _SWITCHES or n in variables}
+            arguments[switch] = next(iter(switches.values()))
+        for name in arguments:
+            if name not in variables:
+                known = sorted({*variables, *(_SWITCHES if switch else ())} - _OWN_VARIABLES)
+                raise ValueError(
+                    f"chat_template_kwargs: expected names that the chat template reads"
+                    f" ({', '.join(known) or 'it reads none'}), got {name!r:.80}"
+                )
+        if self.thinking is not None and switch is not None:
+            arguments.setdefault(switch, self.thinking)
+        return arguments
 
     async def submit(
         self, service: Service, *, n: int, prompt_field: str, **settings: Any
@@ -132,3 +182,53 @@ def _reasoning_markers(
         return None
     ends = tools.ends_reasoning if tools else ()
     return ReasoningMarkers("" if part == "reasoning" else BEGIN, (END, *ends))
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Returns the arguments of a tool call as an object, or None if they are no JSON object that
+    every reader of JSON accepts. Clients write no text, or white space, if there are none."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse) if text.strip() else {}
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogates
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and _depth(value) <= _MOST_NESTED else None
+
+
+def _depth(value: Any) -> int:
+    """Returns the number of levels of nested JSON."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [v for each in level for v in (each.values() if isinstance(each, dict) else each)]
+    return depth
+
+
+def _with_readable_calls(
+    messages: Sequence[Mapping[str, Any]], template: str
+) -> list[Mapping[str, Any]]:
+    """Returns messages whose tool calls have arguments that the template can write.
+
+    Arguments without text become ``{}``. A template that reads them as JSON, that of DeepSeek-V3.2,
+    gets other text that is no object as one parameter, ``arguments``. The encoder that DeepSeek
+    published with V4 does the same; that of V3.2 fails. All other formats write the text.
+    """
+
+    def readable(call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if not arguments.strip():
+            arguments = "{}"
+        elif "from_json" in template and json_object(arguments) is None:
+            arguments = json.dumps({"arguments": arguments}, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [readable(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]

@@ -155,7 +155,7 @@ def test_tool_choice(scripted_client, engine):
 def test_arguments_that_are_no_json(scripted_client, engine):
     engine.text = v31(("f", "no JSON"))
     (block,) = scripted_client.messages.create(**body(tools=[TOOL])).content
-    assert block.input == "no JSON"
+    assert block.input == {"INVALID_JSON": "no JSON"}
 
 
 @pytest.mark.parametrize(
