@@ -7,12 +7,14 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dsv3_jax
 from dsv3_jax import chat_formats
 from dsv3_jax.engine import EngineError, EngineRequest
 from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.engine.step_results import NewTokens
 from dsv3_jax.generation.completion import FinishReason
@@ -75,6 +77,11 @@ class ScriptedEngine:
 
     def warm_up(self, store: Path | None = None) -> float:
         return 0.0
+
+    def stats(self) -> Any:
+        """Returns figures of an engine that has done nothing."""
+        numbers = {field.name: 0 for field in dataclasses.fields(EngineStats)}
+        return SimpleNamespace(**{**numbers, "tiers": ()})
 
     def shutdown(self, **options: Any) -> None:
         pass
