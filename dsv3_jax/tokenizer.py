@@ -50,8 +50,8 @@ class SpecialTokenDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def opaque_tokens(self, stop: Sequence[str]) -> frozenset[int]:
-        """Returns the control tokens of which no stop string contains the whole text. Readers of an
-        answer do not see their texts, so that a stop string must not match a part of one."""
+        """Returns the control tokens whose whole text is in no stop string. Readers of an answer do
+        not see these texts, so that a stop string must not match a part of one."""
         controls = self._tokenizer.control_tokens.items()
         return frozenset(i for i, text in controls if not any(text in s for s in stop))
 

@@ -1,4 +1,4 @@
-"""Where in an answer stop strings count: neither in its reasoning, nor inside special tokens."""
+"""The part of an answer in which stop strings count: after its reasoning, and in its own text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from dsv3_jax.generation.text import INCOMPLETE, Decoder, TextTracker
 
-_MOST_HELD = 64  # tokens of white space after which an answer is taken to have no reasoning
+_MOST_UNDECIDED = 64  # tokens of white space after which an answer is taken to have no reasoning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,8 @@ class ReasoningMarkers:
 
 
 class StopScope:
-    """Hands an answer's tokens to the tracker of its text, and says where stop strings count.
+    """Hands an answer's tokens to the tracker of its text. Stop strings count neither in the
+    reasoning nor inside opaque tokens.
 
     Args:
       tracker: of the text.
@@ -54,22 +55,22 @@ class StopScope:
         self._begin = reasoning.begin if reasoning else ""
         # Finds the end of the reasoning: None after it.
         self._end = TextTracker(decoder, reasoning.ends) if reasoning else None
-        self._held: list[int] = []  # it is undecided whether they begin reasoning
+        self._undecided: list[int] = []  # it is undecided whether they begin reasoning
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens so far."""
-        return len(self._tracker.tokens) + len(self._held)
+        return len(self._tracker.tokens) + len(self._undecided)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds new tokens, up to and including the one that completes a stop string."""
         rest = list(tokens)
         if self._begin:
-            self._held += rest
+            self._undecided += rest
             is_reasoning = self._is_reasoning()
             if is_reasoning is None:
                 return
-            self._begin, rest, self._held = "", self._held, []
+            self._begin, rest, self._undecided = "", self._undecided, []
             if not is_reasoning:
                 self._end = None
         while rest and self._end is not None:
@@ -87,13 +88,17 @@ class StopScope:
 
     def end(self) -> None:
         """Ends the answer: what was undecided is no reasoning."""
-        rest, self._held = self._held, []
+        rest, self._undecided = self._undecided, []
         self._begin, self._end = "", None
         self.extend(rest)
 
     def _is_reasoning(self) -> bool | None:
         """Returns whether the answer has reasoning, or None while that is undecided."""
-        text = self._decoder.decode(self._held).rstrip(INCOMPLETE).lstrip()
+        text = self._decoder.decode(self._undecided).rstrip(INCOMPLETE).lstrip()
         if text.startswith(self._begin):
             return True
-        return None if self._begin.startswith(text) and len(self._held) < _MOST_HELD else False
+        return (
+            None
+            if self._begin.startswith(text) and len(self._undecided) < _MOST_UNDECIDED
+            else False
+        )

@@ -59,19 +59,19 @@ def by_hand(ids: list[int], stops: tuple[str, ...], begin: str | None) -> str:
     # A stop string counts in the parts between special tokens, and the first to be complete counts.
     starts = [len("".join(WORDS[j] for j in ids[:i])) for i in range(len(ids) + 1)]
     bounds = [first, *(s for i, t in enumerate(ids) if t == EOS for s in starts[i : i + 2])]
-    found = []
+    matches = []
     for low, high in zip(bounds, [*bounds[1:], len(text)], strict=True):
         part = range(max(low, first), high)
         if part and text[part[0] : high] != "<eos>":
-            found += [
+            matches += [
                 (at + len(s), at) for s in stops for at in part if text.startswith(s, at, high)
             ]
-    if not found:
+    if not matches:
         return text
     # Of those that the same token completes, the one that begins further left counts.
-    complete = min(found)[0]
+    complete = min(matches)[0]
     token_end = next(start for start in starts if start >= complete)
-    return text[: min(at for end, at in found if end <= token_end)]
+    return text[: min(at for end, at in matches if end <= token_end)]
 
 
 @settings(max_examples=300, deadline=None)

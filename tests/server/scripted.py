@@ -59,7 +59,7 @@ class ScriptedEngine:
     text: str = ""
     """Text that it writes, in which control tokens become tokens."""
     ids: list[int] | None = None
-    """Tokens that it writes in place of the text."""
+    """Tokens that it writes instead of the text."""
     finish_reason: FinishReason = "stop"
     piece_tokens: int = 1
     """Tokens of a piece."""

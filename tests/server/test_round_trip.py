@@ -1,4 +1,4 @@
-"""What the server answers is accepted as history, on all APIs and in all chat formats.
+"""Answers are accepted as history, on all APIs and in all chat formats.
 
 An engine without a model writes random answers: reasoning, text and calls in any order, whole or
 cut anywhere. Clients keep them in types of their own and send them back with results of the calls.
@@ -37,7 +37,7 @@ WRITERS: dict[str, Callable[..., str]] = {
 ARGUMENTS = [
     *('{"city": "Rome"}', "", " \n", "{}", "[1]", "null", '"x"', "no JSON", "{", '{"city": "'),
     *('{"a": NaN}', '{"a": "\\ud800"}', '{"a": 1e999}', '{"<think>": "</think>"}', "{} {}"),
-    '{"a": ' * 300 + "1" + "}" * 300,
+    '{"a": ' * 60 + "1" + "}" * 60,
     '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n',
     '<｜DSML｜parameter name="city" string="false">Rome</｜DSML｜parameter>\n',
     '<｜DSML｜parameter name="city" string="false">',

@@ -261,8 +261,8 @@ class MessagesRequest(CountRequest):
 
 
 def _turns(messages: Sequence[InputMessage]) -> Iterator[InputMessage]:
-    """Yields messages, of which those of the assistant that follow each other are one, as in
-    Anthropic's API: the results of tools follow all calls."""
+    """Yields messages. Those of the assistant that follow each other become one, as in Anthropic's
+    API, so that the results of tools follow all calls."""
     for role, group in itertools.groupby(messages, key=lambda message: message.role):
         if role == "user":
             yield from group

@@ -103,7 +103,9 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
 
     def going_on(*, with_calls: bool = False) -> dict[str, Any]:
         nonlocal answer
-        if answer is None or not (with_calls or "tool_calls" in answer[0] or not _said(answer[0])):
+        if answer is None or not (
+            with_calls or "tool_calls" in answer[0] or not _has_answer(answer[0])
+        ):
             answer = [{"role": "assistant", "content": ""}]
             groups.append(answer)
         return answer[0]
@@ -136,7 +138,7 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
                     group.append(result)
                 if group is answer or group is None:
                     answer = None
-    if answer is not None and not _said(answer[0]) and answer[0].get("reasoning_content"):
+    if answer is not None and not _has_answer(answer[0]) and answer[0].get("reasoning_content"):
         groups.pop()
     messages = [message for group in groups for message in group]
     for message in messages:
@@ -145,7 +147,7 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     return messages
 
 
-def _said(message: Mapping[str, Any]) -> bool:
+def _has_answer(message: Mapping[str, Any]) -> bool:
     """Returns whether a message of the assistant has more than reasoning."""
     return bool(message["content"] or message.get("tool_calls"))
 
