@@ -214,11 +214,11 @@ def test_a_body_that_cannot_be_read_is_no_call(scripted_server, client, engine, 
 
 @pytest.mark.parametrize(("name", "write"), [*FORMATS.items(), ("deepseek-r1", v3)])
 def test_calls_before_the_end_of_the_reasoning(scripted_server, client, engine, name, write):
-    engine.text = f"<think>Need it.{write(*CALLS)}" if name == "kimi-k2" else ""
-    engine.text = engine.text or f"Need it.{write(*CALLS)}"
-    fields = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    engine.text = f"Need it.{write(*CALLS)}"
     if name in ("deepseek-v3", "kimi-k2"):  # their prompts leave it to the model
-        engine.text = f"<think>Need it.{write(*CALLS)}"
+        engine.text = "<think>" + engine.text
+    has_switch = name in ("deepseek-v3.1", "deepseek-v3.2")
+    fields = {"extra_body": {"chat_template_kwargs": {"thinking": True}} if has_switch else {}}
     with speaking(scripted_server, name):
         for answer in (
             client.chat.completions.create(**body(**fields)),
