@@ -82,8 +82,8 @@ class StopScope:
         while rest and not self._tracker.stopped:
             count = next((i for i, token in enumerate(rest) if token in self._opaque), len(rest))
             self._tracker.extend(rest[:count])
-            if not self._tracker.stopped:
-                self._tracker.extend_quietly(rest[count : count + 1])
+            if count < len(rest) and not self._tracker.stopped:
+                self._tracker.extend_quietly([rest[count]])
             del rest[: count + 1]
 
     def end(self) -> None:

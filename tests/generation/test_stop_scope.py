@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv3_jax.generation.stop_scope import ReasoningMarkers, StopScope
@@ -74,6 +74,8 @@ def by_hand(ids: list[int], stops: tuple[str, ...], begin: str | None) -> str:
     return text[: min(at for end, at in matches if end <= token_end)]
 
 
+@example([5, 6], [1], ["ab"], None)  # "a" and "b" in steps of their own
+@example([5, 10, 6], [], ["ab"], None)  # with a special token between them
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(0, len(WORDS) - 1), max_size=16),
