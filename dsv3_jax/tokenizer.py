@@ -55,6 +55,11 @@ class SpecialTokenDecoder:
         controls = self._tokenizer.control_tokens.items()
         return frozenset(i for i, text in controls if not any(text in s for s in stop))
 
+    @property
+    def has_byte_fallback(self) -> bool:
+        """See :attr:`Tokenizer.has_byte_fallback`."""
+        return self._tokenizer.has_byte_fallback
+
 
 class Tokenizer:
     """Converts text to token ids and back, with the settings of tokenizer_config.json.
@@ -115,6 +120,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Highest token id plus 1. A model's embedding may have more rows than this."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def has_byte_fallback(self) -> bool:
+        """Whether decoding writes a whole run of byte tokens as U+FFFD if it is no valid UTF-8, as
+        with tokenizers of SentencePiece."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
 
     def to_json(self) -> str:
         """Returns tokenizer.json, in which all control tokens are marked as special."""

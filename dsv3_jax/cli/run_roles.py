@@ -61,11 +61,13 @@ def tiers_of(arguments: argparse.Namespace, remote: RemotePrefill | None) -> Cac
         host_bytes = host_bytes or _PREFILL_HOST_BYTES
     if not (host_bytes or arguments.disk_cache or remote):
         return None
+    load_gib = arguments.prefix_load_gib
     tiers = CacheTiers(
         host_bytes,
         arguments.disk_cache,
         int(arguments.disk_cache_gib * 2**30),
         sources=() if remote is None else (remote,),
+        load_bytes=None if load_gib is None else int(load_gib * 2**30),
         pinned=arguments.host_cache_pinned,
     )
     if remote is None:

@@ -49,6 +49,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for name in ("host_cache_gib", "disk_cache_gib"):
         flag = "--" + name.replace("_", "-")
         check(flag, getattr(arguments, name), "GiB from 0 to 1048576", Real, 0, 2**20)
+    if (gib := arguments.prefix_load_gib) is not None:
+        check("--prefix-load-gib", gib, "GiB from 0.001 to 1048576", Real, 1e-3, 2**20)
     if arguments.host_cache_pinned and not arguments.host_cache_gib and arguments.role != "prefill":
         raise ValueError("--host-cache-pinned: expected --host-cache-gib with it")
     check("--drain-seconds", arguments.drain_seconds, "seconds from 0 to 86400", Real, 0, 86400)

@@ -38,8 +38,8 @@ from jax.experimental import transfer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dsv3_jax.disaggregation.protocol import ProtocolError, TransferName, frame
-from dsv3_jax.disaggregation.transfer import max_record_bytes
 from dsv3_jax.pages import PageRecord
+from dsv3_jax.pages.record import max_record_bytes
 
 _BUFFER_BYTES = 2**24
 """Bytes that JAX copies at a time."""

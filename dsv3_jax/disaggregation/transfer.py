@@ -12,9 +12,7 @@ from typing import Protocol
 
 from dsv3_jax.disaggregation.protocol import TransferName, frame_of
 from dsv3_jax.pages import PageRecord
-
-_HEADER_BYTES = 2**20
-"""More than the header of a record takes: it names the arrays of all layers, and the tokens."""
+from dsv3_jax.pages.record import max_record_bytes
 
 
 class Lease(Protocol):
@@ -74,11 +72,6 @@ class Receiver(Protocol):
           ConnectionError: the peer went away.
         """
         ...
-
-
-def max_record_bytes(max_page_bytes: int) -> int:
-    """Returns a bound for the bytes of an encoded record."""
-    return max_page_bytes + _HEADER_BYTES
 
 
 class HttpSender:

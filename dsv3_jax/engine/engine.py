@@ -49,7 +49,7 @@ from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
 from dsv3_jax.engine.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.stats import EngineStats
+from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.drafters import Drafter
@@ -178,6 +178,7 @@ class Engine:
         state = programs.new_state(pool.num_pages)
         if isinstance(process, Leader):
             programs.on_launch = process.send
+            process.compilations = programs.compilations
         self._transfer = (
             None if tiers is None else PageTransfer.of(model, state.pool, pool, tiers, mtp=mtp)
         )
@@ -196,6 +197,7 @@ class Engine:
             else None,
             store=self._transfer,
             load_seconds=math.inf if tiers is None else tiers.load_seconds,
+            load_bytes=math.inf if tiers is None else tiers.most_load_bytes,
         )
         requests: dict[ScheduledRequest, Request] = {}
         self._executor = Executor(
@@ -214,7 +216,12 @@ class Engine:
                 targets, StepLimits(max_running // shards, buckets.chunks[-1])
             )
         self._loop = EngineLoop(
-            scheduler, self._executor, requests, overlap=overlap, controller=controller
+            scheduler,
+            self._executor,
+            requests,
+            overlap=overlap,
+            controller=controller,
+            compilations=programs.compilations,
         )
         if self._transfer is not None:
             self._transfer.on_load = self._loop.notify
@@ -254,9 +261,9 @@ class Engine:
             then waits for the host after every step. It decodes without drafts if it samples with
             ``top_k``, ``top_p`` or ``min_p``, or if drafts are synthetic.
           settings: settings of :meth:`Generator.generate` for one prompt, except ``n``. Without a
-            ``seed``, every request of the engine gets another one. ``prompt_logprobs``, from 0 to
-            20, adds the log-probability of every prompt token to the completion, and that many of
-            the most probable tokens in its place; such a prompt uses no prefix hits.
+            ``seed``, the i-th such request gets :attr:`first_seed` plus i. ``prompt_logprobs``,
+            from 0 to 20, adds the log-probability of every prompt token to the completion, and that
+            many of the most probable tokens in its place; such a prompt uses no prefix hits.
 
         Raises:
           ValueError: the prompt is empty or too long, or a setting is out of range.
@@ -323,12 +330,24 @@ class Engine:
         """End-of-sequence tokens of the model and of the tokenizer."""
         return self._intake.end_tokens
 
+    @property
+    def first_seed(self) -> int:
+        """Seed of the engine's first completion that was submitted without one. It is random, and
+        in the log: with it, a run can be repeated by giving each completion its seed."""
+        return self._intake.first_seed
+
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
         self._loop.cancel(handle)
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> float:
-        """Compiles all programs. Returns the seconds it took.
+        """Compiles the programs of the default options. Returns the seconds it took.
+
+        These are all sizes of steps, greedy or sampled. A step whose requests ask for
+        ``logprobs`` of other tokens, penalties, ``logit_bias``, ``min_tokens``, allowed or banned
+        tokens, a grammar or ``prompt_logprobs`` has another program, which is compiled when it is
+        first needed, while all requests wait. In deterministic mode one program has all options but
+        the last.
 
         Args:
           directory: stores the compiled programs. A later engine with the same model, settings,
@@ -344,7 +363,7 @@ class Engine:
         """Launches the leader's steps until the leader ends, see
         :class:`~dsv3_jax.engine.processes.Follower`. Call it after :meth:`warm_up`."""
         assert isinstance(self._process, Follower), "expected an engine with process=Follower(...)"
-        self._process.run(self._executor.replay)
+        self._process.run(self._executor.replay, self._programs.compilations)
 
     def step(self) -> bool:
         """Runs one turn of the loop: plans and dispatches a step, and reads earlier results.
@@ -369,12 +388,19 @@ class Engine:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds since the step under way began; 0 if there is none."""
+        """Seconds since the step under way began, without those of compilations that it waited for;
+        0 if there is none."""
         return self._loop.step_seconds
 
+    @property
+    def compilations(self) -> CompileTimes:
+        """The compilations that steps wait for."""
+        return self._programs.compilations
+
     def fail_if_stuck(self, seconds: float) -> None:
-        """Gives up a step that has lasted longer than ``seconds``: all requests end with an
-        EngineError, and so do later ones.
+        """Gives up a step that has lasted longer than ``seconds``, without compilations, or a
+        compilation that has lasted longer than half an hour: all requests end with an EngineError,
+        and so do later ones.
 
         The engine's thread stays inside the step, so that :meth:`shutdown` may never return. The
         process can only end with :func:`os._exit`.
@@ -471,10 +497,11 @@ class Engine:
 
         Args:
           drain: whether running and waiting requests are finished first; otherwise they are
-            cancelled.
+            cancelled. If a step waits for a program to be compiled, which cannot be interrupted,
+            the engine then ends after that, in the background; the end of Python waits for it.
           timeout: seconds to wait for them. Those that are left are cancelled.
         """
-        self._loop.shutdown(drain=drain, timeout=timeout)
+        self._loop.shutdown(drain=drain, timeout=timeout, abandons_compilations=not drain)
         if isinstance(self._process, Leader):
             self._process.close()
 

@@ -35,7 +35,7 @@ from dsv3_jax.engine.step_plan import (
     SwapOut,
 )
 from dsv3_jax.engine.step_results import RequestResult, StepResults
-from dsv3_jax.generation.finished import RUNNING
+from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
 
 _CLOSE_SECONDS = 30.0
@@ -135,7 +135,7 @@ class Executor:
         return self.programs.compiled_after_warm_up
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> None:
-        """Compiles all programs, or loads them, see :meth:`Programs.warm_up`."""
+        """Compiles or loads the programs of the default options, see :meth:`Programs.warm_up`."""
         self.programs.warm_up(self._launcher.state, directory=directory)
 
     def dispatch(self, plan: StepPlan) -> None:
@@ -181,8 +181,8 @@ class Executor:
         return self._saving
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
-        """Waits for the oldest dispatch. Returns its plan, and a result for each request whose
-        prompt ended, that asks for the log-probabilities of its prompt, or that decoded."""
+        """Waits for the oldest dispatch. Returns its plan, and a result for each chunk and each
+        request that decoded."""
         plan, shape, swaps, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
@@ -198,8 +198,10 @@ class Executor:
                 if chunk.is_last:
                     result = self._result(read, first + i, chunk.request, is_decode=False)
                     results.append(result._replace(prompt=prompt))
-                elif prompt is not None:
-                    results.append(RequestResult(chunk.request, [], RUNNING, False, prompt))
+                    continue
+                is_finite = read.finished[first + i] != NON_FINITE
+                end = chunk.start + chunk.count if is_finite else 0
+                results.append(RequestResult(chunk.request, [], RUNNING, False, prompt, end))
         for number, shard in enumerate(plan.shards):
             for row, request in enumerate(shard.decodes, number * shape.rows):
                 results.append(self._result(read, row, request, is_decode=True))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +23,8 @@ from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.generation.text import Decoder
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,11 @@ class Intake:
         self._plan = plan
         self._deterministic = deterministic
         self._cancel = cancel
-        self._seeds = itertools.count()
+        self.first_seed = secrets.randbelow(2**32)
+        """Seed of the first completion without one; the next ones count on from it, modulo 2**32.
+        Random, so that no two engines sample the same texts."""
+        logger.info("completions without a seed have the seeds from %d on", self.first_seed)
+        self._seeds = itertools.count(self.first_seed)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -69,7 +77,8 @@ class Intake:
         return self._reader.end_tokens
 
     def read(self, prompts: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> list[Request]:
-        """Returns a request for each completion. Without a seed, each gets another one.
+        """Returns a request for each completion. Without a seed, each gets the next one from
+        ``first_seed`` on.
 
         Raises:
           ValueError: a prompt or a setting is invalid.

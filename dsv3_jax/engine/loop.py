@@ -24,8 +24,15 @@ from dsv3_jax.engine.plan_executor import PlanExecutor
 from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.scheduler import Scheduler
 from dsv3_jax.engine.sla_controller import SlaController
-from dsv3_jax.engine.stats import EngineStats, HostTimes, ShardStats
+from dsv3_jax.engine.stats import (
+    COMPILE_SECONDS,
+    CompileTimes,
+    EngineStats,
+    HostTimes,
+    ShardStats,
+)
 from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
+from dsv3_jax.generation.finished import NON_FINITE
 from dsv3_jax.generation.request import Request
 
 logger = logging.getLogger(__name__)
@@ -34,6 +41,9 @@ _T = TypeVar("_T")
 
 LEAD_SECONDS = 0.004
 """Time from planning a step to its first kernel on the device, with a margin."""
+
+_JOIN_SECONDS = 0.1
+"""Time between two looks at what the engine's thread does when it is to end."""
 
 _PAGES_SECONDS = 0.002
 """Time after which the engine looks for pages and deadlines, if nobody wakes it up before."""
@@ -50,6 +60,7 @@ class EngineLoop:
       overlap: whether a step is dispatched before the results of the step before it are read.
       controller: changes the scheduler's limits; None leaves them as configured.
       pace: chooses the steps of dispatches that only decode; None for a :class:`DecodePace`.
+      compilations: those that steps wait for.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class EngineLoop:
         overlap: bool,
         controller: SlaController | None = None,
         pace: Pace | None = None,
+        compilations: CompileTimes | None = None,
     ):
         self._scheduler = scheduler
         self._executor = executor
@@ -70,7 +82,10 @@ class EngineLoop:
         self._pace: Pace = DecodePace() if pace is None else pace
         self._open = OpenRequests(settings, self._host_times)
         self._error: EngineError | None = None
-        self._step_began: float | None = None  # written by the thread that steps
+        self._compilations = compilations or CompileTimes()
+        # Time, and seconds of compilations, at which the step under way began. Written by the
+        # thread that steps.
+        self._step_began: tuple[float, float] | None = None
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
         self._stepping = FairLock()  # one step at a time
@@ -126,6 +141,7 @@ class EngineLoop:
                 for shard in scheduler.shards
             )
             pages = scheduler.shards[0].pages
+            compilation = self._compilations.current
             return EngineStats(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
@@ -140,11 +156,14 @@ class EngineLoop:
                 accepted_tokens=self._host_times.accepted_tokens,
                 preemptions=scheduler.preemptions,
                 compiled_after_warm_up=self._executor.compiled_after_warm_up,
+                compile_seconds=self._compilations.seconds,
+                compiling_seconds=0.0 if compilation is None else compilation.seconds,
                 steps=self._host_times.steps,
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
                 dispatches=self._executor.times.figures,
                 loading=scheduler.loading(time.monotonic()),
+                loading_bytes=scheduler.loading_bytes,
                 loaded_tokens=scheduler.loaded_tokens,
                 reloaded_tokens=scheduler.reloaded_tokens,
             )
@@ -156,17 +175,32 @@ class EngineLoop:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds since the step under way began; 0 if there is none."""
-        began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        """Seconds since the step under way began, without those in which it or another one waited
+        for a program to be compiled; 0 if there is none."""
+        step = self._step_began
+        if step is None:
+            return 0.0
+        began, compiled = step
+        return max(time.monotonic() - began - (self._compilations.seconds - compiled), 0.0)
 
     def fail_if_stuck(self, seconds: float) -> None:
-        """Ends all requests with an error if the step under way has lasted longer than this."""
-        if self._error is None and self.step_seconds > seconds:
-            # The executor stays open: closing it would wait for the step.
+        """Ends all requests with an error if the step under way has lasted longer than this, or a
+        compilation longer than this and ``COMPILE_SECONDS``."""
+        if self._error is not None:
+            return
+        # The executor stays open: closing it would wait for the step.
+        if self.step_seconds > seconds:
             self._end_all(
                 EngineError(
                     f"engine: a step has taken more than {seconds:g} s; its device is stuck"
+                )
+            )
+        compilation, most = self._compilations.current, max(seconds, COMPILE_SECONDS)
+        if compilation is not None and compilation.seconds > most:
+            self._end_all(
+                EngineError(
+                    f"engine: the compilation of a step ({compilation.program}) has taken more than"
+                    f" {most:g} s; the compiler is stuck"
                 )
             )
 
@@ -212,13 +246,21 @@ class EngineLoop:
             self._scheduler.check_integrity()
             self._open.check_integrity(self._scheduler.unfinished)
 
-    def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
+    def shutdown(
+        self,
+        *,
+        drain: bool = True,
+        timeout: float | None = None,
+        abandons_compilations: bool = False,
+    ) -> None:
         """Stops taking requests, and ends.
 
         Args:
           drain: whether running and waiting requests are finished first; otherwise they are
             cancelled.
           timeout: seconds to wait for them. Those that are left are cancelled.
+          abandons_compilations: whether to return while a program is being compiled, after requests
+            are cancelled. The thread ends after it.
         """
         self.close()
         if not drain:
@@ -231,10 +273,20 @@ class EngineLoop:
             with self._stepping:
                 self._close_parts()
             return
-        self._thread.join(timeout)
+        self._thread.join(timeout if drain else 0.0)
         if self._thread.is_alive():
             self._cancel_all()
-            self._thread.join()
+            self._join(abandons_compilations=abandons_compilations)
+
+    def _join(self, *, abandons_compilations: bool) -> None:
+        """Waits for the end of the thread."""
+        assert self._thread is not None
+        while self._thread.is_alive():
+            compilation = self._compilations.current
+            if abandons_compilations and compilation is not None:
+                logger.warning("not waiting for the compilation of a step: %s", compilation.program)
+                return
+            self._thread.join(_JOIN_SECONDS)
 
     def close(self) -> None:
         """Stops taking requests. The thread ends after those that it has."""
@@ -291,7 +343,7 @@ class EngineLoop:
     def _guarded_step(self) -> bool:
         try:
             with self._stepping:
-                self._step_began = time.monotonic()
+                self._step_began = time.monotonic(), self._compilations.seconds
                 try:
                     return self._step()
                 finally:
@@ -391,7 +443,11 @@ class EngineLoop:
             self._pace.read(plan, results, time.perf_counter())
             if self._controller is not None:
                 self._controller.read(plan, new_tokens, time.monotonic())
-            self._scheduler.report(plan, gained, ends.keys())
+            finite = {r.request: r.finite_tokens for r in results if r.finite_tokens}
+            broken = {
+                r.request for r in results if r.finished == NON_FINITE or r.finite_tokens == 0
+            }
+            self._scheduler.report(plan, gained, ends.keys(), broken, finite)
             for request, end in ends.items():
                 self._finish(request, end)
 

@@ -15,7 +15,12 @@ cached   nobody refers to it, but its contents are    used, by :meth:`reuse` or,
 The prefix index is a tree. A page's key is its parent page's identity and the exact tokens that its
 contents depend on, compared one by one: two prompts share a page only if all tokens up to its end
 are equal, whatever their hashes. Cached pages are evicted least recently used first, and the end of
-a prefix before its beginning.
+a prefix before its beginning, also if its pages are those of several requests. No page stays in the
+index without all of those before it: nothing could find it.
+
+A page is indexed when the step that computes it is planned, so that requests with the same prompt
+compute it once. Until a step that read it has given finite logits it is unverified: if the logits
+are not finite, it leaves the index again, and only verified pages are copied elsewhere.
 
 The latents of a page depend on the tokens up to its end. The MTP layer's entry at position i also
 depends on token i + 1. With ``lookahead=1`` a key therefore includes the first token after the
@@ -73,7 +78,10 @@ class PageAllocator:
         self._keys: dict[int, _Key] = {}  # of indexed pages
         # A page gets a new identity whenever it is indexed, so that no key outlives its parent.
         self._identities: dict[int, int] = {}
+        self._by_identity: dict[int, int] = {}  # the inverse
+        self._children: dict[int, set[int]] = {}  # pages by their parent's identity
         self._next_identity = itertools.count(_ROOT + 1)
+        self._unverified: set[int] = set()  # indexed pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.generation = 0
         """Number of calls of :meth:`clear`. A request that began in an earlier generation publishes
@@ -119,17 +127,22 @@ class PageAllocator:
         Raises:
           ValueError: a page has no reference.
         """
-        # In reverse: the end of a prefix is then evicted before its beginning.
-        for page in reversed(list(pages)):
+        last = None
+        for page in list(pages):
             if self._references.get(page, 0) < 1:
                 raise ValueError(f"page: expected one that is in use, got {page}")
             self._references[page] -= 1
+            if page in self._keys:
+                last = page
             if self._references[page]:
                 continue
             if page in self._keys:
                 self._cached[page] = None
             else:
                 self._free.append(page)
+        if last is not None:
+            # Pages before this request's own may be those of another one, which ended earlier.
+            self._touch(last)
 
     def cached_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Returns the pages that hold the longest indexed prefix of ``tokens``, without changing
@@ -181,11 +194,28 @@ class PageAllocator:
                 page = pages[number]
                 self._index[key] = page
                 self._keys[page] = key
-                self._identities[page] = next(self._next_identity)
+                self._identities[page] = identity = next(self._next_identity)
+                self._unverified.add(page)
+                self._by_identity[identity] = page
+                self._children.setdefault(parent, set()).add(page)
             # Otherwise another request has published equal contents. This copy stays private, and
             # pages after it are indexed after the other one.
             parent = self._identities[page]
         return full
+
+    def verify(self, pages: Iterable[int]) -> list[int]:
+        """Notes that logits that depend on pages are finite. Returns those of the pages that are
+        indexed and were unverified."""
+        verified = [page for page in pages if page in self._unverified]
+        self._unverified.difference_update(verified)
+        return verified
+
+    def retract(self, pages: Iterable[int]) -> None:
+        """Removes the unverified ones of some pages from the index, with all pages after them,
+        because logits that depend on them are not finite."""
+        for page in pages:
+            if page in self._unverified:
+                self._remove(page)
 
     def clear(self) -> None:
         """Empties the prefix index and begins a new generation, for example because the weights
@@ -196,6 +226,9 @@ class PageAllocator:
         self._index.clear()
         self._keys.clear()
         self._identities.clear()
+        self._by_identity.clear()
+        self._children.clear()
+        self._unverified.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError if a page is lost, referred to by nobody, or in two states.
@@ -220,6 +253,16 @@ class PageAllocator:
         assert all(self._index[key] == page for page, key in self._keys.items())
         assert cached <= set(self._keys), "a cached page is not indexed"
         assert not free & set(self._keys), "a free page is indexed"
+        assert self._unverified <= set(self._keys), "an unverified page is not indexed"
+        assert self._by_identity == {number: page for page, number in self._identities.items()}
+        age = {page: number for number, page in enumerate(self._cached)}
+        for page, key in self._keys.items():
+            assert page in self._children[key.parent], "an indexed page is lost"
+            parent = self._by_identity.get(key.parent)
+            assert parent is not None or key.parent == _ROOT, "a page is indexed without its parent"
+            if page in age and parent in age:
+                assert age[page] < age[parent], "a page is evicted before what follows it"
+        assert sum(map(len, self._children.values())) == len(self._keys)
 
     def _key(self, parent: int, tokens: Sequence[int], number: int) -> _Key:
         begin = number * self.page_size
@@ -242,8 +285,43 @@ class PageAllocator:
             parent = self._identities[page]
         return parent
 
+    def _touch(self, page: int) -> None:
+        """Makes an indexed page and those before it the most recently used cached pages, the first
+        one last: the end of a prefix is evicted before its beginning."""
+        last: int | None = page
+        while last is not None:
+            if last in self._cached:
+                self._cached.move_to_end(last)
+            last = self._by_identity.get(self._keys[last].parent)
+
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
-        del self._index[self._keys.pop(page)]
-        del self._identities[page]
+        """Takes the least recently used page that no indexed page follows. Those that follow a
+        cached page are in use; only if there is no other one, they leave the index with it."""
+        oldest = next(iter(self._cached))
+        page = oldest
+        while self._identities[page] in self._children:
+            self._touch(page)
+            if (page := next(iter(self._cached))) == oldest:
+                break
+        del self._cached[page]
+        self._remove(page)
         return page
+
+    def _remove(self, page: int) -> None:
+        """Removes a page from the index, with those after it, which nothing could find any more."""
+        lost = [page]
+        while lost:
+            each = lost.pop()
+            key = self._keys.pop(each)
+            del self._index[key]
+            siblings = self._children[key.parent]
+            siblings.discard(each)
+            if not siblings:
+                del self._children[key.parent]
+            identity = self._identities.pop(each)
+            del self._by_identity[identity]
+            self._unverified.discard(each)
+            lost += self._children.get(identity, ())
+            if each in self._cached:
+                del self._cached[each]
+                self._free.append(each)

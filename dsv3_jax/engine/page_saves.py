@@ -1,13 +1,14 @@
 """Pages that are to be copied to a store outside of the device, because others may need them later.
 
-Every page that the prefix cache indexes is copied once. Its copy is launched before the first step
-that follows the one that wrote it, and so before any other request can get the page. Nothing waits
-for it, and an evicted page needs no copy any more. Pure Python.
+Every page that the prefix cache indexes is copied once, when logits that depend on it are known to
+be finite. Its copy is launched before the step that is planned next, and so before any other
+request can get the page. Nothing waits for it, and an evicted page needs no copy. Pure Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 
 from dsv3_jax.engine.page_allocator import PageAllocator
 from dsv3_jax.engine.prefix_loads import PageStore
@@ -15,7 +16,7 @@ from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest
 
 
 class PageSaves:
-    """Pages that were indexed since the last plan."""
+    """Pages that were verified since the last plan."""
 
     def __init__(self, store: PageStore):
         self._store = store
@@ -26,19 +27,24 @@ class PageSaves:
         return len(self._pending)
 
     def add(
-        self, request: ScheduledRequest, tokens: Sequence[int], first: int, pages: PageAllocator
+        self,
+        request: ScheduledRequest,
+        tokens: Sequence[int],
+        numbers: range,
+        verified: Collection[int],
     ) -> None:
-        """Adds the pages of a request that have just been indexed.
+        """Adds the pages of a request that have just been verified.
 
         Args:
-          tokens: its first tokens: all that its published pages depend on.
-          first: number of the first of these pages; ``request.published`` ends them.
+          tokens: its first tokens: all that these pages depend on.
+          numbers: numbers of its pages that were verified.
+          verified: pages to add. The others were verified before, or are copies of another
+            request's pages.
         """
         request.addresses = self._store.addresses(tokens, request.addresses)
         parts = self._store.parts
-        for number in range(first, request.published):
-            page = request.pages[number]
-            if pages.is_indexed(page):  # and not a copy of another request's page
+        for number in numbers:
+            if (page := request.pages[number]) in verified:
                 addresses = request.addresses[number * parts : (number + 1) * parts]
                 save = PageSave(page, tuple(addresses), self._store.identity)
                 self._pending.append(save)
@@ -47,6 +53,13 @@ class PageSaves:
         """Returns the first ``count`` pages. The caller launches their copies."""
         taken, self._pending = self._pending[:count], self._pending[count:]
         return tuple(taken)
+
+    def drop_evicted(self, shards: Iterable[PageAllocator]) -> None:
+        """Gives up copies of pages that have left the index: nothing can be found after them."""
+        if self._pending:
+            shards = list(shards)
+            is_indexed = [any(s.is_indexed(save.page) for s in shards) for save in self._pending]
+            self._pending = list(itertools.compress(self._pending, is_indexed))
 
     def clear(self) -> None:
         """Gives up all copies that were not launched."""

@@ -73,8 +73,10 @@ class StagedLoad:
     def close(self) -> None:
         """Gives up the load, or its share of the memory for staging."""
         self.is_closed = True
-        if self.future is not None:
-            self.future.cancel()
+        # Whoever still has the load keeps no pages with it.
+        future, self.future = self.future, None
+        if future is not None:
+            future.cancel()
         self._transfer.release(self)
 
 
@@ -127,9 +129,15 @@ class PageTransfer:
 
         Raises:
           OSError: the directory of the disk tier cannot be used.
-          ValueError: pages cannot be in pinned host memory.
+          ValueError: pages cannot be in pinned host memory, or not one can be loaded.
         """
         format = PageFormat.of(model.cache_spec(mtp=mtp), pool.page_size)
+        page_bytes = format.num_bytes * pool.token_parts
+        if config.most_load_bytes < page_bytes:
+            raise ValueError(
+                f"load_bytes: expected at least the {page_bytes} bytes of a page, got"
+                f" {config.most_load_bytes}"
+            )
         identity = CacheIdentity(model_digest(model), format, int(mtp))
         packer = PagePacker(arrays, format, model.layout, pinned=config.pinned)
         return cls(identity, PageTiers(config), packer, pool, config)
@@ -160,6 +168,11 @@ class PageTransfer:
         is_current = bool(known) and known[0].parent == self.identity.digest
         return self.identity.addresses(tokens, known if is_current else ())
 
+    @property
+    def page_bytes(self) -> int:
+        """See :class:`~dsv3_jax.engine.prefix_loads.PageStore`."""
+        return self.identity.format.num_bytes
+
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
         """See :class:`~dsv3_jax.engine.prefix_loads.PageStore`."""
         return self._tiers.lookup(addresses)
@@ -169,10 +182,11 @@ class PageTransfer:
         load, identity = StagedLoad(self), self.identity
         load.future = self._tiers.fetch(addresses)
 
-        def stage(future: Future[list[PageRecord]]) -> None:
-            if not future.cancelled():
-                with contextlib.suppress(RuntimeError):  # the engine has ended
-                    self._stager.submit(self._stage, load, identity, addresses, future.result())
+        def stage(_: object) -> None:
+            if load.is_closed:
+                return
+            with contextlib.suppress(RuntimeError):  # the engine has ended
+                self._stager.submit(self._stage, load, identity, addresses)
 
         load.future.add_done_callback(stage)
         return load
@@ -264,15 +278,13 @@ class PageTransfer:
     # Other threads.
 
     def _stage(
-        self,
-        load: StagedLoad,
-        identity: CacheIdentity,
-        addresses: Sequence[PageAddress],
-        records: Sequence[PageRecord],
+        self, load: StagedLoad, identity: CacheIdentity, addresses: Sequence[PageAddress]
     ) -> None:
         """Copies records to the device, as far as the memory for staging goes."""
         contents: list[StagedPage] = []
         try:
+            future = load.future
+            records = [] if future is None or future.cancelled() else future.result()
             for record, address in zip(records, addresses, strict=False):
                 if load.is_closed:
                     break
@@ -284,11 +296,12 @@ class PageTransfer:
             jax.block_until_ready([page.parts for page in contents])
         except PageError as error:
             logger.warning("cache tiers: a page is not used: %s", error)
-        except Exception:
+        except BaseException:  # its requests wait for the load to end, whatever it is
             logger.exception("cache tiers: pages were not loaded")
             contents = []
         load.contents = contents
         if load.is_closed:  # meanwhile
+            load.contents = []
             self.release(load)
         self.on_load()
 
@@ -328,7 +341,10 @@ class PageTransfer:
                         for address, page in zip(addresses, pages, strict=True)
                     ]
                 )
-            except Exception as error:  # the device's; its steps fail too
-                logger.warning("cache tiers: %d pages were not saved: %s", len(pages), error)
+            except BaseException as error:  # the thread has to go on
+                # The device's, and then its steps fail too, or of a lack of memory.
+                logger.warning("cache tiers: %d pages were not saved: %r", len(pages), error)
+                with self._lock:
+                    self.dropped_pages += len(pages)
             with self._lock:
                 self._unsaved_bytes -= len(pages) * identity.format.num_bytes

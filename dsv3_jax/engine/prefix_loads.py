@@ -9,15 +9,22 @@ The load of a new request begins at once. A preempted request, whose pages may s
 cache until it comes back, looks only then which of them are missing, generated tokens included, and
 loads these.
 
+All loads together have a budget of bytes in host memory, from their beginning until their contents
+are on the device. It is given out in the order of the queue: no load begins before one of a request
+further ahead, and one further ahead takes the bytes of loads behind it. Requests whose load has to
+wait for bytes count as loading, and what they lack is looked up anew when it begins. Of a prefix
+that is larger than the whole budget, the beginning is loaded.
+
 Loads own no pages of the device: only a request that is admitted has pages. Pure Python: addresses
 and contents are the store's own.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from dsv3_jax.engine.page_allocator import PageAllocator
@@ -43,6 +50,11 @@ class PageStore(Protocol):
     @property
     def parts(self) -> int:
         """Pages of the store in a page of the scheduler: devices that share a sequence's tokens."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one of the store's pages in host memory."""
         ...
 
     @property
@@ -72,25 +84,44 @@ class _SharedLoad:
     load: Load
     first: int
     """Number of the first page that is loaded. Those before it were in the prefix cache."""
+    num_bytes: int
     requests: dict[ScheduledRequest, float] = dataclasses.field(default_factory=dict)
     """With the time until which each waits."""
+    writing: int = 0
+    """Requests that were admitted with its contents, in steps whose results are not there yet."""
 
 
 class PrefixLoads:
     """The loads of waiting requests.
 
     Args:
-      seconds: longest time that a request waits for its pages.
+      seconds: longest time that a request waits for its pages, from the beginning of its load.
+      most_bytes: most bytes of all loads, at least those of a page.
+      order: returns the number that orders requests in the queue.
     """
 
-    def __init__(self, store: PageStore, seconds: float):
+    def __init__(
+        self,
+        store: PageStore,
+        seconds: float,
+        most_bytes: float = math.inf,
+        order: Callable[[ScheduledRequest], float] = lambda request: request.arrival,
+    ):
         self._store = store
         self._seconds = seconds
+        self._most_bytes = most_bytes
+        self._order = order
+        self.num_bytes = 0
+        """Bytes of all loads now."""
         self._by_key: dict[Any, _SharedLoad] = {}
-        self._of: dict[ScheduledRequest, _SharedLoad] = {}
+        # None: the request is in `_queue`, and waits for bytes.
+        self._of: dict[ScheduledRequest, _SharedLoad | None] = {}
+        self._queue: list[ScheduledRequest] = []  # sorted by order
+        self._writing: dict[ScheduledRequest, _SharedLoad] = {}
+        self._may_begin = False  # whether bytes or the head of the queue have changed
 
     def __len__(self) -> int:
-        """Number of requests that have a load."""
+        """Number of requests that have a load, or wait for its beginning."""
         return len(self._of)
 
     def begin(self, request: ScheduledRequest, pages: Iterable[PageAllocator]) -> None:
@@ -103,7 +134,7 @@ class PrefixLoads:
         if not request.reuses_prefix:
             return
         pages = list(pages)
-        first = min(len(each.cached_prefix(request.tokens)) for each in pages)
+        first = _cached_everywhere(request, pages)
         self._begin(request, first, pages[0].page_size, request.arrival)
 
     def begin_again(
@@ -112,10 +143,10 @@ class PrefixLoads:
         """Starts to load what the store has of a preempted request's tokens, which is about to be
         admitted with ``cached`` pages of the prefix cache.
 
-        Returns whether a load has begun. None does if it was preempted with no page that the store
-        has, or has its load already: the request is admitted with what has come. If meanwhile the
-        cache has lost pages before those that were loaded, it loads from there; that ends, since
-        each load begins at an earlier page.
+        Returns whether the request has to wait for a load. It need not if it was preempted with no
+        page that the store has, or has its load already: the request is admitted with what has
+        come. If meanwhile the cache has lost pages before those that were loaded, it loads from
+        there; that ends, since each load begins at an earlier page.
         """
         if not request.preemptions or not request.reuses_prefix:
             return False
@@ -125,31 +156,88 @@ class PrefixLoads:
         self.end(request)
         return self._begin(request, cached, page_size, now)
 
+    def begin_queued(self, pages: Iterable[PageAllocator], now: float) -> None:
+        """Starts the loads of requests that waited for bytes, as far as these last.
+
+        Args:
+          pages: the pages of all shards.
+        """
+        if not self._may_begin:
+            return
+        self._may_begin = False
+        pages = list(pages)
+        while self._queue:
+            request = self._queue.pop(0)
+            del self._of[request]
+            first = _cached_everywhere(request, pages)
+            self._begin(request, first, pages[0].page_size, now)
+            if self._of.get(request, self) is None:
+                return  # it is the first in the queue again
+
     def _begin(self, request: ScheduledRequest, first: int, page_size: int, now: float) -> bool:
-        """Starts to load what the store has of a request from page ``first`` on, if anything."""
+        """Starts to load what the store has of a request from page ``first`` on, or queues the
+        request for that. Returns False if there is nothing to load."""
         parts = self._store.parts
         request.addresses = self._store.addresses(request.tokens, request.addresses)
         # The model has to run on at least one token.
         most = (len(request.tokens) - 1) // page_size
         wanted = request.addresses[first * parts : most * parts]
-        count = self._store.lookup(wanted) // parts
+        page_bytes = parts * self._store.page_bytes
+        count = int(min(self._store.lookup(wanted) // parts, self._most_bytes / page_bytes))
         if not count:
             return False
         wanted = wanted[: count * parts]
         key = (first, wanted[-1])
         shared = self._by_key.get(key)
         if shared is None:
-            shared = self._by_key[key] = _SharedLoad(key, self._store.load(wanted), first)
+            num_bytes = len(wanted) * self._store.page_bytes
+            if not self._take_bytes(request, num_bytes):
+                self._enqueue(request)
+                return True
+            shared = _SharedLoad(key, self._store.load(wanted), first, num_bytes)
+            self._by_key[key] = shared
+            self.num_bytes += num_bytes
         shared.requests[request] = now + self._seconds
         self._of[request] = shared
         return True
 
+    def _take_bytes(self, request: ScheduledRequest, count: int) -> bool:
+        """Returns whether the load of a request can begin. Gives up loads of requests behind it if
+        there are too few bytes otherwise."""
+        order = self._order(request)
+        if self._queue and self._order(self._queue[0]) < order:
+            return False
+        lacking = self.num_bytes + count - self._most_bytes
+        if lacking <= 0:
+            return True
+        idle = (each for each in self._by_key.values() if not each.writing)
+        first = {shared: min(map(self._order, shared.requests)) for shared in idle}
+        behind = [each for each in first if first[each] > order]
+        given_up: list[_SharedLoad] = []
+        for shared in sorted(behind, key=first.__getitem__, reverse=True):
+            given_up.append(shared)
+            lacking -= shared.num_bytes
+            if lacking <= 0:
+                break
+        else:
+            return False
+        for shared in given_up:
+            for each in list(shared.requests):
+                self.end(each)
+                self._enqueue(each)
+        return True
+
+    def _enqueue(self, request: ScheduledRequest) -> None:
+        """Lets a request wait for bytes."""
+        self._of[request] = None
+        bisect.insort(self._queue, request, key=self._order)
+
     def is_loading(self, request: ScheduledRequest, now: float) -> bool:
         """Returns whether a request still waits for its pages."""
-        shared = self._of.get(request)
-        return (
-            shared is not None and shared.load.contents is None and now < shared.requests[request]
-        )
+        if request not in self._of:
+            return False
+        shared = self._of[request]
+        return shared is None or (shared.load.contents is None and now < shared.requests[request])
 
     def loading(self, now: float) -> int:
         """Returns the number of requests that still wait for their pages."""
@@ -158,38 +246,82 @@ class PrefixLoads:
     def take(self, request: ScheduledRequest, cached: int) -> list[tuple[Any, ...]]:
         """Returns the contents of the pages after the first ``cached`` ones, which the request will
         reuse, and ends its load. Pages that do not follow these, because some were evicted, are of
-        no use."""
+        no use. The memory of what is returned counts until :meth:`written`."""
         shared = self._of.get(request)
         if shared is None:
+            self.end(request)
             return []
         contents, parts = shared.load.contents or (), self._store.parts
-        self.end(request)
         loaded = [
             tuple(contents[begin : begin + parts])
             for begin in range(0, len(contents) - parts + 1, parts)
         ]
-        return loaded[cached - shared.first :] if cached >= shared.first else []
+        taken = loaded[cached - shared.first :] if cached >= shared.first else []
+        if taken:
+            shared.writing += 1
+            self._writing[request] = shared
+        self.end(request)
+        return taken
+
+    def written(self, request: ScheduledRequest) -> None:
+        """Frees the contents that a request was admitted with. They are on the device."""
+        shared = self._writing.pop(request, None)
+        if shared is not None:
+            shared.writing -= 1
+            self._close_unused(shared)
 
     def end(self, request: ScheduledRequest) -> None:
         """Ends the load of a request, if it has one."""
-        shared = self._of.pop(request, None)
-        if shared is None:
+        if request not in self._of:
             return
-        del shared.requests[request]
-        if not shared.requests:
-            shared.load.close()
-            if self._by_key.get(shared.key) is shared:
-                del self._by_key[shared.key]
+        shared = self._of.pop(request)
+        if shared is None:
+            self._queue.remove(request)
+            self._may_begin = True
+        else:
+            del shared.requests[request]
+            self._close_unused(shared)
 
     def clear(self) -> None:
         """Ends all loads: the requests compute their prompts."""
         for request in list(self._of):
             self.end(request)
 
+    def forget_steps(self) -> None:
+        """Frees the contents of requests whose steps will never be reported."""
+        for request in list(self._writing):
+            self.written(request)
+
+    def _close_unused(self, shared: _SharedLoad) -> None:
+        if shared.requests or shared.writing:
+            return
+        shared.load.close()
+        self.num_bytes -= shared.num_bytes
+        self._may_begin = True
+        if self._by_key.get(shared.key) is shared:
+            del self._by_key[shared.key]
+
+    def check_idle(self) -> None:
+        """Raises AssertionError if a load is left though no request is."""
+        left = (self._of, self._queue, self._writing, self._by_key, self.num_bytes)
+        assert not any(left), "an idle engine loads pages"
+
     def check_integrity(self, waiting: Iterable[ScheduledRequest]) -> None:
         """Raises AssertionError if a load is lost, or is of a request that does not wait."""
         assert set(self._of) <= set(waiting), "pages are loaded for a request that does not wait"
-        shared = list(self._by_key.values())
-        assert {id(each) for each in shared} == {id(each) for each in self._of.values()}
-        assert {r for each in shared for r in each.requests} == set(self._of), "a load is lost"
-        assert all(time < math.inf for each in shared for time in each.requests.values())
+        queued = [request for request, shared in self._of.items() if shared is None]
+        assert set(queued) == set(self._queue), "a request is in a queue and has a load"
+        assert len(queued) == len(self._queue), "a request is queued twice"
+        loads = {id(each): each for each in self._of.values() if each is not None}
+        loads |= {id(each): each for each in self._writing.values()}
+        assert {id(each) for each in self._by_key.values()} == set(loads)
+        requests = {r for each in loads.values() for r in each.requests}
+        assert requests == set(self._of) - set(queued), "a load is lost"
+        assert sum(each.writing for each in loads.values()) == len(self._writing)
+        assert all(time < math.inf for each in loads.values() for time in each.requests.values())
+        assert sum(each.num_bytes for each in loads.values()) == self.num_bytes <= self._most_bytes
+
+
+def _cached_everywhere(request: ScheduledRequest, pages: Sequence[PageAllocator]) -> int:
+    """Returns how many leading pages of a request the prefix caches of all shards have."""
+    return min(len(each.cached_prefix(request.tokens)) for each in pages)

@@ -19,6 +19,7 @@ tiers, deterministic mode, counting of routed tokens and :meth:`Engine.use`, see
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -34,6 +35,7 @@ import numpy as np
 
 from dsv3_jax.connections import hang_up
 from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.stats import Compilation, CompileTimes
 from dsv3_jax.engine.step_input import StepShape
 from sharding import Layout
 from sharding.distributed import max_over_processes
@@ -41,6 +43,8 @@ from sharding.distributed import max_over_processes
 logger = logging.getLogger(__name__)
 
 _END = b"end"
+# Messages of followers. The name of a program follows the first.
+_COMPILING, _COMPILED = b"compiling ", b"compiled"
 
 _HANDSHAKE_SECONDS = 30.0
 """Time in which the other side of a connection has to prove that it knows the key."""
@@ -74,6 +78,8 @@ class Leader:
         self._connections: list[Connection] = []
         self._lost = threading.Event()
         self._is_closed = False
+        self.compilations = CompileTimes()
+        """Receives the compilations of the followers, for which steps wait too."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -160,12 +166,19 @@ class Leader:
             raise ProcessLostError("processes: expected all of the mesh, got one that was lost")
 
     def _watch(self, connection: Connection) -> None:
-        """Waits for the end of a connection, on which a follower sends nothing."""
+        """Receives when a follower compiles, until the end of its connection."""
         try:
-            connection.recv_bytes()
+            while True:
+                message = connection.recv_bytes()
+                if message.startswith(_COMPILING):
+                    program = message.removeprefix(_COMPILING).decode()
+                    self.compilations.begin(connection, program)
+                else:
+                    self.compilations.end(connection)
         except (EOFError, OSError):
             if not self._is_closed:
                 self._lost.set()
+            self.compilations.end(connection)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +196,7 @@ class Follower:
     def run(
         self,
         replay: Callable[[np.ndarray, StepShape], object],
+        compilations: CompileTimes | None = None,
         *,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
@@ -194,8 +208,17 @@ class Follower:
 
         Args:
           replay: launches a step, see :meth:`dsv3_jax.engine.executor.Executor.replay`.
+          compilations: those that steps wait for. The leader is told of them.
         """
         with Client(self.address, authkey=self.key) as connection:
+
+            def tell(compilation: Compilation | None) -> None:
+                program = None if compilation is None else compilation.program.encode()
+                with contextlib.suppress(OSError):  # the leader is lost, which is noticed below
+                    connection.send_bytes(_COMPILED if program is None else _COMPILING + program)
+
+            if compilations is not None:
+                compilations.on_change = tell
             try:
                 while (header := connection.recv_bytes()) != _END:
                     fields = json.loads(header)

@@ -22,6 +22,7 @@ from dsv3_jax.engine.processes import global_arrays, spans_processes
 from dsv3_jax.engine.program_store import ProgramStore, environment
 from dsv3_jax.engine.state import SlotState
 from dsv3_jax.engine.state_sharding import shard_state, state_shapes
+from dsv3_jax.engine.stats import CompileTimes
 from dsv3_jax.engine.step import StepOutput, step
 from dsv3_jax.engine.step_input import StepShape, empty_input
 from dsv3_jax.engine.step_options import StepOptions
@@ -78,7 +79,10 @@ class Programs:
         self.buckets = buckets
         self.num_slots = num_slots
         self.on_launch: Callable[[np.ndarray, StepShape], object] | None = None
-        """Is called before each step with its arguments, in the thread that launches it."""
+        """Is called before each step with its arguments, in the thread that launches it, and before
+        the step's program is compiled, so that followers compile at the same time."""
+        self.compilations = CompileTimes()
+        """Compilations that steps wait for."""
         self.compiled_after_warm_up = 0
         """Number of programs that were compiled while requests were waiting for them."""
         self._is_warm = False
@@ -246,15 +250,12 @@ class Programs:
         self, state: SlotState, buffer: np.ndarray, shape: StepShape
     ) -> tuple[SlotState, StepOutput]:
         """Dispatches a step. The state is donated."""
-        compiled = self._compiled.get(shape)
-        if compiled is None:
-            if self._is_warm:
-                self.compiled_after_warm_up += 1
-                logger.warning("compiling a step after warm-up: %s", shape)
-            compiled = self._compiled[shape] = self.compile(self._lower(state, shape), shape)
-        leaves, structure = jax.tree.flatten(state)
         if self.on_launch is not None:
             self.on_launch(buffer, shape)
+        compiled = self._compiled.get(shape)
+        if compiled is None:
+            compiled = self._compiled[shape] = self._compile_now(state, shape)
+        leaves, structure = jax.tree.flatten(state)
         device_buffer = self.on_device(buffer)
         leaves, output = compiled(self.leaves, leaves, device_buffer)
         if self.platform == "cpu" and spans_processes(self.layout):
@@ -262,6 +263,19 @@ class Programs:
             # collectives of several at a time can block each other.
             jax.block_until_ready(output)
         return jax.tree.unflatten(structure, leaves), output
+
+    def _compile_now(self, state: SlotState, shape: StepShape) -> jax.stages.Compiled:
+        """Compiles a program that a step waits for."""
+        if self._is_warm:
+            self.compiled_after_warm_up += 1
+            logger.warning("compiling a step after warm-up, while all requests wait: %s", shape)
+        began = time.perf_counter()
+        with self.compilations.measure(shape.name):
+            compiled = self.compile(self._lower(state, shape), shape)
+        if self._is_warm:
+            seconds = time.perf_counter() - began
+            logger.warning("compiled a step after warm-up in %.1f s: %s", seconds, shape)
+        return compiled
 
     def on_device(self, buffer: np.ndarray) -> jax.Array:
         """Transfers the arguments of a step, see :func:`empty_input`, to the devices."""

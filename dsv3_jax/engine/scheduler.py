@@ -33,6 +33,7 @@ import bisect
 import contextlib
 import math
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Literal
 
 from dsv3_jax.engine.admission import next_admission, shard_with_room
@@ -66,6 +67,7 @@ class Scheduler:
       store: pages outside of the device, from which prompts are loaded and to which indexed pages
         are saved.
       load_seconds: longest time that a request waits for pages of the store.
+      load_bytes: most bytes in host memory of pages that are loaded for waiting requests.
     """
 
     def __init__(
@@ -76,9 +78,12 @@ class Scheduler:
         *,
         store: PageStore | None = None,
         load_seconds: float = math.inf,
+        load_bytes: float = math.inf,
     ):
         self.config = config
-        self._loads = None if store is None else PrefixLoads(store, load_seconds)
+        self._loads = (
+            None if store is None else PrefixLoads(store, load_seconds, load_bytes, self._order)
+        )
         self._saves = None if store is None else PageSaves(store)
         self._limits = StepLimits(config.max_running, config.max_chunks)
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
@@ -211,6 +216,7 @@ class Scheduler:
         if separate and not any(chunks):
             decodes = [shard.plan_decodes() for shard in self.shards]
         if not any(decodes) and not any(chunks):
+            self._drop_saves()
             return None, ended
         steps = 1
         if not any(chunks):
@@ -225,6 +231,7 @@ class Scheduler:
             self._saves.take(unsaved) if self._saves else (),
             tuple(load for shard in self.shards for load in shard.take_loads()),
         )
+        self._drop_saves()
         for request in plan.decodes:
             request.decodes_in_flight += steps
         for chunk in plan.chunks:
@@ -239,6 +246,8 @@ class Scheduler:
         plan: StepPlan,
         new_tokens: Mapping[ScheduledRequest, Sequence[int]],
         finished: Set[ScheduledRequest],
+        broken: Set[ScheduledRequest] = frozenset(),
+        finite: Mapping[ScheduledRequest, int] = MappingProxyType({}),
     ) -> None:
         """Takes the results of a dispatched plan.
 
@@ -246,17 +255,31 @@ class Scheduler:
           new_tokens: tokens that each request of the plan gained. They are dropped if the request
             has ended in the meantime, and kept if it was preempted.
           finished: requests that need no further step.
+          broken: requests for which logits that are not finite were computed. Others reuse none of
+            their pages, and the store gets none.
+          finite: number of tokens after which the logits are known to be finite, for requests with
+            a chunk in the plan that does not end their prompt.
         """
         for request in plan.decodes:
             request.decodes_in_flight -= plan.decode_steps
         for chunk in plan.chunks:
             if chunk.is_last:
                 chunk.request.decodes_in_flight -= 1
+            if chunk.is_first and self._loads is not None:
+                self._loads.written(chunk.request)
+        for request in broken:
+            self._shard_of(request).retract(request)
+        ends = {chunk.request: len(chunk.request.tokens) for chunk in plan.chunks if chunk.is_last}
+        for request, length in {**finite, **ends}.items():
+            if not request.is_broken:
+                self._shard_of(request).verify(request, length)
+        # Not all that decode: the results of a request's last chunk may still be in flight.
+        decoded = {r for r in (*plan.decodes, *ends) if not r.is_broken}
         for request in plan.requests:
             request.steps_in_flight -= 1
             if request.phase is not Phase.ENDED:
                 request.tokens.extend(new_tokens.get(request, ()))
-                if request.phase is Phase.DECODE:
+                if request.phase is Phase.DECODE and request in decoded:
                     self._shard_of(request).publish_decoded(request)
                 if request in finished:
                     self.end(request)
@@ -290,6 +313,12 @@ class Scheduler:
         """Returns the number of waiting requests whose pages are being loaded from the store."""
         return self._loads.loading(now) if self._loads is not None else 0
 
+    @property
+    def loading_bytes(self) -> int | None:
+        """Bytes in host memory of the pages that are loaded for waiting requests. None without a
+        store."""
+        return None if self._loads is None else self._loads.num_bytes
+
     def clear_prefix_cache(self) -> None:
         """Empties the prefix index of every shard. Waiting requests load no pages."""
         for shard in self.shards:
@@ -305,7 +334,8 @@ class Scheduler:
         for request in [*self.unfinished, *retiring]:
             request.steps_in_flight = request.decodes_in_flight = 0
             self.end(request)
-        if self._saves is not None:
+        if self._loads is not None and self._saves is not None:
+            self._loads.forget_steps()
             self._saves.clear()
 
     def check_idle(self) -> None:
@@ -314,6 +344,8 @@ class Scheduler:
         assert self.is_idle, "an idle engine has requests"
         for shard in self.shards:
             shard.check_idle()
+        if self._loads is not None:
+            self._loads.check_idle()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot or page is lost, owned twice or owned by the wrong shard,
@@ -357,6 +389,11 @@ class Scheduler:
         self._next_deadline = min((r.deadline for r in self.unfinished), default=math.inf)
         return ended
 
+    def _drop_saves(self) -> None:
+        """Drops the saves of pages that have left the prefix index for the pages of this plan."""
+        if self._saves is not None:
+            self._saves.drop_evicted(shard.pages for shard in self.shards)
+
     def _preempted(self) -> list[ScheduledRequest]:
         """Returns the preempted requests that wait for the results of their last steps."""
         retiring = [request for shard in self.shards for request in shard.retiring]
@@ -369,6 +406,8 @@ class Scheduler:
         now: float,
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
+        if self._loads is not None:
+            self._loads.begin_queued([shard.pages for shard in self.shards], now)
         while (request := next_admission(self.waiting, self.shards, self._loads, now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first

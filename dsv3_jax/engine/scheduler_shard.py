@@ -106,7 +106,8 @@ class SchedulerShard:
             loaded = self._loads.take(request, len(hit)) if self._loads else []
             self._page_loads += map(PageLoad, request.pages[len(hit) :], loaded)
             request.computed = (len(hit) + len(loaded)) * self.pages.page_size
-            request.published = len(hit)
+            request.published, request.verified = len(hit), 0
+            request.is_broken = False
             request.generation = self.pages.generation
         bisect.insort(self.running, request, key=self._order)
         self._growing += self._may_grow(request)
@@ -174,13 +175,33 @@ class SchedulerShard:
             self._add(request, [pages.pop() for _ in range(count)])
 
     def publish_decoded(self, request: ScheduledRequest) -> None:
-        """Indexes the pages that a decoding request has filled."""
+        """Indexes the pages that a decoding request has filled. The logits of its tokens are known
+        to be finite."""
         if self._aligned_prefixes:
             return  # a prefill would round the generated tokens otherwise
         # The newest token is not in the cache yet. With an MTP layer, neither are its entries of
         # the newest decode step.
         lag = 1 + self.pages.lookahead * (1 + request.drafts)
         self._publish(request, len(request.tokens) - lag)
+        self.verify(request, len(request.tokens) - lag)
+
+    def verify(self, request: ScheduledRequest, written: int) -> None:
+        """Notes that logits that depend on the first ``written`` cache entries of a request are
+        finite. Pages that are full with them can be saved."""
+        first, last = request.verified, min(written // self.pages.page_size, request.published)
+        if last <= first or request.generation != self.pages.generation:
+            return
+        request.verified = last
+        verified = set(self.pages.verify(request.pages[first:last]))
+        if verified and self._saves is not None:
+            tokens = request.tokens[: last * self.pages.page_size + self.pages.lookahead]
+            self._saves.add(request, tokens, range(first, last), verified)
+
+    def retract(self, request: ScheduledRequest) -> None:
+        """Removes the pages of a request whose logits are not finite from the prefix index, except
+        for those from which finite ones have been computed."""
+        request.is_broken = True
+        self.pages.retract(request.pages)
 
     def preempt(self, request: ScheduledRequest) -> None:
         """Gives up a running request. Without swap space it is prefilled again later, generated
@@ -207,7 +228,7 @@ class SchedulerShard:
                 written = self.pages.pages_for(len(request.tokens) if decodes else request.computed)
                 self.swap.put(request, _slot(request), request.pages[:written])
             else:
-                request.computed = request.published = 0
+                request.computed = request.published = request.verified = 0
             self.pages.release(request.pages)
             self._free_slots.append(_slot(request))
             request.pages, request.slot, request.shard = [], None, None
@@ -297,15 +318,12 @@ class SchedulerShard:
 
     def _publish(self, request: ScheduledRequest, written: int) -> None:
         """Indexes the full pages within the first ``written`` tokens of a request."""
-        if request.generation != self.pages.generation:
+        if request.generation != self.pages.generation or request.is_broken:
             return
         if written < (request.published + 1) * self.pages.page_size:
             return  # most steps fill no page, and need no copy of all tokens
         known = request.tokens[: written + self.pages.lookahead]
-        first = request.published
-        request.published = self.pages.publish(known, request.pages, first)
-        if self._saves is not None:
-            self._saves.add(request, known, first, self.pages)
+        request.published = self.pages.publish(known, request.pages, request.published)
 
     def _missing_for(self, request: ScheduledRequest, steps: int) -> int:
         most = request.greatest_length + steps * (1 + request.drafts) + request.drafts

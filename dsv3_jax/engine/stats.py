@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 from dsv3_jax.engine.dispatch_times import DispatchFigures
 from dsv3_jax.engine.step_plan import StepPlan
@@ -53,7 +54,8 @@ class EngineStats:
     """Requests that lost their pages to others. They were prefilled again, or in deterministic mode
     moved to host memory."""
     compiled_after_warm_up: int
-    """Programs that were compiled while requests were waiting."""
+    """Programs that were compiled while requests were waiting: those of options that
+    :meth:`Engine.warm_up` leaves out, see :class:`CompileTimes`."""
     steps: int
     """Dispatched steps."""
     host_us_per_step: float
@@ -64,13 +66,20 @@ class EngineStats:
     dispatches: DispatchFigures
     """Times of the dispatches, by shape."""
     loading: int = 0
-    """Waiting requests whose pages are being loaded from the tiers."""
+    """Waiting requests whose pages are being loaded from the tiers, or that wait for the memory."""
+    loading_bytes: int | None = None
+    """Host memory of the pages that are loaded for waiting requests, until they are on the device.
+    Never more than ``CacheTiers.load_bytes``. None without tiers."""
     loaded_tokens: int = 0
     """Prompt tokens that were loaded from the tiers, among ``prefix_hit_tokens``."""
     reloaded_tokens: int = 0
     """Tokens of preempted requests that were loaded from the tiers when they came back."""
     unsaved_pages: int = 0
     """Pages that were not copied to the tiers, because too many waited for the host."""
+    compile_seconds: float = 0.0
+    """Seconds that steps waited for programs to be compiled."""
+    compiling_seconds: float = 0.0
+    """Seconds since the compilation that a step waits for now began; 0 if none does."""
     tiers: tuple[TierStats, ...] = ()
     """Figures of host memory and of the disk, as far as the engine has them."""
 
@@ -89,6 +98,7 @@ class EngineStats:
             "loaded_tokens",
             "reloaded_tokens",
             "unsaved_pages",
+            "compile_seconds",
         )
         totals = {name: getattr(self, name) - getattr(before, name) for name in names}
         host = self.host_us_per_step * self.steps - before.host_us_per_step * before.steps
@@ -170,3 +180,74 @@ class HostTimes:
             yield
         finally:
             self.seconds[part] += time.perf_counter() - began
+
+
+COMPILE_SECONDS = 1800.0
+"""Longest time of a compilation that steps wait for. After it the compiler counts as stuck."""
+
+
+class Compilation(NamedTuple):
+    """A compilation that steps wait for."""
+
+    program: str
+    seconds: float
+    """Time since it began."""
+
+
+class CompileTimes:
+    """Measures the compilations that steps wait for, in this process and in others of its mesh.
+
+    Warm-up compiles the programs of the default options. A program of other options is compiled
+    when a step first needs it, and that step, all later ones and their requests wait. Meanwhile the
+    device is not stuck, so that this time does not count as the step's. All threads may use this.
+    """
+
+    def __init__(self) -> None:
+        self.on_change: Callable[[Compilation | None], object] = lambda compilation: None
+        """Is called before a compilation, and with None when no further one is under way."""
+        self._lock = threading.Lock()
+        self._under_way: dict[Hashable, tuple[str, float]] = {}  # oldest first
+        self._began = 0.0  # time since which some were under way
+        self._ended_seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which something was compiled, until now."""
+        with self._lock:
+            now = time.monotonic() - self._began if self._under_way else 0.0
+            return self._ended_seconds + now
+
+    @property
+    def current(self) -> Compilation | None:
+        """The oldest compilation that is under way, or None."""
+        with self._lock:
+            for program, began in self._under_way.values():
+                return Compilation(program, time.monotonic() - began)
+        return None
+
+    def begin(self, who: Hashable, program: str) -> None:
+        """Notes that ``who`` begins to compile a program."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._under_way:
+                self._began = now
+            self._under_way[who] = program, now
+        self.on_change(Compilation(program, 0.0))
+
+    def end(self, who: Hashable) -> None:
+        """Notes that a compilation has ended, if one is under way."""
+        with self._lock:
+            if self._under_way.pop(who, None) is None or self._under_way:
+                return
+            self._ended_seconds += time.monotonic() - self._began
+        self.on_change(None)
+
+    @contextlib.contextmanager
+    def measure(self, program: str) -> Iterator[None]:
+        """Measures a compilation."""
+        who = object()
+        self.begin(who, program)
+        try:
+            yield
+        finally:
+            self.end(who)

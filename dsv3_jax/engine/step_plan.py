@@ -61,6 +61,10 @@ class ScheduledRequest:
     """Decode steps in those plans. Each adds at least one token."""
     published: int = 0
     """Number of its pages that are in the prefix index."""
+    verified: int = 0
+    """Number of its pages from which finite logits have been computed."""
+    is_broken: bool = False
+    """Whether logits that depend on its cache entries are not finite. It publishes nothing more."""
     addresses: list[Any] = dataclasses.field(default_factory=list)
     """Addresses of its first pages in a store outside of the device, as far as they are known."""
     generation: int = 0

@@ -41,6 +41,9 @@ class RequestResult(NamedTuple):
     prompt: tuple[int, PromptLogprobs] | None = None
     """Position of the token after the chunk's first one, and the log-probabilities of the tokens
     from there on, if the request asks for them."""
+    finite_tokens: int | None = None
+    """Prompt tokens up to the end of a chunk that ends no prompt, if the logits there, which select
+    no token, are finite, and 0 if they are not. None for other results."""
 
     @property
     def tokens(self) -> list[int]:

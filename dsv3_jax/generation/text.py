@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 INCOMPLETE = "\ufffd"
 """Replacement character, to which decoders map the bytes of an incomplete character."""
 
-_TAIL_TOKENS = 12  # length of the tail at which it is split; all of it is decoded for every token
-_BLOCK_TOKENS = 64  # tokens in which stop strings are looked for at once
-_MIN_TOKENS_AFTER_SPLIT = 4  # no character has more bytes
-_SPLIT_ATTEMPTS = 8  # positions that are tried
+_MOST_PENDING = 3
+"""Most bytes of an incomplete character. A decoder may map each to a character."""
+
+_WINDOW = 8
+"""Least tokens before new ones that are decoded with them: more than an incomplete character has
+bytes, together with two characters before it."""
+
+_STARTS = 4
+"""Positions at which a shorter window may begin; no character has more tokens."""
+
+_BLOCK_TOKENS = 64
+"""Most new tokens that are decoded at once."""
 
 
 @runtime_checkable
@@ -21,14 +31,27 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
+@runtime_checkable
+class _FallbackDecoder(Protocol):
+    """A decoder that knows whether it has byte fallback, see
+    :attr:`dsv3_jax.tokenizer.Tokenizer.has_byte_fallback`."""
+
+    @property
+    def has_byte_fallback(self) -> bool: ...
+
+
 class TextTracker:
     """Text of one request, updated as its tokens arrive, in time linear in their number.
 
     The text is not the concatenation of the tokens' texts: a stop string may span tokens, and a
     token may contain the end of one character and the start of the next. So the last tokens, the
-    tail, are decoded again together with new ones. Text before the tail is final. It is split off
-    where decoding both parts separately gives the same text as decoding the tail, which is the case
-    between characters only.
+    window, are decoded again together with new ones. What follows the part of the window's text
+    that was known before is new. Text is settled as soon as later tokens cannot change it: all but
+    up to three U+FFFD at its end, which may be the first bytes of a character.
+
+    Settled text never changes. It equals the decoded text of all tokens, with one exception:
+    decoders with byte fallback write a whole run of byte tokens as U+FFFD if one of them is
+    invalid. Here characters that were complete before stay.
 
     Args:
       min_tokens: number of tokens in whose text no stop string may begin.
@@ -36,17 +59,21 @@ class TextTracker:
 
     def __init__(self, decoder: Decoder | None, stop: Sequence[str], min_tokens: int = 0):
         self._decoder = decoder
-        self._stop = tuple(stop)
+        self._stop = _automaton(tuple(stop)) if stop else None
+        # A stop string may match U+FFFD of a character that the next token completes. With byte
+        # fallback, an incomplete character hides those before it.
+        by_token = any(INCOMPLETE in s for s in stop) or (
+            isinstance(decoder, _FallbackDecoder) and decoder.has_byte_fallback
+        )
+        self._block = 1 if by_token else _BLOCK_TOKENS
         self._min_tokens = min_tokens
-        self._search_from = 0  # character from which on stop strings count
-        # Number of characters of final text in which a stop string may begin.
-        self._overlap = max((len(s) - 1 for s in self._stop), default=0)
-        self._final: list[str] = []
-        self._final_length = 0  # characters
-        self._tail = ""
-        self._tail_start = 0  # index of its first token
-        self._split_at = _TAIL_TOKENS  # length of the tail, in tokens, at which to split it
+        self._state = 0  # of the automaton, after the settled text
+        self._parts: list[str] = []  # of the settled text
+        self._length = 0  # of the settled text, in characters
+        self._window = _Window([], "", "")
+        self._unsent: list[str] = []  # settled text that no piece contained
         self._streamed = 0  # characters returned by `piece`
+        self._textless: dict[int, bool] = {}
         self.tokens: list[int] = []
         """All tokens, up to and including the one that completes a stop string."""
         self.stopped = False
@@ -55,7 +82,7 @@ class TextTracker:
     @property
     def text(self) -> str:
         """Text of all tokens, cut before the stop string."""
-        return self._text_from(0)
+        return "".join(self._parts) + self._window.pending
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds new tokens, up to and including the one that completes a stop string."""
@@ -65,84 +92,92 @@ class TextTracker:
         if 0 < (early := self._min_tokens - len(self.tokens)) < len(tokens):
             self.extend(tokens[:early])
             tokens = tokens[early:]
-        # A block in which a stop string appears is decoded once more for each of its tokens.
-        block = _BLOCK_TOKENS if self._stop else max(len(tokens), 1)
-        for start in range(0, len(tokens), block):
-            self._extend_block(tokens[start : start + block])
+        for start in range(0, len(tokens), self._block):
+            self._add(tokens[start : start + self._block])
             if self.stopped:
                 return
-            self._split_tail()
 
     def extend_quietly(self, tokens: Sequence[int]) -> None:
         """Adds new tokens in whose text no stop string counts, not even in a part of it."""
         self._min_tokens = max(self._min_tokens, len(self.tokens) + len(tokens))
+        self._state = 0
         self.extend(tokens)
 
-    def _extend_block(self, tokens: Sequence[int]) -> None:
-        count = len(self.tokens)
+    def _add(self, tokens: Sequence[int]) -> None:
+        """Adds a block of tokens."""
+        window, settled = self._extended(tokens)
+        state, begin = self._state, None
+        if self._stop is not None and len(self.tokens) >= self._min_tokens:
+            state, begin = self._stop.search(state, settled)
+            if window.pending:
+                _, later = self._stop.search(state, window.pending)
+                begin = begin if later is None else _least(begin, len(settled) + later)
+        if begin is not None and len(tokens) > 1:
+            # Later tokens may complete a stop string that begins further left than the one that is
+            # complete first.
+            for token in tokens:
+                self._add([token])
+                if self.stopped:
+                    return
+            return
         self.tokens += tokens
-        self._tail = self._decode(self._tail_start, len(self.tokens))
-        if not self._stop:
+        if begin is not None:
+            self.stopped = True
+            whole = "".join([*self._parts, settled, window.pending])
+            text = whole[: self._length + begin]
+            self._parts, self._length = [text], len(text)
+            self._unsent = [text[self._streamed :]]
+            self._window = _Window([], "", "")
             return
-        if count < self._min_tokens:
-            self._search_from = self._final_length + len(self._tail.rstrip(INCOMPLETE))
-            return
-        # Text before this character has been searched already.
-        begin = max(self._final_length - self._overlap, 0)
-        before = self._text_from(begin)[: self._final_length - begin]
-        skipped = max(self._search_from - begin, 0)
-        if not self._stop_positions(before + self._tail, skipped):
-            return
-        # Finds the first token that completes a stop string. Later tokens of the block may complete
-        # another one that begins further left.
-        positions: list[int] = []
-        while not positions:
-            count += 1
-            text = before + self._decode(self._tail_start, count)
-            positions = self._stop_positions(text, skipped)
-        del self.tokens[count:]
-        self._tail = self._decode(self._tail_start, count)
-        text = self.text[: begin + min(positions)]
-        self._final, self._final_length, self._tail = [text], len(text), ""
-        self.stopped = True
+        self._state = state
+        self._window = window
+        if settled:
+            self._parts.append(settled)
+            self._unsent.append(settled)
+            self._length += len(settled)
 
-    def _split_tail(self) -> None:
-        """Splits a long tail at the last possible position; the text before it becomes final."""
-        end = len(self.tokens)
-        if end - self._tail_start < self._split_at:
-            return
-        last = end - _MIN_TOKENS_AFTER_SPLIT
-        for split in range(last, max(last - _SPLIT_ATTEMPTS, self._tail_start), -1):
-            left, right = self._decode(self._tail_start, split), self._decode(split, end)
-            # Incomplete characters alone may continue one that begins before the split.
-            if right.rstrip(INCOMPLETE) and left + right == self._tail:
-                self._final.append(left)
-                self._final_length += len(left)
-                self._tail_start, self._tail = split, right
-                self._split_at = _TAIL_TOKENS
-                return
-        self._split_at = 2 * (end - self._tail_start)  # keeps failed attempts rare
+    def _extended(self, tokens: Sequence[int]) -> tuple[_Window, str]:
+        """Returns the window with new tokens, and the text that has become settled."""
+        before = self._window
+        all_tokens = [*before.tokens, *tokens]
+        text = self._decode(all_tokens)
+        known = before.settled
+        if not text.startswith(known):
+            # A run of byte tokens, which is decoded as a whole, goes on with an incomplete or
+            # invalid character.
+            rest = [token for token in before.tokens if not self._is_textless(token)]
+            all_tokens = [*rest[len(rest) - len(before.pending) :], *tokens]
+            text, known = self._decode(all_tokens), ""
+        end = max(len(text.rstrip(INCOMPLETE)), len(text) - _MOST_PENDING, len(known))
+        settled, pending = text[len(known) : end], text[end:]
+        if len(all_tokens) > 2 * _WINDOW:
+            all_tokens, text = self._shortened(all_tokens, text, len(pending))
+        return _Window(all_tokens, text[: len(text) - len(pending)], pending), settled
 
-    def _stop_positions(self, text: str, skipped: int) -> list[int]:
-        """Returns where in the text each stop string that it contains begins, without its first
-        ``skipped`` characters."""
-        return [position for s in self._stop if (position := text.find(s, skipped)) >= 0]
+    def _shortened(self, tokens: list[int], text: str, pending: int) -> tuple[list[int], str]:
+        """Returns the last of some tokens and their text, whose last ``pending`` characters and
+        what follows them do not depend on the tokens before."""
+        last = len(tokens) - _WINDOW
+        for start in range(last, max(last - _STARTS, 0), -1):
+            shorter = self._decode(tokens[start:])
+            if len(shorter) > pending and text.endswith(shorter):
+                return tokens[start:], shorter
+        # Every token ends inside a character, or most tokens have no text.
+        tokens = [token for token in tokens if not self._is_textless(token)]
+        if len(tokens) > 2 * _WINDOW:
+            tokens = tokens[-_WINDOW:]
+        return tokens, self._decode(tokens)
 
-    def _decode(self, begin: int, end: int) -> str:
+    def _is_textless(self, token: int) -> bool:
+        """Returns whether a token has no text, wherever it is: decoders skip special tokens. Some
+        drop a space where text begins, which two tokens show."""
+        if token not in self._textless:
+            self._textless[token] = not self._decode([token, token])
+        return self._textless[token]
+
+    def _decode(self, tokens: list[int]) -> str:
         assert self._decoder is not None
-        return self._decoder.decode(self.tokens[begin:end])
-
-    def _text_from(self, begin: int) -> str:
-        """Returns the text from character ``begin`` on, without joining all of the text."""
-        if begin >= self._final_length:
-            return self._tail[begin - self._final_length :]
-        parts, start = [self._tail], self._final_length
-        for part in reversed(self._final):
-            if start <= begin:
-                break
-            parts.append(part)
-            start -= len(part)
-        return "".join(reversed(parts))[max(begin - start, 0) :]
+        return self._decoder.decode(tokens)
 
     def piece(self, *, final: bool) -> str:
         """Returns the text that no earlier piece contained.
@@ -150,18 +185,106 @@ class TextTracker:
         Unless ``final``, it ends before what later tokens may still change: an incomplete
         character, and the beginning of a stop string.
         """
-        if self._decoder is None:
-            return ""
-        piece = self._text_from(self._streamed)
-        if not (final or self.stopped):
-            piece = piece.rstrip(INCOMPLETE)
-            overlap = max((_overlap(piece, s) for s in self._stop), default=0)
-            piece = piece[: len(piece) - overlap]
+        if final and self._window.pending:
+            pending = self._window.pending
+            self._parts.append(pending)
+            self._unsent.append(pending)
+            self._window = _Window([], "", "")
+        text = "".join(self._unsent)
+        overlap = 0
+        if self._stop is not None and not (final or self.stopped):
+            overlap = self._stop.depth(self._state)
+        piece = text[: len(text) - overlap]
+        self._unsent = [text[len(piece) :]] if overlap else []
         self._streamed += len(piece)
         return piece
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+class _Window(NamedTuple):
+    """The last tokens, and their text."""
+
+    tokens: list[int]
+    settled: str
+    pending: str
+    """Text after ``settled`` that later tokens may change."""
+
+
+class StopStrings:
+    """Finds strings in text that arrives in parts, in time linear in the text.
+
+    It is the automaton of Aho and Corasick: its state is the longest end of the text that begins a
+    string. Most states are followed by one state alone, which is the next one.
+
+    Args:
+      strings: none of them is empty.
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        self._labels = [""]  # character that leads from a state to the next one
+        self._branches: dict[int, dict[str, int]] = {}  # other states that follow a state
+        parents, characters = array("i", [0]), [""]  # how a state is reached
+        self._depths = array("i", [0])  # length of a state's text
+        self._ends = array("i", [0])  # length of the longest string that ends in a state, or 0
+        for string in strings:
+            state = 0
+            for character in string:
+                following = self._following(state, character)
+                if following is None:
+                    following = len(self._depths)
+                    if following == state + 1:
+                        self._labels[state] = character
+                    else:
+                        self._branches.setdefault(state, {})[character] = following
+                    self._labels.append("")
+                    parents.append(state)
+                    characters.append(character)
+                    self._depths.append(self._depths[state] + 1)
+                    self._ends.append(0)
+                state = following
+            self._ends[state] = len(string)
+        # State of the longest end of a state's text, itself excepted.
+        self._shorter = array("i", [0]) * len(self._depths)
+        for state in sorted(range(1, len(self._depths)), key=self._depths.__getitem__):
+            if parents[state]:
+                shorter = self._shorter[parents[state]]
+                self._shorter[state], _ = self.search(shorter, characters[state])
+            self._ends[state] = max(self._ends[state], self._ends[self._shorter[state]])
+
+    def depth(self, state: int) -> int:
+        """Returns the length of the longest end of the text that begins a string."""
+        return self._depths[state]
+
+    def search(self, state: int, text: str) -> tuple[int, int | None]:
+        """Returns the state after more text, and where the leftmost string that ends in it begins,
+        counted from the beginning of ``text``; None if there is none."""
+        labels, branches, shorter, ends = self._labels, self._branches, self._shorter, self._ends
+        begin = None
+        for end, character in enumerate(text, 1):
+            while labels[state] != character:
+                if state in branches and character in branches[state]:
+                    state = branches[state][character]
+                    break
+                if not state:
+                    break
+                state = shorter[state]
+            else:
+                state += 1
+            if length := ends[state]:
+                begin = _least(begin, end - length)
+        return state, begin
+
+    def _following(self, state: int, character: str) -> int | None:
+        if self._labels[state] == character:
+            return state + 1
+        branches = self._branches.get(state)
+        return None if branches is None else branches.get(character)
+
+
+@functools.lru_cache(maxsize=16)
+def _automaton(stop: tuple[str, ...]) -> StopStrings:
+    """Returns the automaton of stop strings, which all completions of a request share."""
+    return StopStrings(stop)
+
+
+def _least(first: int | None, second: int) -> int:
+    return second if first is None else min(first, second)

@@ -6,7 +6,10 @@ damaged is refused by its checksum when it is read. Readers need no lock. Writer
 directory, and count in it how many bytes all files have.
 
 When the files exceed the capacity, the least recently used ones are deleted until nine tenths are
-left. The time of a file's last use is its modification time.
+left. The time of a file's last use is its modification time. A use of a page counts as one of all
+pages before it, and theirs is later: the end of a prefix is deleted before its beginning, also
+after a restart and by other processes. A page without all of those before it is of no use. It is
+stored only while a tenth of the capacity is free, and is deleted first.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import fcntl
 import logging
 import os
 import queue
+import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,6 +70,7 @@ class DiskPages:
         self._changed = threading.Condition()
         self._stats = TierStats(self.name)
         self._is_closed = False
+        self._last_use = 0  # in nanoseconds; each use is later than all before it
         with self._locked():
             self._remove_unused()
         self._queue: queue.SimpleQueue[PageRecord | None] = queue.SimpleQueue()
@@ -83,8 +88,7 @@ class DiskPages:
         """See :class:`~dsv3_jax.pages.source.PageSource`. It looks at the file system, for pages of
         other processes."""
         for number, address in enumerate(addresses):
-            # Unlike Path.exists, it raises no error of the disk.
-            if not os.path.exists(self._path(address.digest)):
+            if not self._exists(address.digest):
                 for missing in addresses[number:]:  # another process may have deleted them
                     self._parents.pop(missing.digest, None)
                 return number
@@ -93,27 +97,48 @@ class DiskPages:
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
         """See :class:`~dsv3_jax.pages.source.PageSource`. Several threads read."""
         future: Future[list[PageRecord]] = Future()
-        pages: list[PageRecord | None] = [None] * len(addresses)
+        pages: dict[int, PageRecord] = {}
         unread = len(addresses)
 
         def read(number: int) -> None:
-            nonlocal unread
-            is_wanted = not (future.cancelled() or self._is_closed)
-            pages[number] = self._read(addresses[number]) if is_wanted else None
-            with self._changed:
-                unread -= 1
-                if unread or not future.set_running_or_notify_cancel():
-                    return
-                records = list(_leading(pages))
-                self._stats = self._stats.plus(hits=records)
-            future.set_result(records)
+            record = None
+            try:
+                if not (future.cancelled() or self._is_closed):
+                    record = self._read(addresses[number])
+            except BaseException:  # the future has to end, whatever it is
+                logger.exception("disk cache: a page was not read")
+            finally:
+                ended(number, record)
 
-        with self._changed:
-            if not self._is_closed and addresses:
-                for number in range(len(addresses)):
-                    self._readers.submit(read, number)
-                return future
-        future.set_result([])
+        def ended(number: int, record: PageRecord | None) -> None:
+            nonlocal unread
+            with self._changed:
+                if record is not None:
+                    pages[number] = record
+                unread -= 1
+                if unread:
+                    return
+            if not future.set_running_or_notify_cancel():
+                return
+            records = list(_leading(pages))
+            try:
+                if records:
+                    self._touch(addresses[len(records) - 1], records[0].identity)
+                with self._changed:
+                    self._stats = self._stats.plus(hits=records)
+            finally:
+                future.set_result(records)
+
+        # What was read is not kept for a future that nobody waits for.
+        future.add_done_callback(lambda future: pages.clear() if future.cancelled() else None)
+        if not addresses or self._is_closed:
+            future.set_result([])
+            return future
+        for number in range(len(addresses)):
+            try:
+                self._readers.submit(read, number)
+            except RuntimeError:  # it was closed meanwhile, or there can be no more threads
+                ended(number, None)
         return future
 
     def store(self, records: Sequence[PageRecord]) -> None:
@@ -152,35 +177,39 @@ class DiskPages:
         name = digest.hex()
         return self._directory / name[:2] / f"{name}.page"
 
+    def _exists(self, digest: bytes) -> bool:
+        # Unlike Path.exists, it raises no error of the disk.
+        return os.path.exists(self._path(digest))
+
     # Reading.
 
     def _read(self, address: PageAddress) -> PageRecord | None:
+        """Returns a page, or None if it is missing or cannot be read. Deletes it if its record is
+        wrong in any way."""
         path = self._path(address.digest)
         try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise PageError("page record: is not a file")
             with path.open("rb") as file:
-                data = file.read()
-                try:
-                    record = PageRecord.decode(data)
-                    if record.address != address:
-                        raise PageError("page record: is under the name of another page")
-                except PageError as error:
-                    self._refuse(path, error)
-                    return None
-                now = time.time()
-                with contextlib.suppress(OSError):  # it may be another user's
-                    os.utime(file.fileno(), (now, now))
+                record = PageRecord.read(file, status.st_size)
+            if record.address != address:
+                raise PageError("page record: is under the name of another page")
         except FileNotFoundError:
             self._parents.pop(address.digest, None)
             return None
         except OSError as error:
             logger.warning("disk cache: %s cannot be read: %s", path, error.strerror)
             return None
+        except Exception as error:
+            self._refuse(path, error)
+            return None
         self._parents[address.digest] = address.parent
         return record
 
-    def _refuse(self, path: Path, error: PageError) -> None:
+    def _refuse(self, path: Path, error: Exception) -> None:
         """Deletes a damaged file. If another process has just replaced it, that one is lost too."""
-        logger.warning("disk cache: %s was deleted: %s", path, error)
+        logger.warning("disk cache: %s was deleted: %s", path, str(error) or repr(error))
         with contextlib.suppress(OSError):
             path.unlink()
         with self._changed:
@@ -213,47 +242,93 @@ class DiskPages:
             return count, written
         try:
             with self._locked():
-                for record in records:
+                for number, record in enumerate(records):
                     path = self._path(record.address.digest)
                     if not path.exists():
-                        if not self._write_file(path, record):
+                        if not self._write_file(path, record, records[:number]):
                             continue
                         written.append(record)
                     self._parents[record.address.digest] = record.address.parent
                     count += 1
-                self._touch(records[-1].address.digest)
-        except OSError as error:
-            lost = len(records) - count
-            logger.warning("disk cache: %d pages were not written: %s", lost, error)
+                self._touch_all(records)
+        except Exception as error:  # the thread has to go on
+            lost, reason = len(records) - count, str(error) or repr(error)
+            logger.warning("disk cache: %d pages were not written: %s", lost, reason)
         return count, written
 
-    def _write_file(self, path: Path, record: PageRecord) -> bool:
-        """Writes a file, and deletes others for it. Returns whether there was room."""
+    def _write_file(self, path: Path, record: PageRecord, before: Sequence[PageRecord]) -> bool:
+        """Writes a file, and deletes others for it. Returns whether there was room.
+
+        Args:
+          before: pages that were written just now.
+        """
         parts = record.parts()
         size = sum(len(part) for part in parts)
         if size > self._capacity:
             return False
+        parent = record.address.parent
+        is_useful = parent == record.identity or self._exists(parent)
+        limit = self._capacity * (1 if is_useful else _LEFT_AFTER_EVICTION)
+        used = self._used()
         # Counted first: after a crash the sum is too large, until files are counted again.
-        if self._add_used(size) > self._capacity:
-            self._remove_unused(size)
+        if used is not None and used + size <= limit:
+            self._set_used(used + size)
+        elif not is_useful:
+            return False
+        else:
+            self._touch_all(before)
+            chain, _ = self._chain(record.address)
+            # Never those before it: without them nobody finds it.
+            used = self._remove_unused(size, chain)
+            if used > self._capacity:
+                self._set_used(used - size)
+                return False
         path.parent.mkdir(exist_ok=True)
         with atomic_file(path, durable=False) as file:
             file.writelines(parts)
         return True
 
-    def _touch(self, digest: bytes) -> None:
-        """Makes a page and all pages before it the most recently used, the first page last: the
-        end of a prefix is deleted before its beginning."""
-        now = time.time()
-        parent: bytes | None = digest
-        while parent is not None:
-            now += 1e-6
+    # The order of use.
+
+    def _chain(self, address: PageAddress) -> tuple[list[bytes], bytes]:
+        """Returns the digests of a page and of all pages before it that are known, the first page
+        first, and the parent of the first one."""
+        addresses = address.chain()
+        before: list[bytes] = []
+        parent = addresses[0].parent
+        while (grandparent := self._parents.get(parent)) is not None:
+            before.append(parent)
+            parent = grandparent
+        return [*reversed(before), *(each.digest for each in addresses)], parent
+
+    def _touch(self, address: PageAddress, root: bytes) -> None:
+        """Makes a page and all pages before it the most recently used, the first page last. If one
+        of them is missing, those after it become the least recently used.
+
+        Args:
+          root: the identity of the cache.
+        """
+        chain, parent = self._chain(address)
+        with self._changed:
+            now = max(time.time_ns(), self._last_use + 1)
+            self._last_use = now + len(chain)
+        is_found = parent == root or self._exists(parent)
+        for after, digest in zip(range(len(chain), 0, -1), chain, strict=True):
+            at = now + after if is_found else after
             try:
-                os.utime(self._path(parent), (now, now))
-            except OSError:
-                self._parents.pop(parent, None)
-                return
-            parent = self._parents.get(parent)
+                os.utime(self._path(digest), ns=(at, at))
+            except FileNotFoundError:
+                self._parents.pop(digest, None)
+                is_found = False
+            except OSError:  # it may be another user's
+                continue
+
+    def _touch_all(self, records: Sequence[PageRecord]) -> None:
+        """Makes pages and those before them the most recently used."""
+        parents = {record.address.parent for record in records}
+        for record in records:
+            if record.address.digest not in parents:
+                self._touch(record.address, record.identity)
 
     # The directory's size.
 
@@ -264,46 +339,52 @@ class DiskPages:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _add_used(self, count: int) -> int:
-        """Adds to the number of bytes of all files, and returns it."""
-        path = self._directory / "used"
+    def _used(self) -> int | None:
+        """Returns the number of bytes of all files, or None if it is unknown."""
         try:
-            used = int(path.read_text()) + count
+            return int((self._directory / "used").read_text())
         except (OSError, ValueError):
-            used = self._capacity + 1  # unknown: count again
-        self._set_used(used)
-        return used
+            return None
 
     def _set_used(self, used: int) -> None:
         (self._directory / "used").write_text(str(used))
         with self._changed:
             self._stats = self._stats.plus(used=used - self._stats.used_bytes)
 
-    def _remove_unused(self, needed: int = 0) -> None:
+    def _remove_unused(self, needed: int = 0, kept: Sequence[bytes] = ()) -> int:
         """Deletes what killed writers left behind, and the least recently used files if all files
-        and ``needed`` more bytes exceed the capacity. Counts the bytes of the others."""
-        files: list[tuple[float, int, Path]] = []
+        and ``needed`` more bytes exceed the capacity. Returns the sum of the others' bytes and
+        ``needed``.
+
+        Args:
+          kept: digests of pages that are not deleted.
+        """
+        kept_names = {self._path(digest).name for digest in kept}
+        files: list[tuple[int, int, Path]] = []
         # Nothing else that is in the directory is touched.
         for folder in self._directory.glob(_FOLDERS):
             remove_partial_files(folder)
             for path in folder.glob(_FILES):
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
-                    files.append((status.st_mtime, status.st_size, path))
+                    files.append((status.st_mtime_ns, status.st_size, path))
         used = sum(size for _, size, _ in files) + needed
-        if used > self._capacity:
+        least = sum(size for _, size, path in files if path.name in kept_names) + needed
+        if used > self._capacity >= least:
             for _, size, path in sorted(files):
                 if used <= self._capacity * _LEFT_AFTER_EVICTION:
                     break
-                path.unlink(missing_ok=True)
-                self._parents.pop(bytes.fromhex(path.stem), None)
-                used -= size
+                if path.name not in kept_names:
+                    path.unlink(missing_ok=True)
+                    self._parents.pop(bytes.fromhex(path.stem), None)
+                    used -= size
         self._set_used(used)
+        return used
 
 
-def _leading(pages: Sequence[PageRecord | None]) -> Iterator[PageRecord]:
+def _leading(pages: Mapping[int, PageRecord]) -> Iterator[PageRecord]:
     """Yields the pages before the first missing one."""
-    for page in pages:
-        if page is None:
+    for number in range(len(pages)):
+        if number not in pages:
             return
-        yield page
+        yield pages[number]

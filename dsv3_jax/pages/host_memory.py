@@ -46,8 +46,7 @@ class HostMemory:
         with self._lock:
             for address in addresses[: self.lookup(addresses)]:
                 records.append(self._records[address.digest])
-            if records:
-                self._touch(records[-1])
+            self._touch_all(records)
             self._stats = self._stats.plus(hits=records)
         done: Future[list[PageRecord]] = Future()
         done.set_result(records)
@@ -57,15 +56,13 @@ class HostMemory:
         """See :class:`~dsv3_jax.pages.source.PageSink`. Evicts what has no room any more."""
         with self._lock:
             stats = self._stats
+            records = [record for record in records if record.num_bytes <= self._capacity]
             for record in records:
-                if record.num_bytes > self._capacity:
-                    continue
-                old = self._records.pop(record.address.digest, None)
+                old = self._records.get(record.address.digest)
                 self._records[record.address.digest] = record
                 stats = stats.plus(used=record.num_bytes - (old.num_bytes if old else 0))
                 stats = stats.plus(stored=[] if old else [record])
-                if record is records[-1]:
-                    self._touch(record)
+            self._touch_all(records)
             while stats.used_bytes > self._capacity:
                 _, evicted = self._records.popitem(last=False)
                 stats = stats.plus(used=-evicted.num_bytes)
@@ -77,12 +74,23 @@ class HostMemory:
             self._records.clear()
             self._stats = self._stats.plus(used=-self._stats.used_bytes)
 
-    def _touch(self, record: PageRecord | None) -> None:
+    def _touch_all(self, records: Sequence[PageRecord]) -> None:
+        """Makes pages and those before them the most recently used."""
+        parents = {record.address.parent for record in records}
+        for record in records:
+            if record.address.digest not in parents:
+                self._touch(record)
+
+    def _touch(self, record: PageRecord) -> None:
         """Makes a page and all pages before it the most recently used, the first page last: the
-        end of a prefix is evicted before its beginning."""
-        while record is not None:
-            self._records.move_to_end(record.address.digest)
-            record = self._records.get(record.address.parent)
+        end of a prefix is evicted before its beginning. If one of them is missing, those after it
+        are of no use: they become the least recently used."""
+        chain = [record]  # the first page last
+        while (parent := self._records.get(chain[-1].address.parent)) is not None:
+            chain.append(parent)
+        is_whole = chain[-1].address.parent == record.identity
+        for each in chain if is_whole else reversed(chain):
+            self._records.move_to_end(each.address.digest, last=is_whole)
 
     def stats(self) -> TierStats:
         """Returns its figures."""

@@ -6,8 +6,9 @@
     payload       the contents, see :class:`~dsv3_jax.pages.format.PageFormat`
     checksum      SHA-256 of everything before it, 32 bytes
 
-A record is parsed only if its checksum is right. A page is used only if its identity, arrays,
-address and tokens are those that were asked for.
+A record is used only if its checksum is right, and its identity, arrays, address and tokens are
+those that were asked for. Memory for a record in a file is allocated only if the file has the size
+that its header tells.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,6 +30,9 @@ _KIND = _MAGIC[:14]  # the same in all versions
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
+_BEGIN_BYTES = len(_MAGIC) + _LENGTH.size
+_MAX_HEADER_BYTES = 2**20
+"""More than a header takes: it names the arrays of all layers, and the tokens."""
 
 
 class PageError(ValueError):
@@ -125,22 +129,67 @@ class PageRecord:
                 tuple(map(int, header["tokens"])),
             )
             identity, mtp = bytes.fromhex(header["identity"]), header["mtp"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PageError(f"page record: its header is incomplete: {error}") from None
-        if PageAddress.of(address.parent, address.tokens) != address:
+            is_address = PageAddress.of(address.parent, address.tokens) == address
+            num_bytes, has_mtp = format.num_bytes, format.has_mtp
+            if not 0 <= num_bytes < 2**63:
+                raise ValueError("the sizes of its arrays")
+        except Exception as error:  # whatever a header of any content leads to
+            raise PageError(f"page record: its header is incomplete: {_line(error)}") from None
+        if not is_address:
             raise PageError("page record: its digest is not that of its tokens")
         payload = np.frombuffer(view[payload_begin:-_CHECKSUM_BYTES], np.uint8)
-        if payload.nbytes != format.num_bytes:
+        if payload.nbytes != num_bytes:
             raise PageError(
-                f"page record: expected {format.num_bytes} bytes of contents, got {payload.nbytes}"
+                f"page record: expected {num_bytes} bytes of contents, got {payload.nbytes}"
             )
-        if mtp is not format.has_mtp:
+        if mtp is not has_mtp:
             raise PageError("page record: its header contradicts its arrays about the MTP layer")
         return cls(identity, address, format, payload)
 
+    @classmethod
+    def read(cls, file: BinaryIO, size: int) -> PageRecord:
+        """Returns the record that a file of ``size`` bytes has, see :meth:`decode`.
 
-def _header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """Returns the header of a record whose checksum is right, and where its payload begins."""
+        Raises:
+          PageError: as :meth:`decode`. A file of another size than its header tells is refused
+            before it is read.
+          OSError: the file cannot be read.
+        """
+        begin = file.read(_BEGIN_BYTES)
+        _check_kind(memoryview(begin))
+        try:
+            (length,) = _LENGTH.unpack(begin[len(_MAGIC) :])
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"it has {length} bytes")
+            header = file.read(length)
+            payload = PageFormat.from_json(json.loads(header)["format"]).num_bytes
+            is_right = size == _BEGIN_BYTES + length + payload + _CHECKSUM_BYTES
+        except OSError:
+            raise
+        except Exception as error:  # whatever a header of any content leads to
+            raise PageError(f"page record: is damaged: its header: {_line(error)}") from None
+        if not is_right:
+            raise PageError(f"page record: is damaged: its header is not one of {size} bytes")
+        file.seek(0)
+        return cls.decode(file.read(size))
+
+
+def max_record_bytes(max_page_bytes: int) -> int:
+    """Returns a bound for the bytes of an encoded record.
+
+    Args:
+      max_page_bytes: most bytes of a page's contents.
+    """
+    return max_page_bytes + _MAX_HEADER_BYTES
+
+
+def _line(error: Exception) -> str:
+    """Returns one short line about an error."""
+    return " ".join(f"{error!s:.200}".split()) or type(error).__name__
+
+
+def _check_kind(view: memoryview) -> None:
+    """Raises PageError unless a record begins with these bytes."""
     if bytes(view[: len(_KIND)]) != _KIND:
         raise PageError(f"page record: expected one that begins with {_KIND!r}, got other data")
     if bytes(view[: len(_MAGIC)]) != _MAGIC:
@@ -148,19 +197,28 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
             f"page record: expected version {_MAGIC[len(_KIND) :]!r}, got"
             f" {bytes(view[len(_KIND) : len(_MAGIC)])!r}"
         )
-    if len(view) < len(_MAGIC) + _LENGTH.size + _CHECKSUM_BYTES:
+
+
+def _header(view: memoryview) -> tuple[dict[str, Any], int]:
+    """Returns the header of a record whose checksum is right, and where its payload begins."""
+    _check_kind(view)
+    if len(view) < _BEGIN_BYTES + _CHECKSUM_BYTES:
         raise PageError(f"page record: is truncated to {len(view)} bytes")
     content, checksum = view[:-_CHECKSUM_BYTES], bytes(view[-_CHECKSUM_BYTES:])
     if hashlib.sha256(content).digest() != checksum:
         raise PageError(f"page record: is damaged: the checksum of {len(view)} bytes is wrong")
-    begin = len(_MAGIC) + _LENGTH.size
-    (length,) = _LENGTH.unpack(view[len(_MAGIC) : begin])
-    if begin + length > len(content):
+    (length,) = _LENGTH.unpack(view[len(_MAGIC) : _BEGIN_BYTES])
+    end = _BEGIN_BYTES + length
+    if end > len(content):
         raise PageError(f"page record: expected a header of {length} bytes, got fewer")
+    if length > _MAX_HEADER_BYTES:
+        raise PageError(
+            f"page record: expected a header of at most {_MAX_HEADER_BYTES} bytes, got {length}"
+        )
     try:
-        header = json.loads(bytes(view[begin : begin + length]))
-    except ValueError as error:
-        raise PageError(f"page record: its header is not JSON: {error}") from None
+        header = json.loads(bytes(view[_BEGIN_BYTES:end]))
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise PageError(f"page record: its header is not JSON: {_line(error)}") from None
     if not isinstance(header, dict):
         raise PageError(f"page record: its header is not an object: {type(header).__name__}")
-    return header, begin + length
+    return header, end

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -21,6 +23,7 @@ from dsv3_jax.pages.source import PageSource, TierStats
 
 logger = logging.getLogger(__name__)
 
+_LEAST_LOAD_BYTES = 4 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class CacheTiers:
@@ -36,6 +39,10 @@ class CacheTiers:
     """Other sources of pages, which are asked last."""
     load_seconds: float = 5.0
     """Longest time that a request waits for pages. After it they are computed."""
+    load_bytes: int | None = None
+    """Host memory for pages that are loaded for waiting requests, in the order of the queue. Pages
+    of :attr:`host_bytes` count too while they are loaded. None for a quarter of it, and 4 GiB at
+    least."""
     pinned: bool = False
     """Whether pages that come from the device are in pinned host memory, which the device reads and
     writes itself. The operating system cannot move it to a disk."""
@@ -44,6 +51,8 @@ class CacheTiers:
     wait in host memory."""
 
     def __post_init__(self) -> None:
+        if self.load_bytes is not None and self.load_bytes < 1:
+            raise ValueError(f"load_bytes: expected 1 or more, got {self.load_bytes}")
         for name in ("host_bytes", "disk_bytes", "staging_bytes"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {value}")
@@ -53,6 +62,13 @@ class CacheTiers:
             raise ValueError("pinned: expected host_bytes with it, got 0")
         if not (self.host_bytes or self.disk or self.sources):
             raise ValueError("tiers: expected host_bytes, disk or sources, got none of them")
+
+    @property
+    def most_load_bytes(self) -> int:
+        """Most bytes of pages that are loaded for waiting requests."""
+        if self.load_bytes is not None:
+            return self.load_bytes
+        return max(self.host_bytes // 4, _LEAST_LOAD_BYTES)
 
 
 class PageTiers:
@@ -86,41 +102,51 @@ class PageTiers:
 
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
         """See :class:`~dsv3_jax.pages.source.PageSource`."""
-        parts, begin = [], 0
+        parts: deque[tuple[PageSource, int, Future[list[PageRecord]]]] = deque()
+        begin = 0
         for source, count in self._parts(addresses):
             asked = addresses[begin : begin + count]
-            parts.append((source, asked, _fetch(source, asked)))
+            parts.append((source, count, _fetch(source, asked)))
             begin += count
         joined: Future[list[PageRecord]] = Future()
         records: list[PageRecord] = []
+        lock = threading.RLock()
 
-        def give_up() -> None:
-            """Cancels what is under way in the sources."""
-            for _, _, future in parts:
-                future.cancel()
+        def take(_: object = None) -> None:
+            """Takes the results of part after part, as far as they are there."""
+            with lock:
+                try:
+                    while parts:
+                        source, count, future = parts[0]
+                        if not future.done():
+                            future.add_done_callback(take)
+                            return
+                        parts.popleft()
+                        got = [] if future.cancelled() or future.exception() else future.result()
+                        records.extend(got)
+                        if self.host is not None and source is not self.host:
+                            self.host.store(got)
+                        if len(got) < count:
+                            break  # later pages do not follow these
+                except BaseException:  # the future has to end, whatever it is
+                    logger.exception("cache tiers: pages were not loaded")
+                end()
 
-        def take(number: int) -> None:
-            """Takes the results of part after part, each when it is there."""
-            if number == len(parts):
-                self._finish(joined, records)
-                return
-            source, asked, future = parts[number]
+        def end(_: object = None) -> None:
+            """Ends the future with what has come. Callbacks keep futures and this frame for a
+            while, so that nothing stays in them."""
+            with lock:
+                left, found = list(parts), records.copy()
+                parts.clear()
+                records.clear()
+                if not joined.done() and joined.set_running_or_notify_cancel():
+                    joined.set_result(found)
+                for _, _, future in left:
+                    future.cancel()
 
-            def done(future: Future[list[PageRecord]]) -> None:
-                got = [] if future.cancelled() or future.exception() else future.result()
-                records.extend(got)
-                if self.host is not None and source is not self.host:
-                    self.host.store(got)
-                if len(got) < len(asked):
-                    self._finish(joined, records)
-                    give_up()  # later pages do not follow these
-                else:
-                    take(number + 1)
-
-            future.add_done_callback(done)
-
-        joined.add_done_callback(lambda joined: give_up() if joined.cancelled() else None)
-        take(0)
+        take()
+        # Of a future that is cancelled, or has ended, nothing is left to take.
+        joined.add_done_callback(end)
         return joined
 
     def store(self, records: Sequence[PageRecord]) -> None:
@@ -149,32 +175,39 @@ class PageTiers:
         return tuple(sink.stats() for sink in self._sinks)
 
     def _parts(self, addresses: Sequence[PageAddress]) -> list[tuple[PageSource, int]]:
-        """Returns which source has how many pages, in order, as far as any has the next one."""
+        """Returns which source has how many pages, in order, as far as any has the next one, each
+        page from the first source that has it."""
         parts: list[tuple[PageSource, int]] = []
-        left = list(addresses)
-        while left:
-            for number, source in enumerate(self._sources):
-                if count := self._count(source, self._sources[:number], left):
-                    parts.append((source, count))
-                    left = left[count:]
-                    break
-            else:
+        # Of each tier: it has the pages from one number to another, and not that one. So every page
+        # is looked up once, however often the source changes.
+        known = [(0, -1) for _ in self._sinks]
+
+        def count(number: int, begin: int) -> int:
+            """Returns how many pages a source has from page ``begin`` on."""
+            if number >= len(known):
+                return _lookup(self._sources[number], addresses[begin:])
+            first, last = known[number]
+            if not first <= begin <= last:
+                first, last = begin, begin + _lookup(self._sources[number], addresses[begin:])
+                known[number] = first, last
+            return last - begin
+
+        def has(number: int, page: int) -> bool:
+            if number < len(known) and known[number][0] <= page <= known[number][1]:
+                return page < known[number][1]
+            return _lookup(self._sources[number], addresses[page : page + 1]) > 0
+
+        begin = 0
+        while begin < len(addresses):
+            counts = (count(number, begin) for number in range(len(self._sources)))
+            number, most = next(((n, c) for n, c in enumerate(counts) if c), (0, 0))
+            if not most:
                 break
+            later = range(begin + 1, begin + most)
+            end = next((p for p in later if any(has(n, p) for n in range(number))), begin + most)
+            parts.append((self._sources[number], end - begin))
+            begin = end
         return parts
-
-    def _count(
-        self, source: PageSource, faster: Sequence[PageSource], addresses: Sequence[PageAddress]
-    ) -> int:
-        """Returns how many leading pages a source has that no faster one has."""
-        count = _lookup(source, addresses)
-        for number in range(1, count):
-            if any(_lookup(each, addresses[number : number + 1]) for each in faster):
-                return number
-        return count
-
-    def _finish(self, joined: Future[list[PageRecord]], records: list[PageRecord]) -> None:
-        if joined.set_running_or_notify_cancel():
-            joined.set_result(records)
 
 
 def _lookup(source: PageSource, addresses: Sequence[PageAddress]) -> int:

@@ -45,7 +45,8 @@ class Replica:
     async def start(
         self, made: MadeEngine, *, sender: Sender | None = None, hosts: Hosts | None = None
     ) -> None:
-        """Starts the application, and returns when all programs are compiled.
+        """Starts the application, and returns when the programs of the default options
+        are compiled.
 
         Args:
           sender: gives pages to decode replicas, or None.

@@ -27,8 +27,9 @@ class Version(BaseModel):
 
 @router.get("/health")
 async def health(request: Request) -> Status:
-    """Returns status 200 while the engine can serve, also while it compiles. Returns 503 after it
-    failed, and while one of its steps or the silence of its process lasts suspiciously long."""
+    """Returns status 200 while the engine can serve, also while it compiles, before it is ready or
+    later. Returns 503 after it failed, and while one of its steps or the silence of its process
+    lasts suspiciously long."""
     service = service_of(request)
     if service.failure is not None:
         raise _unhealthy(str(service.failure))
@@ -43,7 +44,9 @@ async def health(request: Request) -> Status:
 
 @router.get("/ready")
 async def ready(request: Request) -> Status:
-    """Returns status 200 when all programs are compiled; 503 before, and while the server ends."""
+    """Returns status 200 when the programs of the default options are compiled; 503 before, and
+    while the server ends. A program of other options is compiled when a request first asks for
+    them, and all requests wait meanwhile, with status 200 here."""
     if not service_of(request).is_ready:
         raise overloaded("server: not ready yet; try again later")
     return await health(request)

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from dsv3_jax.engine import Engine, EngineRequest
+from dsv3_jax.engine import Engine, EngineRequest, EngineStats
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.pages import TierStats
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
@@ -155,6 +155,14 @@ class _EngineFigures(Collector):
                 stats.accepted_tokens,
             ),
         }
+        if stats.loading_bytes is not None:
+            loading = GaugeMetricFamily(
+                "dsv3:prefix_load_bytes",
+                "Host memory of pages that are loaded for waiting completions.",
+                labels=["model_name"],
+            )
+            loading.add_metric([self._model_name], stats.loading_bytes)
+            yield loading
         if stats.tiers:
             counters["external_prefix_cache_hits"] = (
                 "Prompt tokens that were loaded from the tiers, among prefix_cache_hits.",
@@ -177,6 +185,33 @@ class _EngineFigures(Collector):
         )
         info.add_metric([self._model_name, str(self._page_size), str(pages)], 1)
         yield info
+        yield from self._compilations(stats)
+
+    def _compilations(self, stats: EngineStats) -> Iterator[Metric]:
+        """Yields the figures of programs that were compiled while requests waited. vLLM has none of
+        these."""
+        labels = ["model_name"]
+        counters = {
+            "compiled_programs": (
+                "Programs that were compiled while completions waited for them.",
+                stats.compiled_after_warm_up,
+            ),
+            "compile_seconds": (
+                "Seconds in which completions waited for programs to be compiled.",
+                stats.compile_seconds,
+            ),
+        }
+        for name, (description, value) in counters.items():
+            counter = CounterMetricFamily(f"dsv3:{name}", description, labels=labels)
+            counter.add_metric([self._model_name], value)
+            yield counter
+        gauge = GaugeMetricFamily(
+            "dsv3:compiling_seconds",
+            "Seconds since the compilation began that completions wait for; 0 if there is none.",
+            labels=labels,
+        )
+        gauge.add_metric([self._model_name], stats.compiling_seconds)
+        yield gauge
 
     def _tiers(self, tiers: Sequence[TierStats], reloaded_tokens: int) -> Iterator[Metric]:
         """Yields the figures of the tiers. vLLM has none of these."""

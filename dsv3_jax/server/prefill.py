@@ -2,9 +2,9 @@
 
 The server computes what it does not have of the prompt, as a request for one token, which nobody
 reads: the decode server samples the first token itself. The engine saves every page to its tier in
-host memory as soon as it is computed, and the answer takes it from there, so that the first pages
-travel while later ones are computed. Nothing is pinned on the device: a slow or lost decode server
-costs no memory there.
+host memory as soon as the logits after its chunk are known to be finite, and the answer takes it
+from there, so that the first pages travel while later ones are computed. Nothing is pinned on the
+device: a slow or lost decode server costs no memory there.
 
 The connection is the lease: when the decode server closes it, or its time is over, the request ends
 and records that were not pulled are forgotten.

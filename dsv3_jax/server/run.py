@@ -71,7 +71,7 @@ def run(
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
     at most ``settings.drain_seconds``, and returns. If the engine fails or is stuck, it ends the
-    process with exit status 1.
+    process with exit status 1; if a program is being compiled, which cannot be interrupted, with 0.
 
     Args:
       bound: the socket to listen on. It is closed at the end.
@@ -103,6 +103,8 @@ def run(
         server.run(sockets=[bound])
     if service.failure is not None:
         exit_process()
+    if isinstance(engine, Engine) and engine.compilations.current is not None:
+        exit_now(0)
 
 
 class Server(uvicorn.Server):
@@ -141,11 +143,11 @@ async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             await task
 
 
-def exit_now() -> None:
-    """Ends the process with status 1, although a thread of it may never end."""
+def exit_now(status: int = 1) -> None:
+    """Ends the process, although a thread of it may never end."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(1)
+    os._exit(status)
 
 
 def _log_to_stderr() -> None:

@@ -66,7 +66,8 @@ class Service:
         self.metrics = Metrics(engine, settings.model_name, settings.page_size)
         self.created = int(time.time())
         self.is_ready = False
-        """Whether all programs are compiled, and the server is not at its end."""
+        """Whether the programs of the default options are compiled, and the server is not at its
+        end."""
         self.warm_up_failure: EngineError | None = None
         """Error of a warm-up that failed."""
         self._jobs: set[Job] = set()  # open ones
@@ -78,7 +79,8 @@ class Service:
         return self.warm_up_failure or self.engine.failure
 
     async def warm_up(self) -> None:
-        """Compiles or loads all programs. The server is ready afterwards, or has failed."""
+        """Compiles or loads the programs of the default options. The server is ready afterwards, or
+        has failed."""
         store = self.settings.program_store
         try:
             await self.in_thread(self.grammars.load)
@@ -90,7 +92,9 @@ class Service:
             )
             self.warm_up_failure = EngineError(f"warm-up: {' '.join(str(error).split())}")
             return
-        logger.info("ready: compiled or loaded all programs in %.1f s", seconds)
+        logger.info(
+            "ready: compiled or loaded the programs of the default options in %.1f s", seconds
+        )
         self.is_ready = True
 
     async def close(self) -> None:

@@ -33,10 +33,10 @@ class ServerSettings:
     drain_seconds: float = 30.0
     """Longest time that open requests get to finish when the server ends."""
     stuck_seconds: float = 300.0
-    """Longest time of an engine's step, and of the silence of an engine in another process. After
-    it the device counts as stuck, or the process as frozen, and the server ends. From half of it
-    on, /health returns status 503."""
+    """Longest time of an engine's step, without compilations, and of the silence of an engine in
+    another process. After it the device counts as stuck, or the process as frozen, and the server
+    ends. From half of it on, /health returns status 503."""
     api_keys: ApiKeys | None = None
     """Keys that clients must have; None for no keys."""
     program_store: Path | None = None
-    """Directory of :meth:`Engine.warm_up`; None compiles all programs at every start."""
+    """Directory of :meth:`Engine.warm_up`; None compiles programs at every start."""

@@ -10,6 +10,7 @@ import pytest
 from dsv3_jax.cli.arguments import serve as serve_arguments
 from dsv3_jax.cli.roles import check_prefill_urls, check_role
 from dsv3_jax.cli.run_roles import tiers_of
+from dsv3_jax.cli.serve import check_arguments
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -31,6 +32,25 @@ def test_a_prefill_server_has_host_memory():
     tiers = tiers_of(parsed("--role", "prefill"), None)
     assert (tiers.sources, tiers.host_bytes) == ((), 4 * 2**30)
     assert tiers_of(parsed(), None) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), 4 * 2**30),
+        (("--host-cache-gib", "40"), 10 * 2**30),
+        (("--host-cache-gib", "40", "--prefix-load-gib", "0.5"), 2**29),
+    ],
+)
+def test_the_memory_for_loads(words, expected):
+    arguments = parsed("--disk-cache", "pages", *words)
+    check_arguments(arguments)
+    assert tiers_of(arguments, None).most_load_bytes == expected
+
+
+def test_no_memory_for_loads_is_refused():
+    with pytest.raises(ValueError, match="--prefix-load-gib: expected GiB from 0.001 to 1048576"):
+        check_arguments(parsed("--prefix-load-gib", "0"))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -235,7 +236,8 @@ class SimulatedDevice:
 class Simulation:
     """A scheduler and a simulated device, with results that are reported ``delay`` steps late.
 
-    ``num_pages`` and the limits in ``config`` are those of one shard.
+    ``num_pages`` and the limits in ``config`` are those of one shard. ``load_bytes`` limits the
+    loads from the store, whose pages have ``SimulatedStore.page_bytes``.
     """
 
     def __init__(
@@ -252,6 +254,8 @@ class Simulation:
         swap_pages: int | None = None,
         aligned_prefixes: bool = False,
         has_store: bool = False,
+        load_bytes: float = math.inf,
+        broken: int | None = None,
         **config: int,
     ):
         settings = {"max_running": 4, "chunk_tokens": 5, "max_chunks": 3} | config
@@ -263,9 +267,11 @@ class Simulation:
         self.now = 0.0
         self.store = SimulatedStore(page_size, lookahead, lambda: self.now)
         store = self.store if has_store else None
-        self.scheduler = Scheduler(limits, pages, swaps, store=store, load_seconds=LOAD_SECONDS)
+        self.scheduler = Scheduler(
+            limits, pages, swaps, store=store, load_seconds=LOAD_SECONDS, load_bytes=load_bytes
+        )
         aligned = settings["chunk_tokens"] if aligned_prefixes else None
-        self.device = SimulatedDevice(num_pages, page_size, stop, lookahead, aligned)
+        self.device = SimulatedDevice(num_pages, page_size, stop, lookahead, aligned, broken)
         self.device.store = self.store
         self.delay = delay
         self.max_decode_steps = max_decode_steps
@@ -297,7 +303,8 @@ class Simulation:
             (r for r in finished if r not in self.ended and r.phase.value != "ended"), "finished"
         )
         tokens = {request: list(itertools.chain(*steps)) for request, steps in gained.items()}
-        self.scheduler.report(plan, tokens, finished)
+        broken = {r for r in finished if r.tokens[0] == self.device.broken}
+        self.scheduler.report(plan, tokens, finished, broken)
         self.scheduler.check_integrity()
 
     def run(self, most: int = 10_000) -> None:

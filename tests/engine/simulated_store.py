@@ -45,6 +45,7 @@ class SimulatedStore:
     """
 
     parts = 1
+    page_bytes = 10
 
     def __init__(
         self,

@@ -20,8 +20,9 @@ import pytest
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError
 from dsv3_jax.engine.errors import RequestError
 from dsv3_jax.engine.loop import LEAD_SECONDS
+from dsv3_jax.generation.errors import NonFiniteLogitsError
 from tests.engine.simulated_device import VOCABULARY
-from tests.engine.simulated_engine import SimulatedEngine, Submitted
+from tests.engine.simulated_engine import BROKEN, SimulatedEngine, Submitted
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
 THREADS = 8
@@ -298,6 +299,54 @@ def test_the_end_waits_for_a_launch_of_another_thread():
     engine.loop.shutdown(timeout=SECONDS)
     assert engine.executor.is_closed
     assert was_closed == [False]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_request_reuses_pages_of_logits_that_are_not_finite(overlap):
+    engine = make(background=False, stop=None, overlap=overlap)
+    prompt = [BROKEN, *range(5), *range(5), *range(5)]
+    handles = [engine.submit(prompt, 5).handle for _ in range(2)]
+    while engine.loop.step():
+        engine.loop.check_integrity()
+    for handle in handles:
+        with pytest.raises(NonFiniteLogitsError):
+            handle.result(SECONDS)
+    assert engine.scheduler.shards[0].pages.cached_prefix([*prompt, 0]) == []
+    hits = engine.loop.stats().prefix_hit_tokens
+    handle = engine.submit(prompt, 5).handle
+    while engine.loop.step():
+        pass
+    with pytest.raises(NonFiniteLogitsError):
+        handle.result(SECONDS)
+    assert engine.loop.stats().prefix_hit_tokens == hits
+
+
+def test_the_end_waits_for_no_compilation_unless_it_has_to():
+    """The thread ends after it, with the memory that it had on the device."""
+    compiling, compiled = threading.Event(), threading.Event()
+    engine = make(background=False)
+    wait = engine.executor.wait
+
+    def compile_and_wait():
+        if not compiled.is_set():
+            with engine.loop._compilations.measure("decodes=4"):
+                compiling.set()
+                assert compiled.wait(SECONDS)
+        return wait()
+
+    engine.executor.wait = compile_and_wait
+    engine.loop.start()
+    handle = submit(engine, 1).handle
+    assert compiling.wait(SECONDS)
+    engine.loop.shutdown(drain=False, abandons_compilations=True)
+    assert not handle.is_done
+    with ThreadPoolExecutor(1) as threads:
+        ending = threads.submit(engine.loop.shutdown, drain=False)
+        assert not ending.done()
+        compiled.set()
+        ending.result(SECONDS)
+    assert engine.executor.is_closed
+    assert handle.result(0).finish_reason == "cancelled"
 
 
 def on_sleep(monkeypatch, action) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dsv3_jax.engine.page_allocator import PageAllocator
 
@@ -168,6 +171,122 @@ def test_pages_after_an_evicted_prefix_are_not_published():
     allocator.allocate(1)  # evicts the first request's page
     assert allocator.publish([1, 2, 3, 4], pages, published) == 2
     assert allocator.cached_prefix([1, 2, 3, 4, 5]) == []
+
+
+def test_pages_of_another_request_are_evicted_after_those_that_follow_them():
+    """Two requests begin alike at the same time. The one whose pages are indexed ends first."""
+    allocator = PageAllocator(9, 2)
+    first = filled(allocator, [1, 2, 3, 4])
+    second = filled(allocator, [1, 2, 3, 4, 5, 6, 7, 8])
+    allocator.release(first)
+    third = filled(allocator, [9, 9, 8, 8])
+    allocator.release(second)
+    allocator.release(third)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 0]
+    taken: list[int] = []
+    left: list[int] = []
+    while not left or left[-1]:
+        taken += allocator.allocate(1) or []
+        allocator.check_integrity([taken])
+        left.append(len(allocator.cached_prefix(tokens)))
+    assert left == [4, 4, 4, 3, 2, 1, 0]  # three were free
+    assert allocator.cached_prefix([9, 9, 8, 8, 0]) == third
+
+
+def test_pages_that_running_requests_follow_are_evicted_last():
+    allocator = PageAllocator(6, 2)
+    first = filled(allocator, [1, 2, 3, 4])
+    second = filled(allocator, [1, 2, 3, 4, 5, 6])
+    allocator.release(first)
+    allocator.release(filled(allocator, [7, 8]))
+    hit = [*first, second[2]]
+    (other,) = allocator.allocate(1)  # though the page of 7 and 8 was used later
+    assert allocator.cached_prefix([1, 2, 3, 4, 5, 6, 0]) == hit
+    (end,) = allocator.allocate(1)
+    assert end == first[1]
+    # Nothing can find the page after it any more.
+    assert allocator.cached_prefix([1, 2, 3, 4, 5, 6, 0]) == first[:1]
+    assert not allocator.is_indexed(second[2])
+    allocator.check_integrity([second, [other], [end]])
+    allocator.release(second)
+    allocator.check_integrity([[other], [end]])
+    assert allocator.cached_prefix([1, 2, 0]) == first[:1]
+
+
+class RandomPrefixes(RuleBasedStateMachine):
+    """No page is in the index without those before it, and ends are evicted before beginnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(12, 1)
+        self.running: list[tuple[list[int], list[int], int]] = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=2, max_size=6), share=st.booleans())
+    def begin(self, tokens, share):
+        """With the pages that are there, or with its own, as if both had begun together."""
+        hit = self.allocator.cached_prefix(tokens) if share else []
+        self.allocator.reuse(hit)
+        pages = self.allocator.allocate(len(tokens) - len(hit))
+        if pages is None:
+            self.allocator.release(hit)
+        else:
+            self.running.append((tokens, [*hit, *pages], len(hit)))
+
+    @rule(number=st.integers(0, 20), count=st.integers(1, 6))
+    def publish(self, number, count):
+        if self.running:
+            tokens, pages, start = self.running.pop(number % len(self.running))
+            start = self.allocator.publish(tokens[: start + count], pages, start)
+            self.running.append((tokens, pages, start))
+
+    @rule(number=st.integers(0, 20), count=st.integers(0, 6), is_finite=st.booleans())
+    def know(self, number, count, is_finite):
+        """Whether logits that depend on the first pages of a request are finite."""
+        if self.running:
+            _, pages, _ = self.running[number % len(self.running)]
+            if is_finite:
+                self.allocator.verify(pages[:count])
+            else:
+                self.allocator.retract(pages)
+
+    @rule(number=st.integers(0, 20))
+    def end(self, number):
+        if self.running:
+            self.allocator.release(self.running.pop(number % len(self.running))[1])
+
+    @invariant()
+    def it_is_whole(self):
+        self.allocator.check_integrity([pages for _, pages, _ in self.running])
+
+
+TestRandomPrefixes = RandomPrefixes.TestCase
+TestRandomPrefixes.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_unverified_pages_leave_the_index_with_those_after_them():
+    allocator = PageAllocator(10, 2)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    pages = filled(allocator, tokens)
+    assert allocator.verify(pages[:1]) == pages[:1]
+    assert allocator.verify(pages[:1]) == [], "each page is verified once"
+    hit = allocator.cached_prefix(tokens)
+    allocator.reuse(hit)
+    own = allocator.allocate(1)
+    allocator.publish([*tokens, 8], [*hit, *own], 3)
+    assert len(allocator.cached_prefix([*tokens, 8, 9])) == 4
+    allocator.retract(pages)
+    assert allocator.cached_prefix([*tokens, 8, 9]) == pages[:1]
+    allocator.check_integrity([pages, [*hit, *own]])
+    assert allocator.publish([*tokens, 8], [*hit, *own], 3) == 4
+    assert not allocator.is_indexed(own[0]), "nothing could find it"
+    allocator.release(pages)
+    allocator.release([*hit, *own])
+    allocator.check_integrity([])
+    again = filled(allocator, tokens)
+    assert allocator.cached_prefix(tokens) == [pages[0], *again[1:3]]
+    assert allocator.verify(again) == again[1:3]
+    allocator.retract(again)
+    assert len(allocator.cached_prefix(tokens)) == 3, "finite logits were computed from them"
 
 
 def test_a_new_parent_does_not_adopt_pages_of_an_evicted_one():

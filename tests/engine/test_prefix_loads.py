@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
 
+from dsv3_jax.engine import CacheTiers, Engine
+from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduler import Scheduler
+from dsv3_jax.engine.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from tests.engine.simulated_device import Simulation, completion
-from tests.engine.simulated_store import LOAD_SECONDS
+from tests.engine.simulated_store import LOAD_SECONDS, SimulatedStore
 from tests.engine.test_scheduler import RandomOperations, request
 
 PROMPT = [i % 7 for i in range(20)]  # five pages; one token of the last stays uncovered
@@ -199,7 +204,9 @@ def test_integrity_notices_an_evicted_page_and_a_lost_load():
         simulation.scheduler.check_integrity()
     simulation = make()
     simulation.scheduler.add(request([5] * 9, 6))
+    simulation.step()
     simulation.scheduler.schedule(simulation.now)
+    simulation.read()
     simulation.scheduler.shards[0].pages.clear()
     with pytest.raises(AssertionError, match="evicted"):
         simulation.scheduler.check_integrity()
@@ -311,6 +318,181 @@ class TestPreempted:
         assert self.simulation.ended[self.second] == "cancelled"
 
 
+class _Page:
+    """Contents of a page, in whose place a test counts the objects that are left."""
+
+
+class CountingStore:
+    """A store that has all pages of all prompts. Its loads come after some looks at them."""
+
+    parts = 1
+    page_bytes = 1000
+    identity = 0
+
+    def __init__(self, page_size: int, looks: int):
+        self.alive: weakref.WeakSet[_Page] = weakref.WeakSet()
+        self.begun: list[int] = []
+        self._page_size, self._looks = page_size, looks
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.alive) * self.page_bytes
+
+    def addresses(self, tokens, known=()):
+        return [(tokens[0], number) for number in range(len(tokens) // self._page_size)]
+
+    def lookup(self, addresses) -> int:
+        return len(addresses)
+
+    def load(self, addresses) -> CountingLoad:
+        self.begun.append(addresses[0][0])
+        pages = [_Page() for _ in addresses]
+        self.alive.update(pages)
+        return CountingLoad(pages, self._looks)
+
+
+class CountingLoad:
+    def __init__(self, pages: list[_Page], looks: int):
+        self._pages, self._looks = pages, looks
+
+    @property
+    def contents(self) -> list[_Page] | None:
+        self._looks -= 1
+        return self._pages if self._looks < 0 else None
+
+    def close(self) -> None:
+        self._pages = []
+
+
+class TestBudget:
+    """Loads stay below a number of bytes, whoever waits."""
+
+    PROMPT = 2**15
+    PAGE = 64
+
+    def scheduler(self, budget: int, *, looks: int = 3, slots: int = 4, most: int = 2) -> Scheduler:
+        self.store = CountingStore(self.PAGE, looks)
+        pages = PageAllocator(slots * (self.PROMPT // self.PAGE + 1), self.PAGE)
+        config = SchedulerConfig(max_running=slots, chunk_tokens=64, max_chunks=most)
+        return Scheduler(config, [pages], store=self.store, load_seconds=1e6, load_bytes=budget)
+
+    def run(self, scheduler: Scheduler, budget: int, most: int = 100_000) -> list[int]:
+        """Runs until nothing is left, each request until its first token. Returns the first tokens
+        of the prompts in the order of their ends."""
+        ended, unread, largest = [], [], 0
+        for now in range(most):
+            plan, _ = scheduler.schedule(float(now))
+            if plan is not None:
+                unread.append(plan)
+            scheduler.check_integrity()
+            assert self.store.num_bytes <= scheduler.loading_bytes <= budget
+            largest = max(largest, self.store.num_bytes)
+            if unread and (plan is None or len(unread) > 1):  # results are one step late
+                plan = unread.pop(0)
+                done = [chunk.request for chunk in plan.chunks if chunk.is_last]
+                ended += [request.tokens[0] for request in done]
+                scheduler.report(plan, {request: [0] for request in done}, set(done))
+                del plan, done
+            if scheduler.is_idle:
+                break
+        scheduler.check_idle()
+        assert scheduler.loading_bytes == self.store.num_bytes == 0
+        self.largest = largest
+        return ended
+
+    def test_256_waiting_requests_with_32k_stored_tokens_each(self):
+        pages = self.PROMPT // self.PAGE
+        budget = 3 * pages * CountingStore.page_bytes + 7
+        scheduler = self.scheduler(budget)
+        requests = [request([n] * (self.PROMPT + 1), 2, arrival=n / 1000) for n in range(256)]
+        scheduler.add(*requests)
+        assert scheduler.loading(0.0) == 256
+        assert self.run(scheduler, budget) == list(range(256))
+        assert self.store.begun == list(range(256)), "not in the order of the queue"
+        assert scheduler.loaded_tokens == 256 * self.PROMPT, "a page that was stored is computed"
+        assert self.largest > budget / 2
+
+    def test_the_beginning_of_a_larger_prefix_is_loaded(self):
+        budget = 5 * CountingStore.page_bytes + 1
+        scheduler = self.scheduler(budget, most=64)
+        requests = [request([n] * (20 * self.PAGE + 1), 2, arrival=n) for n in range(4)]
+        scheduler.add(*requests)
+        assert self.run(scheduler, budget) == [0, 1, 2, 3]
+        assert [each.cached_tokens for each in requests] == [5 * self.PAGE] * 4
+
+    def test_small_loads_do_not_overtake_a_large_one(self):
+        """Else loads behind it could take the bytes that it waits for, again and again."""
+        budget = 10 * CountingStore.page_bytes
+        scheduler = self.scheduler(budget, slots=1)
+        lengths = {0: 6, 1: 10, 2: 3, 3: 3}
+        scheduler.add(
+            *(request([n] * (k * self.PAGE + 1), 2, arrival=n) for n, k in lengths.items())
+        )
+        assert self.store.begun == [0]
+        assert self.run(scheduler, budget) == self.store.begun == [0, 1, 2, 3]
+
+    def test_who_comes_first_takes_the_bytes_of_others(self):
+        budget = 10 * CountingStore.page_bytes
+        scheduler = self.scheduler(budget, looks=10**9)
+        later = [request([n] * (5 * self.PAGE + 1), 2, arrival=n) for n in (1, 2, 3)]
+        scheduler.add(*later)
+        assert self.store.begun == [1, 2]
+        urgent = request([9] * (4 * self.PAGE + 1), 2, arrival=4, priority=-1)
+        scheduler.add(urgent)
+        assert self.store.begun == [1, 2, 9]
+        assert scheduler.loading_bytes == self.store.num_bytes == 9 * CountingStore.page_bytes
+        assert scheduler.loading(5.0) == 4
+        scheduler.check_integrity()
+        scheduler.cancel(urgent)
+        scheduler.schedule(5.0)
+        assert self.store.begun == [1, 2, 9, 2]
+
+    @pytest.mark.parametrize("reason", ["cancelled", "timeout", "end", "clear", "device"])
+    def test_whatever_ends_a_request_gives_its_bytes_back(self, reason):
+        budget = 10 * CountingStore.page_bytes
+        scheduler = self.scheduler(budget, looks=10**9)
+        first, second, third = (
+            request([n] * (6 * self.PAGE + 1), 2, arrival=n, deadline=1e9) for n in range(3)
+        )
+        scheduler.add(first, second, third)
+        assert (self.store.begun, scheduler.loading_bytes) == ([0], 6 * self.store.page_bytes)
+        if reason == "cancelled":
+            scheduler.cancel(first)
+        elif reason == "timeout":
+            first.deadline = scheduler._next_deadline = 1.0
+        elif reason == "end":
+            scheduler.end(first)
+        elif reason == "clear":
+            scheduler.clear_prefix_cache()
+        else:
+            scheduler.end_all()
+        scheduler.schedule(2.0)
+        scheduler.check_integrity()
+        if reason in ("clear", "device"):
+            assert scheduler.loading_bytes == self.store.num_bytes == 0
+            return
+        assert (self.store.begun, scheduler.loading(2.0)) == ([0, 1], 2)
+        scheduler.cancel(third)  # which waits for bytes
+        scheduler.cancel(second)
+        scheduler.schedule(3.0)
+        assert scheduler.loading_bytes == self.store.num_bytes == 0
+        scheduler.check_idle()
+
+    def test_a_preempted_request_loads_within_them(self):
+        """See :class:`TestPreempted`. What it lacks has seven pages."""
+        whole = TestPreempted()
+        whole.begin()
+        most, _ = whole.run()
+        part = TestPreempted()
+        part.begin(load_bytes=3 * SimulatedStore.page_bytes)
+        assert part.run()[0] == 12 < most
+
+    def test_a_budget_below_a_page_is_refused(self, tiny_mtp):
+        tiers = CacheTiers(host_bytes=2**20, load_bytes=100)
+        with pytest.raises(ValueError, match=r"load_bytes: expected at least the \d+ bytes of a p"):
+            Engine(tiny_mtp, None, 64, max_running=2, background=False, tiers=tiers)
+
+
 class RandomLoads(RandomOperations):
     """The operations of the scheduler's tests, with a store and few prompts."""
 
@@ -328,5 +510,46 @@ class RandomLoads(RandomOperations):
         self.simulation.scheduler.clear_prefix_cache()
 
 
+class RandomLoadsInTurn(RandomLoads):
+    """With bytes for a few pages, so that most loads wait for others."""
+
+    OPTIONS: ClassVar[dict] = {"has_store": True, "load_bytes": 4 * SimulatedStore.page_bytes}
+
+
+TestRandomLoadsInTurn = RandomLoadsInTurn.TestCase
+TestRandomLoadsInTurn.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
 TestRandomLoads = RandomLoads.TestCase
 TestRandomLoads.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_pages_are_saved_when_logits_are_known_to_be_finite(lookahead, delay):
+    """Only then, and not those of requests whose logits are not, or that end before any are known.
+    The chunks before the last one count here as unknown."""
+    simulation = Simulation(
+        num_pages=40, has_store=True, lookahead=lookahead, delay=delay, broken=9, max_chunks=1
+    )
+    store, pages = simulation.store, simulation.scheduler.shards[0].pages
+    long, short = [9, *PROMPT, *PROMPT], [9, *PROMPT]
+    simulation.scheduler.add(request(long, 6), request(long, 6), request(short, 6))
+    for _ in range(200):
+        simulation.step()
+        saved = {tokens[0] for _, tokens in store.pages}
+        assert 9 not in saved
+        if simulation.scheduler.is_idle:
+            break
+    assert not any(pages.cached_prefix([*prompt, 0]) for prompt in (long, short))
+    cancelled = request([8, *PROMPT, *PROMPT], 6, arrival=simulation.now)
+    simulation.scheduler.add(cancelled)
+    simulation.step()
+    simulation.scheduler.cancel(cancelled)
+    simulation.run()
+    fine = request([7, *PROMPT], 6, arrival=simulation.now)
+    simulation.scheduler.add(fine)
+    simulation.run()
+    simulation.step()
+    known = len(fine.tokens) - 1 - lookahead
+    addresses = store.addresses(fine.tokens[: known + lookahead])
+    assert store.lookup(addresses) == len(addresses) >= len(PROMPT) // 4

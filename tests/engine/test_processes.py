@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax.engine import processes
 from dsv3_jax.engine.processes import Follower, Leader, ProcessLostError, check_settings
+from dsv3_jax.engine.stats import CompileTimes
 from dsv3_jax.engine.step_input import StepShape
 from tests.engine.process_member import make_engine, tokens_of
 from tests.sharding.test_distributed import launch
@@ -42,16 +44,38 @@ def leader():
 class Running:
     """A follower in a thread, which collects what it is told to launch."""
 
-    def __init__(self, leader, key=b"key"):
+    def __init__(self, leader, key=b"key", compilations=None):
         self.steps, self.status = [], []
         follower = Follower(leader.address, key)
         self.thread = threading.Thread(
             target=lambda: follower.run(
-                lambda *step: self.steps.append(step), exit_process=self.status.append
+                lambda *step: self.steps.append(step),
+                compilations,
+                exit_process=self.status.append,
             ),
             daemon=True,
         )
         self.thread.start()
+
+
+def test_the_leader_knows_what_followers_compile(leader):
+    """Its step waits for them, and is not stuck meanwhile."""
+    changes, compilations = queue.SimpleQueue(), CompileTimes()
+    leader.compilations.on_change = changes.put
+    follower = Running(leader, compilations=compilations)
+    leader.wait_for_followers()
+    while compilations.on_change.__name__ != "tell":
+        time.sleep(0.001)
+    with compilations.measure("decodes=4"):
+        assert changes.get(timeout=10).program == "decodes=4"
+        assert leader.compilations.current.program == "decodes=4"
+    assert changes.get(timeout=10) is None
+    assert leader.compilations.current is None
+    compilations.begin("for ever", "decodes=8")
+    assert changes.get(timeout=10).program == "decodes=8"
+    leader.close()
+    follower.thread.join(10)
+    assert changes.get(timeout=10) is None, "a follower that has ended compiles nothing"
 
 
 def test_a_follower_launches_what_the_leader_launches(leader):

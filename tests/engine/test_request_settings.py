@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 from typing import Any
 
 import numpy as np
@@ -187,6 +189,33 @@ class TestSubmitAll:
         b = engine.submit([5], temperature=2.0, max_new_tokens=8)
         run(engine)
         assert len({tuple(h.result(0).tokens) for h in (*a, b)}) == 3
+
+    def test_engines_begin_with_different_seeds(self, tiny_mtp, monkeypatch, caplog):
+        """Neither two replicas nor one before and after a restart sample the same texts. With the
+        seeds that the log shows, a run can be repeated."""
+        caplog.set_level(logging.INFO, "dsv3_jax.engine.intake")
+        settings = {"temperature": 2.0, "max_new_tokens": 8, "ignore_eos": True}
+        engines = [make(tiny_mtp) for _ in range(2)]
+        assert engines[0].first_seed != engines[1].first_seed
+        lines = [r.getMessage() for r in caplog.records if r.name == "dsv3_jax.engine.intake"]
+        for line, engine in zip(lines, engines, strict=True):
+            assert line == f"completions without a seed have the seeds from {engine.first_seed} on"
+        handles = engines[0].submit_all([[5], [6]], n=2, **settings)
+        handles.append(engines[0].submit([5], **settings))
+        seeds = [(engines[0].first_seed + i) % 2**32 for i in range(5)]
+        again = [
+            engines[1].submit(prompt, seed=seed, **settings)
+            for prompt, seed in zip([[5], [5], [6], [6], [5]], seeds, strict=True)
+        ]
+        fresh = engines[1].submit_all([[5], [6]], n=2, **settings)
+        for engine in engines:
+            run(engine)
+        texts = [[h.result(0).tokens for h in each] for each in (handles, again, fresh)]
+        assert texts[0] == texts[1]
+        assert texts[2] != texts[0][:4]
+        monkeypatch.setattr(secrets, "randbelow", lambda count: count - 1)
+        read = make(tiny_mtp)._intake.read([[5]], {"n": 3})
+        assert [request.seed for request in read] == [2**32 - 1, 0, 1]
 
 
 class TestIsolation:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.engine import CacheTiers, Engine, EngineError, EngineRequest
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.page_transfer import PageTransfer
+from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator
 from dsv3_jax.pages import PageFormat
@@ -107,6 +109,47 @@ def test_preempted_requests_load_what_the_device_lost(tiny_mtp, alone, tmp_path)
     computed_again = stats.prompt_tokens - sum(map(len, prompts))
     assert 0 < computed_again < stats.reloaded_tokens
     assert f'dsv3:reloaded_tokens_total{{model_name="tiny"}} {stats.reloaded_tokens}' in text
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_pages_of_logits_that_are_not_finite_stay_nowhere(tiny_mtp, alone, tmp_path, background):
+    """Neither in the prefix index nor in a tier: the pages of a request that ends with such logits,
+    of one that shares them, and of one that is cancelled before any are known. Pages before them
+    stay. With other weights in the same engine, the same prompts are right."""
+    poison = next(i for i in range(64) if i not in SHARED)
+    broken = nnx.clone(tiny_mtp)
+    table = broken.embed_tokens.weight
+    table.set_value(table.get_value().at[poison].set(np.nan))
+    prompts = [
+        [poison, *SHARED[1:]],  # from the first chunk on
+        [*SHARED[:20], poison, *SHARED[21:]],  # chunks have 16 tokens, so from the second on
+        [*SHARED[:-1], poison],  # with the last token
+    ]
+    tiers = CacheTiers(host_bytes=2**24, disk=tmp_path)
+    with make(broken, tiers, background=background) as engine:
+        for prompt in prompts:
+            handles = engine.submit_all(prompt, n=2, max_new_tokens=NEW)
+            while not background and engine.step():
+                engine.check_integrity()
+            for handle in handles:
+                with pytest.raises(NonFiniteLogitsError):
+                    handle.result(SECONDS)
+        assert engine.flush_tiers(SECONDS)
+        lookup, addresses = engine.page_transfer.lookup, engine.page_transfer.addresses
+        index = engine._loop._scheduler.shards[0].pages
+        stored = [lookup(addresses(prompt)) for prompt in prompts]
+        # Whole pages of finite chunks: 16 tokens of the second prompt, 48 of the third.
+        assert stored == [len(index.cached_prefix([*p, 0])) for p in prompts] == [0, 2, 6]
+        for tier in engine.stats().tiers:
+            assert tier.stored_pages == 6
+        engine.use(tiny_mtp, keep_prefix_cache=True)
+        wanted = alone.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
+        for prompt, want, count in zip(prompts, wanted, stored, strict=True):
+            handle = engine.submit(prompt, max_new_tokens=NEW, ignore_eos=True)
+            while not background and engine.step():
+                engine.check_integrity()
+            assert handle.result(SECONDS).tokens == want.tokens
+            assert handle.result(SECONDS).cached_tokens == count * PAGE_SIZE
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dsv3_jax.pages import CacheTiers, PageRecord, PageTiers
 from dsv3_jax.pages.disk import DiskPages
@@ -61,6 +66,26 @@ class TestHostMemory:
         assert host.stats().used_bytes == 8 * PAGE
         host.store([pages[0]])
         assert host.stats().stored_pages == 11
+
+    @pytest.mark.parametrize("batch", [1, 3, 20])
+    def test_of_a_prefix_that_is_too_large_the_beginning_is_kept(self, batch):
+        host, pages = HostMemory(8 * PAGE), prefix(list(range(100, 181)))  # 20 pages
+        for begin in range(0, len(pages), batch):
+            host.store(pages[begin : begin + batch])
+        assert fetch(host, pages) == 8
+        assert host.stats().used_bytes == 8 * PAGE
+        others = prefix(OTHER)
+        host.store(others[3:])  # without those before them, they are of no use
+        assert (fetch(host, pages), fetch(host, others)) == (8, 0)
+        host.store(others[:2])
+        assert (fetch(host, pages), fetch(host, others)) == (6, 2)
+
+    def test_pages_of_several_requests_that_are_stored_together(self):
+        host, pages, others = HostMemory(12 * PAGE), prefix(PROMPT), prefix(OTHER)
+        for both in zip(pages, others, strict=True):  # as a step fills them
+            host.store(both)
+        host.store(prefix(list(range(300, 326)))[:4])
+        assert fetch(host, pages) + fetch(host, others) == 8
 
     def test_a_page_that_is_too_large_is_not_kept(self):
         host = HostMemory(PAGE - 1)
@@ -137,6 +162,39 @@ class TestDisk:
         assert len(files(tmp_path)) <= 3
         smaller.close(SECONDS)
 
+    def test_of_a_prefix_that_is_too_large_the_beginning_is_kept(self, tmp_path):
+        pages, others = prefix(list(range(100, 181))), prefix(OTHER)
+        size = len(pages[0].encode())
+        disk = DiskPages(tmp_path, 10 * size)
+        for page in pages:
+            disk.store([page])
+            assert disk.flush(SECONDS)
+        assert fetch(disk, pages) == len(files(tmp_path)) == 10
+        assert disk.stats().used_bytes == sum(path.stat().st_size for path in files(tmp_path))
+        disk.store(others[3:])  # without those before them, they are of no use
+        assert disk.flush(SECONDS)
+        assert fetch(disk, pages) == len(files(tmp_path)) == 10
+        disk.close(SECONDS)
+
+    def test_a_restart_keeps_the_order_of_use(self, tmp_path):
+        """It knows no page before it reads it, and new pages follow old ones."""
+        pages, others = prefix(PROMPT), prefix(OTHER)
+        size = len(pages[0].encode())
+        disk = DiskPages(tmp_path, 8 * size)
+        disk.store(pages[:4])
+        disk.close(SECONDS)
+        disk = DiskPages(tmp_path, 8 * size)
+        disk.store(pages[4:])
+        disk.close(SECONDS)
+        disk = DiskPages(tmp_path, 8 * size)
+        disk.store(others[:4])
+        disk.close(SECONDS)
+        disk = DiskPages(tmp_path, 8 * size)
+        found = fetch(disk, pages), fetch(disk, others)
+        assert found[1] == 4
+        assert sum(found) == len(files(tmp_path)) > 4
+        disk.close(SECONDS)
+
     def test_what_killed_writers_left_is_removed(self, tmp_path):
         (tmp_path / "ab").mkdir()
         left = tmp_path / "ab" / ".name.0123abcd.partial"
@@ -209,6 +267,90 @@ class TestDisk:
         assert disk.fetch([pages[0].address]).result(0) == []
 
 
+def _prompts() -> list[list[PageRecord]]:
+    """The pages of prompts that begin alike, and of one that is longer than the tiers."""
+    system = list(range(8))
+    prompts = [[*system, *range(100 * n, 100 * n + 17)] for n in range(1, 4)]
+    return [prefix(prompt) for prompt in (*prompts, [*system, 9], list(range(500, 600)))]
+
+
+class OrderOfUse(RuleBasedStateMachine):
+    """Whatever is stored, loaded and evicted, no tier keeps a page without all of those before it.
+
+    Several requests run at a time, each with some of its pages stored. As in an engine, their new
+    pages are stored together, except for those that every tier has.
+    """
+
+    PROMPTS = _prompts()
+    PAGES = 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.host = HostMemory(self.PAGES * PAGE)
+        self.size = len(self.PROMPTS[0][0].encode())
+        self.disk = self.opened(self.PAGES)
+        self.done = [0] * len(self.PROMPTS)
+
+    def opened(self, pages: int) -> DiskPages:
+        # Records differ by some digits of their tokens.
+        return DiskPages(self.directory.name, pages * (self.size + 40))
+
+    def teardown(self) -> None:
+        self.disk.close(SECONDS)
+        self.directory.cleanup()
+
+    @rule(counts=st.lists(st.integers(0, 4), min_size=5, max_size=5))
+    def compute(self, counts):
+        records: list[PageRecord] = []
+        for number, (prompt, count) in enumerate(zip(self.PROMPTS, counts, strict=True)):
+            begin = self.done[number] if self.done[number] < len(prompt) else 0
+            records += prompt[begin : begin + count]
+            self.done[number] = begin + count
+        records = list({record.address.digest: record for record in records}.values())
+        records = [r for r in records if not (r.address in self.host and r.address in self.disk)]
+        self.host.store(records)
+        self.disk.store(records)
+        assert self.disk.flush(SECONDS)
+
+    @rule(number=st.integers(0, 4), first=st.integers(0, 3))
+    def load(self, number, first):
+        """Loads what follows the pages of the device, which were stored when it had them."""
+        first = min(first, self.done[number])
+        pages = self.PROMPTS[number][first:]
+        begin = fetch(self.host, pages)
+        found = self.disk.fetch([page.address for page in pages[begin:]]).result(SECONDS)
+        self.host.store(found)
+        self.done[number] = first + begin + len(found)
+
+    @rule(pages=st.sampled_from([5, 10]))
+    def restart(self, pages):
+        self.disk.close(SECONDS)
+        self.disk = self.opened(pages)
+        self.clear()
+
+    @rule()
+    def clear(self):
+        self.host.clear()
+        self.done = [0] * len(self.PROMPTS)
+
+    @invariant()
+    def every_page_can_be_found(self):
+        names = {path.stem for path in files(Path(self.directory.name))}
+        for prompt in self.PROMPTS:
+            for kept in (
+                [record.address in self.host for record in prompt],
+                [record.address.digest.hex() in names for record in prompt],
+            ):
+                assert kept == sorted(kept, reverse=True), "a page is kept without its predecessor"
+        assert self.host.stats().used_bytes <= self.PAGES * PAGE
+        assert len(names) <= self.PAGES
+
+
+TestOrderOfUse = OrderOfUse.TestCase
+TestOrderOfUse.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
 class Late:
     """A source that answers when the test says so."""
 
@@ -254,6 +396,77 @@ class TestTogether:
         future = tiers.fetch([page.address for page in pages])
         late.future.set_exception(OSError("the peer is gone"))
         assert len(future.result(SECONDS)) == 2
+
+    def test_2000_parts_take_turns(self):
+        """They are joined without recursion, and every page is looked up a few times at most."""
+        pages = prefix(list(range(8005)))
+        lookups = 0
+
+        class Other(HostMemory):
+            def lookup(self, addresses) -> int:
+                nonlocal lookups
+                found = super().lookup(addresses)
+                lookups += found + 1
+                return found
+
+        other = Other(10**4 * PAGE)
+        for page in pages[1::2]:
+            other.store([page])
+        tiers = PageTiers(CacheTiers(host_bytes=10**4 * PAGE, sources=(other,)))
+        assert tiers.host is not None
+        for page in pages[::2]:
+            tiers.host.store([page])
+        addresses = [page.address for page in pages]
+        assert len(addresses) == 2001
+        assert tiers.lookup(addresses) == 2001
+        lookups = 0
+        found = tiers.fetch(addresses).result(SECONDS)
+        assert [record.address for record in found] == addresses
+        assert lookups < 4 * len(addresses)
+
+    @pytest.mark.parametrize("late_first", [True, False])
+    def test_parts_that_come_in_any_order(self, late_first):
+        pages, first, second = prefix(PROMPT), Late([]), Late([])
+        first.lookup = lambda addresses: 3 if len(addresses) == 6 else 0  # type: ignore
+        tiers = PageTiers(CacheTiers(sources=(first, second)))
+        future = tiers.fetch([page.address for page in pages])
+        answers = [(first, pages[:3]), (second, pages[3:])]
+        for source, records in answers if late_first else reversed(answers):
+            assert not future.done()
+            source.future.set_result(records)
+        assert future.result(SECONDS) == pages
+
+    def test_a_cancelled_future_lets_its_pages_go(self):
+        pages, late = prefix(PROMPT), Late([])
+        tiers = PageTiers(CacheTiers(host_bytes=100 * PAGE, sources=(late,)))
+        tiers.store(pages[:3])
+        addresses = [page.address for page in pages]
+        alive = [weakref.ref(page) for page in pages[:3]]
+        future = tiers.fetch(addresses)
+        assert future.cancel()
+        assert late.future.cancelled()
+        tiers.clear_memory()
+        del pages
+        assert not any(ref() for ref in alive), "it waits for the collector of cycles"
+
+    @pytest.mark.parametrize("error", [MemoryError(), SystemExit(), KeyboardInterrupt(), OSError()])
+    @pytest.mark.parametrize("where", ["source", "host"])
+    def test_any_error_ends_the_future(self, error, where, monkeypatch):
+        pages, late = prefix(PROMPT), Late([])
+        tiers = PageTiers(CacheTiers(host_bytes=100 * PAGE, sources=(late,)))
+        tiers.store(pages[:2])
+        future = tiers.fetch([page.address for page in pages])
+        if where == "source":
+            late.future.set_exception(error)
+            assert future.result(SECONDS) == pages[:2]
+        else:
+
+            def fail(records):
+                raise error
+
+            monkeypatch.setattr(tiers.host, "store", fail)
+            late.future.set_result(pages[2:])
+            assert future.result(SECONDS) == pages
 
     @pytest.mark.parametrize("method", ["lookup", "fetch"])
     def test_a_source_that_raises_is_a_miss(self, method, monkeypatch, caplog):

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from dsv3_jax.engine import EngineError
+from dsv3_jax.engine.stats import CompileTimes
 from dsv3_jax.server.frontend import silence
-from dsv3_jax.server.frontend.messages import Alive, Call, Hello, Reply
+from dsv3_jax.server.frontend.host import EngineHost
+from dsv3_jax.server.frontend.messages import Alive, Call, Compiling, Hello, Reply
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.frontend.silence import Silence
 from tests.server.processes import ServerProcess
@@ -159,6 +161,38 @@ def test_compiling_may_be_silent(frozen):
         assert remote.silent_seconds == 0
         pass_time(remote, 20)
         assert remote.silent_seconds >= 20
+
+
+def test_compiling_for_a_step_may_be_silent(frozen):
+    """Also later than in warm-up, and not for ever."""
+    remote, process = frozen
+    process.connection.send(Compiling("decodes=4"))
+    wait_until(lambda: remote._compiling)
+    pass_time(remote, 1700)
+    assert remote.silent_seconds == 0
+    remote.fail_if_stuck(300)
+    assert remote.failure is None
+    process.connection.send(Compiling(None))
+    wait_until(lambda: not remote._compiling)
+    pass_time(remote, 20)
+    assert remote.silent_seconds >= 20
+    process.connection.send(Compiling("decodes=8"))
+    wait_until(lambda: remote._compiling)
+    pass_time(remote, 1900)
+    assert remote.silent_seconds == 0
+    remote.fail_if_stuck(300)
+    assert "its process has given no sign of life for 19" in str(remote.failure)
+    assert remote.is_given_up
+
+
+def test_the_engines_process_reports_compilations(server):
+    ours, theirs = multiprocessing.Pipe()
+    host = EngineHost(IdleEngine(), server.tokenizer, theirs)  # pyright: ignore[reportArgumentType]
+    compilations = CompileTimes()
+    compilations.on_change = host.report
+    with compilations.measure("decodes=4"):
+        assert ours.recv() == Compiling("decodes=4")
+    assert ours.recv() == Compiling(None)
 
 
 def test_the_engines_process_gives_signs_of_life(server):

@@ -96,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest size of the files in --disk-cache (default: 64)",
     )
+    add(
+        "--prefix-load-gib",
+        type=float,
+        metavar="X",
+        help="host memory for cache pages on their way to the devices, of all waiting completions"
+        " together (default: a quarter of --host-cache-gib, and at least 4)",
+    )
     shared.add_latency_targets(parser)
     shared.add_drafts(parser)
     shared.add_weights(parser)

@@ -12,9 +12,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dsv3_jax.engine import Engine, EngineRequest, EngineStats
+from dsv3_jax.engine.stats import Compilation
 from dsv3_jax.server.frontend.messages import (
     Alive,
     Call,
+    Compiling,
     Failed,
     Gain,
     Gains,
@@ -93,6 +95,10 @@ class EngineHost:
                 return
             self._send(Alive(self._engine.step_seconds))
 
+    def report(self, compilation: Compilation | None) -> None:
+        """Reports that a step waits for a compilation, or no longer does."""
+        self._send(Compiling(None if compilation is None else compilation.program))
+
     # The methods that can be called. They run in several threads.
 
     def call_submit(self, submission: Submission) -> None:
@@ -112,7 +118,7 @@ class EngineHost:
         self._grammars.start(source)
 
     def call_warm_up(self, store: str | os.PathLike[str] | None) -> float:
-        """Compiles or loads all programs."""
+        """Compiles or loads the programs of the default options."""
         self._grammars.load()
         return self._engine.warm_up(store)
 

@@ -82,7 +82,16 @@ class Alive(NamedTuple):
     """A sign of life of the engine's process, which comes several times a second."""
 
     step_seconds: float
-    """Seconds since the engine's step under way began; 0 if there is none."""
+    """Seconds since the engine's step under way began, without those of compilations; 0 if there is
+    none."""
+
+
+class Compiling(NamedTuple):
+    """The engine's process begins to compile a program that a step waits for, or has ended. It may
+    give no sign of life meanwhile, because lowering keeps Python's lock."""
+
+    program: str | None
+    """The program; None at the end."""
 
 
 class Failed(NamedTuple):

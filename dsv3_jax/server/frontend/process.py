@@ -56,6 +56,7 @@ class HttpProcess:
         )
         self._other = other
         self._host = EngineHost(engine, tokenizer, self._connection)
+        engine.compilations.on_change = self._host.report
         self._thread = threading.Thread(target=self._host.serve, name="dsv3-host", daemon=True)
 
     def __enter__(self) -> HttpProcess:
@@ -106,8 +107,8 @@ def run_with_http_process(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, http.end)
         status = http.wait()
-    if status:
-        exit_now()  # a step may never end
+        if status or engine.compilations.current is not None:
+            exit_now(status)  # a step may never end, and a compilation not soon
 
 
 def _serve_http(

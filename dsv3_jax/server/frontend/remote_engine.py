@@ -16,10 +16,12 @@ from typing import Any
 
 from dsv3_jax.connections import hang_up
 from dsv3_jax.engine import EngineError, EngineRequest, EngineStats
+from dsv3_jax.engine.stats import COMPILE_SECONDS
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.frontend.messages import (
     Alive,
     Call,
+    Compiling,
     Failed,
     Gain,
     Gains,
@@ -55,6 +57,7 @@ class RemoteEngine:
         self._failure: EngineError | None = None
         self._step_seconds = 0.0
         self._is_warming_up = False
+        self._compiling: str | None = None  # program that a step waits for
         self._is_closed = False
         self.is_given_up = False
         """Whether the engine's process gave no sign of life for too long."""
@@ -97,7 +100,7 @@ class RemoteEngine:
         return list(handles.values())
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> float:
-        """Compiles or loads all programs. Returns the seconds that it took."""
+        """Does the same as :meth:`dsv3_jax.Engine.warm_up`."""
         self._is_warming_up = True
         try:
             return self._call("warm_up", directory)
@@ -115,23 +118,27 @@ class RemoteEngine:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds since the step under way began, at the last sign of life; 0 if there was none."""
+        """Seconds since the step under way began, without those of compilations, at the last sign
+        of life; 0 if there was none."""
         return self._step_seconds if self._failure is None else 0.0
 
     @property
     def silent_seconds(self) -> float:
         """Seconds since the last sign of life of the engine's process; 0 if they are few, and while
         programs are compiled or loaded, which may keep Python's lock for a while."""
-        if self._failure is not None or self._is_warming_up:
+        if self._failure is not None or self._is_warming_up or self._compiling is not None:
             return 0.0
         return self._silence.seconds
 
     def fail_if_stuck(self, seconds: float) -> None:
         """Gives up a step that has lasted longer than ``seconds``, and a process that has been
-        silent for longer."""
+        silent for longer; one that compiles while a step waits, for longer than
+        ``COMPILE_SECONDS`` too."""
         if self._failure is not None:
             return
         silent_seconds = self.silent_seconds
+        if self._compiling is not None and self._silence.seconds > COMPILE_SECONDS:
+            silent_seconds = self._silence.seconds
         if silent_seconds <= seconds:
             self._start_call("fail_if_stuck", seconds)
             return
@@ -196,6 +203,8 @@ class RemoteEngine:
                     self._take(message)
                 elif isinstance(message, Alive):
                     self._step_seconds = message.step_seconds
+                elif isinstance(message, Compiling):
+                    self._compiling = message.program
                 elif isinstance(message, Failed):
                     self._failure = EngineError(message.message)
         except (EOFError, OSError):
