@@ -34,6 +34,7 @@ _KEYS = (
     *("reasoning_content", "reasoning", "thinking"),
 )
 _MAX_SIZE = 10**7  # characters, list elements or bits of a result of "*" or "**"
+_PIECE = 2**16  # characters that are translated at a time
 _MAX_DEPTH = 100  # nesting of messages and arguments; Python's recursion limit is several times it
 _PARSER = "parser of JSON"  # variable of a run. No template can name it, and no argument replace it
 _FIRST_MARK = 0x10F000  # private-use characters that no published vocabulary or template contains
@@ -132,7 +133,7 @@ class ChatTemplate:
                 )
             except ValueError:
                 continue
-            if marked.translate(self._unmark) == text:
+            if _translated(marked, self._unmark) == text:
                 return marked
         return None
 
@@ -153,17 +154,24 @@ class ChatTemplate:
 
     def _parse_marked(self, text: str) -> Any:
         """Parses marked JSON. A bracket that is escaped in it, such as U+003C, is marked after."""
-        return self._mark(_parse(text.translate(self._unmark)))
+        return self._mark(_parse(_translated(text, self._unmark)))
 
     def _mark(self, value: Any) -> Any:
         """Marks the brackets of all strings in nested mappings and lists."""
         if isinstance(value, str):
-            return value.translate(self._marks)
+            return _translated(value, self._marks)
         if isinstance(value, Mapping):
             return {self._mark(k): self._mark(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self._mark(v) for v in value]
         return value
+
+
+def _translated(text: str, table: Mapping[int, Any]) -> str:
+    """Does the same as ``text.translate(table)``, which keeps the interpreter's lock for a tenth of
+    a second in a text of some megabytes."""
+    pieces = (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))
+    return "".join([piece.translate(table) for piece in pieces])
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,6 +208,17 @@ def check_file_name(name: object, where: object, suffix: str = "") -> str:
         return name
     ending = f" ending in {suffix}" if suffix else ""
     raise ValueError(f"{where}: expected a plain file name{ending}, got {name!r:.200}")
+
+
+def write_failure(directory: Path) -> str | None:
+    """Returns why no file can be written to a directory, or None if it can. Creates the directory
+    if it does not exist."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 @contextlib.contextmanager

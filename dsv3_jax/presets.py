@@ -149,13 +149,51 @@ PRESETS: dict[str, ModelConfig] = {
 }
 """Presets by the names that commands use."""
 
+HUB_NAMES = {
+    "deepseek-v3": (
+        *(
+            "deepseek-ai/DeepSeek-V3",
+            "deepseek-ai/DeepSeek-V3-Base",
+            "deepseek-ai/DeepSeek-V3-0324",
+        ),
+    ),
+    "deepseek-r1": (
+        *(
+            "deepseek-ai/DeepSeek-R1",
+            "deepseek-ai/DeepSeek-R1-0528",
+            "deepseek-ai/DeepSeek-R1-Zero",
+        ),
+    ),
+    "deepseek-v3.1": (
+        *("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base"),
+        "deepseek-ai/DeepSeek-V3.1-Terminus",
+    ),
+    "deepseek-v3.2": ("deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp"),
+    "kimi-k2": ("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Base"),
+    "deepseek-v2": ("deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-V2-Chat"),
+    "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
+    "moonlight-16b": ("moonshotai/Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct"),
+}
+"""Names on the Hugging Face Hub of the models that each preset describes, the plainest first."""
+
+
+def name_of(name: str) -> str | None:
+    """Returns the key of :data:`PRESETS` for a name of ours or on the Hub, or None if there is
+    none. Upper and lower case are equivalent."""
+    name = name.lower()
+    if name in PRESETS:
+        return name
+    published = {hub.lower(): preset for preset, names in HUB_NAMES.items() for hub in names}
+    # People leave out the organization, too.
+    return published.get(name) or {n.partition("/")[2]: p for n, p in published.items()}.get(name)
+
 
 def get(name: str) -> ModelConfig:
-    """Returns the preset of that name. Upper and lower case are equivalent.
+    """Returns the preset of that name, which may be one on the Hub, see :func:`name_of`.
 
     Raises:
       ValueError: no preset has the name; the message lists the names.
     """
-    if (config := PRESETS.get(name.lower())) is None:
+    if (config := PRESETS.get(name_of(name) or "")) is None:
         raise ValueError(f"preset: expected one of {', '.join(PRESETS)}; got {name!r}")
     return config

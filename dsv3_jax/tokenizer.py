@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy as copies
+import functools
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,30 @@ class Tokenizer:
         """Returns the id of the special token ``text``, or None if there is no such token."""
         added = self._tokenizer.get_added_tokens_decoder()
         return next((i for i, t in added.items() if t.special and t.content == text), None)
+
+    @functools.cached_property
+    def _max_token_bytes(self) -> int | None:
+        """Most bytes of text in UTF-8 that one token stands for. None if a token may stand for any
+        number of them, because the tokenizer drops or changes text."""
+        own = self._plain_tokenizer
+        vocabulary = own.get_vocab(with_added_tokens=False)
+        is_byte_level = isinstance(own.model, tokenizers.models.BPE) and not (
+            set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
+        )
+        keeps_text = _keeps_text(own.normalizer, ("Sequence",)) and _keeps_text(
+            own.pre_tokenizer, ("Sequence", "Split", "Digits", "ByteLevel")
+        )
+        added = own.get_added_tokens_decoder().values()
+        if not (is_byte_level and keeps_text) or any(t.lstrip or t.rstrip for t in added):
+            return None
+        longest = max(map(len, vocabulary))  # one character for each byte
+        return max([longest, *(len(token.content.encode()) for token in added)])
+
+    def least_tokens(self, text: str) -> int:
+        """Returns a number that the tokens of ``text`` reach at least, without encoding it. For
+        tokenizers that do not work on bytes it is 0."""
+        longest = self._max_token_bytes
+        return 0 if longest is None else -(-len(text.encode("utf-8", "surrogatepass")) // longest)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, split_special_tokens: bool = True
@@ -348,6 +373,19 @@ def _encode(
     """Encodes text. The library releases the interpreter's lock for batches alone, so that a long
     text would stop all other threads."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+
+def _keeps_text(part: Any, kinds: Collection[str]) -> bool:
+    """Returns whether a normalizer or pre-tokenizer, or None, keeps each byte of a text: it is of
+    these kinds, in which nothing is removed."""
+    described = [] if part is None else [json.loads(part.__getstate__())]
+    while described:
+        each = described.pop()
+        if each["type"] not in kinds or each.get("behavior") == "Removed":
+            return False
+        if each["type"] == "Sequence":
+            described += each.get("normalizers") or each.get("pretokenizers") or ()
+    return True
 
 
 def _is_control(token: tokenizers.AddedToken) -> bool:

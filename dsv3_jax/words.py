@@ -1,4 +1,4 @@
-"""Formatting of numbers in messages."""
+"""Phrases of messages."""
 
 from __future__ import annotations
 
@@ -6,3 +6,27 @@ from __future__ import annotations
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun, such as ``"1 layer"`` or ``"1,024 layers"``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def how_to_install(extra: str) -> str:
+    """Returns the command that installs an extra of this package."""
+    return f"pip install '.[{extra}]' in a clone of dsv3_jax"
+
+
+def one_line(text: str, most: int) -> str:
+    """Returns text that somebody else wrote as one line that can be shown anywhere.
+
+    White space becomes single spaces, and other characters that are not printable, such as those
+    with which a terminal is controlled, are escaped.
+
+    Args:
+      most: characters after which it is cut off.
+    """
+    return escaped(" ".join(text[: 4 * most].split())[:most])
+
+
+def escaped(text: str) -> str:
+    """Returns text without characters that are not printable, which are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode import models
+from dsv3_jax.cli import allocator
 from dsv3_jax.files import atomic_write
 
 
@@ -57,6 +58,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    allocator.configure("generate")  # as a command that runs a model
     arguments = parse(sys.argv[1:])
     try:
         own = models.config(arguments.model).num_hidden_layers

@@ -60,6 +60,7 @@ from benchmarks.decode import floor, machine, models, steps
 from benchmarks.decode.largest import largest_batch
 from benchmarks.decode.synthetic_ngram import SyntheticNgramDrafter
 from dsv3_jax.accounting import cache_bytes_per_token, distinct_experts
+from dsv3_jax.cli import allocator
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.drafters import SyntheticDrafter
@@ -347,6 +348,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    allocator.configure("generate")  # as a command that runs a model
     bench = Bench(parse(sys.argv[1:]))
     print(f"{bench.result['machine']}, {bench.result['read_gbs']} GB/s")
     bench.run()

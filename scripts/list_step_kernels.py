@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.decode import models, steps
 from benchmarks.profile.chain import last_loop
+from dsv3_jax.cli import allocator
 from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.sampling import SamplingMode
@@ -79,6 +80,7 @@ def compiled(arguments: argparse.Namespace, sampling: SamplingMode) -> str:
 
 
 def main() -> None:
+    allocator.configure("generate")  # as a command that runs a model
     arguments = parse()
     # It cannot load a program whose device is missing.
     jax.config.update("jax_enable_compilation_cache", False)

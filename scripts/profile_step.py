@@ -27,6 +27,7 @@ import jax
 from benchmarks.decode import models, steps
 from benchmarks.profile import trace
 from benchmarks.profile.operations import operations
+from dsv3_jax.cli import allocator
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 
@@ -73,6 +74,7 @@ def profile(model: DeepSeekV3, rows: int, cached: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    allocator.configure("generate")  # as a command that runs a model
     arguments = parse(sys.argv[1:])
     config = models.config(arguments.model)
     result = {

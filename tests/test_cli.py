@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.cli import collectives, compile_cache, probes, run_generation
+from dsv3_jax.cli import collectives, probes, run_generation
 from dsv3_jax.generation.completion import Completion, Generation, Stats
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
 from dsv3_jax.offline.generator import Generator
@@ -149,7 +149,12 @@ def test_several_completions_of_each_prompt(capsys, monkeypatch):
     monkeypatch.setattr(Generator, "warm_up", warms_up)
     monkeypatch.setattr(Generator, "generate", completes)
     assert generate("--prompt", "x ", "--prompt", "y ", "--n", "2", "--seed", "5", "--echo") == 0
-    assert capsys.readouterr().out.splitlines() == ["x = 0", "x = 1", "y = 2", "y = 3"]
+    assert capsys.readouterr().out.splitlines() == [
+        *("==> completion 1 of 2, prompt 1 of 2: x <==", "x = 0", ""),
+        *("==> completion 2 of 2, prompt 1 of 2: x <==", "x = 1", ""),
+        *("==> completion 1 of 2, prompt 2 of 2: y <==", "y = 2", ""),
+        *("==> completion 2 of 2, prompt 2 of 2: y <==", "y = 3"),
+    ]
     batch_size, settings = asked
     assert batch_size == 4
     assert (settings["n"], settings["seed"]) == (2, 5)
@@ -189,7 +194,7 @@ BAD_USAGE = pytest.mark.parametrize(
             ["--prompt", "x", "--logprobs", "21"],
             "logprobs: expected an integer from 0 to 20, got 21",
         ),
-        (["--prompt", "x", "--max-len", "5000"], "max_len: expected 2 to 4096"),
+        (["--prompt", "x", "--max-len", "5000"], "--max-len: expected 2 to 4096"),
         (["--prompt", "x y z x y z", "--max-len", "2"], "prompt: expected at most 1 token ("),
         (["--prompt", "x", "--draft", "medusa"], "draft"),
         (["--prompt", "x", "--draft", "mtp", "--draft-depth", "9"], "draft_depth"),
@@ -210,6 +215,10 @@ BAD_USAGE = pytest.mark.parametrize(
         ([], "--prompt"),
         (["--prompt", "x", "--max-len", "0"], "--max-len: expected an integer of at least 2"),
         (["--prompt", "x", "--max-len", "-3"], "--max-len: expected an integer of at least 2"),
+        (
+            ["--prompt", "x", "--max-len", "100000"],
+            "--max-len: expected 2 to 4096 (the model's max_position_embeddings), got 100000",
+        ),
         (["--prompt", "x", "--max-len", "9"], "--max-new-tokens: expected at most 7 (a cache of 9"),
         (["--prompt", "x", "--max-new-tokens", "4095"], "--max-new-tokens: expected at most 4094"),
         (["--prompt", "x", "--logprobs", "2"], "--logprobs: expected --json with it"),
@@ -426,6 +435,7 @@ def test_doctor(capsys):
     assert of_sparse == ["blocked", none, none, none]
     assert result["chosen"].keys() == result["probes"].keys()
     assert result["chosen"]["mla_decode"] == "cpu"
+    assert "reserve 95% of a GPU's memory" in result["allocator"]["generate, serve, chat, train"]
     assert run("doctor") == 0
     assert "back-ends" in capsys.readouterr().out
 
@@ -500,26 +510,6 @@ def test_an_unusable_compile_cache(below, tmp_path, capsys):
     assert out == ""
     assert err.count("\n") == 1
     assert f"--compile-cache: expected a directory that can be written, got {given} (" in err
-
-
-def test_without_a_default_compile_cache(monkeypatch, tmp_path, capsys):
-    """The command continues and reports it."""
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.setattr(compile_cache, "DEFAULT", tmp_path / "file" / "xla")
-        (tmp_path / "file").touch()
-        assert compile_cache.enable() is None
-        assert jax.config.jax_compilation_cache_dir is None
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1
-        assert err.startswith(f"dsv3: compiled programs are not kept: {compile_cache.DEFAULT} can")
-        monkeypatch.setattr(compile_cache, "DEFAULT", tmp_path / "new" / "xla")
-        assert compile_cache.enable() == tmp_path / "new" / "xla"
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "new" / "xla")
-        assert capsys.readouterr().err == ""
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.slow

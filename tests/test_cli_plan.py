@@ -1,6 +1,7 @@
 """Output and refusals of dsv3 plan."""
 
 import json
+import re
 
 import pytest
 
@@ -52,6 +53,50 @@ def test_an_engine(capsys):
     assert plan("--json", **demo) == 0
     result = finite(capsys.readouterr().out)
     assert (result["serve"], result["cache_tokens"]) == (False, None)
+
+
+def test_defaults_and_names_of_others(capsys):
+    """With the names that a user knows, a plan needs neither a batch nor a context."""
+    defaults = {"batch": None, "context": None, "layout": None}
+    assert plan("--json", model="moonshotai/Moonlight-16B-A3B", target="H200", **defaults) == 0
+    result = finite(capsys.readouterr().out)
+    assert (result["batch"], result["context"], result["hosts"]) == (64, 4096, 1)
+    command = "dsv3 serve --model moonshotai/Moonlight-16B-A3B --max-len 4160 --max-running 64"
+    assert result["commands"] == [command]
+    step = result["bounds"]["decode"]["seconds"]
+    assert result["tpot_seconds_at_best"] == step
+    demo = {**defaults, "model": "demo", "layout": "tensor_parallel"}
+    assert plan(target="h200:2", **demo) == 0
+    out = capsys.readouterr().out
+    assert "64 sequences of 4,095 tokens" in out
+    assert "at best: TPOT " in out
+    command = "CUDA_VISIBLE_DEVICES=0,1 dsv3 serve --model demo --layout tensor_parallel "
+    assert f"hosts: 1\nto serve it:\n  {command}" in out
+    settings = {**defaults, "layout": "dp_attention_ep", "model": "demo", "target": "h200x16"}
+    assert plan("--serve", "--json", **(settings | {"target": "96xh200"})) == 2
+    capsys.readouterr()
+    assert plan("--serve", **settings) == 0
+    assert "an engine of 64 running requests of at most 4,096" in (out := capsys.readouterr().out)
+    assert "hosts: 2 with 8 GPUs each\nto serve it, on a Ray cluster of these hosts:\n  p" in out
+
+
+def test_what_does_not_fit_is_said_in_bytes(capsys):
+    """No layout is blamed that the user has not chosen."""
+    changes = {"model": "demo", "batch": "400000", "context": "4000", "layout": None}
+    assert plan(target="v5e:1x2", **changes) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith(
+        "demo in bf16 on tpu:v5e:1x2, 2 devices: 400,000 sequences of 4,000 tokens do not fit\n"
+    )
+    layouts = re.search(r"in none of the (\d) layouts that run here. The smallest peak is of ", out)
+    assert layouts
+    part = re.search(r"the largest part is (.*), (\d+\.\d\d) GB, which alone is more than the", out)
+    assert part
+    assert float(part[2]) > 16.79
+    assert re.search(
+        rf"got \d+\.\d GB or more in each of {layouts[1]} layouts: \d+\.\d GB too", err
+    )
+    assert "parallel" not in err.partition("what fits")[0]
 
 
 @pytest.mark.slow

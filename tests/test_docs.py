@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dsv3_jax.cli import compile_cache
+from dsv3_jax import compile_cache
 from dsv3_jax.cli.main import parser
 from scripts import benchmark_tables
 from tests.support.command import run
@@ -118,6 +118,43 @@ def flags(words: list[str], before: list[str]) -> list[str]:
         words = before + [word for word in words[1:] if word != "..."]
     parser().parse_args(words)
     return words
+
+
+# What a reader cannot run as it stands: an address that does not exist, and a package that is not
+# published. A file or a name in angle brackets is for the reader to fill in.
+PLACEHOLDER = re.compile(
+    r"<(?:this|your|the)[ _-][^>\n]*>|git clone <|git\+<|\bOWNER\b"
+    r"|pip install (?:-\S+ )*['\"]?dsv3[-_]jax\b"
+)
+
+
+def test_nothing_to_copy_has_a_placeholder():
+    """In pages, notebooks, and messages of the code."""
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*"), *ROOT.glob("notebooks/*.ipynb")]
+    for folder in ("dsv3_jax", "sharding", "pallas_kernels", "scripts", "benchmarks"):
+        texts += [path for kind in ("py", "md") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    placeholders = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in texts
+        if path.suffix in (".md", ".py", ".ipynb", ".yaml", ".service", "") and path.is_file()
+        for match in PLACEHOLDER.finditer(path.read_text("utf-8"))
+    ]
+    assert not placeholders
+    assert len(texts) > 500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "git clone <this repository> && cd dsv3_jax",
+        "https://colab.research.google.com/github/OWNER/dsv3_jax/blob/main/x.ipynb",
+        "pip install 'dsv3-jax[serve]'",
+        "pip install -q dsv3-jax",
+        "dsv3-jax[plot] @ git+<this repository>",
+    ],
+)
+def test_placeholders_are_recognized(text):
+    assert PLACEHOLDER.search(text)
 
 
 def test_most_blocks_run():

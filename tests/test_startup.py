@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import inspect
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 
 import dsv3_jax
 import sharding
+from dsv3_jax import other_names
 from dsv3_jax.cli.arguments import (
     bench,
     chat,
@@ -27,6 +30,7 @@ from dsv3_jax.cli.arguments import (
 )
 from dsv3_jax.cli.main import main, parser
 from dsv3_jax.cli.output import print_json
+from dsv3_jax.generation.request import RequestReader
 from sharding.names import LayoutName
 
 COMMANDS = [
@@ -91,7 +95,28 @@ def test_help_and_usage_errors_import_nothing_heavy():
         ("generate --prompt x --temp=1", "unknown argument --temp; did you mean --temperature?"),
         ("generate --prompt x --frobnicate", "unknown argument --frobnicate"),
         ("generate --prompt x --layout trian", "got 'trian'; did you mean train?"),
-        ("generate --prompt x y", "dsv3 generate: error: unexpected argument 'y'"),
+        ("generate --prompt x y", "error: unexpected argument 'y'; did you mean --prompt y?"),
+        ("generate demo", "unexpected argument 'demo'; did you mean --model demo?"),
+        ("serve demo", "dsv3 serve: error: unexpected argument 'demo'; did you mean --model demo?"),
+        ("chat org/name", "unexpected argument 'org/name'; did you mean --model org/name?"),
+        ("serve --tensor-parallel-size 8", "unknown argument --tensor-parallel-size; did you mean"),
+        ("serve --tp=8", "did you mean --layout, which shards the model over all devices?"),
+        ("serve -tp 8", "unknown argument -tp; did you mean --layout, which"),
+        ("serve --enable-expert-parallel", "did you mean --layout, which"),
+        ("serve --max-model-len 9", "unknown argument --max-model-len; did you mean --max-len?"),
+        ("serve --context-length 9", "did you mean --max-len?"),
+        ("serve --max-num-seqs 9", "did you mean --max-running?"),
+        ("serve --max-running-requests 9", "did you mean --max-running?"),
+        ("serve --gpu-memory-utilization 0.9", "did you mean --cache-tokens?"),
+        ("serve --mem-fraction-static 0.9", "did you mean --cache-tokens?"),
+        ("serve --kv-cache-dtype fp8", "did you mean --cache-dtype?"),
+        ("serve --served-model-name x", "did you mean --served-name?"),
+        ("serve --model-path x", "did you mean --model?"),
+        ("serve --api-key x", "did you mean --api-key-file?"),
+        ("serve --trust-remote-code", "it is not needed, because no code of a checkpoint runs"),
+        ("generate --prompt x --max-tokens 9", "did you mean --max-new-tokens?"),
+        ("bench serve --num-prompts 9", "did you mean --num-requests?"),
+        ("plan --max-model-len 9", "did you mean --context?"),
         ("generate --prompt x --top-k x", "argument --top-k: invalid int value: 'x'"),
         (
             "train --no-remta --out x",
@@ -115,6 +140,49 @@ def test_a_usage_error_names_the_argument_and_the_help(arguments, message, capsy
     assert message in err
     program = err.partition(":")[0]
     assert err.endswith(f" (see {program} --help)\n")
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "meant"),
+    [
+        (lambda: dsv3_jax.load("demo", tensor_parallel_size=8), "tensor_parallel_size", "layout"),
+        (lambda: dsv3_jax.load("demo", torch_dtype="x"), "torch_dtype", "dtype"),
+        (lambda: dsv3_jax.Generator(None, None, max_model_len=9), "max_model_len", "max_len"),
+        (lambda: dsv3_jax.Engine(None, None, max_num_seqs=9), "max_num_seqs", "max_running"),
+        (lambda: dsv3_jax.Generator.generate(None, "x", max_tokens=9), "max_tokens", "max_new_tok"),
+        (lambda: dsv3_jax.Generator.generate(None, "x", max_length=9), "max_length", "max_new_tok"),
+        # The settings of Engine.submit, too, come here.
+        (lambda: RequestReader.read(None, "x", max_tokens=9), "max_tokens", "max_new_tokens"),
+        (
+            lambda: RequestReader.read(None, "x", stop_token_ids=[9]),
+            "stop_token_ids",
+            "stop_tokens",
+        ),
+    ],
+)
+def test_an_argument_of_another_project_gets_a_hint(call, name, meant):
+    message = f"unexpected keyword argument '{name}'; did you mean {meant}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()
+
+
+def test_an_unknown_argument_without_a_hint():
+    with pytest.raises(TypeError, match=r"^unexpected keyword argument 'frobnicate'$"):
+        dsv3_jax.load("demo", frobnicate=1)
+    with pytest.raises(TypeError, match=r"do_sample.*a temperature of 0 is greedy"):
+        dsv3_jax.Generator.generate(None, "x", do_sample=True)
+
+
+def test_every_name_of_ours_exists():
+    """A hint that names nothing would mislead."""
+    (commands,) = parser()._subparsers._group_actions
+    flags = {
+        each for command in commands.choices.values() for each in command._option_string_actions
+    }
+    functions = (dsv3_jax.load, dsv3_jax.Generator, dsv3_jax.Generator.generate, dsv3_jax.Engine)
+    known = {name for each in functions for name in inspect.signature(each).parameters}
+    for ours in other_names._NAMES:
+        assert "--" + ours.replace("_", "-") in flags or ours in known, ours
 
 
 def test_help_is_there_at_once():

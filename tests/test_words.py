@@ -1,10 +1,14 @@
 """Numbers in messages, and progress on a terminal."""
 
 import io
+import logging
+import re
+import time
 
 import pytest
 from rich.console import Console
 
+from dsv3_jax.cli import status_line
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.words import counted
@@ -41,3 +45,22 @@ def test_only_a_terminal_shows_a_status_line(capfd):
     with StatusLine("generating") as status:
         status.show("12 tokens")
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_logged_appears_above_the_status_line():
+    out = io.StringIO()
+    with StatusLine("compiling", Console(file=out, force_terminal=True, width=60)):
+        logging.getLogger("dsv3_jax.compile_cache").warning("compiling 2 programs")
+    assert "dsv3: compiling 2 programs\n" in out.getvalue()
+    assert not logging.getLogger("dsv3_jax").handlers
+
+
+def test_without_a_terminal_the_line_is_printed_now_and_then(monkeypatch):
+    """Its seconds depend on the machine."""
+    monkeypatch.setattr(status_line, "_PRINT_SECONDS", 0.001)
+    out = io.StringIO()
+    with StatusLine("loading demo", Console(file=out, width=60)):
+        end = time.monotonic() + 60
+        while not re.match(r"dsv3: loading demo, \d+ s\n", out.getvalue()):
+            assert time.monotonic() < end
+            time.sleep(0.001)

@@ -21,7 +21,7 @@ import jax
 from flax import nnx
 
 from benchmarks.decode import machine, models
-from dsv3_jax.cli import compile_cache
+from dsv3_jax import compile_cache
 from dsv3_jax.offline.generator import Generator
 
 EVENTS = {

@@ -6,7 +6,7 @@ import argparse
 
 import dsv3_jax
 from dsv3_jax.cli.layout_flags import make_layout_from
-from dsv3_jax.cli.run_roles import remote_of, tiers_of
+from dsv3_jax.cli.run_roles import prefill_key_of, remote_of, tiers_of
 from dsv3_jax.cli.run_server import MadeEngine
 from dsv3_jax.cli.serve import draft_of
 from dsv3_jax.engine import Engine, Follower, Leader
@@ -35,7 +35,7 @@ def make_small_engine(
     buckets = Buckets(
         decodes=(slots // shards,), chunks=(1,), chunk_tokens=32, max_steps=1
     ).single()
-    remote = remote_of(arguments, model)
+    remote = remote_of(arguments, model, prefill_key_of(arguments))
     engine = Engine(
         model,
         tokenizer,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.check import without_absent_mtp_layers
 from dsv3_jax.checkpoint.find import find
@@ -24,6 +25,7 @@ from dsv3_jax.config import DTYPES, ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.generation_config import with_end_tokens
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.other_names import hints
 from dsv3_jax.quantization import CacheDtype, IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
@@ -37,6 +39,7 @@ _WEIGHTS = {
 }
 
 
+@hints
 def load(
     path_or_name: str | os.PathLike[str],
     *,
@@ -51,6 +54,8 @@ def load(
     placement: Placement | None = None,
 ) -> tuple[DeepSeekV3, Tokenizer | None]:
     """Loads a checkpoint exactly as published on Hugging Face, or a store converted from one.
+
+    It also enables JAX's compilation cache, see :mod:`dsv3_jax.compile_cache`.
 
     Args:
       path_or_name: ``"demo"`` or ``"demo-sparse"`` (small trained models in this package, without
@@ -117,6 +122,7 @@ def load(
         layout = make_layout(layout)
     directory = find(path_or_name)
     tensors, published, source = _open(directory)
+    compile_cache.enable()
     if quantization is not None and quantization != (stored := _stored_form(published)):
         raise ValueError(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from urllib.parse import urlsplit
 
 from dsv3_jax.generation.settings import check
+from dsv3_jax.words import how_to_install
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -22,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise ValueError(
-            "expected the packages of the extra serve (pip install 'dsv3-jax[serve]'), which has"
+            f"expected the packages of the extra serve ({how_to_install('serve')}), which has"
             " aiohttp; found none"
         )
     check_url(arguments.url)

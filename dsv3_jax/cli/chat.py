@@ -13,9 +13,9 @@ from numbers import Integral
 from dsv3_jax.cli.api_key import read_api_key
 from dsv3_jax.cli.bench import check_url
 from dsv3_jax.cli.conversation import Conversation
+from dsv3_jax.cli.model_flags import check_weights
 from dsv3_jax.cli.prompts import check_text
 from dsv3_jax.cli.serve import depth_of, draft_of
-from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import check, check_settings
 
 
@@ -33,7 +33,10 @@ def run(arguments: argparse.Namespace) -> None:
         draft_depth=depth_of(arguments),
         **sampling,
     )
-    check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
+    if arguments.max_len is not None:
+        check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
+        if arguments.url is not None:
+            raise ValueError("--max-len: expected no --url with it, whose server has its own limit")
     if arguments.system is not None:
         check_text("--system", arguments.system)
     with contextlib.ExitStack() as until_end:

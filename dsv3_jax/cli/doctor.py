@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.cli import compile_cache, probes
+from dsv3_jax.cli import probes
 from dsv3_jax.cli.output import print_json
 
 _PACKAGES = ("dsv3-jax", "jax", "jaxlib", "flax", "optax", "numpy", "safetensors", "tokenizers")
 
 _TITLES = {
     "probes": "probes: a small bfloat16 input for each operation",
+    "allocator": "allocator: JAX's, on GPUs",
     "back-ends": "back-ends on these probes; one that refuses a small input may take a larger one",
     "chosen": "the back-end that each operation uses here on its probe",
 }
@@ -25,7 +27,7 @@ _TITLES = {
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command."""
-    report = examine()
+    report = examine(arguments.allocator)
     if arguments.collectives:
         from dsv3_jax.cli import collectives
 
@@ -39,14 +41,19 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"  {name:29} {value}")
 
 
-def examine() -> dict[str, dict[str, Any]]:
-    """Returns versions, devices, back-ends and caches, in one section each."""
+def examine(allocator: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Returns versions, devices, back-ends and caches, in one section each.
+
+    Args:
+      allocator: what the commands do with the memory of GPUs.
+    """
     cache = compile_cache.enable()
     outcomes = probes.examine(timed=jax.default_backend() != "cpu")
     return {
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
+        "allocator": allocator,
         "probes": {probe.op: probe.input for probe in probes.probes()},
         "back-ends": outcomes,
         "chosen": probes.chosen(outcomes),

@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> None:
       ValueError: the source or the destination is refused.
     """
     source, destination = arguments.source, arguments.hf_directory
-    check_new(destination)
+    with flags.naming("HF_DIR"):
+        check_new(destination)
     if is_store(source):
         result = _export_store(arguments)
     elif (source / record.RECORD).is_file():
@@ -42,7 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
         demo = None if source.exists() else DEMOS.get(str(source))
         description = describe(demo or source)
         raise ValueError(
-            f"{source}: expected a store or a training run, found no {record.RECORD}: {description}"
+            f"STORE|RUN_DIR: {source}: expected a store or a training run, found no"
+            f" {record.RECORD}: {description}"
         )
     if arguments.json:
         print_json(result | {"model": str(destination)})
@@ -105,7 +107,9 @@ def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
     store = CheckpointStore(run / CHECKPOINTS, keep=None) if (run / CHECKPOINTS).is_dir() else None
     steps = store.steps() if store is not None else []
     if store is None or not steps:
-        raise ValueError(f"{run}: expected a training run with a checkpoint, got one without")
+        raise ValueError(
+            f"RUN_DIR: {run}: expected a training run with a checkpoint, got one without"
+        )
     step = steps[-1] if step is None else step
     if step not in steps:
         raise ValueError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")

@@ -1,4 +1,5 @@
-"""Turns the fields of a settings dataclass into flags, and parsed flags into its keyword arguments.
+"""Turns the fields of a settings dataclass into flags, and parsed flags into its keyword arguments;
+and adds the name of a flag to errors.
 
 The value of a flag that was not given is None. The command decides what it means then.
 """
@@ -6,10 +7,11 @@ The value of a flag that was not given is None. The command decides what it mean
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _METAVARS = {int: "N", float: "X"}
@@ -58,6 +60,19 @@ def recorded_values(values: Mapping[str, Any], settings: type) -> dict[str, Any]
             " resume with the version that wrote it"
         )
     return _with_tuples(values)
+
+
+@contextlib.contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Turns errors of what a flag names into a ValueError that begins with the flag."""
+    try:
+        yield
+    except OSError as error:
+        from dsv3_jax.checkpoint.messages import os_error_message
+
+        raise ValueError(f"{flag}: {os_error_message(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

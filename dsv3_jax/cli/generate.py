@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from dsv3_jax.cli.model_flags import check_weights, max_len_of
 from dsv3_jax.cli.prompts import check_text, read_prompts
-from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
 
 if TYPE_CHECKING:
@@ -122,8 +122,6 @@ def _max_len(
     need."""
     most = config.max_position_embeddings
     if arguments.max_len is not None:
-        expected = f"2 to {most} (max_position_embeddings)"
-        check("max_len", arguments.max_len, expected, int, 2, most)
-        return arguments.max_len
+        return max_len_of(arguments, config)
     needed = longest + settings.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     return min(-(-needed // _MAX_LEN_MULTIPLE) * _MAX_LEN_MULTIPLE, most)

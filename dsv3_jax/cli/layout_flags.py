@@ -1,4 +1,4 @@
-"""The flags ``--layout``, ``--exchange`` and ``--distributed``."""
+"""The flags ``--layout``, ``--exchange``, ``--float8-dispatch`` and ``--distributed``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ def make_layout_from(arguments: argparse.Namespace) -> Layout | None:
         :func:`dsv3_jax.distributed.initialize`.
     """
     if arguments.layout is None:
-        for flag in ("exchange", "distributed"):
-            if getattr(arguments, flag, None):
+        for name in ("exchange", "float8_dispatch", "distributed"):
+            if getattr(arguments, name, None):
+                flag = name.replace("_", "-")
                 raise ValueError(f"--{flag}: expected --layout with it, got none")
         return None
     if getattr(arguments, "distributed", False):  # only some commands have it
         initialize()
-    layout = make_layout(arguments.layout, exchange=arguments.exchange or "all_gather")
+    layout = make_layout(
+        arguments.layout,
+        exchange=arguments.exchange or "all_gather",
+        float8_dispatch=arguments.float8_dispatch,
+    )
     try:
         check_platform(layout.mesh, layout.exchange, layout.exchange_axes)
     except NotImplementedError as refusal:

@@ -9,13 +9,15 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.layout_flags import make_layout_from
+from dsv3_jax.cli.model_flags import max_len_of
 from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.client.chat import Delta, Message
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
 from dsv3_jax.server.parsers.reasoning import ReasoningParser
 
@@ -35,8 +37,15 @@ class LocalChat:
         self.model: str = arguments.model or "demo"
         self._settings = settings
         self._new_tokens: int | None = arguments.max_new_tokens
-        if not (find_config_directory(self.model) / "tokenizer.json").is_file():
+        directory = find_config_directory(self.model)
+        if not (directory / "tokenizer.json").is_file():
             raise ValueError(f"{self.model}: expected a tokenizer.json, found none")
+        self._max_len = max_len_of(arguments, ModelConfig.from_hf(directory))
+        if self._new_tokens is not None and self._new_tokens >= self._max_len:
+            raise ValueError(
+                f"--max-new-tokens: expected fewer than {self._max_len} (--max-len), got"
+                f" {self._new_tokens}"
+            )
         compile_cache.enable(arguments.compile_cache)
         began = time.perf_counter()
         with StatusLine(f"loading {self.model}"):
@@ -50,7 +59,6 @@ class LocalChat:
             )
         assert tokenizer is not None
         self._tokenizer = tokenizer
-        self._max_len = min(arguments.max_len, model.config.max_position_embeddings)
         shards = 1 if model.layout is None else model.layout.num_shards("batch")
         self._engine = Engine(
             model,

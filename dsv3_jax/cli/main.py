@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 
 import dsv3_jax
+from dsv3_jax.cli import allocator
 from dsv3_jax.cli.arguments import (
     bench,
     chat,
@@ -58,9 +59,13 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
 
     Args:
       arguments: the words after ``dsv3``. None takes those of the process.
-      interrupts: handler of Ctrl-C, if the command has the process to itself.
+      interrupts: handler of Ctrl-C, if the command has the process to itself. Then the command also
+        sets JAX's allocator.
     """
     parsed = parser().parse_args(arguments)
+    parsed.allocator = allocator.describe(os.environ)
+    if interrupts is not None:
+        allocator.configure(parsed.command)  # before JAX uses a device
     try:
         command = importlib.import_module(f"dsv3_jax.cli.{parsed.command}")
         if interrupts is not None:

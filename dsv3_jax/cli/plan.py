@@ -27,6 +27,8 @@ from dsv3_jax.viz.canvas import check_picture, save
 from dsv3_jax.viz.frontier import frontier
 from sharding import PRESETS
 
+_DEFAULT_BATCH, _DEFAULT_CONTEXT = 64, 4096  # those of dsv3 serve
+
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command.
@@ -53,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     points = sweep(result.deployment) if arguments.sweep else []
     if arguments.sweep:
         title = plan_report.title(result.deployment, arguments.model)
-        save(frontier(points, f"{title}\n{arguments.context:,} tokens each"), arguments.sweep)
+        context = result.deployment.context
+        save(frontier(points, f"{title}\n{context:,} tokens each"), arguments.sweep)
     if arguments.json:
         print_json(plan_report.as_json(result, arguments.model, choice, programs, points))
         return
@@ -62,6 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
         lines += ["", *plan_report.compiled_table(result, programs)]
     if points:
         lines += ["", *plan_report.sweep_table(points), "", f"picture: {arguments.sweep}"]
+    lines += ["", *plan_report.how_to_run(result, arguments.model)]
     print("\n".join(lines))
 
 
@@ -72,6 +76,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
     given = {name: value for name, value in settings.items() if value is not None}
     if given.get("activations") == "bf16":
         given["activations"] = None
+    batch, context = _requests(arguments, config, target)
     layout = arguments.layout
     if layout is None:
         layout = layouts(target)[0]
@@ -79,7 +84,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
         given["redundant_experts"] = PRESETS[layout].redundant_experts
     engine = None
     if arguments.serve:
-        buckets = default_buckets(target, layout, arguments.batch)
+        buckets = default_buckets(target, layout, batch)
         engine = EngineSettings(arguments.cache_tokens, buckets.chunks[-1], buckets.chunk_form)
         given.setdefault("prefill_chunk", buckets.chunk_tokens)
     elif arguments.cache_tokens is not None:
@@ -88,8 +93,8 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
         config=config,
         target=target,
         layout_name=layout,
-        batch=arguments.batch,
-        context=arguments.context,
+        batch=batch,
+        context=context,
         quantization=arguments.quantization,
         cache_dtype=arguments.cache_dtype,
         mtp=arguments.mtp,
@@ -102,6 +107,19 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Estimate, Choice | None]:
         choice = choose(deployment, {"layout_name", *(settings.keys() - given.keys())}, shards)
         deployment = choice.deployment
     return estimate(deployment, shards), choice
+
+
+def _requests(
+    arguments: argparse.Namespace, config: ModelConfig, target: Target
+) -> tuple[int, int]:
+    """Returns ``--batch`` and ``--context``, or their defaults."""
+    batch, context = arguments.batch, arguments.context
+    if batch is None:
+        batch = -(-_DEFAULT_BATCH // target.devices) * target.devices
+    if context is None:
+        # A Generator also needs a position for the next token.
+        context = min(_DEFAULT_CONTEXT, config.max_position_embeddings - (not arguments.serve))
+    return batch, context
 
 
 def _compile(deployment: Deployment) -> dict[Phase, CompiledProgram]:
@@ -121,12 +139,13 @@ def _compile(deployment: Deployment) -> dict[Phase, CompiledProgram]:
 
 
 def _config(name: str) -> ModelConfig:
-    if name.lower() in presets.PRESETS:
+    if presets.name_of(name) is not None:
         return presets.get(name)
     if name in DEMOS or Path(name).is_dir():
         return ModelConfig.from_hf(find_config_directory(name))
     near = difflib.get_close_matches(name.lower(), presets.PRESETS, n=1)
     raise ValueError(
-        f"model: expected demo, a directory or one of {', '.join(presets.PRESETS)}; got {name!r}"
+        f"model: expected demo, a directory or one of {', '.join(presets.PRESETS)}, or their names"
+        f" on the Hub, such as deepseek-ai/DeepSeek-V3; got {name!r}"
         + (f"; did you mean {near[0]}?" if near else "")
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from dsv3_jax.cli.allocator import SHARE
+from dsv3_jax.plan.chips import CUDA
 from dsv3_jax.plan.choice import OPEN_SETTINGS, Candidate, Choice
+from dsv3_jax.plan.commands import commands
 from dsv3_jax.plan.compiled import CompiledProgram, Phase
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import DoesNotFitError, Estimate
@@ -43,6 +46,9 @@ def as_json(
         "cache_tokens": None if estimate.cache is None else estimate.cache.tokens,
         "largest_cache_tokens": None if estimate.cache is None else estimate.cache.largest,
         "bounds": {phase: _bound(each) for phase, each in estimate.rooflines.items()},
+        "tpot_seconds_at_best": _tpot(estimate),
+        "ttft_seconds_at_best": estimate.rooflines["prefill"].seconds,
+        "commands": commands(estimate.deployment, model),
         "compiled": {
             phase: dataclasses.asdict(each) | {"peak": each.peak}
             for phase, each in programs.items()
@@ -71,6 +77,7 @@ def _needs(deployment: Deployment, memory: dict[str, MemoryUse], model: str) -> 
         "model": model,
         "target": deployment.target.name,
         "devices": deployment.target.devices,
+        "hosts": deployment.target.hosts,
         "kernels": deployment.target.chip.has_kernels,
         "layout": deployment.layout_name,
         "serve": deployment.engine is not None,
@@ -142,8 +149,41 @@ def table(estimate: Estimate, model: str, choice: Choice | None) -> list[str]:
         f"{step.tokens_per_s:12,.0f}{prompts.tokens_per_s:12,.0f}",
         f"  {'tokens/s per device, at most':34}"
         f"{step.tokens_per_s_per_device:12,.0f}{prompts.tokens_per_s_per_device:12,.0f}",
+        "",
+        f"at best: TPOT {1e3 * _tpot(estimate):,.2f} ms; TTFT {1e3 * prompts.seconds:,.0f} ms if"
+        " all prompts arrive at once. Published systems reach 17 % to 43 % of such bounds",
     ]
     return lines
+
+
+def how_to_run(estimate: Estimate, model: str) -> list[str]:
+    """Returns the lines with the number of hosts and the commands."""
+    deployment, target = estimate.deployment, estimate.deployment.target
+    device = "GPU" if target.platform == "gpu" else "device"
+    each = f" with {counted(target.devices_of_host, device)} each" if target.hosts > 1 else ""
+    where = ", on a Ray cluster of these hosts" if target.hosts > 1 else ""
+    lines = [
+        f"hosts: {target.hosts:,}{each}",
+        f"to serve it{where}:",
+        *(f"  {command}" for command in commands(deployment, model)),
+    ]
+    if deployment.engine is None:
+        lines.append("with --serve, the plan is for the engine of this server")
+    if deployment.redundant_experts:
+        lines.append("redundant experts are set in Python: dsv3_jax.load(placement=...)")
+    if target.platform == "gpu":
+        share = int(SHARE * (target.chip.memory + CUDA))
+        if estimate.peak > share:
+            lines.append(
+                f"the command lets JAX use {SHARE:.0%} of a GPU, {share / 1e9:.2f} GB, which is"
+                f" less than the peak: plan for a smaller --batch, or set XLA_CLIENT_MEM_FRACTION"
+            )
+    return lines
+
+
+def _tpot(estimate: Estimate) -> float:
+    """Returns the lower bound on the time between two tokens of a request, in seconds."""
+    return estimate.rooflines["decode"].seconds / (1 + estimate.deployment.draft_depth)
 
 
 def refusal(error: DoesNotFitError, model: str) -> list[str]:
@@ -151,14 +191,29 @@ def refusal(error: DoesNotFitError, model: str) -> list[str]:
     deployment = error.deployment
     part, nbytes = error.largest_part
     verb = "does" if deployment.batch == 1 or deployment.engine else "do"
+    name, smallest = title(deployment, model), []
+    if error.num_layouts:
+        # The layout of these figures is not the reason.
+        name = name.removesuffix(f", {deployment.layout_name}")
+        smallest = [
+            "",
+            f"in none of the {counted(error.num_layouts, 'layout')} that run here. The smallest"
+            f" peak is of {deployment.layout_name}:",
+        ]
+    available = deployment.target.chip.memory
     return [
-        f"{title(deployment, model)}: {_sequences(deployment)} {verb} not fit",
+        f"{name}: {_sequences(deployment)} {verb} not fit",
         *_note(deployment),
+        *smallest,
         "",
         *_memory(deployment, error.memory),
         "",
         f"too much: {error.missing / 1e9:.2f} GB per device; the largest part is {part},"
-        f" {nbytes / 1e9:.2f} GB",
+        f" {nbytes / 1e9:.2f} GB"
+        + (
+            f", which alone is more than the {available / 1e9:.2f} GB available"
+            * (nbytes > available)
+        ),
         "any of these, added to the command, fits:"
         if error.remedies
         else "no change of settings that the planner tries fits",
@@ -255,7 +310,8 @@ def compiled_table(estimate: Estimate, programs: dict[Phase, CompiledProgram]) -
 def sweep_table(points: list[Point]) -> list[str]:
     """Returns the lines of the table of ``--sweep``."""
     lines = [
-        f"{'batch':>8}{'MTP':>6}{'tokens/s per user':>18}{'tokens/s per device':>20}  bound by"
+        "at best:",
+        f"{'batch':>8}{'MTP':>6}{'tokens/s per user':>18}{'tokens/s per device':>20}  bound by",
     ]
     for point in points:
         lines.append(

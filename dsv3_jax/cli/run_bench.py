@@ -87,6 +87,11 @@ async def _measure_load(
         max_len=model.max_len,
         vocab_size=arguments.vocab_size,
     )
+    if work.shortened and arguments.input_len is not None:
+        raise ValueError(
+            f"--input-len, --output-len: expected at most {model.max_len:,} tokens together, the"
+            f" limit of {model.name}, got {arguments.input_len:,} and {arguments.output_len:,}"
+        )
     if work.shortened:
         _log(
             f"{counted(work.shortened, 'request')} of {len(work.prompts):,} are shortened to the"

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.layout_flags import make_layout_from, only_first_process_prints
 from dsv3_jax.cli.output import print_json
@@ -111,7 +111,10 @@ def _print(arguments: argparse.Namespace, texts: Sequence[str], generation: Gene
     else:
         n = arguments.n or 1
         for i, completion in enumerate(generation):
-            print((texts[i // n] if arguments.echo else "") + completion.text)
+            prompt, number = divmod(i, n)
+            if len(texts) * n > 1:
+                print("\n" * (i > 0) + _label(texts, prompt, number, n))
+            print((texts[prompt] if arguments.echo else "") + completion.text)
     sys.stdout.flush()
     stats = generation.stats
     _log_speed(stats.new_tokens, stats.tokens_per_second, stats.time_to_first_token)
@@ -121,6 +124,15 @@ def _print(arguments: argparse.Namespace, texts: Sequence[str], generation: Gene
             f"{speculation.draft}: {speculation.accept_length:.2f} tokens per step, accepted"
             f" {accepted}"
         )
+
+
+def _label(texts: Sequence[str], prompt: int, number: int, n: int) -> str:
+    """Returns the line above a completion, if there are several."""
+    which = f"prompt {prompt + 1} of {len(texts)}" if len(texts) > 1 else "prompt"
+    if n > 1:
+        which = f"completion {number + 1} of {n}, {which}"
+    text = " ".join(texts[prompt].split())
+    return f"==> {which}: {text if len(text) <= 40 else text[:37] + '...'} <=="
 
 
 def _stream(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from dsv3_jax.cli.flags import naming
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
 from dsv3_jax.disaggregation.peers import Peers
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
@@ -31,15 +32,24 @@ def sender_of(arguments: argparse.Namespace) -> Sender | None:
     return JaxSender(arguments.host, arguments.transfer_port or 0)
 
 
-def remote_of(arguments: argparse.Namespace, model: DeepSeekV3) -> RemotePrefill | None:
-    """Returns the source of pages on prefill servers; None if this is no decode server.
+def prefill_key_of(arguments: argparse.Namespace) -> str | None:
+    """Returns the key that prefill servers expect, or None.
 
     Raises:
-      ValueError: the file of the key has none.
+      ValueError: the file of the key has none, or cannot be read.
     """
+    if arguments.prefill_api_key_file is None:
+        return None
+    with naming("--prefill-api-key-file"):
+        return read_keys(arguments.prefill_api_key_file)[0]
+
+
+def remote_of(
+    arguments: argparse.Namespace, model: DeepSeekV3, api_key: str | None
+) -> RemotePrefill | None:
+    """Returns the source of pages on prefill servers; None if this is no decode server."""
     if arguments.role != "decode":
         return None
-    keys = arguments.prefill_api_key_file
     tokens = arguments.prefill_min_tokens or DEFAULT_PAGE_SIZE
     has_mtp = model.config.num_nextn_predict_layers > 0
     format = PageFormat.of(model.cache_spec(mtp=has_mtp), DEFAULT_PAGE_SIZE)
@@ -50,7 +60,7 @@ def remote_of(arguments: argparse.Namespace, model: DeepSeekV3) -> RemotePrefill
         max_page_bytes=format.num_bytes,
         seconds=_prefill_seconds(arguments),
         min_pages=-(-tokens // format.page_size),
-        api_key=None if keys is None else read_keys(keys)[0],
+        api_key=api_key,
     )
 
 

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 import time
 from typing import NamedTuple
 
 import jax
 
-from dsv3_jax import chat_formats
+from dsv3_jax import chat_formats, compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache
 from dsv3_jax.cli.device_memory import refused_if_too_large
+from dsv3_jax.cli.flags import naming
 from dsv3_jax.cli.latency_flags import latency_targets
 from dsv3_jax.cli.layout_flags import make_layout_from
-from dsv3_jax.cli.run_roles import remote_of, sender_of, tiers_of
+from dsv3_jax.cli.model_flags import max_len_of
+from dsv3_jax.cli.run_roles import prefill_key_of, remote_of, sender_of, tiers_of
 from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.engine import Engine, Follower, Leader
+from dsv3_jax.files import write_failure
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> None:
@@ -40,7 +47,11 @@ def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | st
     Raises:
       ValueError: the model, the chat template, the layout, the keys or the address is refused.
     """
-    with bind(arguments.host, arguments.port) as bound, contextlib.ExitStack() as stack:
+    with (
+        log_to_stderr(arguments.log_level),
+        bind(arguments.host, arguments.port) as bound,
+        contextlib.ExitStack() as stack,
+    ):
         sender = sender_of(arguments)
         engine, tokenizer, settings, remote = make_engine(arguments, draft, depth)
         if remote is not None:
@@ -79,16 +90,26 @@ def make_engine(
     """
     template = None
     if arguments.chat_template is not None:
-        template = chat_formats.read(arguments.chat_template)
-    keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
-    if not (find_config_directory(arguments.model) / "tokenizer.json").is_file():
+        with naming("--chat-template"):
+            template = chat_formats.read(arguments.chat_template)
+    prefill_key = prefill_key_of(arguments)
+    with naming("--api-key-file"):
+        keys = None if arguments.api_key_file is None else ApiKeys.read(arguments.api_key_file)
+    for flag in ("--disk-cache", "--program-store"):
+        directory = getattr(arguments, flag[2:].replace("-", "_"))
+        if directory is not None and (reason := write_failure(directory)):
+            raise ValueError(
+                f"{flag}: expected a directory that can be written, got {directory} ({reason})"
+            )
+    directory = find_config_directory(arguments.model)
+    if not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
+    max_len = max_len_of(arguments, ModelConfig.from_hf(directory))
     model, tokenizer = _load(arguments)
     if template is not None:
         tokenizer = tokenizer.with_chat_template(template)
     max_requests = arguments.max_running + arguments.max_waiting
-    max_len = min(arguments.max_len, model.config.max_position_embeddings)
-    remote = remote_of(arguments, model)
+    remote = remote_of(arguments, model, prefill_key)
     with refused_if_too_large(_expected(arguments.model)):
         engine = Engine(
             model,
@@ -114,6 +135,7 @@ def make_engine(
         stuck_seconds=arguments.stuck_seconds,
         api_keys=keys,
         program_store=arguments.program_store,
+        log_level=arguments.log_level,
     )
     return MadeEngine(engine, tokenizer, settings, remote)
 
@@ -126,6 +148,7 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
     else:
         compile_cache.enable(arguments.compile_cache)
     began = time.perf_counter()
+    logger.info("loading %s", arguments.model)
     with StatusLine(f"loading {arguments.model}"), refused_if_too_large(_expected(arguments.model)):
         model, tokenizer = load(
             arguments.model,
@@ -135,8 +158,7 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
             activations=arguments.activations,
             layout=layout,
         )
-    seconds = time.perf_counter() - began
-    print(f"dsv3: loaded {arguments.model} in {seconds:.1f} s", file=sys.stderr, flush=True)
+    logger.info("loaded %s in %.1f s", arguments.model, time.perf_counter() - began)
     assert tokenizer is not None
     return model, tokenizer
 

@@ -10,9 +10,10 @@ import argparse
 import importlib.util
 from numbers import Integral, Real
 
+from dsv3_jax.cli.model_flags import check_weights
 from dsv3_jax.cli.roles import check_prefill_urls, check_role
-from dsv3_jax.cli.weight_flags import check_weights
 from dsv3_jax.generation.settings import check, check_draft
+from dsv3_jax.words import how_to_install
 
 _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"expected the packages of the extra serve (pip install 'dsv3-jax[serve]'), which has"
+            f"expected the packages of the extra serve ({how_to_install('serve')}), which has"
             f" {', '.join(missing)}; found none"
         )
     check_arguments(arguments)
@@ -41,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises ValueError for a setting that is out of range."""
     check("--port", arguments.port, "a port from 0 to 65535", Integral, 0, 65535)
-    check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
+    if arguments.max_len is not None:
+        check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
     for name in ("max_running", "max_body_mib"):
         flag = "--" + name.replace("_", "-")
         check(flag, getattr(arguments, name), "an integer of at least 1", Integral, 1)

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import compile_cache, flags, hf_directory, training_flags
+from dsv3_jax.cli import flags, hf_directory, training_flags
 from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.stop_request import StopRequest

@@ -11,6 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from dsv3_jax.words import one_line
+
 _CONNECT_SECONDS = 10
 _SILENCE_SECONDS = 600  # a server that sends nothing for this long has failed
 
@@ -140,8 +142,8 @@ async def _error_of(response: aiohttp.ClientResponse) -> str:
         message = str(json.loads(text)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         message = text
-    return f"status {response.status}: {' '.join(message.split()):.300}"
+    return f"status {response.status}: {one_line(message, 300)}"
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(str(error), 300) or type(error).__name__

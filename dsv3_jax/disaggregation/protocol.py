@@ -40,7 +40,9 @@ class PrefillBody(BaseModel):
 
     identity: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """Digest of the cache's identity: model, weights, format. A server with another one refuses."""
-    tokens: Annotated[list[int], Field(min_length=1)]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
+    ]
     """The tokens of all pages, and the lookahead after the last one."""
     first_page: Annotated[int, Field(ge=0)]
     """Number of the first page that is asked for. The decode server has those before it."""

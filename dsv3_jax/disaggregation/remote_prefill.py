@@ -23,6 +23,7 @@ from dsv3_jax.disaggregation.peers import Peer, Peers
 from dsv3_jax.disaggregation.protocol import PATH, PrefillBody, ProtocolError, frames
 from dsv3_jax.disaggregation.transfer import Receiver
 from dsv3_jax.pages import PageAddress, PageError, PageRecord
+from dsv3_jax.words import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,10 @@ class RemotePrefill:
         key = peer.api_key or self._api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = peer.url + PATH
-        async with session.post(url, json=body.model_dump(), headers=headers) as response:
+        # A redirect could lead the prompt, and the key, anywhere.
+        async with session.post(
+            url, json=body.model_dump(), headers=headers, allow_redirects=False
+        ) as response:
             if response.status != 200:
                 message = (await response.content.read(_SHOWN_BYTES)).decode("utf-8", "replace")
                 raise _RefusedError(response.status, message)
@@ -234,8 +238,7 @@ class RemotePrefill:
 
     def _failed(self, peer: Peer, reason: Reason, message: str) -> None:
         self._counts.failed(reason)
-        line = " ".join(message.split())
-        logger.warning("prefill at %s failed (%s): %.300s", peer.url, reason, line)
+        logger.warning("prefill at %s failed (%s): %s", peer.url, reason, one_line(message, 300))
 
 
 class _RefusedError(Exception):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dsv3_jax import compile_cache
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.checks import (
@@ -60,6 +61,7 @@ from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.other_names import hints
 from dsv3_jax.pages import CacheTiers
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -102,6 +104,7 @@ class Engine:
       OSError: the directory of the tier on disk cannot be used.
     """
 
+    @hints
     def __init__(
         self,
         model: DeepSeekV3,
@@ -154,6 +157,7 @@ class Engine:
             buckets = buckets.single()
         check_swap_tokens(swap_tokens, deterministic=deterministic)
         check_tiers(tiers, deterministic=deterministic, prefix_cache=prefix_cache)
+        compile_cache.enable()
         self._vocab_size = vocab_size = config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import os
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv3_jax import compile_cache
+from dsv3_jax.compile_cache import CompileProgress
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.model_arrays import ModelArrays
 from dsv3_jax.engine.processes import global_arrays, spans_processes
@@ -222,8 +225,14 @@ class Programs:
         # The largest programs compile longest, so that none of them is left alone at the end.
         missing.sort(key=lambda s: s.decodes + s.chunks * s.chunk_tokens, reverse=True)
         store = None if directory is None else self._store(state, directory)
-        # Lowering is Python and runs in one thread, while others compile.
-        with concurrent.futures.ThreadPoolExecutor(initializer=_yield_to_other_threads) as pool:
+        with contextlib.ExitStack() as until_compiled:
+            if store is not None and self.platform == "cpu":
+                # Otherwise nothing could be stored, see ProgramStore.save.
+                until_compiled.enter_context(compile_cache.disabled())
+            # Lowering is Python and runs in one thread, while others compile.
+            pool = until_compiled.enter_context(
+                concurrent.futures.ThreadPoolExecutor(initializer=_yield_to_other_threads)
+            )
             if store is not None:
                 loading = {s: pool.submit(store.load, _name(s), repr(s)) for s in missing}
                 loaded = {s: program for s in missing if (program := loading[s].result())}
@@ -231,10 +240,13 @@ class Programs:
                 logger.info("loaded %d of %d programs", len(loaded), len(missing))
                 missing = [s for s in missing if s not in loaded]
             began = time.perf_counter()
-            compiling = {
-                s: pool.submit(self._compile_and_store, self._lower(state, s), s, store)
-                for s in missing
-            }
+            compiling: dict[StepShape, concurrent.futures.Future[jax.stages.Compiled]] = {}
+            if missing:
+                progress = until_compiled.enter_context(CompileProgress(len(missing)))
+                for s in missing:
+                    lowering = self._lower(state, s)
+                    compiling[s] = pool.submit(self._compile_and_store, lowering, s, store)
+                    compiling[s].add_done_callback(progress.advance)
             lowered = time.perf_counter()
             self._compiled |= {shape: done.result() for shape, done in compiling.items()}
         if missing:
@@ -270,7 +282,7 @@ class Programs:
             self.compiled_after_warm_up += 1
             logger.warning("compiling a step after warm-up, while all requests wait: %s", shape)
         began = time.perf_counter()
-        with self.compilations.measure(shape.name):
+        with self.compilations.measure(shape.name), CompileProgress(1):
             compiled = self.compile(self._lower(state, shape), shape)
         if self._is_warm:
             seconds = time.perf_counter() - began

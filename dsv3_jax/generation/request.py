@@ -12,12 +12,14 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.settings import (
     DEFAULT_NEW_TOKENS,
     MAX_STOP_TOKENS,
+    NAMES,
     Default,
     check,
     check_setting,
     check_unicode,
 )
 from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.other_names import check_arguments
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.words import counted
 
@@ -123,9 +125,15 @@ class RequestReader:
         Raises:
           ValueError: a prompt is empty, too long or contains an id out of range, or a setting is
             invalid.
+          TypeError: there is no such setting.
         """
+        check_arguments(settings, NAMES)
         check_setting("n", n)
-        prompt_ids = [self._prompt_ids(prompt) for prompt in _prompts(prompts)]
+        prompts = _prompts(prompts)
+        for prompt in prompts:  # all of them before the first is encoded, which may take long
+            if isinstance(prompt, str) and self._tokenizer is not None:
+                check_fits("prompt", prompt, self._tokenizer, self._max_len)
+        prompt_ids = [self._prompt_ids(prompt) for prompt in prompts]
         count = len(prompt_ids)
         seeds = list(range(0, n * count, n)) if seed is None else _per_prompt("seed", seed, count)
         columns = {name: _per_prompt(name, value, count) for name, value in settings.items()}
@@ -260,6 +268,16 @@ class RequestReader:
         for i in ids:
             check(name, i, f"token ids from 0 to {last}", numbers.Integral, 0, last)
         return ids
+
+
+def check_fits(name: str, text: str, tokenizer: Tokenizer, max_len: int) -> None:
+    """Raises ValueError for text that cannot have at most ``max_len`` tokens, without encoding it.
+    Text that passes may still be too long."""
+    if (least := tokenizer.least_tokens(text)) > max_len:
+        raise ValueError(
+            f"{name}: expected at most {counted(max_len - 1, 'token')} (max_len {max_len}, less one"
+            f" to generate), got text of {counted(least, 'token')} or more"
+        )
 
 
 def _per_prompt(name: str, value: Any, count: int, *, is_sequence: bool = False) -> list[Any]:

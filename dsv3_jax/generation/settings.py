@@ -46,6 +46,13 @@ _NUMBERS: dict[str, tuple[str, type, float, float]] = {
     "logprobs": (f"an integer from 0 to {MAX_TOP_LOGPROBS}", numbers.Integral, 0, MAX_TOP_LOGPROBS),
 }
 
+NAMES = (
+    *_NUMBERS,
+    *("stop", "stop_tokens", "banned_tokens", "allowed_tokens", "logit_bias", "ignore_eos"),
+    "prompt_logprobs",
+)
+"""Names of the settings of one request other than ``draft`` and ``draft_depth``."""
+
 
 def check(
     name: str, value: Any, expected: str, kind: type, minimum: float, maximum: float = math.inf

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from dsv3_jax import compile_cache
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.model_arrays import ModelArrays
 from dsv3_jax.engine.programs import Programs
@@ -32,6 +33,7 @@ from dsv3_jax.offline.pace import OfflinePace
 from dsv3_jax.offline.sizes import chunked_buckets, generator_buckets
 from dsv3_jax.offline.step_times import StepTimes
 from dsv3_jax.offline.tally import Tally
+from dsv3_jax.other_names import check_arguments, hints
 from dsv3_jax.tokenizer import Tokenizer
 from sharding.distributed import max_over_processes
 
@@ -78,6 +80,7 @@ class Generator:
         is invalid.
     """
 
+    @hints
     def __init__(
         self,
         model: DeepSeekV3,
@@ -115,6 +118,7 @@ class Generator:
             raise ValueError(
                 f"prefill_chunk: expected None with reproducible=False, got {prefill_chunk}"
             )
+        compile_cache.enable()
         self.tokenizer = tokenizer
         self.max_len = max_len
         # If a mesh shards the batch, all shards must be equal.
@@ -141,6 +145,7 @@ class Generator:
             shape = len(model.moe_layers()), model.config.n_routed_experts
             self._routing_counts = np.zeros(shape, np.int64)
 
+    @hints
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -377,7 +382,12 @@ class Generator:
           ValueError: a prompt or setting is invalid, as in :meth:`generate`.
           TypeError: there is no such setting.
         """
-        inspect.signature(self.generate).bind(prompts, **settings)
+        signature = inspect.signature(self.generate)
+        try:
+            signature.bind(prompts, **settings)
+        except TypeError:
+            check_arguments(settings, signature.parameters)
+            raise
         self._plan(settings)
         progress = settings.get("progress")
         if progress is not None and not callable(progress):

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_LOAD_BYTES = 4 * 2**30
 
+
 @dataclasses.dataclass(frozen=True)
 class CacheTiers:
     """Settings of the tiers of an engine, and how it loads pages from them."""

@@ -14,8 +14,8 @@ _GIB, _MIB = 2**30, 2**20
 # large model without gaps (benchmarks/results/plan_compiled.json).
 _PACKED = 0.993
 
-# Part of the memory reported by nvidia-smi that CUDA's context and libraries take.
-_CUDA = 1536 * _MIB
+CUDA = 1536 * _MIB
+"""Part of the memory reported by nvidia-smi that CUDA's context and libraries take, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,31 +55,40 @@ _HOPPER_L2 = 7e12
 # one adapter per GPU, 400 Gb/s InfiniBand as in the DeepSeek-V3 report, section 3.1, and in DGX
 # B200 and GB200 NVL72; 200 Gb/s in DGX A100.
 _H100 = Chip(
-    81_559 * _MIB - _CUDA, 3.35e12, 989.4e12, 1978.9e12, 450e9, 8, 50e9, l2_bandwidth=_HOPPER_L2
+    81_559 * _MIB - CUDA,
+    3.35e12,
+    989.4e12,
+    1978.9e12,
+    450e9,
+    8,
+    50e9,
+    l2_bandwidth=_HOPPER_L2,
 )
-_A100 = Chip(81_920 * _MIB - _CUDA, 2.039e12, 312e12, None, 300e9, 8, 25e9, has_kernels=False)
-_B200 = Chip(183_359 * _MIB - _CUDA, 8e12, 2250e12, 4500e12, 900e9, 8, 50e9, has_kernels=False)
+_A100 = Chip(81_920 * _MIB - CUDA, 2.039e12, 312e12, None, 300e9, 8, 25e9, has_kernels=False)
+_B200 = Chip(183_359 * _MIB - CUDA, 8e12, 2250e12, 4500e12, 900e9, 8, 50e9, has_kernels=False)
 
 CHIPS: dict[str, Chip] = {
     "h100": _H100,
-    "h200": dataclasses.replace(_H100, memory=143_771 * _MIB - _CUDA, memory_bandwidth=4.8e12),
+    "h200": dataclasses.replace(_H100, memory=143_771 * _MIB - CUDA, memory_bandwidth=4.8e12),
     "h800": dataclasses.replace(_H100, link_bandwidth=200e9),
     "h20": dataclasses.replace(
         _H100,
         l2_bandwidth=None,  # it has fewer multiprocessors
-        memory=97_871 * _MIB - _CUDA,
+        memory=97_871 * _MIB - CUDA,
         memory_bandwidth=4e12,
         bf16_flops=148e12,
         fp8_flops=296e12,
     ),
-    "a100-40gb": dataclasses.replace(
-        _A100, memory=40_960 * _MIB - _CUDA, memory_bandwidth=1.555e12
-    ),
+    "a100-40gb": dataclasses.replace(_A100, memory=40_960 * _MIB - CUDA, memory_bandwidth=1.555e12),
     "a100-80gb": _A100,
     "b200": _B200,
     # The 72 GPUs of a rack are one NVLink domain.
     "gb200": dataclasses.replace(
-        _B200, memory=189_471 * _MIB - _CUDA, bf16_flops=2500e12, fp8_flops=5000e12, node_size=72
+        _B200,
+        memory=189_471 * _MIB - CUDA,
+        bf16_flops=2500e12,
+        fp8_flops=5000e12,
+        node_size=72,
     ),
     # TPUs: Google Cloud's page of each version gives HBM bandwidth, peak compute and inter-chip
     # bandwidth per chip (v5e 400, v5p 1,200, v6e 800, TPU7x 1,200 GB/s in both directions together;

@@ -92,7 +92,7 @@ def choose(deployment: Deployment, open_settings: Collection[str], shards: Shard
         raise ValueError(f"layout: expected one that runs on {deployment.target.name}: {reasons}")
     best = _best(candidates)
     if not best.fits:
-        raise DoesNotFitError.of(best.deployment, shards)
+        raise DoesNotFitError.of(best.deployment, shards, len(candidates))
     rest = sorted(
         (each for each in candidates if each != best), key=lambda c: (not c.fits, c.seconds)
     )

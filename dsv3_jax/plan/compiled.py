@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from dsv3_jax import compile_cache
 from dsv3_jax.engine.programs import Programs
 from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.drafters import MTPDrafter
@@ -156,12 +157,10 @@ def _model(deployment: Deployment, layout: Layout) -> DeepSeekV3:
 
 
 def _compile(compilation: Compilation, deployment: Deployment) -> jax.stages.Compiled:
-    # Without the compilation cache, which cannot load a program whose device is missing.
-    name = "jax_enable_compilation_cache"
-    before = getattr(jax.config, name)
-    jax.config.update(name, False)
     try:
-        return compilation()
+        # The cache cannot load a program whose device is missing.
+        with compile_cache.disabled():
+            return compilation()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -170,8 +169,6 @@ def _compile(compilation: Compilation, deployment: Deployment) -> jax.stages.Com
             f"{deployment.target.name}: the compiler reports that the program does not fit:"
             f" {first_line}"
         ) from None
-    finally:
-        jax.config.update(name, before)
 
 
 def _kernels(program: str) -> dict[str, int]:

@@ -58,10 +58,15 @@ class DoesNotFitError(ValueError):
       largest_part: label and bytes of the largest part of that peak.
       remedies: flags of ``dsv3 plan``. Adding any one of these strings to the command makes the
         deployment fit.
+      num_layouts: number of layouts that were compared, if the layout was left open; else 0.
     """
 
     def __init__(
-        self, deployment: Deployment, memory: dict[str, MemoryUse], remedies: tuple[str, ...]
+        self,
+        deployment: Deployment,
+        memory: dict[str, MemoryUse],
+        remedies: tuple[str, ...],
+        num_layouts: int = 0,
     ) -> None:
         phase = max(memory, key=lambda name: memory[name].peak)
         parts = dataclasses.asdict(memory[phase])
@@ -69,18 +74,22 @@ class DoesNotFitError(ValueError):
         self.deployment, self.memory, self.remedies = deployment, memory, remedies
         self.missing = memory[phase].peak - deployment.target.chip.memory
         self.largest_part = LABELS[part], parts[part]
+        self.num_layouts = num_layouts
+        least = f" or more in each of {num_layouts} layouts" if num_layouts > 1 else ""
         super().__init__(
             f"expected at most {_gb(deployment.target.chip.memory)} per device of"
-            f" {deployment.target.name}, got {_gb(memory[phase].peak)}: {_gb(self.missing)} too"
-            f" much in {phase}, whose largest part is {LABELS[part]}, {_gb(parts[part])}; what"
+            f" {deployment.target.name}, got {_gb(memory[phase].peak)}{least}: {_gb(self.missing)}"
+            f" too much in {phase}, whose largest part is {LABELS[part]}, {_gb(parts[part])}; what"
             f" fits: {'; '.join(remedies) or 'no change of settings that the planner tries'}"
         )
 
     @classmethod
-    def of(cls, deployment: Deployment, shards: ShardCache) -> DoesNotFitError:
+    def of(
+        cls, deployment: Deployment, shards: ShardCache, num_layouts: int = 0
+    ) -> DoesNotFitError:
         """Makes the error for a deployment; computes its memory use and remedies."""
         use = memory.by_phase(shards.of(deployment), deployment)
-        return cls(deployment, use, tuple(remedies(deployment, shards)))
+        return cls(deployment, use, tuple(remedies(deployment, shards)), num_layouts)
 
 
 def estimate(deployment: Deployment, shards: ShardCache | None = None) -> Estimate:

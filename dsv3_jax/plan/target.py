@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from dsv3_jax.plan import device_names
 from dsv3_jax.plan.chips import CHIPS, Chip
 
 _MOST_GPUS = 2048
@@ -15,14 +16,22 @@ _MOST_GPUS = 2048
 # Number of dimensions of a slice, most chips of a slice (Google Cloud's pages), devices per chip.
 _TPUS = {"v5e": (2, 256, 1), "v5p": (3, 8960, 1), "v6e": (2, 256, 1), "tpu7x": (3, 9216, 2)}
 
+_TENSOR_CORES = ("v5p", "tpu7x")
+"""TPUs whose accelerator types, such as v5p-128, count TensorCores, two to a chip. Those of the
+others count chips."""
+_SMALL_SLICES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_GPUS_OF_HOST = {"gb200": 4}  # of others 8, as in NVIDIA's HGX and DGX systems
+_CHIPS_OF_HOST = 4
+_CHIPS_OF_ONE_HOST = {"v5e": 8, "v6e": 8}  # most, if a slice has a single host
+
 _EXPECTED = (
     "target: expected a number of GPUs, such as h200x8, or the chips of a TPU slice, such as"
-    " v5p:4x4x8"
+    " v5p:4x4x8 (8xH200, DGX H100 and v5p-128 are read too)"
 )
 _NAME = re.compile(
     r"(?:(?P<family>gpu|tpu):)?"
     r"(?P<kind>[a-z][a-z0-9-]*?)"
-    r"(?:x(?P<gpus>\d+)|:(?P<slice>\d+(?:x\d+)*))?"
+    r"(?:x(?P<gpus>\d+)|:(?P<slice>-?\d+(?:x\d+)*))?"
 )
 
 
@@ -41,13 +50,14 @@ class Target:
     def parse(cls, name: str) -> Target:
         """Reads a name such as ``gpu:h200x8`` or ``tpu:v5p:4x4x8``.
 
-        ``gpu:`` and ``tpu:`` may be left out, and so may ``x1``: ``h200`` is ``gpu:h200x1``.
+        ``gpu:`` and ``tpu:`` may be left out, and so may ``x1``: ``h200`` is ``gpu:h200x1``. Names
+        that others use are read too, see :mod:`dsv3_jax.plan.device_names`.
 
         Raises:
           ValueError: the name has another form, the kind is unknown (the message suggests the
             nearest), or the slice does not exist.
         """
-        if (match := _NAME.fullmatch(name.lower())) is None:
+        if (match := _NAME.fullmatch(device_names.ours(name))) is None:
             raise ValueError(f"{_EXPECTED}; got {name!r}")
         family, kind, gpus, chips = match.group("family", "kind", "gpus", "slice")
         known = [each for each in CHIPS if family in (None, _family(each))]
@@ -56,6 +66,8 @@ class Target:
                 f"target: expected a kind among {', '.join(known)}; got {kind!r}{_nearest(kind)}"
             )
         family = _family(kind)
+        if family == "tpu" and chips and (count := re.fullmatch(r"-(\d+)", chips)):
+            chips = _shape(kind, int(count[1]), name)
         if (gpus or not chips) if family == "tpu" else chips:
             raise ValueError(f"{_EXPECTED}; got {name!r}, but {kind} is a {family.upper()}")
         sizes = tuple(map(int, (chips or gpus or "1").split("x")))
@@ -90,6 +102,20 @@ class Target:
         """Number of groups of devices that the fast links join: see ``Chip.node_size``."""
         return -(-self.devices // (self.chip.node_size or self.devices))
 
+    @property
+    def devices_of_host(self) -> int:
+        """Number of devices that one host has."""
+        if self.platform == "gpu":
+            return min(self.devices, _GPUS_OF_HOST.get(self.kind, 8))
+        chips = math.prod(self.sizes)
+        alone = chips <= _CHIPS_OF_ONE_HOST.get(self.kind, _CHIPS_OF_HOST)
+        return (chips if alone else _CHIPS_OF_HOST) * _TPUS[self.kind][2]
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts, as NVIDIA's systems and Google Cloud's machines have them."""
+        return -(-self.devices // self.devices_of_host)
+
     def doubled(self) -> Target | None:
         """Returns the target with twice as many devices, along the shortest dimension of a slice.
 
@@ -105,6 +131,39 @@ class Target:
 
 def _family(kind: str) -> str:
     return "tpu" if kind in _TPUS else "gpu"
+
+
+def _shape(kind: str, number: int, name: str) -> str:
+    """Returns the slice of an accelerator type, such as ``4x4x4`` for v5p-128.
+
+    Raises:
+      ValueError: no slice has this number of chips.
+    """
+    cores = 2 if kind in _TENSOR_CORES else 1
+    chips, dimensions = number // cores, _TPUS[kind][0]
+    is_possible = number % cores == 0 and 1 <= chips <= _TPUS[kind][1]
+    shapes = list(_shapes(chips, dimensions)) if is_possible else []
+    if not shapes:
+        unit = f"TensorCores of {kind} (two to a chip)" if cores > 1 else f"chips of {kind}"
+        raise ValueError(f"target: expected a number of {unit} that a slice can have, got {name!r}")
+    sizes = min(shapes, key=lambda each: max(each) - min(each))
+    return "x".join(map(str, sizes))
+
+
+def _shapes(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
+    """Yields the shapes of slices with a number of chips. Small ones are parts of a cube of 64
+    chips; larger ones have whole cubes. In two dimensions, sizes are powers of two."""
+    if dimensions == 2:
+        sizes = [2**n for n in range(9)]
+        yield from ((a, chips // a) for a in sizes if chips % a == 0 and chips // a in sizes)
+        return
+    yield from (each for each in _SMALL_SLICES if math.prod(each) == chips)
+    steps = range(4, 1 + round(chips ** (1 / 3)) + 4, 4)
+    for a in steps:
+        for b in range(a, 1 + math.isqrt(chips // a), 4):
+            c, rest = divmod(chips, a * b)
+            if not rest and c >= b and c % 4 == 0:
+                yield a, b, c
 
 
 def _full_name(kind: str, sizes: Sequence[int]) -> str:

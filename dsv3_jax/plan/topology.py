@@ -9,6 +9,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from dsv3_jax.plan.target import Target
+from dsv3_jax.words import how_to_install
 
 # The GPU description that the CUDA plugin requires, a stream_executor GpuTargetConfigProto, with
 # NVIDIA's published figures for compute capability 9.0.
@@ -79,6 +80,6 @@ def topology(target: Target) -> list[Any]:
 def _require(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ValueError(
-            f"--compile: expected {module} to be installed, which compiles without a device; run"
-            f" pip install 'dsv3-jax[{extra}]'"
+            f"--compile: expected {module} to be installed, which compiles without a device;"
+            f" {how_to_install(extra)}"
         )

@@ -12,6 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope
 
+from dsv3_jax.server.errors import endpoint_path
+
 logger = logging.getLogger(__name__)
 
 REPLICA_HEADER = b"x-replica-id"
@@ -56,12 +58,6 @@ class Call:
     def avoiding(self, replica: str) -> Call:
         """Returns the same call for another replica than this one."""
         return dataclasses.replace(self, avoid=self.avoid | {replica})
-
-
-def endpoint_path(scope: Scope) -> str:
-    """Returns the path of a request's endpoint, without the prefix of a mounted application."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path if path.startswith("/") else f"/{path}"
 
 
 async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[Message], None]:

@@ -15,12 +15,13 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call, endpoint_path
+from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call
 from dsv3_jax.serve_ray.prefix_key import prefix_key
 from dsv3_jax.server.anthropic.answer_types import ErrorEvent
-from dsv3_jax.server.errors import ApiError, overloaded, send_error
+from dsv3_jax.server.errors import ApiError, endpoint_path, overloaded, send_error
 from dsv3_jax.server.openai.response_items import ResponseEvent
 from dsv3_jax.server.sse import EventFormat, NamedEventFormat, disconnected, first_of
+from dsv3_jax.words import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class Front:
                 text = await self._replicas.metrics()
                 await PlainTextResponse(text, media_type="text/plain")(scope, receive, send)
                 return
-            call = Call.of(scope, body, prefix_key(path, body))
+            # In a thread, as reading a large body takes some milliseconds.
+            key = await asyncio.to_thread(prefix_key, path, body)
+            call = Call.of(scope, body, key)
             async with asyncio.timeout(self._probe_seconds if path in _PROBES else None):
                 await self._relay(call, send)
         except TimeoutError:
@@ -134,7 +137,8 @@ class Front:
                     return
                 if is_last:
                     raise
-                logger.warning("lost a replica: its request for %s is sent again", path)
+                shown = one_line(path, 200)
+                logger.warning("lost a replica: its request for %s is sent again", shown)
 
 
 _PROBES = ("/health", "/ready")

@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from dsv3_jax.server.openai.body import read_json
+
 _CHARACTERS = 1024
 """Characters of a text that count: four cache pages of 64 tokens, at four characters a token."""
 _TOKENS = 256
@@ -33,8 +35,8 @@ def prefix_key(path: str, body: bytes) -> bytes | None:
     if read is None:
         return None
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
+        fields = read_json(body, "body")
+    except ValueError:
         return None
     if not isinstance(fields, dict):
         return None

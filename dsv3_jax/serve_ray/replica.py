@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMiss
 from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 from starlette.types import Message
 
+from dsv3_jax.cli import allocator
 from dsv3_jax.cli.run_server import MadeEngine, make_engine
 from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.disaggregation.transfer import Sender
@@ -79,11 +80,12 @@ class Replica:
         Args:
           process: the part of this process if the replica has several.
         """
+        allocator.configure("serve")  # as the command does
         return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
 
     async def metrics(self) -> tuple[str, str]:
         """Returns the replica's id and its figures in Prometheus' text format."""
-        text = await self.service.in_thread(self.service.metrics.text)
+        text = await self.service.in_thread(self.service.metrics.text, "calls")
         return self.id, text.decode()
 
     async def check_health(self) -> None:
@@ -96,7 +98,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the figures that the autoscaling policy reads."""
-        stats = await self.service.in_thread(self.service.engine.stats)
+        stats = await self.service.in_thread(self.service.engine.stats, "calls")
         return {CACHE_USAGE: stats.cache_usage}
 
     async def __del__(self) -> None:

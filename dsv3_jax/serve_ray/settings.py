@@ -14,7 +14,7 @@ from dsv3_jax.cli.arguments.parser import Parser
 from dsv3_jax.cli.serve import check_arguments
 from dsv3_jax.generation.settings import check
 
-_OF_THE_PROCESS = ("host", "port", "one_process", "transfer_port")
+_OF_THE_PROCESS = ("host", "port", "one_process", "transfer_port", "log_level")
 _OF_THE_ROLE = ("role", "prefill_url", "prefill_api_key_file")
 """Flags of ``dsv3 serve`` that a replica has no use for: it knows its address and its peers."""
 _OF_ONE_HOST = {

@@ -10,11 +10,12 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3_jax.server.errors import ApiError, send_error
+from dsv3_jax.server.errors import ApiError, endpoint_path, send_error
+from dsv3_jax.server.page.routes import FILE_PATHS
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics"))
-"""Paths that need no key, for probes, monitoring and the page."""
-_OPEN_FOLDER = "/page/"
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", *FILE_PATHS))
+"""Paths that need no key, for probes, monitoring and the page. A client's key is not compared with
+a beginning of a path, which could be that of another endpoint."""
 
 
 class ApiKeys:
@@ -69,9 +70,8 @@ class ApiKeyCheck:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
-        if scope["type"] != "http" or is_open or self._keys.has(_key(Headers(scope=scope))):
+        is_open = scope["type"] == "lifespan" or endpoint_path(scope) in OPEN_PATHS
+        if is_open or self._keys.has(_key(Headers(scope=scope))):
             await self._app(scope, receive, send)
             return
         error = ApiError(

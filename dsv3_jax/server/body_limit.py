@@ -45,6 +45,7 @@ class BodyLimit:
         if body is None:
             return  # the client has gone away
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        del body  # it lives as long as the application needs it, and not until the answer ends
 
         async def receive_again() -> Message:
             return pending.pop() if pending else await receive()

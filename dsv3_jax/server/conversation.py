@@ -8,7 +8,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dsv3_jax.generation.request import Prompt
+from dsv3_jax.chat_template import strings_in
+from dsv3_jax.generation.request import Prompt, check_fits
 from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
@@ -62,18 +63,30 @@ class Conversation:
     """The client's further arguments of the template. The template has to read them. ``thinking``
     and ``enable_thinking`` are synonyms."""
 
-    def encode(self, tokenizer: Tokenizer, *, add_generation_prompt: bool = True) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, max_len: int, *, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Returns the ids of the conversation. Text never becomes a control token.
 
+        Args:
+          max_len: a conversation that cannot have at most so many tokens is not encoded.
+
         Raises:
-          ValueError: there is no template, it refuses the messages, or does not read an argument.
+          ValueError: there is no template, it refuses the messages, does not read an argument, or
+            they are too long.
         """
         tools = {"tools": list(self.tools)} if self.tools else {}
-        return tokenizer.chat(
-            _with_readable_calls(self.messages, tokenizer.chat_template or ""),
-            add_generation_prompt=add_generation_prompt,
-            **{**self._template_arguments(tokenizer.chat_template_variables), **tools},
-        )
+        messages = _with_readable_calls(self.messages, tokenizer.chat_template or "")
+        arguments = {
+            "add_generation_prompt": add_generation_prompt,
+            **self._template_arguments(tokenizer.chat_template_variables),
+            **tools,
+        }
+        # Only what the template shows of a long conversation counts.
+        if sum(map(len, strings_in([messages, arguments]))) > max_len:
+            text = tokenizer.render_chat(messages, **arguments)
+            check_fits("prompt", text, tokenizer, max_len)
+        return tokenizer.chat(messages, **arguments)
 
     def _template_arguments(self, variables: Collection[str]) -> dict[str, Any]:
         """Returns the arguments under the names that the template reads.
@@ -136,7 +149,7 @@ class Conversation:
 
         def read_prompt() -> list[Prompt]:
             tools = find_tool_parser(service.tokenizer) if self.tools else None
-            prompt.extend(self.encode(service.tokenizer))
+            prompt.extend(self.encode(service.tokenizer, service.settings.max_len))
             special_tokens = service.tokenizer.special_tokens if tools else ()
             for _ in range(n):
                 parsers.append(self._parser(service.tokenizer, prompt, tools, special_tokens))

@@ -5,24 +5,42 @@ Those of /v1/messages have Anthropic's, ``{"type": "error", "error": {"type", "m
 
 from __future__ import annotations
 
-import logging
+import itertools
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-logger = logging.getLogger(__name__)
+from dsv3_jax.words import one_line
+
+UNKNOWN_FIELDS = "unknown_fields"
+"""Type of a validation error whose message names several fields that an object cannot have."""
+
+_MAX_LINE = 1000  # characters of a message
+_MESSAGES = "/v1/messages"
 
 # Names of an engine's settings that have another name in the API.
 _API_NAMES = {"max_new_tokens": "max_tokens", "stop_tokens": "stop_token_ids"}
 
-_SHOWN = reprlib.Repr()
+
+class _Shown(reprlib.Repr):
+    """Shows values briefly, in a time that does not depend on their size."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Shows the first keys. The base class sorts all of them before."""
+        if level <= 0:
+            return "{...}" if x else "{}"
+        pairs = itertools.islice(x.items(), self.maxdict)
+        shown = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in pairs]
+        return "{" + ", ".join([*shown, *(["..."] if len(x) > self.maxdict else [])]) + "}"
+
+
+_SHOWN = _Shown()
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother, _SHOWN.maxlong = 2, 60, 60, 40
 
 
@@ -88,10 +106,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
+        line = one_line(message, _MAX_LINE)
+        super().__init__(line)
         self.status = status
         self.headers = dict(headers or {})
-        line = " ".join(message.split())
         self.body = ErrorBody(error=ErrorDetail(message=line, type=kind, param=param, code=code))
 
     @property
@@ -102,9 +120,11 @@ class ApiError(Exception):
         detail = MessagesErrorDetail(type=kind, message=self.body.error.message)
         return MessagesErrorBody(error=detail)
 
-    def response(self, path: str) -> Response:
-        """Returns the response to a request for ``path``, which decides on the shape."""
-        body = self.messages_body if path.startswith("/v1/messages") else self.body
+    def response(self, scope: Scope) -> Response:
+        """Returns the response to a request, whose path decides on the shape."""
+        path = endpoint_path(scope)
+        is_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+        body = self.messages_body if is_messages else self.body
         return JSONResponse(body.model_dump(), self.status, self.headers)
 
     @classmethod
@@ -153,9 +173,18 @@ def engine_failed(error: BaseException) -> ApiError:
     return ApiError(500, str(error), kind="server_error", code="engine_error")
 
 
+def endpoint_path(scope: Scope) -> str:
+    """Returns the path of a request's endpoint, without the prefix at which the application is
+    mounted. Whatever depends on a path depends on this one: such a prefix may have any name."""
+    path, prefix = scope["path"], scope.get("root_path", "").rstrip("/")
+    if prefix and (path == prefix or path.startswith(f"{prefix}/")):
+        path = path[len(prefix) :]
+    return path if path.startswith("/") else f"/{path}"
+
+
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Sends an error as the whole response."""
-    await error.response(scope["path"])(scope, receive, send)
+    await error.response(scope)(scope, receive, send)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -163,56 +192,75 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response(request.url.path)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _invalid(error.errors()).response(request.url.path)
+        return error.response(request.scope)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {endpoint_path(request.scope):.200}: {error.detail}"
         failure = ApiError(error.status_code, message, headers=error.headers)
-        return failure.response(request.url.path)
+        return failure.response(request.scope)
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
         message = "internal error; the server's log has the details"
-        return ApiError(500, message, kind="server_error").response(request.url.path)
+        return ApiError(500, message, kind="server_error").response(request.scope)
 
 
-def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Returns the error for a body that is not of the endpoint's type."""
-    first = _most_specific(errors)
-    path = list(first["loc"][1:])  # without "body"
-    kind, message = first["type"], first["msg"]
-    if kind == "json_invalid":
-        reason = first.get("ctx", {}).get("error", message)
-        return ApiError(400, f"body: expected JSON: {reason}")
+def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """Returns the error for a body that is not of the endpoint's type.
+
+    Args:
+      errors: pydantic's.
+      body: the value that was validated.
+    """
+    first = _most_specific(errors, body)
+    kind, message = first["type"], first["msg"][:_MAX_LINE]
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
         return ApiError(400, message, param=message.partition(":")[0].partition(".")[0])
+    path = _path(first["loc"], body, is_missing=kind == "missing")
+    where, param = f"{'.'.join(path):.200}", f"{''.join(path[:1]):.200}"
+    if kind in ("extra_forbidden", UNKNOWN_FIELDS):
+        names = ".".join([*path, message]) if kind == UNKNOWN_FIELDS else where
+        first_name = names.partition(",")[0]
+        message = f"Unrecognized request argument supplied: {names}"
+        return ApiError(400, message, param=first_name)
+    value = first.get("input")
+    if kind == "union_tag_invalid":  # pydantic's message has all of a tag that may be long
+        tag = _SHOWN.repr(value.get("type") if isinstance(value, dict) else value)
+        expected = first["ctx"]["expected_tags"]
+        message = f"input tag {tag} does not match any of the expected tags: {expected}"
+    got = "none" if kind == "missing" else _SHOWN.repr(value)
     if not path:
-        message = f"body: expected a JSON object of type application/json: {message}"
-        return ApiError(400, message)
-    # The path also has the alternatives of a field's type, such as list[int].
-    parts = [str(part) for part in path if _is_field(part)]
-    param = ".".join(parts[:1])
-    where = ".".join(parts)
-    if kind == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {where:.200}", param=where)
-    got = "none" if kind == "missing" else _SHOWN.repr(first.get("input"))
+        return ApiError(400, f"body: expected a JSON object, got {got}")
     return ApiError(400, f"{where}: {message[:1].lower()}{message[1:]}; got {got}", param=param)
 
 
-def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _most_specific(errors: Sequence[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
     """Returns the first error, or that of an alternative whose type the field has."""
-    of_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     specific = [error for error in of_field if not error["type"].endswith("_type")]
-    return (specific or of_field)[0]
+    if specific:
+        return specific[0]
+    # Of a list's errors, that of an element says more than that the list should be text.
+    return max(of_field, key=lambda each: len(_path(each["loc"], body)))
 
 
-def _is_field(part: object) -> bool:
-    return isinstance(part, int) or (
-        part != "str" and "[" not in str(part) and "-" not in str(part)
-    )
+def _path(location: Sequence[str | int], body: Any, *, is_missing: bool = False) -> list[str]:
+    """Returns the names and indices that lead to a value of ``body``. The location of an error also
+    has the alternatives of a field's type, such as ``list[int]``.
+
+    Args:
+      is_missing: whether the last name is one that the body does not have.
+    """
+    path: list[str] = []
+    value: Any = body
+    for i, part in enumerate(location):
+        is_key = isinstance(value, dict) and part in value
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_key or is_index:
+            value = value[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        elif not (is_missing and i == len(location) - 1):
+            continue
+        path.append(str(part))
+    return path

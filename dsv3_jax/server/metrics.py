@@ -249,5 +249,5 @@ router = APIRouter()
 async def metrics(request: Request) -> Response:
     """Returns all figures in Prometheus' text format."""
     service = request.app.state.service
-    text = await service.in_thread(service.metrics.text)
+    text = await service.in_thread(service.metrics.text, "calls")
     return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)

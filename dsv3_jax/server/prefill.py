@@ -29,6 +29,7 @@ from dsv3_jax.engine import Engine, EngineError
 from dsv3_jax.pages import PageAddress, PageRecord
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.job import Job
+from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.sse import disconnected, first_of, while_connected
 
@@ -78,7 +79,8 @@ class Prefills:
           ApiError: the pages are of another cache or more than the prompt has, or the engine
             refuses the prompt, or does not get to it in time.
         """
-        addresses = self._addresses(body)
+        # Hashing a long prompt takes some milliseconds.
+        addresses = await self._service.in_thread(lambda: self._addresses(body), "prompts")
         deadline = time.monotonic() + body.seconds
         self.counts.prompts += 1
         job = await self._service.submit(
@@ -126,6 +128,9 @@ class Prefills:
                 param="transfer",
                 code="other_transfer",
             )
+        if (count := len(body.tokens)) > (most := self._service.settings.max_len):
+            message = f"tokens: expected at most {most} (max_len {most}), got {count}"
+            raise ApiError(400, message, param="tokens", code="context_length_exceeded")
         addresses = identity.addresses(body.tokens)
         if (last := body.first_page + body.num_pages) > len(addresses):
             raise ApiError(
@@ -253,7 +258,7 @@ class _Answer(Response):
         return count
 
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post(PATH, responses={200: {"content": {MEDIA_TYPE: {}}}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -18,9 +19,10 @@ import uvicorn
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
-from dsv3_jax.server import access_log
+from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
+from dsv3_jax.server.header_limit import HeaderLimit
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.server.unread_answers import UnreadAnswers
@@ -79,8 +81,19 @@ def run(
       remote: the engine's source of pages on prefill servers, or None.
       exit_process: ends the process after a failure; None for :func:`exit_now`.
     """
-    exit_process = exit_process or exit_now
-    _log_to_stderr()
+    with log_to_stderr(settings.log_level):
+        _run(engine, tokenizer, settings, bound, sender, remote, exit_process or exit_now)
+
+
+def _run(
+    engine: Engine | RemoteEngine,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    bound: socket.socket,
+    sender: Sender | None,
+    remote: RemotePrefill | None,
+    exit_process: Callable[[], None],
+) -> None:
     # uvicorn sends the signal again when it has finished, which would end the process at once.
     signal.signal(signal.SIGTERM, lambda *_: None)
     app = create_app(engine, tokenizer, settings, sender=sender, remote=remote)
@@ -99,19 +112,27 @@ def run(
     def end_server() -> None:
         server.should_exit = True
 
+    # What is there by now stays. Otherwise the garbage collector looks at all of it, which takes a
+    # tenth of a second, whenever a large body has made many objects.
+    gc.collect()
+    gc.freeze()
     with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
         server.run(sockets=[bound])
     if service.failure is not None:
         exit_process()
-    if isinstance(engine, Engine) and engine.compilations.current is not None:
+    is_compiling = isinstance(engine, Engine) and engine.compilations.current is not None
+    if is_compiling or service.is_warming_up:
         exit_now(0)
 
 
 class Server(uvicorn.Server):
-    """A server that closes connections whose clients do not read. At its end it ends open requests
-    itself, in OpenAI's shape, before uvicorn would."""
+    """A server that closes connections whose clients do not read, or do not send a request. At its
+    end it ends open requests itself, in OpenAI's shape, before uvicorn would."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
+        seconds = service.settings.header_seconds
+        config.ws = "none"
+        config.http = functools.partial(HeaderLimit, seconds=seconds)  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(config)
         self._service = service
 
@@ -148,16 +169,3 @@ def exit_now(status: int = 1) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
-
-
-def _log_to_stderr() -> None:
-    """Writes the server's log and the access log on stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("dsv3: %(message)s"))
-    for name in ("dsv3_jax", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    lines = logging.StreamHandler(sys.stderr)
-    access_log.logger.addHandler(lines)
-    access_log.logger.propagate = False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 
@@ -29,7 +31,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_THREADS = 4  # for encoding and submission; the tokenizer releases the interpreter's lock
+Pool = Literal["bodies", "prompts", "answers", "calls"]
+"""Work of a thread: reading large bodies, encoding and submitting prompts, writing answers, or
+short calls of the engine, such as cancelling. None of them waits for another kind."""
+
+_THREADS: dict[Pool, int] = {"bodies": 2, "prompts": 4, "answers": 4, "calls": 4}
 _WARM_UP_SECONDS = 5  # after which a client should try again
 
 
@@ -71,7 +77,12 @@ class Service:
         self.warm_up_failure: EngineError | None = None
         """Error of a warm-up that failed."""
         self._jobs: set[Job] = set()  # open ones
-        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-http")
+        self.is_warming_up = False
+        """Whether programs are being compiled. A compilation cannot be interrupted."""
+        self._threads = {
+            pool: concurrent.futures.ThreadPoolExecutor(count, f"dsv3-{pool}")
+            for pool, count in _THREADS.items()
+        }
 
     @property
     def failure(self) -> EngineError | None:
@@ -83,8 +94,8 @@ class Service:
         has failed."""
         store = self.settings.program_store
         try:
-            await self.in_thread(self.grammars.load)
-            seconds = await self.in_thread(lambda: self.engine.warm_up(store))
+            await self.in_thread(self.grammars.load, "calls")
+            seconds = await self._compiled(lambda: self.engine.warm_up(store))
         except Exception as error:
             out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
             logger.error(
@@ -97,12 +108,33 @@ class Service:
         )
         self.is_ready = True
 
+    async def _compiled(self, compile_all: Callable[[], float]) -> float:
+        """Returns the result of a function that compiles. Its thread ends with the process: a
+        server that is told to end does not wait for it."""
+        done: concurrent.futures.Future[float] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                result = compile_all()
+            except BaseException as error:
+                ended = functools.partial(done.set_exception, error)
+            else:
+                ended = functools.partial(done.set_result, result)
+            self.is_warming_up = False
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+                ended()
+
+        self.is_warming_up = True
+        threading.Thread(target=work, name="dsv3-warm-up", daemon=True).start()
+        return await asyncio.wrap_future(done)
+
     async def close(self) -> None:
         """Ends the engine. Requests that are still open are cancelled."""
         self.is_ready = False
         if self.failure is None:  # the thread of an engine that failed may be stuck
-            await self.in_thread(lambda: self.engine.shutdown(drain=False))
-        self._threads.shutdown(wait=False)
+            await self.in_thread(lambda: self.engine.shutdown(drain=False), "calls")
+        for threads in self._threads.values():
+            threads.shutdown(wait=False)
         self.grammars.close()
 
     async def drain(self) -> None:
@@ -113,7 +145,7 @@ class Service:
         if self._jobs:
             logger.warning("ending %d open requests after the time to drain", len(self._jobs))
         handles = [handle for job in self._jobs for handle in job.handles]
-        await self.in_thread(lambda: [handle.cancel() for handle in handles])
+        await self.in_thread(lambda: [handle.cancel() for handle in handles], "calls")
 
     def check_model(self, name: str) -> None:
         """Raises ApiError unless ``name`` is the id of the served model."""
@@ -125,9 +157,9 @@ class Service:
                 code="model_not_found",
             )
 
-    async def in_thread(self, function: Callable[[], T]) -> T:
+    async def in_thread(self, function: Callable[[], T], pool: Pool) -> T:
         """Runs ``function`` in one of the server's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        return await asyncio.get_running_loop().run_in_executor(self._threads[pool], function)
 
     async def submit(
         self,
@@ -184,7 +216,7 @@ class Service:
         with contextlib.ExitStack() as unless_submitted:
             unless_submitted.callback(self.admission.leave, count)
             try:
-                source = await self.in_thread(grammar) if callable(grammar) else grammar
+                source = await self.in_thread(grammar, "prompts") if callable(grammar) else grammar
                 if source is not None:
                     await self.grammars.compile(source)
                 handles = await self._submitted(submit)
@@ -202,7 +234,7 @@ class Service:
     async def _submitted(self, submit: Callable[[], list[EngineRequest]]) -> list[EngineRequest]:
         """Returns the handles of ``submit``, which runs in a thread. If this is cancelled
         meanwhile, because the client went away, so are the requests."""
-        submitting = self._threads.submit(submit)
+        submitting = self._threads["prompts"].submit(submit)
         try:
             return await asyncio.wrap_future(submitting)
         except asyncio.CancelledError:
@@ -233,7 +265,7 @@ class Service:
             job.observe(i, self.metrics)
             if not handle.is_done:
                 # In a thread, because the engine's lock may be taken for some milliseconds.
-                loop.run_in_executor(self._threads, handle.cancel)
+                loop.run_in_executor(self._threads["calls"], handle.cancel)
 
 
 def service_of(request: Request) -> Service:

@@ -23,6 +23,8 @@ class ServerSettings:
     """Tokens of a cache page; the engine's."""
     max_body_bytes: int = 4 * 2**20
     """Largest body of an HTTP request."""
+    header_seconds: float = 30.0
+    """Longest time of a connection without a complete header of a request."""
     body_seconds: float = 30.0
     """Longest time in which a body must have arrived."""
     request_seconds: float | None = None
@@ -40,3 +42,6 @@ class ServerSettings:
     """Keys that clients must have; None for no keys."""
     program_store: Path | None = None
     """Directory of :meth:`Engine.warm_up`; None compiles programs at every start."""
+    log_level: str = "info"
+    """Least level of lines on stderr. Requests are logged as information, and those of probes for
+    debugging."""

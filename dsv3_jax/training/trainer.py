@@ -11,6 +11,8 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Int, Integer
 
+from dsv3_jax import compile_cache
+from dsv3_jax.compile_cache import CompileProgress
 from dsv3_jax.layers.router import RouterBias
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import lora
@@ -52,6 +54,7 @@ class Trainer:
         check_trainable(model)
         check_drafts(model, config)
         check_indexers(model, config)
+        compile_cache.enable()
         self.config = config
         self.model_config = model.config
         self.layout = model.layout
@@ -61,6 +64,7 @@ class Trainer:
         self._frozen = weights if config.freezes_weights else None
         self._model: DeepSeekV3 | None = model
         self._model_reference = weakref.ref(model)
+        self._compiled: set[tuple[int, ...]] = set()  # shapes of batches
 
         optimizer = make_optimizer(config)
         shapes = jax.eval_shape(
@@ -132,7 +136,12 @@ class Trainer:
             B, or T is too small for the MTP layers.
         """
         self._check_batch(tokens.shape, self.config.accumulate)
-        return self.programs.step(state, self._frozen, tokens)
+        if tokens.shape in self._compiled:
+            return self.programs.step(state, self._frozen, tokens)
+        with CompileProgress(1):
+            result = self.programs.step(state, self._frozen, tokens)
+        self._compiled.add(tokens.shape)
+        return result
 
     def evaluate(
         self, state: TrainingState, tokens: Int[Array, "B T"], counts: TargetCounts | None = None

@@ -13,7 +13,7 @@ Every function takes arrays and returns a matplotlib ``Figure``, which a noteboo
 - ``serving``: requests, tokens per step and cache use of an engine over time.
 - ``weights``: statistics of checkpoints.
 
-matplotlib is an extra: ``pip install 'dsv3-jax[plot]'``.
+matplotlib is an extra: ``pip install '.[plot]'`` in a clone.
 """
 
 from dsv3_jax.viz.canvas import save

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv3_jax.files import atomic_write
+from dsv3_jax.words import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -34,9 +35,7 @@ def check_matplotlib(what: str) -> None:
       ValueError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"{what}: expected matplotlib to be installed; pip install 'dsv3-jax[plot]'"
-        )
+        raise ValueError(f"{what}: expected matplotlib to be installed; {how_to_install('plot')}")
 
 
 def check_picture(what: str, path: str | Path) -> None:

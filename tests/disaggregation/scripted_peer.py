@@ -81,7 +81,10 @@ class ScriptedPeer:
         try:
             await asyncio.sleep(self._delay)
             if self._status != 200:
-                return web.json_response({"error": {"message": "refused"}}, status=self._status)
+                headers = {"Location": PATH} if 300 <= self._status < 400 else None
+                return web.json_response(
+                    {"error": {"message": "refused\x1b[2J"}}, status=self._status, headers=headers
+                )
             addresses = IDENTITY.addresses(body.tokens)
             wanted = addresses[body.first_page : body.first_page + body.num_pages]
             sent = [*lease.offer([record_of(address) for address in wanted]), LAST_FRAME]

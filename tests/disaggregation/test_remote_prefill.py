@@ -122,11 +122,19 @@ def test_an_answer_with_errors_gives_the_right_pages_before_the_first_one(change
 
 @pytest.mark.parametrize(
     ("status", "reason", "is_up"),
-    [(503, "overloaded", True), (504, "deadline", False), (409, "refused", False)],
+    [
+        (503, "overloaded", True),
+        (504, "deadline", False),
+        (409, "refused", False),
+        (307, "refused", False),
+        (308, "refused", False),
+    ],
 )
-def test_a_peer_that_refuses_costs_the_pages(status, reason, is_up):
+def test_a_peer_that_refuses_costs_the_pages(status, reason, is_up, caplog):
+    """A redirect is a refusal too: the prompt and the key are for this peer alone."""
+    peer = ScriptedPeer(HttpSender(), status=status)
     with (
-        running(ScriptedPeer(HttpSender(), status=status)) as url,
+        running(peer) as url,
         remote(url, receiver=HttpReceiver()) as source,
     ):
         assert source.fetch(ADDRESSES).result(20) == []
@@ -134,6 +142,9 @@ def test_a_peer_that_refuses_costs_the_pages(status, reason, is_up):
         assert source.figures.recomputed_pages == {reason: 5}
         assert source.figures.peers_up == {url: is_up}
         assert bool(source.lookup(ADDRESSES)) == is_up
+    assert len(peer.bodies) == 1
+    assert "refused" in caplog.text
+    assert "\x1b" not in caplog.text
 
 
 def test_an_answer_that_stalls_is_given_up(transfer):

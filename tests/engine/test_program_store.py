@@ -212,3 +212,29 @@ def test_nothing_is_stored_while_a_compilation_cache_is_used(tiny_mtp, stored, t
             jax.config.update(name, value)
     assert "was not stored: it may be from a cache" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_programs_are_stored_although_a_compilation_cache_is_used(tiny_mtp, tmp_path, caplog):
+    """As it is by default. An engine compiles without it for the store."""
+    settings = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path / "cache"),
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    directory = tmp_path / "store"
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            programs = make(tiny_mtp)
+            programs.warm_up(
+                programs.empty_state(PAGES), [programs.shape(1, 0)], directory=directory
+            )
+            assert jax.config.values["jax_enable_compilation_cache"]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert "was not stored" not in caplog.text
+    assert len(list(directory.glob("*.program"))) == 1

@@ -101,7 +101,7 @@ def test_a_step_of_the_engine_does_not_copy_the_cache(target, phase):
 )
 def test_a_compiler_that_is_not_installed(monkeypatch, target, module, extra):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=rf"expected {module} .* 'dsv3-jax\[{extra}\]'"):
+    with pytest.raises(ValueError, match=rf"expected {module} .* '\.\[{extra}\]'"):
         topology.topology(Target.parse(target))
 
 

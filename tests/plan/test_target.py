@@ -41,10 +41,72 @@ def test_short_names(short, name):
 
 
 @pytest.mark.parametrize(
+    ("theirs", "name", "devices", "hosts"),
+    [
+        ("8xH200", "gpu:h200x8", 8, 1),
+        ("8 x H200", "gpu:h200x8", 8, 1),
+        ("2x8xH200", "gpu:h200x16", 16, 2),
+        ("H100:8", "gpu:h100x8", 8, 1),
+        ("h100*4", "gpu:h100x4", 4, 1),
+        ("H200-8", "gpu:h200x8", 8, 1),
+        ("DGX H100", "gpu:h100x8", 8, 1),
+        ("2x DGX H200", "gpu:h200x16", 16, 2),
+        ("4xHGX-H100", "gpu:h100x32", 32, 4),
+        ("HGX H100 4-GPU", "gpu:h100x4", 4, 1),
+        ("DGX B200", "gpu:b200x8", 8, 1),
+        ("DGX A100-80GB", "gpu:a100-80gbx8", 8, 1),
+        ("NVIDIA H100 80GB HBM3", "gpu:h100x1", 1, 1),
+        ("NVIDIA-A100-SXM4-40GB", "gpu:a100-40gbx1", 1, 1),
+        ("8x H100 SXM5", "gpu:h100x8", 8, 1),
+        ("GB200 NVL72", "gpu:gb200x72", 72, 18),
+        ("a3-ultragpu-8g", "gpu:h200x8", 8, 1),
+        ("2xa3-megagpu-8g", "gpu:h100x16", 16, 2),
+        ("p5en.48xlarge", "gpu:h200x8", 8, 1),
+        # Accelerator types of v5p and TPU7x count TensorCores, two to a chip.
+        ("v5p-8", "tpu:v5p:2x2x1", 4, 1),
+        ("v5p-16", "tpu:v5p:2x2x2", 8, 2),
+        ("v5p-128", "tpu:v5p:4x4x4", 64, 16),
+        ("v5p-256", "tpu:v5p:4x4x8", 128, 32),
+        ("v5p-12288", "tpu:v5p:16x16x24", 6144, 1536),
+        ("tpu7x-128", "tpu:tpu7x:4x4x4", 128, 16),
+        ("Ironwood-8", "tpu:tpu7x:2x2x1", 8, 1),
+        ("tpu7x-2x2x2", "tpu:tpu7x:2x2x2", 16, 2),
+        # Those of v5e and v6e count chips.
+        ("v5e-16", "tpu:v5e:4x4", 16, 4),
+        ("v5litepod-8", "tpu:v5e:2x4", 8, 1),
+        ("v6e-256", "tpu:v6e:16x16", 256, 64),
+        ("v6e-1", "tpu:v6e:1x1", 1, 1),
+        ("tpu-v6e-slice:4x8", "tpu:v6e:4x8", 32, 8),
+        ("tpu-v5p-slice:4x4x4", "tpu:v5p:4x4x4", 64, 16),
+    ],
+)
+def test_names_of_others(theirs, name, devices, hosts):
+    target = Target.parse(theirs)
+    assert (target.name, target.devices, target.hosts) == (name, devices, hosts)
+    assert target.devices_of_host * (hosts - 1) < devices <= target.devices_of_host * hosts
+
+
+def test_every_name_of_ours_stays():
+    """No name of others takes the place of one of ours."""
+    for kind in CHIPS:
+        name = f"tpu:{kind}:4x4" if kind in ("v5e", "v6e") else f"tpu:{kind}:4x4x4"
+        name = name if kind in ("v5e", "v5p", "v6e", "tpu7x") else f"gpu:{kind}x4"
+        assert Target.parse(name).name == name
+        assert Target.parse(name.partition(":")[2]).name == name
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("", "expected a number of GPUs, such as h200x8"),
-        ("8xh200", "expected a number of GPUs, such as h200x8"),
+        ("8xb300", "expected a kind among h100, h200, .*; got 'b300'; did you mean b200"),
+        ("DGX A100", r"got 'a100'; did you mean a100-40gb or a100-80gb\?$"),
+        ("v4-8", "expected a kind among .*; got 'v4-8'"),
+        ("v5p-7", r"expected a number of TensorCores of v5p \(two to a chip\) that a slice can"),
+        ("v5p-24", "that a slice can have, got 'v5p-24'"),
+        ("v6e-3", "expected a number of chips of v6e that a slice can have, got 'v6e-3'"),
+        ("v6e-512", "expected a number of chips of v6e that a slice can have"),
+        ("v5p-99999999999999", "that a slice can have"),
         ("gpu:b300x8", r"expected a kind among h100, h200, .*; got 'b300'; did you mean b200"),
         ("a100x8", r"got 'a100'; did you mean a100-40gb or a100-80gb\?$"),
         ("gpu:v5ex4", "expected a kind among h100, .*gb200; got 'v5e'"),

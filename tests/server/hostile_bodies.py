@@ -1,4 +1,4 @@
-"""A thousand bodies that a server has to refuse."""
+"""A thousand bodies that a server has to refuse, and any number whose cost it has to bound."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import json
 import random
 from collections.abc import Iterator
 from typing import Any
+
+from pydantic import BaseModel
+
+from dsv3_jax.disaggregation.protocol import PrefillBody
+from dsv3_jax.server.anthropic.request_types import CountRequest, MessagesRequest
+from dsv3_jax.server.openai.chat_types import ChatRequest
+from dsv3_jax.server.openai.completion_types import CompletionRequest
+from dsv3_jax.server.openai.response_types import ResponsesRequest
+from dsv3_jax.server.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 Body = tuple[str, bytes]
 """Path and content of a request."""
@@ -152,3 +161,198 @@ def _template_arguments() -> Iterator[Body]:
         yield _with(CHAT, "chat_template_kwargs", json.dumps({name: "{{ 7 * 7 }}"}))
     for role in ("{{ 7 * 7 }}", "system\n", "<｜Assistant｜>", "tool", ""):
         yield _with(CHAT, "messages", json.dumps([{"role": role, "content": "x"}]))
+
+
+KINDS: dict[str, type[BaseModel]] = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatRequest,
+    "/chat/spans": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    MESSAGES: MessagesRequest,
+    f"{MESSAGES}/count_tokens": CountRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/prefill": PrefillBody,
+}
+"""The type of each endpoint's body."""
+
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_RICH_CHAT = {
+    "model": "demo",
+    "max_tokens": 1,
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "x"}]},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        {"role": "tool", "content": "y", "tool_call_id": "1"},
+    ],
+    "tools": [_TOOL],
+    "metadata": {"a": "b"},
+    "stop": ["z"],
+    "chat_template_kwargs": {"thinking": True, "a": {"b": [1]}},
+}
+_SCHEMA = {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer"}]}}}
+_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}
+_RICH_MESSAGES = {
+    "model": "demo",
+    "max_tokens": 2,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "1", "content": "y"}],
+        },
+    ],
+    "tools": [{"name": "f", "input_schema": _SCHEMA}],
+    "system": [{"type": "text", "text": "y"}],
+}
+_RICH: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {
+        "model": "demo",
+        "prompt": [[1, 2], [3]],
+        "max_tokens": 1,
+        "logit_bias": {"1": 2},
+        "metadata": {"a": "b"},
+        "stop": ["z"],
+        "structured_outputs": {"json": _SCHEMA},
+    },
+    CHAT: _RICH_CHAT,
+    "/chat/spans": {**_RICH_CHAT, "tools": [], "response_format": _FORM},
+    "/v1/responses": {
+        "model": "demo",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "x"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}],
+        "metadata": {"a": "b"},
+        "include": ["x"],
+        "max_output_tokens": 1,
+    },
+    MESSAGES: _RICH_MESSAGES,
+    f"{MESSAGES}/count_tokens": {k: v for k, v in _RICH_MESSAGES.items() if k != "max_tokens"},
+    "/tokenize": {"messages": _RICH_CHAT["messages"], "tools": [_TOOL]},
+    "/detokenize": {"tokens": [1, 2]},
+    "/prefill": {
+        "identity": "0" * 64,
+        "tokens": [1] * 65,
+        "first_page": 0,
+        "num_pages": 1,
+        "seconds": 1.0,
+        "transfer": "http",
+    },
+}
+
+_ELEMENTS = [
+    "1",
+    '"a"',
+    "[]",
+    "{}",
+    "null",
+    "1e5",
+    "[1]",
+    '{"a":1}',
+    "true",
+    "123456",
+    '{"type":"x"}',
+]
+_ELEMENTS += [
+    '{"type":"text","text":"x"}',
+    '{"role":"user","content":"x"}',
+    "[[1]]",
+    '{"a":{"b":[]}}',
+]
+_TEXTS = [
+    "a",
+    ",",
+    "\\\\",
+    '\\"',
+    "é",
+    "[",
+    "{",
+    ":",
+    "<｜User｜>",
+    "\\u0000",
+    "\\ud83d\\ude00",
+    " ",
+]
+_SIZES = (100, 1000, 10_000, 30_000, 100_000, 500_000, 2_000_000, 4_000_000)
+_SIZE_WEIGHTS = (4, 8, 8, 4, 4, 2, 1, 1)
+_PLACE = "\ue000"
+
+
+def costly_bodies(path: str, count: int, seed: int = 0) -> Iterator[bytes]:
+    """Yields bodies whose cost a server has to bound: of a valid one with all kinds of parts, one
+    part at any depth is replaced by something long, deep or wide, up to the largest size."""
+    rng = random.Random(f"{path} {seed}")
+    for _ in range(count):
+        body = json.loads(json.dumps(_RICH[path]))
+        _replace_part(rng, body, list(KINDS[path].model_fields))
+        text = json.dumps(body, ensure_ascii=False).replace(f'"{_PLACE}"', _costly_value(rng))
+        yield text.encode()
+
+
+def _replace_part(rng: random.Random, body: dict[str, Any], fields: list[str]) -> None:
+    """Puts the mark of the costly value in place of a part, or of a field that may be missing."""
+    node: Any = body
+    if rng.random() < 0.4:
+        name = rng.choice([*fields, "unknown"])
+        body[name if name != "json_" else "json"] = _PLACE
+        return
+    while True:
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = rng.choice(keys)
+        if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.8:
+            node = node[key]
+            continue
+        if isinstance(node, dict) and rng.random() < 0.3:
+            node["unknown"] = _PLACE
+        else:
+            node[key] = _PLACE
+        return
+
+
+def _costly_value(rng: random.Random) -> str:
+    size = rng.choices(_SIZES, _SIZE_WEIGHTS)[0]
+    kind = rng.randrange(8)
+    if kind == 0:  # a list, with another element somewhere
+        element = rng.choice(_ELEMENTS)
+        elements = [element] * max(1, size // (len(element) + 1))
+        elements[rng.choice((0, len(elements) // 2, -1))] = rng.choice(_ELEMENTS)
+        return "[" + ",".join(elements) + "]"
+    if kind == 1:  # an object with many keys
+        element = rng.choice(_ELEMENTS)
+        return "{" + ",".join(f'"k{i}":{element}' for i in range(size // (len(element) + 9))) + "}"
+    if kind == 2:  # one key many times
+        return "{" + ",".join(['"a":1'] * (size // 6)) + "}"
+    if kind == 3:  # deep
+        depth = min(size, rng.choice((50, 150, 250, 100_000)))
+        begin, end = rng.choice((("[", "]"), ('{"a":', "}"), ('{"anyOf":[', "]}")))
+        return begin * depth + "1" + end * depth
+    if kind == 4:  # text
+        text = rng.choice(_TEXTS)
+        return '"' + text * (size // len(text.encode())) + '"'
+    if kind == 5:  # a schema
+        part = rng.choice(
+            ('{"type":"integer"}', '{"enum":["a","b"]}', '{"$ref":"#"}', '{"pattern":"a+"}')
+        )
+        word = rng.choice(("anyOf", "allOf", "oneOf", "prefixItems"))
+        parts = [part] * max(1, size // (len(part) + 1))
+        schema = f'{{"{word}":[{",".join(parts)}]}}'
+        if rng.random() < 0.5:
+            names = (f'"p{i}":{part}' for i in range(max(1, size // (len(part) + 9))))
+            schema = f'{{"type":"object","properties":{{{",".join(names)}}}}}'
+        return schema
+    if kind == 6:  # numbers
+        number = rng.choice(("1e999", "9" * 400, "-1e-999", "1.5", str(2**31), str(2**64), "1e308"))
+        return "[" + ",".join([number] * max(1, size // (len(number) + 1))) + "]"
+    rows = size // 1000  # lists of lists
+    row = "[" + ",".join(rng.choice(_ELEMENTS[:4]) for _ in range(300)) + "]"
+    return "[" + ",".join([row] * max(1, rows)) + "]"

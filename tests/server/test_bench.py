@@ -54,6 +54,15 @@ def test_fixed_lengths(server, capsys):
     )
 
 
+def test_fixed_lengths_beyond_the_models_are_refused(server, capsys):
+    """They would not be those that were asked for. A trace is shortened, and a line reports it."""
+    words = ["bench", "serve", "--url", server.url, "--num-requests", "1"]
+    assert run(*words, "--input-len", "250", "--output-len", "7") == 2
+    err = capsys.readouterr().err
+    assert "--input-len, --output-len: expected at most 256 tokens together, the limit of" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

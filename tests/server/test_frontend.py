@@ -311,6 +311,26 @@ def test_first_tokens_have_a_message_of_their_own():
     assert sent == [[1], [0]]
 
 
+def test_short_calls_do_not_wait_for_submissions(idle):
+    """Encoding takes long: a request can be cancelled meanwhile, and figures be read."""
+    engine, remote, _ = idle
+    may_end, cancelled = threading.Event(), threading.Event()
+    handle = EngineRequest(lambda _: cancelled.set())
+    engine.submit_all = lambda *_, **__: [handle]
+    (request,) = remote.submit_all(["x"])
+    engine.submit_all = lambda *_, **__: may_end.wait(SECONDS) and [EngineRequest(lambda _: None)]
+    engine.stats = lambda: "figures"
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(remote.submit_all, ["long"])
+        try:
+            request.cancel()
+            assert cancelled.wait(SECONDS)
+            assert remote.stats() == "figures"
+        finally:
+            may_end.set()
+
+
 def test_a_refused_submission_leaves_nothing(idle):
     _, remote, _ = idle
     with pytest.raises(QueueFullError, match="waiting queue: full"):

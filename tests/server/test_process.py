@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import importlib.util
 import json
+import logging
 import os
 import re
 import signal
@@ -16,12 +17,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from dsv3_jax.cli import run_server
-from dsv3_jax.cli.main import main
+from dsv3_jax.cli import model_flags, run_server
+from dsv3_jax.cli.main import main, parser
+from dsv3_jax.server import access_log
 from dsv3_jax.server.api_keys import ApiKeys
 from tests.server.conftest import RunningServer, demo_engine, running
 from tests.server.processes import ServerProcess
@@ -41,8 +44,28 @@ ROOT = Path(__file__).parents[2]
         (["--draft", "medusa"], "draft: expected None, 'mtp', 'ngram'"),
         (["--request-seconds", "nan"], "--request-seconds: expected seconds from 0.001"),
         (["--host", "256.1.1.1"], "--host, --port: expected an address that is free"),
-        (["--api-key-file", "/nowhere"], "/nowhere"),
-        (["--chat-template", "gpt"], "chat template: expected a file or one of deepseek-r1, "),
+        (["--api-key-file", "/nowhere"], "error: --api-key-file: /nowhere: No such file"),
+        (["--api-key-file", "/dev/null"], "error: --api-key-file: /dev/null: expected one API key"),
+        (["--chat-template", "gpt"], "--chat-template: chat template: expected a file or one of"),
+        (
+            ["--disk-cache", "/dev/null/pages"],
+            "error: --disk-cache: expected a directory that can be written, got /dev/null/pages (",
+        ),
+        (
+            ["--program-store", "/dev/null"],
+            "error: --program-store: expected a directory that can be written, got /dev/null (",
+        ),
+        (
+            [
+                *("--role", "decode", "--prefill-url", "http://127.0.0.1:1"),
+                *("--prefill-api-key-file", "/nowhere"),
+            ],
+            "error: --prefill-api-key-file: /nowhere: No such file",
+        ),
+        (
+            ["--max-len", "100000"],
+            "--max-len: expected 2 to 4096 (the model's max_position_embeddings), got 100000",
+        ),
     ],
 )
 def test_errors_are_one_line(arguments, message, capsys, own_compile_cache):
@@ -52,11 +75,59 @@ def test_errors_are_one_line(arguments, message, capsys, own_compile_cache):
     assert message in err
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 4096), ("100", 100), ("4096", 4096)])
+def test_the_longest_request(given, expected):
+    words = [] if given is None else ["--max-len", given]
+    config = SimpleNamespace(max_position_embeddings=4096)
+    assert model_flags.max_len_of(parser().parse_args(["serve", *words]), config) == expected
+    short = SimpleNamespace(max_position_embeddings=50)
+    if given is None:
+        assert model_flags.max_len_of(parser().parse_args(["serve"]), short) == 50
+
+
+def test_probes_are_logged_for_debugging_alone(server, caplog):
+    def paths() -> list[str]:
+        for path in ("/health", "/ready", "/metrics", "/version", "/v1/models"):
+            server.request("GET", path)
+        seen: list[str] = []
+        end = time.monotonic() + 60
+        while "/v1/models" not in seen:  # a request is logged after its answer was sent
+            assert time.monotonic() < end
+            lines = [r.getMessage() for r in caplog.records if r.name == access_log.__name__]
+            seen = [json.loads(line)["path"] for line in lines]
+        caplog.clear()
+        return seen
+
+    with caplog.at_level("INFO", access_log.__name__):
+        assert paths() == ["/v1/models"]
+    with caplog.at_level("DEBUG", access_log.__name__):
+        assert paths() == ["/health", "/ready", "/metrics", "/version", "/v1/models"]
+
+
+def test_the_log_level(capsys):
+    logger = logging.getLogger("dsv3_jax.engine")
+    before = list(logging.getLogger("dsv3_jax").handlers)
+    with access_log.log_to_stderr("warning"), access_log.log_to_stderr("debug"):
+        access_log.logger.info('{"path": "/v1/models"}')
+        logger.info("loaded")
+        logger.warning("compiling after warm-up")
+    with access_log.log_to_stderr("info"):
+        access_log.logger.info('{"path": "/v1/models"}')
+        logger.debug("details")
+        logger.info("loaded")
+    assert capsys.readouterr().err.splitlines() == [
+        "dsv3: compiling after warm-up",
+        '{"path": "/v1/models"}',
+        "dsv3: loaded",
+    ]
+    assert logging.getLogger("dsv3_jax").handlers == before
+
+
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["serve"]) == 2
     _, err = capsys.readouterr()
-    assert "pip install 'dsv3-jax[serve]'" in err
+    assert "pip install '.[serve]'" in err
     assert err.count("\n") == 1
 
 
@@ -216,8 +287,10 @@ def test_a_model_that_does_not_fit(monkeypatch, capsys, own_compile_cache):
     monkeypatch.setattr(run_server, "load", load)
     assert main(["serve", "--port", "0"]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("dsv3 serve: error: demo: expected a model and a cache that fit on the")
+    assert (out, err.count("\n")) == ("", 2)
+    assert err.startswith(
+        "dsv3: loading demo\ndsv3 serve: error: demo: expected a model and a cache"
+    )
     assert err.endswith("got: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n")
 
 

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv3_jax.cli import compile_cache, local_chat
+from dsv3_jax import compile_cache
+from dsv3_jax.cli import local_chat
 from dsv3_jax.engine.buckets import Buckets
 from tests.server.conftest import MAX_LEN
 from tests.support.command import run
@@ -113,15 +114,15 @@ def test_input_from_a_pipe(server, monkeypatch, capsys):
     assert status == 0
     assert len(out) > 20
     monkeypatch.setattr(compile_cache, "enable", lambda directory: None)
-    config = SimpleNamespace(max_position_embeddings=MAX_LEN)
-    model = SimpleNamespace(config=config, layout=None)
+    model = SimpleNamespace(layout=None)
     monkeypatch.setattr(local_chat, "load", lambda *_, **__: (model, server.tokenizer))
     engine = SimpleNamespace(
         submit=server.engine.submit, warm_up=lambda: None, shutdown=lambda drain: None
     )
     monkeypatch.setattr(local_chat, "Engine", lambda *_, **__: engine)
-    assert answers(monkeypatch, capsys, lines)[:2] == (0, out)
-    status, _, err = answers(monkeypatch, capsys, "y" * 400)
+    max_len = ["--max-len", str(MAX_LEN)]
+    assert answers(monkeypatch, capsys, lines, *max_len)[:2] == (0, out)
+    status, _, err = answers(monkeypatch, capsys, "y" * 400, *max_len)
     assert status == 2
     assert "conversation: expected fewer than 256 tokens (--max-len), got" in err
 
@@ -144,6 +145,22 @@ def test_a_model_in_this_process(server, monkeypatch, capsys, own_compile_cache)
         (["--url", "localhost"], "--url: expected an address such as http://127.0.0.1:8000, got"),
         (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: expected a server, got:"),
         (["--api-key-file", "x"], "--api-key-file: expected --url with it, got none"),
+        (
+            ["--url", "http://127.0.0.1:1", "--api-key-file", "/nowhere/keys"],
+            "--api-key-file: /nowhere/keys: No such file or directory",
+        ),
+        (
+            ["--max-len", "100000"],
+            "--max-len: expected 2 to 4096 (the model's max_position_embeddings), got 100000",
+        ),
+        (
+            ["--max-len", "100", "--max-new-tokens", "100"],
+            "--max-new-tokens: expected fewer than 100 (--max-len), got 100",
+        ),
+        (
+            ["--url", "http://127.0.0.1:1", "--max-len", "100"],
+            "--max-len: expected no --url with it, whose server has its own limit",
+        ),
         (["--top-p", "2"], "top_p: expected a number in (0, 1], got 2.0"),
     ],
 )

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-len",
         type=int,
-        default=4096,
         metavar="N",
         help="largest number of tokens of a conversation (default: 4096, or the model's last"
         " position)",

@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
+
+from dsv3_jax.other_names import hint
+
+_DEMOS = ("demo", "demo-sparse")  # of dsv3_jax.checkpoint.find, which imports JAX
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,12 +31,22 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         for word in self._words_of_this_parser(words):
             flag = word.partition("=")[0]
-            if _is_flag(word) and flag not in self._option_string_actions:
-                self.error(f"unknown argument {flag}" + nearest(flag, self._option_string_actions))
+            if _is_flag(word) and flag not in (known := self._option_string_actions):
+                self.error(f"unknown argument {flag}{hint(flag, known) or nearest(flag, known)}")
         parsed, extra = super().parse_known_args(words, namespace)
         if extra:
-            self.error(f"unexpected argument {extra[0]!r}")
+            self.error(f"unexpected argument {extra[0]!r}" + self._flag_of(extra[0]))
         return parsed, extra
+
+    def _flag_of(self, word: str) -> str:
+        """Returns ``"; did you mean --flag WORD?"`` with a flag that other projects do without."""
+        is_model = word in _DEMOS or "/" in word or Path(word).is_dir()
+        flags = ["--model", "--prompt"] if is_model else ["--prompt", "--model"]
+        known = [flag for flag in flags if flag in self._option_string_actions]
+        if not known:
+            return ""
+        shown = shlex.quote(word) if word.isprintable() and len(word) < 60 else "TEXT"
+        return f"; did you mean {known[0]} {shown}?"
 
     def _words_of_this_parser(self, words: list[str]) -> list[str]:
         """Returns the words before the subcommand, or before ``--``."""

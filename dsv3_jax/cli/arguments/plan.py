@@ -24,12 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         help="demo, demo-sparse, a Hugging Face directory, a store, or one of "
-        f"{', '.join(presets.PRESETS)}",
+        f"{', '.join(presets.PRESETS)}, or their names on the Hub, such as deepseek-ai/DeepSeek-V3",
     )
     add(
         "--target",
         required=True,
-        help="kind and number of GPUs, such as h200x8, or chips of a TPU slice, such as v5p:4x4x8",
+        help="kind and number of GPUs, such as h200x8, or chips of a TPU slice, such as v5p:4x4x8;"
+        " names of NVIDIA, Google Cloud and others are read too, such as 8xH200, 'DGX H100' or"
+        " v5p-128",
     )
     add(
         "--layout",
@@ -39,17 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--batch",
         type=int,
-        required=True,
         metavar="B",
         help="number of sequences on all devices together; with --serve, the most that run at a"
-        " time (the Engine's max_running)",
+        " time (the Engine's max_running) (default: 64, or the next multiple of the devices)",
     )
     add(
         "--context",
         type=int,
-        required=True,
         metavar="S",
-        help="tokens of each sequence; with --serve, the most (the Engine's max_len)",
+        help="tokens of each sequence; with --serve, the most (the Engine's max_len) (default:"
+        " 4096, or what the model has positions for)",
     )
     add(
         "--serve",

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-len",
         type=int,
-        default=4096,
         metavar="N",
         help="largest number of tokens of a prompt and its completion (default: 4096, or the"
         " model's last position)",
@@ -147,6 +146,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="longest time of a step of the engine, or without a sign of life of its process; after"
         " it the engine counts as stuck, and the server ends (default: 300)",
+    )
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of lines on stderr; requests are info, those of probes (/health, /ready,"
+        " /metrics, /version) are debug (default: info)",
     )
     add(
         "--one-process",

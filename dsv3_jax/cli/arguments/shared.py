@@ -30,12 +30,17 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
 
 
 def add_exchange(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--exchange``, for a layout that shards experts."""
+    """Adds ``--exchange`` and ``--float8-dispatch``, for a layout that shards experts."""
     parser.add_argument(
         "--exchange",
         choices=get_args(Exchange),
         help="collective that brings tokens to experts on other devices; dsv3 doctor --collectives"
         " times them (default: all_gather)",
+    )
+    parser.add_argument(
+        "--float8-dispatch",
+        action="store_true",
+        help="send tokens to experts on other devices in float8",
     )
 
 

@@ -23,11 +23,13 @@ from dsv3_jax.server.anthropic.request_types import CountRequest, MessagesReques
 from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.errors import ApiError, MessagesErrorBody
 from dsv3_jax.server.openai.answer import Answer
+from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat
 
 router = APIRouter(
     prefix="/v1/messages",
+    route_class=BodyRoute,
     responses={"4XX": {"model": MessagesErrorBody}, "5XX": {"model": MessagesErrorBody}},
 )
 
@@ -44,17 +46,21 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return await answer.respond(request, stream=bool(body.stream))
 
 
-@router.post("/count_tokens")
-async def count_tokens(body: CountRequest, request: Request) -> TokenCount:
+@router.post("/count_tokens", response_model=TokenCount)
+async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Returns the number of tokens of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    conversation = body.conversation()
+
+    def count() -> TokenCount:
+        ids = body.conversation().encode(service.tokenizer, service.settings.max_len)
+        return TokenCount(input_tokens=len(ids))
+
     try:
-        tokens = await service.in_thread(lambda: conversation.encode(service.tokenizer))
+        content = (await service.in_thread(count, "prompts")).model_dump_json()
     except ValueError as error:
         raise ApiError.of_engine(error, "messages") from None
-    return TokenCount(input_tokens=len(tokens))
+    return Response(content, media_type="application/json")
 
 
 class _Answer(Answer):
@@ -110,7 +116,7 @@ class _Answer(Answer):
         for event in blocks.end():
             yield event
         completion = self.job.completion(0)
-        reason, sequence = await self.service.in_thread(lambda: self._stop(completion))
+        reason, sequence = await self.service.in_thread(lambda: self._stop(completion), "answers")
         yield MessageDelta(
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=MessagesUsage.of(self.final_usage()),

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.body import AnswerPart, Body
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json
 from dsv3_jax.server.openai.chat_types import TemplateArguments
-from dsv3_jax.server.openai.sampling_fields import StopString
+from dsv3_jax.server.openai.sampling_fields import StopStrings
 from dsv3_jax.server.openai.tool_types import CallId, FunctionName, NamedTool, required_tools
 
 
@@ -51,7 +51,7 @@ class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: CallId
     name: FunctionName
-    input: dict[str, JsonValue]
+    input: dict[str, Json]
 
 
 class ToolResultBlock(Block):
@@ -59,7 +59,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: str | list[TextBlock] = ""
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] = ""
     is_error: bool | None = None
     """Accepted and ignored: chat formats have no such field. The content tells."""
 
@@ -73,7 +73,7 @@ class InputMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[AnyBlock], Field(max_length=4096)]
+    content: str | Annotated[list[AnyBlock], Field(max_length=4096, fail_fast=True)]
 
     def for_template(self) -> Iterator[dict[str, Any]]:
         """Yields the message as chat templates read it: results of tools in messages of their
@@ -146,7 +146,7 @@ class MessagesTool(Body):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
-    input_schema: dict[str, JsonValue]
+    input_schema: dict[str, Json]
     cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -185,10 +185,12 @@ class CountRequest(Body):
 
     model: str
     messages: Annotated[
-        list[InputMessage], Field(min_length=1, max_length=4096), AfterValidator(_check_messages)
+        list[InputMessage],
+        Field(min_length=1, max_length=4096, fail_fast=True),
+        AfterValidator(_check_messages),
     ]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: TemplateArguments | None = None
@@ -239,7 +241,7 @@ class MessagesRequest(CountRequest):
     """A request for the next message of a conversation."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

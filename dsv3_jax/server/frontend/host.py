@@ -30,7 +30,9 @@ from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 4  # for calls; encoding a long prompt takes a while
+_THREADS = 4  # for each kind of calls
+_SHORT_CALLS = ("cancel", "stats", "fail_if_stuck", "shutdown")
+"""Calls that do not wait for others, which may encode long prompts or compile grammars."""
 _LOOK_SECONDS = 0.2  # between two looks at the engine
 
 
@@ -48,6 +50,9 @@ class EngineHost:
         self._grammars = Grammars(tokenizer, engine.vocab_size, engine.end_tokens)
         self._outbox = _Outbox(self._send)
         self._calls = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-calls")
+        self._short_calls = concurrent.futures.ThreadPoolExecutor(_THREADS, "dsv3-short-calls")
+        self.is_warming_up = False
+        """Whether programs are being compiled. A compilation cannot be interrupted."""
         self._is_closed = threading.Event()
 
     def serve(self) -> None:
@@ -62,14 +67,16 @@ class EngineHost:
         try:
             while True:
                 call: Call = self._connection.recv()
-                self._calls.submit(self._answer, call)
+                threads = self._short_calls if call.method in _SHORT_CALLS else self._calls
+                threads.submit(self._answer, call)
         except (EOFError, OSError):
             pass  # the other process has ended
         finally:
             self._is_closed.set()
             self._outbox.close()
             self._grammars.close()
-            self._calls.shutdown(wait=False, cancel_futures=True)
+            for threads in (self._calls, self._short_calls):
+                threads.shutdown(wait=False, cancel_futures=True)
 
     def _answer(self, call: Call) -> None:
         result, error = None, None
@@ -119,8 +126,12 @@ class EngineHost:
 
     def call_warm_up(self, store: str | os.PathLike[str] | None) -> float:
         """Compiles or loads the programs of the default options."""
-        self._grammars.load()
-        return self._engine.warm_up(store)
+        self.is_warming_up = True
+        try:
+            self._grammars.load()
+            return self._engine.warm_up(store)
+        finally:
+            self.is_warming_up = False
 
     def call_stats(self) -> EngineStats:
         """Returns the engine's figures."""

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from dsv3_jax.engine import Engine
+from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.frontend.host import EngineHost
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.run import exit_now, run
@@ -71,6 +72,11 @@ class HttpProcess:
         """Whether the process runs."""
         return self._process.is_alive()
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the engine's programs are being compiled."""
+        return self._host.is_warming_up
+
     def wait(self) -> int:
         """Waits for the end of the process. Returns its exit status; one that was killed has 1."""
         self._process.join()
@@ -102,12 +108,16 @@ def run_with_http_process(
     Args:
       bound: the socket to listen on. It is closed at the end.
     """
-    with bound, HttpProcess(engine, tokenizer, settings, bound) as http:
+    with (
+        log_to_stderr(settings.log_level),
+        bound,
+        HttpProcess(engine, tokenizer, settings, bound) as http,
+    ):
         bound.close()  # the other process has a copy
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, http.end)
         status = http.wait()
-        if status or engine.compilations.current is not None:
+        if status or http.is_warming_up or engine.compilations.current is not None:
             exit_now(status)  # a step may never end, and a compilation not soon
 
 

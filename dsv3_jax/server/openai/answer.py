@@ -86,7 +86,8 @@ class Answer(abc.ABC):
                 return json.dumps({**body.model_dump(mode="json"), **further})
             return body.model_dump_json()
 
-        return Response(await self.service.in_thread(dump), media_type="application/json")
+        content = await self.service.in_thread(dump, "answers")
+        return Response(content, media_type="application/json")
 
     def usage(self, completions: list[Completion]) -> Usage:
         """Returns the usage of completions, and logs it."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.openai.answer import Answer
+from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.openai.chat_types import (
     AnswerMessage,
     ChatChoice,
@@ -27,7 +28,7 @@ from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Ev
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.server.sse import STREAMED
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
@@ -89,7 +90,7 @@ class _Answer(Answer):
                     choice.finish_reason = self._parsers[i].finish_reason(piece.finish_reason)
                 if self._body.logprobs:
                     make = functools.partial(chat_logprobs, self.tokenizer, pending[i])
-                    choice.logprobs = await self.service.in_thread(make)
+                    choice.logprobs = await self.service.in_thread(make, "answers")
                 pending[i] = []
                 yield self._chunk([choice])
         usage = self.final_usage()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.body import AnswerPart, Body, without_refused
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json, at_most, without_refused
 from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
 from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.server.openai.tool_types import (
@@ -36,7 +36,7 @@ _RESERVED = frozenset(
 )
 
 
-def _check_arguments(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _check_arguments(arguments: dict[str, Json]) -> dict[str, Json]:
     for name in arguments:
         if name in _RESERVED:
             raise ValueError(f"chat_template_kwargs: expected no {name!r}, which is reserved")
@@ -44,7 +44,7 @@ def _check_arguments(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 TemplateArguments = Annotated[
-    dict[str, JsonValue], Field(max_length=32), AfterValidator(_check_arguments)
+    dict[str, Json], Field(max_length=32), at_most(32), AfterValidator(_check_arguments)
 ]
 
 
@@ -59,9 +59,9 @@ class Message(AnswerPart):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -103,7 +103,9 @@ def _check_messages(messages: list[Message]) -> list[Message]:
 
 
 Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=4096), AfterValidator(_check_messages)
+    list[Message],
+    Field(min_length=1, max_length=4096, fail_fast=True),
+    AfterValidator(_check_messages),
 ]
 
 

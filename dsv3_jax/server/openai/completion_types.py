@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS, Default
@@ -13,7 +13,9 @@ from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingF
 MAX_PROMPTS = 1024
 _DEFAULT_TOKENS = Default(16)  # OpenAI's
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+_Count = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 _REFUSED = {
     "best_of": "it samples more completions than it returns; use n",
@@ -21,14 +23,26 @@ _REFUSED = {
 }
 
 
+def _kind(prompt: Any) -> str:
+    """Returns the tag of a prompt's type, which its first element decides."""
+    if isinstance(prompt, str):
+        return "text"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if isinstance(first, str):
+        return "texts"
+    return "lists-of-ids" if isinstance(first, list) else "ids"
+
+
 class CompletionRequest(SamplingFields):
     """A request for completions of text or token ids."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[list[str], _Count, Tag("texts")]
+        | Annotated[list[TokenIds], _Count, Tag("lists-of-ids")],
+        Discriminator(_kind),
+    ]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

@@ -13,6 +13,7 @@ from dsv3_jax.generation.completion import Completion, Piece, TopLogprobs
 from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.openai.answer import Answer
+from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.openai.completion_types import (
     CompletionChoice,
     CompletionLogprobs,
@@ -24,7 +25,7 @@ from dsv3_jax.server.openai.token_text import TextGrowth, completion_logprobs
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.server.sse import STREAMED
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
@@ -63,6 +64,7 @@ class _Answer(Answer):
         self._body = body
         self._prompts = prompts
         self._growths = [TextGrowth(service.tokenizer) for _ in job.handles]
+        self._encoded: dict[int, list[int]] = {}  # by the prompt's number
 
     def body(self, completions: list[Completion]) -> CompletionResponse:
         """Returns all completions."""
@@ -79,7 +81,8 @@ class _Answer(Answer):
             make = functools.partial(self._choice, i, piece, is_first=i not in begun)
             begun.add(i)
             is_short = self._body.logprobs is None and not self._body.echo
-            yield self._chunk([make() if is_short else await self.service.in_thread(make)])
+            choice = make() if is_short else await self.service.in_thread(make, "answers")
+            yield self._chunk([choice])
         usage = self.final_usage()
         if self._body.includes_usage:
             yield self._chunk([], usage)
@@ -136,8 +139,12 @@ class _Answer(Answer):
         )
 
     def _prompt_ids(self, index: int) -> list[int]:
-        prompt = self._prompts[index // self.n]
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        number = index // self.n
+        if number not in self._encoded:  # once for all completions of a prompt
+            prompt = self._prompts[number]
+            is_text = isinstance(prompt, str)
+            self._encoded[number] = self.tokenizer.encode(prompt) if is_text else list(prompt)
+        return self._encoded[number]
 
     def _prompt_text(self, index: int) -> str:
         prompt = self._prompts[index // self.n]

@@ -58,15 +58,25 @@ class KvTransferParams(BaseModel):
         """Returns the fields that the answer of a prefill server has in addition."""
         if not self.do_remote_decode:
             return {}
+        host, port = _address(request)
         params = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "remote_engine_id": None,
             "remote_block_ids": None,
-            "remote_host": request.url.hostname,
-            "remote_port": request.url.port,
+            "remote_host": host,
+            "remote_port": port,
         }
         return {_NAME: params}
+
+
+def _address(request: Request) -> tuple[str | None, int | None]:
+    """Returns the host and port at which the client has reached the server."""
+    try:
+        return request.url.hostname, request.url.port
+    except ValueError:  # the header Host has another form
+        host, port = request.scope.get("server") or (None, None)
+        return host, port
 
 
 def _refused(field: str, expected: str) -> ApiError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, JsonValue, Tag
+from pydantic import Discriminator, Field, Tag
 
-from dsv3_jax.server.openai.body import AnswerPart, Body
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json
 from dsv3_jax.server.openai.tool_types import CallId, FunctionName
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -18,8 +18,8 @@ class InputText(AnswerPart):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[JsonValue] | None = None
-    logprobs: list[JsonValue] | None = None
+    annotations: list[Json] | None = None
+    logprobs: list[Json] | None = None
 
 
 class InputMessage(AnswerPart):
@@ -27,7 +27,7 @@ class InputMessage(AnswerPart):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], Field(fail_fast=True)]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
@@ -50,7 +50,7 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], Field(fail_fast=True)]
     id: str | None = None
     status: Status | None = None
 
@@ -66,8 +66,8 @@ class ReasoningInput(AnswerPart):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: list[JsonValue] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    summary: list[Json] | None = None
     """Accepted and ignored."""
     encrypted_content: str | None = None
     """Accepted and ignored."""
@@ -77,7 +77,7 @@ class ReasoningInput(AnswerPart):
 
 def _kind(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return "message" if kind is None else str(kind)
+    return "message" if kind is None else kind if isinstance(kind, str) else ""
 
 
 InputItem = Annotated[

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
-from dsv3_jax.server.openai.body import Body, without_refused
+from dsv3_jax.server.openai.body import Body, Json, without_refused
 from dsv3_jax.server.openai.chat_types import TemplateArguments
 from dsv3_jax.server.openai.response_input import InputItem, messages_of
 from dsv3_jax.server.openai.response_items import AnyItem, Status
 from dsv3_jax.server.openai.sampling_fields import (
+    Metadata,
     MinP,
     Priority,
     RepetitionPenalty,
@@ -45,9 +46,7 @@ class ResponseTool(FunctionDefinition):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool as chat templates read it."""
-        names = ("name", "description", "parameters")
-        function = FunctionDefinition(**{name: getattr(self, name) for name in names})
-        return Tool(type="function", function=function).for_template()
+        return Tool.model_construct(type="function", function=self).for_template()
 
 
 class JsonSchemaForm(NamedSchema):
@@ -85,9 +84,9 @@ class ResponsesRequest(Body):
     """A request for an answer."""
 
     model: str
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -107,13 +106,13 @@ class ResponsesRequest(Body):
 
     # Accepted and ignored: they change nothing about the text, and nothing is stored.
     store: bool | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    stream_options: dict[str, JsonValue] | None = None
+    stream_options: dict[str, Json] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -240,9 +239,9 @@ class ResponseBody(BaseModel):
     reasoning: dict[str, str | None]
     store: Literal[False] = False
     temperature: float
-    text: dict[str, JsonValue]
+    text: dict[str, Json]
     tool_choice: ToolChoice
-    tools: list[dict[str, JsonValue]]
+    tools: list[dict[str, Json]]
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     user: str | None

@@ -11,6 +11,7 @@ from dsv3_jax.generation.completion import Completion
 from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.openai.answer import Answer
+from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.openai.response_items import ItemStream, ResponseEvent, Status
 from dsv3_jax.server.openai.response_types import (
     IncompleteDetails,
@@ -23,7 +24,7 @@ from dsv3_jax.server.openai.token_text import TextGrowth
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.server.sse import STREAMED, NamedEventFormat
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/responses", response_model=ResponseBody, responses=STREAMED)
@@ -76,7 +77,7 @@ class _Answer(Answer):
         completion, usage = self.job.completion(0), self.final_usage()
         for event in stream.end(_status(completion)):
             yield event
-        response = await self.service.in_thread(lambda: self._final(completion, usage))
+        response = await self.service.in_thread(lambda: self._final(completion, usage), "answers")
         yield stream.event(f"response.{response.status}", response=response)
 
     def _final(self, completion: Completion, usage: Usage) -> ResponseBody:

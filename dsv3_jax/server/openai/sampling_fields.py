@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 import dsv3_jax
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.server.grammar import GrammarSource
-from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.body import Body, at_most
 from dsv3_jax.server.openai.kv_transfer import KvTransferParams
 from dsv3_jax.server.openai.structure_types import StructuredOutputs, TextForm
 
@@ -24,6 +30,9 @@ MinP = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3)]
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+StopStrings = Annotated[list[StopString], Field(max_length=16, fail_fast=True)]
+Metadata = Annotated[dict[str, str], Field(max_length=64), at_most(64)]
+"""Accepted and ignored. OpenAI allows 16 pairs."""
 
 
 class StreamOptions(Body):
@@ -43,10 +52,10 @@ class SamplingFields(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Annotated[int, Field(ge=-_MAX_INT - 1, le=_MAX_INT)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | StopStrings | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=300)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=300), at_most(300)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -56,7 +65,7 @@ class SamplingFields(Body):
     repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=8)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=8, fail_fast=True)] | None = None
     priority: Priority | None = None
     structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: KvTransferParams | None = None
@@ -73,7 +82,7 @@ class SamplingFields(Body):
     # Accepted and ignored: they change nothing about the text.
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None

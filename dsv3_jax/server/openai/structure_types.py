@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal, Protocol
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from dsv3_jax.server.grammar import GrammarSource
-from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.body import Body, Json, read_json
 from dsv3_jax.server.schema_limits import MAX_TEXT
 
 
@@ -27,9 +26,11 @@ class TextForm(Protocol):
         ...
 
 
-Schema = dict[str, JsonValue] | bool
+Schema = dict[str, Json] | bool
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+
+Choices = Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 _OBJECT: Schema = {"type": "object"}
 _NAMES = ("json", "json_object", "regex", "choice", "grammar")
@@ -88,7 +89,7 @@ class StructuredOutputs(Body):
     """A JSON schema, or one as text."""
     json_object: Literal[True] | None = None
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
+    choice: Choices | None = None
     grammar: Text | None = None
     """A grammar in llguidance's form of Lark."""
 
@@ -114,7 +115,7 @@ class StructuredOutputs(Body):
         schema = _OBJECT if self.json_object else self.json_
         if isinstance(schema, str):
             try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
+                schema = read_json(schema.encode(), "text")
+            except ValueError as error:
                 raise ValueError(f"{field}: json: expected a JSON schema: {error}") from None
         return GrammarSource.of_schema(schema, field)

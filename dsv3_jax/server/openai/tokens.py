@@ -6,17 +6,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
+from starlette.responses import Response
 
+from dsv3_jax.generation.request import check_fits
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.errors import ApiError
-from dsv3_jax.server.openai.body import Body
+from dsv3_jax.server.openai.body import Body, BodyRoute
 from dsv3_jax.server.openai.chat_types import Messages, TemplateArguments
+from dsv3_jax.server.openai.completion_types import TokenId
 from dsv3_jax.server.openai.tool_types import Tools
 from dsv3_jax.server.service import Service, service_of
 
-router = APIRouter()
-
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+router = APIRouter(route_class=BodyRoute)
 
 
 class TokenizeRequest(Body):
@@ -51,7 +52,7 @@ class DetokenizeRequest(Body):
     """Token ids to decode."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(BaseModel):
@@ -60,14 +61,15 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Encodes text or a conversation. Text never becomes a control token."""
     service = service_of(request)
     _check_model(service, body.model)
 
     def encode() -> list[int]:
         if body.prompt is not None:
+            check_fits("prompt", body.prompt, service.tokenizer, service.settings.max_len)
             return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         conversation = Conversation(
             [message.for_template() for message in body.messages or ()],
@@ -75,33 +77,40 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
             arguments=body.chat_template_kwargs or {},
         )
         return conversation.encode(
-            service.tokenizer, add_generation_prompt=body.add_generation_prompt
+            service.tokenizer,
+            service.settings.max_len,
+            add_generation_prompt=body.add_generation_prompt,
         )
 
+    def answer() -> Response:
+        tokens, most = encode(), service.settings.max_len
+        return _answer(TokenizeResponse(count=len(tokens), max_model_len=most, tokens=tokens))
+
     try:
-        tokens = await service.in_thread(encode)
+        return await service.in_thread(answer, "prompts")
     except ValueError as error:
         raise ApiError.of_engine(error, "messages" if body.prompt is None else "prompt") from None
-    return TokenizeResponse(
-        count=len(tokens), max_model_len=service.settings.max_len, tokens=tokens
-    )
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Decodes token ids."""
     service = service_of(request)
     _check_model(service, body.model)
     last = service.tokenizer.vocab_size - 1
-    wrong = next((token for token in body.tokens if token > last), None)
-    if wrong is not None:
-        message = f"tokens: expected token ids from 0 to {last}, got {wrong}"
-        raise ApiError(400, message, param="tokens")
 
-    def decode() -> str:
-        return service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    def answer() -> Response:
+        if (most := max(body.tokens, default=0)) > last:
+            message = f"tokens: expected token ids from 0 to {last}, got {most}"
+            raise ApiError(400, message, param="tokens")
+        text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return _answer(DetokenizeResponse(prompt=text))
 
-    return DetokenizeResponse(prompt=await service.in_thread(decode))
+    return await service.in_thread(answer, "answers")
+
+
+def _answer(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, Field
 
-from dsv3_jax.server.openai.body import AnswerPart, Body
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json
 from dsv3_jax.server.parsers.tool_parser import NAME
 
 FunctionName = Annotated[str, Field(pattern=f"^{NAME}$")]
@@ -15,12 +15,15 @@ CallId = Annotated[str, Field(min_length=1, max_length=512)]
 """Id of a tool call. That of Kimi-K2 contains the function's name."""
 
 
+_DESCRIPTION = ("name", "description", "parameters")
+
+
 class FunctionDefinition(Body):
     """A function that the model may call."""
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: dict[str, Json] | None = None
     """A JSON schema."""
     strict: bool | None = None
     """Accepted and ignored: arguments match the schema if ``tool_choice`` requires a call, and are
@@ -35,7 +38,7 @@ class Tool(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool as chat templates read it."""
-        function = self.function.model_dump(exclude={"strict"})
+        function = {name: getattr(self.function, name) for name in _DESCRIPTION}
         present = {name: value for name, value in function.items() if value is not None}
         return {"type": self.type, "function": present}
 
@@ -110,7 +113,7 @@ def allows_parallel_calls(choice: ToolChoice | None, parallel: bool | None) -> b
     return parallel is not False and not isinstance(choice, NamedTool)
 
 
-Tools = Annotated[list[Tool], Field(max_length=128)]
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
 class AnsweredFunction(BaseModel):

@@ -6,6 +6,7 @@ same body here.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import AsyncGenerator, Iterator
 from typing import Literal
 
@@ -16,13 +17,14 @@ from starlette.responses import Response
 from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.openai.answer import Answer
+from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.openai.chat_types import ChatRequest
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.events import Content, Reasoning
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.tokenizer import Tokenizer
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(route_class=BodyRoute, include_in_schema=False)
 
 
 class Span(BaseModel):
@@ -75,7 +77,10 @@ class _Answer(Answer):
         position = 0
         async for _, piece in self.job.pieces():
             end = position + len(piece.tokens)
-            drafts = set(self.job.handles[0].accepted_drafts).intersection(range(position, end))
+            # In order: looking them up costs nothing that grows with the answer.
+            accepted = self.job.handles[0].accepted_drafts
+            first = bisect.bisect_left(accepted, position)
+            drafts = set(accepted[first : first + len(piece.tokens)])
             texts = split(piece, [i in drafts for i in range(position, end)], self.tokenizer)
             position = end
             spans = [

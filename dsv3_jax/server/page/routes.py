@@ -20,6 +20,9 @@ _MEDIA_TYPES = {
     "markdown-it.LICENSE.txt": "text/plain",
 }
 
+FILE_PATHS = frozenset(f"/page/{name}" for name in _MEDIA_TYPES)
+"""Paths of the page's files."""
+
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"

@@ -1,0 +1,119 @@
+"""Limits of what comes before a request's body: its size, its number of headers, and the time in
+which it arrives.
+
+uvicorn has none of them with httptools: half a header would stay open for ever, and grow. The
+trailers of a body in chunks have the same limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dsv3_jax.server.errors import ApiError
+
+MAX_BYTES = 2**16
+"""Most bytes that come without completing the headers, or a part of a body."""
+MAX_HEADERS = 128
+
+
+class HeaderLimit(HttpToolsProtocol):
+    """A connection.
+
+    Args:
+      seconds: longest time without a request: after the connection was made, and after each
+        response, the headers of the next request have to be complete within it.
+      settings: of uvicorn's protocol.
+    """
+
+    def __init__(self, *, seconds: float, **settings: Any):
+        super().__init__(**settings)
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._bytes = 0  # since the last event of the parser
+        self._headers = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += len(data)
+        super().data_received(data)
+        if self._bytes > MAX_BYTES:
+            self._refuse(431, f"headers: expected at most {MAX_BYTES} bytes, got more")
+
+    def on_message_begin(self) -> None:
+        self._headers = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers += 1
+        if self._headers > MAX_HEADERS:
+            self._refuse(431, f"headers: expected at most {MAX_HEADERS}, got more")
+            raise ValueError  # ends the parser
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._start_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "request: expected one of HTTP/1.1, got something else")
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._seconds, self._end)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        if self._is_answering:
+            return  # a request that came before the last response; its response starts the timer
+        if self._bytes:
+            self._refuse(408, f"headers: expected all of them within {self._seconds:g} s")
+        else:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Closes the connection, with an answer unless another one is under way."""
+        if self.transport.is_closing():
+            return
+        if not self._is_answering:
+            content = ApiError(status, message).body.model_dump_json().encode()
+            lines = [
+                f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+                "content-type: application/json",
+                f"content-length: {len(content)}",
+                "connection: close",
+            ]
+            self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
+        self.transport.close()
