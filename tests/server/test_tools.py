@@ -317,7 +317,7 @@ def test_a_grammar_is_made_after_admission_in_a_thread(scripted_server, engine, 
     monkeypatch.setattr("dsv3_jax.server.conversation.tool_call_grammar", make)
     engine.text = v31(*CITY)
     server.post("/v1/chat/completions", body(tool_choice="required"))
-    assert [name.rpartition("_")[0] for name in threads] == ["dsv3-http"]
+    assert [name.rpartition("_")[0] for name in threads] == ["dsv3-prompts"]
     fields = {**FUNCTION, "parameters": {"properties": {"x": {"multipleOf": 999983}}}}
     bad = body(tools=[{"type": "function", "function": fields}], tool_choice="required")
     status, error = server.refused("/v1/chat/completions", bad)
