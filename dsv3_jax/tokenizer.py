@@ -83,6 +83,12 @@ class SpecialTokenDecoder:
         """Returns the text of ``ids``."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    def opaque_tokens(self, stop: Sequence[str]) -> frozenset[int]:
+        """Returns the control tokens whose whole text is in no stop string. Readers of an answer do
+        not see these texts, so that a stop string must not match a part of one."""
+        controls = self._tokenizer.control_tokens.items()
+        return frozenset(i for i, text in controls if not any(text in s for s in stop))
+
     @property
     def has_byte_fallback(self) -> bool:
         """See :attr:`Tokenizer.has_byte_fallback`."""
@@ -132,6 +138,9 @@ class Tokenizer:
         self.bos_token_id = self._id(self.bos_token)
         self.eos_token_id = self._id(self.eos_token)
         self._add_bos = bool(config.get("add_bos_token")) and self.bos_token_id is not None
+        self._is_byte_level = b'"ByteLevel"' in (
+            b"" if self._tokenizer.decoder is None else self._tokenizer.decoder.__getstate__()
+        )
         self._brackets = "".join(text[0] + text[-1] for text in spellings)
         self._template = _chat_template(directory, config, self._brackets)
 
@@ -273,6 +282,24 @@ class Tokenizer:
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Returns the bytes that a token adds to a text, which may be a part of a character only.
+
+        None for a special token, which :meth:`decode` leaves out by default. The bytes of several
+        tokens, joined and decoded as UTF-8, are the text of :meth:`decode`, if the tokenizer's
+        decoder is ByteLevel, as in all published ones of the family.
+        """
+        text = self.decode([token], skip_special_tokens=False)
+        if text and not self.decode([token]):
+            return None
+        piece = self._tokenizer.id_to_token(token) or ""
+        if not self._is_byte_level:
+            byte = _BYTE_FALLBACK.fullmatch(piece)
+            return text.encode() if byte is None else bytes([int(byte[1], 16)])
+        if piece and all(c in _BYTES for c in piece):
+            return bytes(_BYTES[c] for c in piece)
+        return piece.encode()
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -374,6 +401,18 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     if isinstance(tokenizer.model, tokenizers.models.BPE):
         tokenizer.model.dropout = None
     return tokenizer
+
+
+def _byte_characters() -> dict[str, int]:
+    """Returns the characters with which ByteLevel tokenizers write bytes. Printable characters of
+    Latin-1 stand for themselves, and the other bytes have the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+_BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _encode(

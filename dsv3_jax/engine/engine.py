@@ -58,6 +58,7 @@ from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request
 from dsv3_jax.generation.settings import check
 from dsv3_jax.generation.signature import ModelSignature
+from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
@@ -292,6 +293,7 @@ class Engine:
         grammars: Sequence[Grammar] = (),
         n: int = 1,
         skip_special_tokens: bool = True,
+        reasoning: ReasoningMarkers | None = None,
         **settings: Any,
     ) -> list[EngineRequest]:
         """Puts requests for ``n`` completions of each prompt into the waiting queue: all, or none
@@ -303,12 +305,14 @@ class Engine:
           grammars: one for each completion, or none.
           n: completions of each prompt. Those of the first prompt come first.
           skip_special_tokens: leave special tokens out of the text. Parsers of tool calls need
-            them.
+            them; stop strings do not match inside them.
+          reasoning: markers of the reasoning with which the texts may begin. No stop string counts
+            in it. None: stop strings count from the beginning.
 
         The other arguments and the errors are those of :meth:`submit`.
         """
         requests = self._intake.read(prompts, {"n": n, **settings})
-        options = SubmitOptions(priority, timeout, draft, skip_special_tokens)
+        options = SubmitOptions(priority, timeout, draft, skip_special_tokens, reasoning)
         return self._submit(requests, grammars, options)
 
     def _submit(

@@ -19,6 +19,7 @@ from dsv3_jax.engine.request import EngineRequest
 from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
+from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.generation.text import Decoder
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
@@ -34,6 +35,7 @@ class SubmitOptions:
     timeout: float | None = None
     draft: bool = True
     skip_special_tokens: bool = True
+    reasoning: ReasoningMarkers | None = None
 
 
 class Intake:
@@ -148,4 +150,5 @@ class Intake:
             draft=None if drafter is None else drafter.name,
             depth=depth,
             grammar=tracker,
+            reasoning=options.reasoning,
         )

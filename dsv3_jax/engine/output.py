@@ -20,7 +20,9 @@ from dsv3_jax.generation.completion import (
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.results import FINISH_REASONS, Results
+from dsv3_jax.generation.stop_scope import ReasoningMarkers, StopScope
 from dsv3_jax.generation.text import Decoder, TextTracker
+from dsv3_jax.tokenizer import SpecialTokenDecoder
 
 
 class RequestOutput:
@@ -29,6 +31,8 @@ class RequestOutput:
     Args:
       draft: name of the drafter, or None.
       depth: most drafts per step.
+      reasoning: markers of the reasoning, in which no stop string counts; None if stop strings
+        count from the beginning.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class RequestOutput:
         draft: str | None,
         depth: int,
         grammar: GrammarTracker | None = None,
+        reasoning: ReasoningMarkers | None = None,
     ):
         self.handle = handle
         self.scheduled = scheduled
@@ -48,6 +53,12 @@ class RequestOutput:
         self.grammar = grammar
         self._has_decoder = decoder is not None
         self._tracker = TextTracker(decoder, request.stop, request.min_tokens)
+        self._scope: StopScope | None = None
+        if decoder is not None and request.stop:
+            is_special = isinstance(decoder, SpecialTokenDecoder)
+            opaque = decoder.opaque_tokens(request.stop) if is_special else ()
+            if reasoning is not None or opaque:
+                self._scope = StopScope(self._tracker, decoder, reasoning, opaque)
         self._results = Results()
         self._prompt: PromptRecord | None = None
         if request.prompt_logprobs is not None:
@@ -62,7 +73,7 @@ class RequestOutput:
     @property
     def num_tokens(self) -> int:
         """Number of tokens generated so far."""
-        return len(self._tracker.tokens)
+        return len(self._tracker.tokens) if self._scope is None else self._scope.num_tokens
 
     @property
     def is_stopped(self) -> bool:
@@ -76,8 +87,8 @@ class RequestOutput:
         self._results.add(step.logprobs)
         if step.top is not None:
             self._results.add_top(self.request.logprobs, *step.top)
-        position = len(self._tracker.tokens)
-        self._tracker.extend(step.tokens)
+        position = self.num_tokens
+        (self._scope or self._tracker).extend(step.tokens)
         if is_decode:
             # The last token of a step is the model's own.
             self.handle.accepted_drafts += range(position, position + len(step.tokens) - 1)
@@ -100,11 +111,17 @@ class RequestOutput:
 
     def finish(self, finished: int) -> None:
         """Delivers the rest of the text and the completion, for a value of ``finished``."""
+        self._end_scope()
         self.end("stop" if self.is_stopped else FINISH_REASONS[finished])
 
     def end(self, reason: FinishReason) -> None:
         """Delivers the rest of the text and the completion."""
+        self._end_scope()
         self._deliver(self._tracker.piece(final=True), self.completion(reason))
+
+    def _end_scope(self) -> None:
+        if self._scope is not None:
+            self._scope.end()
 
     def _deliver(self, text: str, completion: Completion | None = None) -> None:
         """Delivers text with all tokens since the piece before it."""
@@ -121,6 +138,7 @@ class RequestOutput:
 
     def fail_non_finite(self) -> None:
         """Ends the request with an error that carries its tokens so far."""
+        self._end_scope()
         completion = self.completion("error")
         length = completion.prompt_tokens + len(completion.tokens)
         message = (

@@ -97,6 +97,12 @@ class TextTracker:
             if self.stopped:
                 return
 
+    def extend_quietly(self, tokens: Sequence[int]) -> None:
+        """Adds new tokens in whose text no stop string counts, not even in a part of it."""
+        self._min_tokens = max(self._min_tokens, len(self.tokens) + len(tokens))
+        self._state = 0
+        self.extend(tokens)
+
     def _add(self, tokens: Sequence[int]) -> None:
         """Adds a block of tokens."""
         window, settled = self._extended(tokens)

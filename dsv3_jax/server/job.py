@@ -81,10 +81,15 @@ class Job:
         return self.handles[index].result(0)
 
     def observe(self, index: int, metrics: Metrics) -> None:
-        """Adds a completion to the figures, unless it failed."""
-        with contextlib.suppress(*_FAILURES):
-            completion = self.completion(index)
-            metrics.observe(self.handles[index], completion.finish_reason, len(completion.tokens))
+        """Adds a completion to the figures, however it ended. One that is not at its end is about
+        to be cancelled."""
+        handle = self.handles[index]
+        if handle.error is not None:
+            metrics.count("error")
+        elif handle.is_done:
+            metrics.observe(handle, self.completion(index))
+        else:
+            metrics.count("abort")
 
     def close(self) -> None:
         """Cancels what is not at its end. Further calls do nothing."""

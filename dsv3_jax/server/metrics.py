@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 import prometheus_client
 from fastapi import APIRouter, Request
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 from dsv3_jax.engine import Engine, EngineRequest, EngineStats
+from dsv3_jax.generation.completion import Completion
 from dsv3_jax.pages import TierStats
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 
@@ -41,6 +43,10 @@ _SECONDS = (
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 2.5)
 
 
+Reason = Literal["stop", "length", "abort", "error"]
+_REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
 class Metrics:
     """Figures of one server.
 
@@ -55,10 +61,13 @@ class Metrics:
         self._model_name = model_name
         self._success = prometheus_client.Counter(
             "vllm:request_success",
-            "Completions that came to their end.",
+            "Completions that came to their end, by reason: stop, length, abort (the client went"
+            " away, the time limit, the end of the server) or error.",
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
+        for reason in _REASONS:  # so that all are there from the beginning, with 0
+            self._success.labels(model_name, reason)
         self._time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
             "Time from the arrival of a completion to its first token.",
@@ -82,9 +91,17 @@ class Metrics:
             name, description, ("model_name",), registry=self._registry, buckets=buckets
         ).labels(self._model_name)
 
-    def observe(self, handle: EngineRequest, finish_reason: str, tokens: int) -> None:
+    def count(self, reason: Reason) -> None:
+        """Adds a completion without its times: that of one that ended early says nothing."""
+        self._success.labels(self._model_name, reason).inc()
+
+    def observe(self, handle: EngineRequest, completion: Completion) -> None:
         """Adds a completion that came to its end."""
-        self._success.labels(self._model_name, finish_reason).inc()
+        reason, tokens = completion.finish_reason, len(completion.tokens)
+        if reason not in ("stop", "length"):
+            self.count("abort")
+            return
+        self.count(reason)
         times = handle.times
         self._latency.observe(times.end - times.submitted)
         if math.isfinite(times.first_token):

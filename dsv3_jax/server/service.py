@@ -170,6 +170,7 @@ class Service:
         prompt_field: str,
         grammar: GrammarSource | Callable[[], GrammarSource] | None = None,
         peer: Peer | None = None,
+        settings_of: Callable[[], dict[str, Any]] = dict,
         **settings: Any,
     ) -> Job:
         """Puts requests into the engine's queue.
@@ -183,6 +184,8 @@ class Service:
             are conversations, or None. A function that returns it runs in a thread, once the
             request is admitted.
           peer: prefill server that has the prompts' pages, if a proxy says so.
+          settings_of: returns further settings, which may depend on the prompts. It runs in a
+            thread, after ``read_prompts``.
           settings: of :meth:`dsv3_jax.Engine.submit_all`.
 
         Raises:
@@ -205,7 +208,7 @@ class Service:
                 ids = None if prompt_field == "prompt" or isinstance(first, str) else first
                 grammars = [self.grammars.start(source, ids) for _ in range(count)]
             return self.engine.submit_all(
-                prompts, n=n, timeout=timeout, grammars=grammars, **settings
+                prompts, n=n, timeout=timeout, grammars=grammars, **settings, **settings_of()
             )
 
         count = num_prompts * n
@@ -235,7 +238,7 @@ class Service:
         try:
             return await asyncio.wrap_future(submitting)
         except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_requests)
+            submitting.add_done_callback(self._cancel_requests)
             raise
 
     def _prefer(self, peer: Peer, prompts: Sequence[Prompt]) -> None:
@@ -246,15 +249,21 @@ class Service:
             tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             self.remote.prefer(peer, self.engine.page_transfer.addresses(tokens))
 
+    def _cancel_requests(self, submitting: concurrent.futures.Future[list[EngineRequest]]) -> None:
+        """Counts requests that were submitted for nobody, and cancels them."""
+        if not submitting.cancelled() and submitting.exception() is None:
+            for handle in submitting.result():
+                self.metrics.count("abort")
+                handle.cancel()
+
     def _close(self, job: Job) -> None:
         """Counts a job's completions, and cancels those that are not at their end."""
         self._jobs.discard(job)
         self.admission.leave(len(job.handles))
         loop = asyncio.get_running_loop()
         for i, handle in enumerate(job.handles):
-            if handle.is_done:
-                job.observe(i, self.metrics)
-            else:
+            job.observe(i, self.metrics)
+            if not handle.is_done:
                 # In a thread, because the engine's lock may be taken for some milliseconds.
                 loop.run_in_executor(self._threads["calls"], handle.cancel)
 
@@ -262,10 +271,3 @@ class Service:
 def service_of(request: Request) -> Service:
     """Returns the service of the application that received ``request``."""
     return request.app.state.service
-
-
-def _cancel_requests(submitting: concurrent.futures.Future[list[EngineRequest]]) -> None:
-    """Cancels requests that were submitted for nobody."""
-    if not submitting.cancelled() and submitting.exception() is None:
-        for handle in submitting.result():
-            handle.cancel()

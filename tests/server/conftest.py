@@ -188,7 +188,7 @@ def engine(scripted_server) -> ScriptedEngine:
     """The engine of ``scripted_server``, as new."""
     engine = scripted_server[1]
     engine.requests.clear()
-    engine.finish_reason, engine.piece_tokens = "stop", 1
+    engine.finish_reason, engine.piece_tokens, engine.ids = "stop", 1, None
     return engine
 
 

@@ -26,7 +26,7 @@ VALID: dict[str, dict[str, Any]] = {
         "model": "demo",
         "messages": [{"role": "user", "content": "x"}],
         "max_tokens": 2,
-        "chat_template_kwargs": {"thinking": True},
+        "chat_template_kwargs": {"eos_token": "x"},
     },
     MESSAGES: {
         "model": "demo",

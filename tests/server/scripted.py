@@ -7,13 +7,20 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dsv3_jax
 from dsv3_jax import chat_formats
 from dsv3_jax.engine import EngineError, EngineRequest
-from dsv3_jax.generation.completion import Completion, FinishReason
-from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.stats import EngineStats
+from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.step_results import NewTokens
+from dsv3_jax.generation.completion import FinishReason
+from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.stop_scope import ReasoningMarkers
+from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 from tests.server.conftest import RunningServer, running
 
 BARS = "User Assistant tool▁calls▁begin tool▁calls▁end tool▁call▁begin tool▁call▁end tool▁sep"
@@ -51,6 +58,8 @@ class ScriptedEngine:
     tokenizer: Tokenizer
     text: str = ""
     """Text that it writes, in which control tokens become tokens."""
+    ids: list[int] | None = None
+    """Tokens that it writes instead of the text."""
     finish_reason: FinishReason = "stop"
     piece_tokens: int = 1
     """Tokens of a piece."""
@@ -69,6 +78,11 @@ class ScriptedEngine:
     def warm_up(self, store: Path | None = None) -> float:
         return 0.0
 
+    def stats(self) -> Any:
+        """Returns figures of an engine that has done nothing."""
+        numbers = {field.name: 0 for field in dataclasses.fields(EngineStats)}
+        return SimpleNamespace(**{**numbers, "tiers": ()})
+
     def shutdown(self, **options: Any) -> None:
         pass
 
@@ -77,32 +91,32 @@ class ScriptedEngine:
         return [self._answer(prompts[0], **settings) for _ in range(n)]
 
     def _answer(
-        self, prompt: list[int], *, skip_special_tokens: bool = True, **settings: Any
+        self,
+        prompt: list[int],
+        *,
+        skip_special_tokens: bool = True,
+        reasoning: ReasoningMarkers | None = None,
+        **settings: Any,
     ) -> EngineRequest:
-        ids = self.tokenizer.encode(self.text, add_special_tokens=False, split_special_tokens=False)
-
-        def decode(tokens: list[int]) -> str:
-            return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-
-        text, stops = decode(ids), settings.get("stop") or ()
-        for stop in [stops] if isinstance(stops, str) else stops:
-            text = text.partition(stop)[0]
-        handle = EngineRequest(lambda request: None)
-        sent = 0
-        for end in range(self.piece_tokens, len(ids), self.piece_tokens):
-            so_far = decode(ids[:end]).rstrip("\ufffd")[: len(text)]
-            tokens = ids[end - self.piece_tokens : end]
-            handle.deliver(so_far[sent:], tokens, [0.0] * len(tokens), None)
-            sent = len(so_far)
-        completion = Completion(
-            text=text,
-            tokens=ids,
-            logprobs=[0.0] * len(ids),
-            finish_reason=self.finish_reason,
-            prompt_tokens=len(prompt),
-            cached_tokens=2,
+        ids = self.ids or self.tokenizer.encode(
+            self.text, add_special_tokens=False, split_special_tokens=False
         )
-        handle.deliver(text[sent:], [], [], None, completion)
+        stop = settings.get("stop") or ()
+        request = Request(
+            prompt=tuple(prompt), stop=(stop,) if isinstance(stop, str) else tuple(stop)
+        )
+        decoder = self.tokenizer if skip_special_tokens else SpecialTokenDecoder(self.tokenizer)
+        handle = EngineRequest(lambda request: None)
+        scheduled = ScheduledRequest(list(prompt), len(prompt) + len(ids), cached_tokens=2)
+        output = RequestOutput(
+            handle, request, scheduled, decoder, draft=None, depth=0, reasoning=reasoning
+        )
+        while ids and not output.is_stopped:
+            new, ids = ids[: self.piece_tokens], ids[self.piece_tokens :]
+            output.add(NewTokens(new, [0.0] * len(new), 0, None), is_decode=False)
+            if ids and not output.is_stopped:
+                output.stream()
+        output.end("stop" if output.is_stopped else self.finish_reason)
         return handle
 
 

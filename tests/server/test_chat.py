@@ -71,6 +71,21 @@ def test_logprobs(client, server):
         assert bytes(entry.bytes).decode() == entry.token
 
 
+def test_bytes_of_parts_of_characters(client, server):
+    """Joined, the bytes are those of the text; OpenAI defines them for this purpose."""
+    tokens = server.tokenizer.encode("世🙂", add_special_tokens=False)
+    bias = {str(token): 100 for token in [*tokens, *range(200, 230)]}
+    fields = body(max_tokens=24, logit_bias=bias, seed=1, logprobs=True, top_logprobs=3)
+    choice = client.chat.completions.create(**{**fields, "temperature": 1}).choices[0]
+    content = choice.logprobs.content
+    joined = b"".join(bytes(entry.bytes or ()) for entry in content)
+    assert joined.decode(errors="replace") == choice.message.content
+    assert sum("\ufffd" in entry.token for entry in content) > 5
+    for entry in content:
+        assert all(each.bytes for each in [entry, *entry.top_logprobs] if each.token[:1] != "<")
+    assert server.tokenizer.token_bytes(server.tokenizer.eos_token_id) is None
+
+
 def test_streamed_logprobs_are_the_same(client):
     fields = body(n=2, max_tokens=30, logprobs=True, top_logprobs=1)
     fields |= {"stop": ["\n\n"], "messages": [{"role": "user", "content": "x = '🙂"}]}

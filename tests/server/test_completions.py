@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -123,7 +125,7 @@ def test_logprobs_and_echo(client, server):
     bos = server.tokenizer.bos_token
     assert logprobs.tokens[0] == bos
     assert "".join(logprobs.tokens).startswith(bos + PROMPT)
-    assert logprobs.text_offset[1] == len(bos)
+    assert logprobs.text_offset[:2] == [0, 0]  # the text has no BOS
     expected = server.engine.submit(prompt, max_new_tokens=4, prompt_logprobs=3, logprobs=3)
     completion = expected.result(60)
     values = [*completion.prompt_logprobs[1:], *completion.logprobs]
@@ -145,6 +147,58 @@ def test_streamed_logprobs_are_the_same(client, echo):
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             entries = [entry for part in parts for entry in getattr(part.logprobs, name)]
             assert entries == getattr(choice.logprobs, name)
+
+
+def check_entries(text: str, logprobs, tokenizer, ids: list[int]) -> None:
+    """Checks that the tokens' texts are the text, that offsets point at them, and that the tokens
+    are ``ids``. Special tokens have their names, and no text."""
+    special = [tokenizer.token_bytes(i) is None for i in ids]
+    assert len(logprobs.tokens) == len(ids) == len(logprobs.text_offset)
+    texts = ["" if s else t for s, t in zip(special, logprobs.tokens, strict=True)]
+    assert "".join(texts) == text
+    begins = [len("".join(texts[:i])) for i in range(len(texts))]
+    assert logprobs.text_offset == begins
+    for i, token in enumerate(ids):
+        if special[i]:
+            assert logprobs.tokens[i] == tokenizer.decode([token], skip_special_tokens=False)
+        top = logprobs.top_logprobs[i]
+        assert top is None or logprobs.tokens[i] in top
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_index_the_text_for_any_tokens(client, server, stream):
+    """Also with tokens that are parts of characters, at both ends, and with special tokens."""
+    tokenizer = server.tokenizer
+    characters = tokenizer.encode("世🙂\u0950é", add_special_tokens=False)
+    assert any("\ufffd" in tokenizer.decode([i]) for i in characters)  # several tokens each
+    rng = random.Random(0)
+    prompts = [
+        [0, *characters, 1, *(rng.randrange(3, 260) for _ in range(6))],
+        [*characters[1:], *(rng.randrange(tokenizer.vocab_size) for _ in range(9))],
+        [0, *tokenizer.encode("x = '", add_special_tokens=False), *characters[:-1]],
+    ]
+    bias = {str(i): 100 for i in rng.sample(range(131, 260), 9)}  # lone bytes, mostly
+    fields = body(prompt=prompts, n=2, echo=True, logprobs=2, max_tokens=9, logit_bias=bias)
+    fields |= {"temperature": 1, "seed": 3, "stream": stream, "extra_body": {"ignore_eos": True}}
+    answer = client.completions.create(**fields)
+    parts: list[list] = [[] for _ in range(6)]
+    for chunk in answer if stream else [answer]:
+        for choice in chunk.choices:
+            parts[choice.index].append(choice)
+    incomplete = 0
+    for i, choices in enumerate(parts):
+        merged = SimpleNamespace(tokens=[], text_offset=[], top_logprobs=[])
+        for choice in choices:
+            for name in vars(merged):
+                getattr(merged, name).extend(getattr(choice.logprobs, name))
+        text = "".join(choice.text for choice in choices)
+        prompt = prompts[i // 2]
+        settings = {"temperature": 1, "seed": 3 + i % 2, "ignore_eos": True, "max_new_tokens": 9}
+        biases = {int(token): value for token, value in bias.items()}
+        new = server.engine.submit(prompt, logit_bias=biases, **settings).result(60).tokens
+        check_entries(text, merged, tokenizer, [*prompt, *new])
+        incomplete += merged.tokens.count("")
+    assert incomplete > 10
 
 
 def test_scoring_generates_nothing(client, server):

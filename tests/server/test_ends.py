@@ -67,6 +67,7 @@ def test_a_client_that_goes_away_during_the_submission_leaves_no_request():
     service = run(work())
     assert cancelled.is_set()
     assert service.admission.open == 0
+    assert b'finished_reason="abort",model_name="demo"} 1.0' in service.metrics.text()
 
 
 def test_an_unknown_error_of_one_completion_ends_the_stream_of_several():

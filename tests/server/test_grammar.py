@@ -134,7 +134,7 @@ BAD_SCHEMAS = [
     ({"type": "integer", "maximum": 10**400}, "out of range"),
     ({"multipleOf": 999983}, "multipleOf: expected 10000 or less"),
     ({"multipleOf": 10**400}, "out of range"),
-    ({"multipleOf": 7**400}, "multipleOf: expected 10000 or less"),
+    ({"multipleOf": 7**300}, "multipleOf: expected 10000 or less"),
     ({"allOf": [{"multipleOf": k} for k in (0.97, 89, 7)]}, "multipleOf: expected 10000 or less"),
     (nested(120), "at most 100 levels"),
     ({"allOf": [{"properties": {f"a{i}": {"type": "string"}}} for i in range(500)]}, "too large"),

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from dsv3_jax.server.anthropic.request_types import MessagesRequest
 from tests.server.conftest import RunningServer
 from tests.server.test_tool_parsers import v31
 
@@ -93,6 +94,50 @@ def test_a_stop_sequence_at_the_beginning(scripted_client, engine):
     assert (message.content, message.stop_sequence) == ([], "He")
 
 
+@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("piece_tokens", [1, 10**6])
+def test_a_stop_sequence_is_named_if_it_ended_the_answer(
+    scripted_client, engine, has_tools, piece_tokens
+):
+    """EOS is none of a stop sequence that is the beginning of its text."""
+    eos = engine.tokenizer.eos_token
+    cases = [
+        ("Hello" + eos, ["<", "<｜end", "｜>", ">"], "Hello", ("end_turn", None)),
+        ("Hello" + eos, [eos[:4], eos], "Hello", ("stop_sequence", eos)),
+        ("Hello <b>" + eos, ["<", "<b"], "Hello ", ("stop_sequence", "<")),
+        ("Hello <b>" + eos, ["<b>", "b>"], "Hello ", ("stop_sequence", "<b>")),
+        ("世界" + eos, ["界", "<"], "世", ("stop_sequence", "界")),
+    ]
+    engine.piece_tokens = piece_tokens
+    tools = {"tools": [TOOL]} if has_tools else {}
+    for engine.text, stops, text, expected in cases:
+        fields = {"stop_sequences": stops, **tools}
+        for message in (
+            scripted_client.messages.create(**body(**fields)),
+            streamed(scripted_client, **fields)[0],
+        ):
+            assert (message.content[0].text, message.stop_reason, message.stop_sequence) == (
+                text,
+                *expected,
+            )
+
+
+def test_the_assistants_messages_are_one_turn(scripted_client, engine):
+    """Results of tools follow all calls, as in Anthropic's API."""
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    history = [
+        USER,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, call]},
+        {"role": "assistant", "content": "and"},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "r"}]},
+    ]
+    messages = MessagesRequest(model="demo", messages=history, max_tokens=1).conversation().messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    answer = messages[1]
+    assert (answer["reasoning_content"], answer["content"]) == ("t", "and")
+    assert [each["id"] for each in answer["tool_calls"]] == ["c"]
+
+
 def test_counting(client, server):
     count = client.messages.count_tokens(model="demo", messages=[USER], system="Code: ")
     prompt = server.tokenizer.chat([{"role": "system", "content": "Code: "}, USER])
@@ -152,10 +197,25 @@ def test_tool_choice(scripted_client, engine):
     assert engine.requests[-1]["skip_special_tokens"]
 
 
-def test_arguments_that_are_no_json(scripted_client, engine):
-    engine.text = v31(("f", "no JSON"))
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        (" \n", {}),
+        ('{"a": 1}', {"a": 1}),
+        *(
+            (text, {"INVALID_JSON": text})
+            for text in (
+                *("no JSON", "[1]", "null", '"x"', '{"a": ', '{"a": NaN}', '{"a": 1e999}'),
+                *('{"a": "\\ud800"}', '{"a": ' * 200 + "1" + "}" * 200),
+            )
+        ),
+    ],
+)
+def test_the_input_of_a_call_is_an_object(scripted_client, engine, arguments, expected):
+    engine.text = v31(("f", arguments))
     (block,) = scripted_client.messages.create(**body(tools=[TOOL])).content
-    assert block.input == "no JSON"
+    assert block.input == expected
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,66 @@ def test_earlier_reasoning_reaches_the_template():
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
 
 
+def _items(text: str) -> list[dict[str, Any]]:
+    """Returns input items. ``r1`` is reasoning, ``m1`` a message, ``c1`` a call, ``o1`` its result,
+    ``u1`` the user's; a hyphen in place of the number makes an empty one."""
+    kinds = {
+        "r": lambda t: {"type": "reasoning", "content": [{"type": "reasoning_text", "text": t}]},
+        "m": lambda t: {"role": "assistant", "content": t},
+        "u": lambda t: {"role": "user", "content": t},
+        "c": lambda t: {"type": "function_call", "call_id": t, "name": "f", "arguments": "{}"},
+        "o": lambda t: {"type": "function_call_output", "call_id": t, "output": t},
+    }
+    items = [kinds[word[0]]("" if word[1:] == "-" else word[1:]) for word in text.split()]
+    for i, item in enumerate(items):  # ids, which change nothing
+        item["id"] = f"x{i}"
+        item["status"] = "incomplete"
+    return items
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        # An answer that ended in its reasoning keeps it; the next one has its own.
+        ("u1 r1 u2 r2 m2 u3", "u1 a:r1 u2 a:r2:m2 u3"),
+        ("u1 r1 r2 m1 u2", "u1 a:r12:m1 u2"),
+        ("u1 r- m1 u2", "u1 a:m1 u2"),
+        ("u1 r1 r- u2", "u1 a:r1 u2"),
+        ("u1 r1 m- u2", "u1 a:r1 u2"),
+        ("u1 m- u2", "u1 a u2"),
+        ("u1 r1 m1 c1 c2 o1 o2 r3 c3 o3", "u1 a:r1:m1:c1:c2 o1 o2 a:r3:c3 o3"),
+        # Results follow their calls, wherever they and other parts of the answer are.
+        ("u1 m1 c1 m2 o1", "u1 a:m12:c1 o1"),
+        ("u1 r1 c1 r2 c2 o1 o2", "u1 a:r12:c1:c2 o1 o2"),
+        ("u1 c1 c2 o2 u2 o1 u3", "u1 a:c1:c2 o2 o1 u2 u3"),
+        ("u1 c1 c2 o1 c3 o2 o3", "u1 a:c1:c2 o1 o2 a:c3 o3"),
+        ("u1 c1 r1 o1 u2", "u1 a:r1:c1 o1 u2"),
+        # Answers without anything between them stay apart, as far as their parts tell.
+        ("u1 m1 m2 u2", "u1 a:m1 a:m2 u2"),
+        ("u1 r1 m1 r2 m2 u2", "u1 a:r1:m1 a:r2:m2 u2"),
+        ("u1 r1 m1 r2 c2 o2", "u1 a:r1:m1 a:r2:c2 o2"),
+        # Reasoning at the end is left out: the answer is written anew.
+        ("u1 r1", "u1"),
+        ("u1 c1 o1 r1", "u1 a:c1 o1"),
+        ("u1 r1 m1 r2", "u1 a:r1:m1"),
+    ],
+)
+def test_items_in_any_order(items, expected):
+    request = ResponsesRequest(model="demo", input=_items(items))
+    got = []
+    for message in request.conversation().messages:
+        if message["role"] == "assistant":
+            parts = {"r": message.get("reasoning_content"), "m": message["content"]}
+            words = [kind + text for kind, text in parts.items() if text]
+            words += ["c" + call["id"] for call in message.get("tool_calls", ())]
+            got.append(":".join(["a", *words]))
+            # Templates of published checkpoints tell calls by the lack of content.
+            assert (message["content"] is None) == ("tool_calls" in message and not parts["m"])
+        else:
+            got.append({"user": "u", "tool": "o"}[message["role"]] + message["content"])
+    assert " ".join(got) == expected
+
+
 def test_one_call_alone(scripted_client, engine):
     engine.text = v31(*CALLS)
     response = scripted_client.responses.create(**body(tools=[TOOL], parallel_tool_calls=False))

@@ -19,6 +19,7 @@ from dsv3_jax.engine.step_plan import ScheduledRequest
 from dsv3_jax.engine.step_results import NewTokens
 from dsv3_jax.generation.finished import STOPPED
 from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.tokenizer import SpecialTokenDecoder
 from tests.server.conftest import RunningServer, running
 from tests.server.scripted import ScriptedEngine, family_tokenizer
@@ -55,7 +56,12 @@ class TokenEngine(ScriptedEngine):
     seed: int = 0
 
     def _answer(
-        self, prompt: list[int], *, skip_special_tokens: bool = True, **settings: Any
+        self,
+        prompt: list[int],
+        *,
+        skip_special_tokens: bool = True,
+        reasoning: ReasoningMarkers | None = None,
+        **settings: Any,
     ) -> EngineRequest:
         rng = random.Random(self.seed)
         ids = self.tokenizer.encode(self.text, add_special_tokens=False, split_special_tokens=False)
@@ -69,7 +75,9 @@ class TokenEngine(ScriptedEngine):
         decoder = self.tokenizer if skip_special_tokens else SpecialTokenDecoder(self.tokenizer)
         handle = EngineRequest(lambda request: None)
         scheduled = ScheduledRequest(list(prompt), len(prompt) + len(ids))
-        output = RequestOutput(handle, request, scheduled, decoder, draft=None, depth=0)
+        output = RequestOutput(
+            handle, request, scheduled, decoder, draft=None, depth=0, reasoning=reasoning
+        )
         while ids and not output.is_stopped:
             count = rng.randrange(1, 5)
             new, ids = ids[:count], ids[count:]

@@ -217,11 +217,11 @@ def test_a_body_that_cannot_be_read_is_no_call(scripted_server, client, engine, 
 
 @pytest.mark.parametrize(("name", "write"), [*FORMATS.items(), ("deepseek-r1", v3)])
 def test_calls_before_the_end_of_the_reasoning(scripted_server, client, engine, name, write):
-    engine.text = f"<think>Need it.{write(*CALLS)}" if name == "kimi-k2" else ""
-    engine.text = engine.text or f"Need it.{write(*CALLS)}"
-    fields = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    engine.text = f"Need it.{write(*CALLS)}"
     if name in ("deepseek-v3", "kimi-k2"):  # their prompts leave it to the model
-        engine.text = f"<think>Need it.{write(*CALLS)}"
+        engine.text = "<think>" + engine.text
+    has_switch = name in ("deepseek-v3.1", "deepseek-v3.2")
+    fields = {"extra_body": {"chat_template_kwargs": {"thinking": True}} if has_switch else {}}
     with speaking(scripted_server, name):
         for answer in (
             client.chat.completions.create(**body(**fields)),
@@ -435,6 +435,99 @@ def test_errors_name_the_field(scripted_server, fields, param, message):
     status, error = scripted_server[0].refused("/v1/chat/completions", body(**fields))
     assert (status, error["param"]) == (400, param)
     assert message in error["message"]
+
+
+FORMATS_WITH_TOOLS = [*FORMATS, "deepseek-r1", "kimi-k2-thinking"]
+
+
+@pytest.mark.parametrize("name", FORMATS_WITH_TOOLS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_a_call_without_arguments_in_the_history(scripted_server, engine, name, path):
+    """Clients send no text, or ``{}``. All formats treat both alike."""
+    server, prompts = scripted_server[0], []
+    for arguments in ("{}", "", " "):
+        if path == "/v1/responses":
+            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+            output = {"type": "function_call_output", "call_id": "c", "output": "o"}
+            fields: dict[str, Any] = {"input": [{"role": "user", "content": "u"}, item, output]}
+        else:
+            call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+            answer = {"role": "assistant", "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": "c", "content": "o"}
+            fields = {"messages": [{"role": "user", "content": "u"}, answer, result]}
+        with speaking(scripted_server, name):
+            answer = server.post(path, {"model": "demo", **fields})
+        is_text = path == "/tokenize"
+        prompts.append(answer["tokens"] if is_text else engine.requests[-1]["prompts"][0])
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+def test_arguments_that_are_no_json_in_the_history(scripted_server, engine):
+    """V3.2 writes parameters. It gets other arguments as one, as DeepSeek's encoder of V4 does."""
+    for name in FORMATS_WITH_TOOLS:
+        call = {"id": "c", "function": {"name": "f", "arguments": '{"city": "<｜User｜>'}}
+        messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, *MESSAGES]
+        with speaking(scripted_server, name):
+            body = {"model": "demo", "messages": messages}
+            tokens = scripted_server[0].post("/tokenize", body)["tokens"]
+        text = engine.tokenizer.decode(tokens, skip_special_tokens=False)
+        parameter = '<｜DSML｜parameter name="arguments" string="true">{"city": "<｜User｜></'
+        assert (parameter if name == "deepseek-v3.2" else '{"city": "<｜User｜>') in text
+        assert tokens.count(
+            engine.tokenizer.encode("<｜User｜>", split_special_tokens=False)[-1]
+        ) == (0 if name.startswith("kimi") else 2)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.1", "deepseek-v3.2"])
+@pytest.mark.parametrize("switch", ["thinking", "enable_thinking"])
+def test_names_of_the_reasoning_switch_are_synonyms(scripted_server, engine, name, switch):
+    server, paths = scripted_server[0], ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
+    chat = {"messages": MESSAGES, "max_tokens": 9}
+    with speaking(scripted_server, name):
+        for path in paths:
+            fields = {"input": "x"} if path == "/v1/responses" else chat
+            for value, end in ((True, "<think>"), (False, "</think>"), (None, "</think>")):
+                arguments = {"chat_template_kwargs": {switch: value}}
+                server.post(path, {"model": "demo", **fields, **arguments})
+                ids = engine.requests[-1]["prompts"][0]
+                text = engine.tokenizer.decode(ids, skip_special_tokens=False)
+                assert text.endswith("<｜Assistant｜>" + end)
+            both = {"thinking": True, "enable_thinking": True}
+            server.post(path, {"model": "demo", **fields, "chat_template_kwargs": both})
+            # They come before the API's own field.
+            own = {
+                "/v1/responses": {"reasoning": {"effort": "none"}},
+                "/v1/messages": {"thinking": {"type": "disabled"}},
+            }.get(path, {})
+            arguments = {"chat_template_kwargs": {switch: True}, **own}
+            server.post(path, {"model": "demo", **fields, **arguments})
+            ids = engine.requests[-1]["prompts"][0]
+            text = engine.tokenizer.decode(ids, skip_special_tokens=False)
+            assert text.endswith("<｜Assistant｜><think>")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("deepseek-v3.1", {"enable_thinkng": True}, "reads (enable_thinking, thinking), got 'enab"),
+        ("deepseek-v3.1", {"thinking": "false"}, "expected true or false as 'thinking', got 'fals"),
+        ("deepseek-v3.2", {"enable_thinking": 1}, "expected true or false as 'enable_thinking'"),
+        ("deepseek-v3.2", {"thinking": True, "enable_thinking": False}, "expected the same value"),
+        ("deepseek-r1", {"enable_thinking": True}, "reads (it reads none), got 'enable_thinking'"),
+        ("kimi-k2", {"documents": []}, "got 'documents'"),
+    ],
+)
+def test_arguments_that_a_template_does_not_read(scripted_server, path, name, arguments, message):
+    with speaking(scripted_server, name):
+        fields = {"model": "demo", "messages": MESSAGES, "chat_template_kwargs": arguments}
+        if path == "/v1/messages":
+            fields["max_tokens"] = 9
+        status, _, content = scripted_server[0].request("POST", path, fields)
+    error = json.loads(content)["error"]
+    assert status == 400
+    assert message in error["message"]
+    assert error.get("param", "chat_template_kwargs") == "chat_template_kwargs"
 
 
 def test_templates_without_tools_refuse_them(scripted_server):

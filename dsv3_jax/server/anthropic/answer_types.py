@@ -54,7 +54,7 @@ class ToolUseContent(BaseModel):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
-    input: JsonValue = {}
+    input: dict[str, JsonValue] = {}
 
 
 AnyContent = TextContent | ThinkingContent | ToolUseContent

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from dsv3_jax.server.anthropic.answer_types import (
     AnyContent,
@@ -15,6 +13,7 @@ from dsv3_jax.server.anthropic.answer_types import (
     ThinkingContent,
     ToolUseContent,
 )
+from dsv3_jax.server.conversation import json_object
 from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.sse import NamedEvent
 
@@ -60,7 +59,8 @@ class BlockStream:
 
 
 def blocks_of(events: Sequence[Event]) -> list[AnyContent]:
-    """Returns the blocks of a whole answer. Arguments that are no JSON become a string."""
+    """Returns the blocks of a whole answer. The input of a call is an object, as clients expect it:
+    arguments that are none become its field ``INVALID_JSON``, as Anthropic recommends."""
     blocks: list[AnyContent] = []
     arguments: list[str] = []
     for event in BlockStream().add(events):
@@ -77,12 +77,6 @@ def blocks_of(events: Sequence[Event]) -> list[AnyContent]:
                 arguments[event.index] += delta["partial_json"]
     for block, text in zip(blocks, arguments, strict=True):
         if isinstance(block, ToolUseContent):
-            block.input = _parsed(text)
+            value = json_object(text)
+            block.input = {"INVALID_JSON": text} if value is None else value
     return blocks
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments

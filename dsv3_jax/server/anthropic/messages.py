@@ -80,6 +80,7 @@ class _Answer(Answer):
         self._stops = body.stop_sequences or []
         self._prompt_tokens = submitted.prompt_tokens
         self._parser = submitted.parsers[0]
+        self._skips_special_tokens = submitted.skips_special_tokens
 
     def body(self, completions: list[Completion]) -> MessageAnswer:
         """Returns the answer."""
@@ -129,11 +130,23 @@ class _Answer(Answer):
             return "tool_use", None
         if completion.finish_reason == "length":
             return "max_tokens", None
+        sequence = self._stop_sequence(completion)
+        return ("end_turn", None) if sequence is None else ("stop_sequence", sequence)
+
+    def _stop_sequence(self, completion: Completion) -> str | None:
+        """Returns the stop sequence that ended an answer, or None."""
+        if not (self._stops and completion.tokens):
+            return None
+        # One that spells a special token is no text, but a token that ends the answer.
+        last = completion.tokens[-1]
+        special = [s for s in self._stops if self.tokenizer.special_token_id(s) == last]
+        if special:
+            return special[0]
         # The completion's text ends before the stop sequence. That of its tokens does not.
+        text = self.tokenizer.decode(
+            completion.tokens, skip_special_tokens=self._skips_special_tokens
+        )
         begin = len(completion.text)
-        for skip_special_tokens in (True, False) if self._stops else ():
-            text = self.tokenizer.decode(completion.tokens, skip_special_tokens=skip_special_tokens)
-            for stop in self._stops:
-                if text.startswith(completion.text) and text.startswith(stop, begin):
-                    return "stop_sequence", stop
-        return "end_turn", None
+        matching = [s for s in self._stops if text.startswith(s, begin)]
+        # The shortest of them was complete first.
+        return min(matching, key=len, default=None) if text.startswith(completion.text) else None

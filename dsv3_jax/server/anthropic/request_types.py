@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -9,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.body import Body, Json
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json
 from dsv3_jax.server.openai.chat_types import TemplateArguments
 from dsv3_jax.server.openai.sampling_fields import StopStrings
-from dsv3_jax.server.openai.tool_types import FunctionName, NamedTool, required_tools
+from dsv3_jax.server.openai.tool_types import CallId, FunctionName, NamedTool, required_tools
 
 
 class CacheControl(Body):
@@ -22,7 +23,7 @@ class CacheControl(Body):
     ttl: str | None = None
 
 
-class Block(Body):
+class Block(AnswerPart):
     """A part of a message."""
 
     cache_control: CacheControl | None = None
@@ -48,7 +49,7 @@ class ToolUseBlock(Block):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     name: FunctionName
     input: dict[str, Json]
 
@@ -57,7 +58,7 @@ class ToolResultBlock(Block):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
-    tool_use_id: Annotated[str, Field(min_length=1, max_length=256)]
+    tool_use_id: CallId
     content: str | Annotated[list[TextBlock], Field(fail_fast=True)] = ""
     is_error: bool | None = None
     """Accepted and ignored: chat formats have no such field. The content tells."""
@@ -221,17 +222,18 @@ class CountRequest(Body):
         """Returns the conversation."""
         system = join_text(self.system or "")
         messages = [{"role": "system", "content": system}] if system else []
-        for message in self.messages:
+        for message in _turns(self.messages):
             messages += message.for_template()
         choice = self.tool_choice
-        thinking = {} if self.thinking is None else {"thinking": self.thinking.type != "disabled"}
+        thinking = None if self.thinking is None else self.thinking.type != "disabled"
         return Conversation(
             messages=messages,
             tools=self._described_tools(),
             required_tools=self._required_tools(),
             parallel_calls=choice is None
             or not (choice.disable_parallel_tool_use or choice.type == "tool"),
-            arguments={**thinking, **(self.chat_template_kwargs or {})},
+            thinking=thinking,
+            arguments=self.chat_template_kwargs or {},
         )
 
 
@@ -258,6 +260,22 @@ class MessagesRequest(CountRequest):
             "stop": self.stop_sequences,
         }
         return {name: value for name, value in settings.items() if value is not None}
+
+
+def _turns(messages: Sequence[InputMessage]) -> Iterator[InputMessage]:
+    """Yields messages. Those of the assistant that follow each other become one, as in Anthropic's
+    API, so that the results of tools follow all calls."""
+    for role, group in itertools.groupby(messages, key=lambda message: message.role):
+        if role == "user":
+            yield from group
+            continue
+        blocks: list[AnyBlock] = []
+        for message in group:
+            content = message.content
+            blocks += (
+                [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+            )
+        yield InputMessage.model_construct(role=role, content=blocks)
 
 
 def join_text(content: str | Sequence[TextBlock]) -> str:

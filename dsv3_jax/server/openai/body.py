@@ -185,6 +185,18 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+class AnswerPart(Body):
+    """A part of an earlier answer. Nulls in place of fields that it does not have are left out:
+    clients keep answers in types of their own, and send all fields of these back."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {k: v for k, v in part.items() if v is not None or k in cls.model_fields}
+
+
 def without_refused(body: Any, refused: Mapping[str, str]) -> Any:
     """Returns a body without fields that are refused. Clients may send them as null or empty.
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.body import Body, Json, at_most, without_refused
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json, at_most, without_refused
 from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
 from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.server.openai.tool_types import (
@@ -55,7 +55,7 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
+class Message(AnswerPart):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -72,9 +72,12 @@ class Message(Body):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
+        reasoning = self.reasoning_content or self.reasoning
+        if content is None and not self.tool_calls:
+            content = ""  # an answer that ended in its reasoning
         message = {
             "name": self.name,
-            "reasoning_content": self.reasoning_content or self.reasoning,
+            "reasoning_content": reasoning,
             "tool_calls": [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()],
             "tool_call_id": self.tool_call_id,
         }
@@ -85,7 +88,8 @@ class Message(Body):
 
 def _check_messages(messages: list[Message]) -> list[Message]:
     for i, message in enumerate(messages):
-        if message.content is None and not message.tool_calls:
+        has_more = message.tool_calls or message.reasoning_content or message.reasoning
+        if message.content is None and not (has_more and message.role == "assistant"):
             raise ValueError(f"messages.{i}.content: expected text, got none")
         if message.tool_calls and message.role != "assistant":
             raise ValueError(f"messages.{i}.tool_calls: expected none in a {message.role} message")
@@ -173,7 +177,7 @@ class TokenLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int] | None
-    """Its bytes in UTF-8. None for a token that is no whole character."""
+    """Its bytes in UTF-8, which may be a part of a character. None for a special token."""
 
 
 class ChosenLogprob(TokenLogprob):

@@ -94,7 +94,7 @@ class CompletionLogprobs(BaseModel):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Characters before each token."""
+    """Characters of the text before each token. Special tokens that it leaves out do not count."""
 
 
 class CompletionChoice(BaseModel):

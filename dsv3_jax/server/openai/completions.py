@@ -21,7 +21,7 @@ from dsv3_jax.server.openai.completion_types import (
     CompletionResponse,
 )
 from dsv3_jax.server.openai.sampling_fields import Usage
-from dsv3_jax.server.openai.token_text import completion_logprobs
+from dsv3_jax.server.openai.token_text import TextGrowth, completion_logprobs
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.server.sse import STREAMED, unless_gone
 
@@ -64,8 +64,8 @@ class _Answer(Answer):
         super().__init__("cmpl-", body.model, job, service, n=body.n or 1, log=log)
         self._body = body
         self._prompts = prompts
+        self._growths = [TextGrowth(service.tokenizer) for _ in job.handles]
         self._encoded: dict[int, list[int]] = {}  # by the prompt's number
-        self._offsets = [0] * len(job.handles)  # characters of the tokens so far
 
     def body(self, completions: list[Completion]) -> CompletionResponse:
         """Returns all completions."""
@@ -124,16 +124,20 @@ class _Answer(Answer):
             return None
         tokens, logprobs = part.tokens, list[float | None](part.logprobs)
         tops = list[TopLogprobs | None](part.top_logprobs or [[] for _ in tokens])
-        record = self.job.handles[index].prompt_record
+        record, ends = self.job.handles[index].prompt_record, set[int]()
         if echo and record is not None:
-            tokens = [*self._prompt_ids(index), *tokens]
+            prompt = self._prompt_ids(index)
+            # Prompt and answer are decoded apart, even if a character begins in one and ends in the
+            # other.
+            ends.add(len(prompt) - 1)
+            tokens = [*prompt, *tokens]
             logprobs = [*record.logprobs, *logprobs]
             tops = [*record.top_logprobs, *tops]
-        result = completion_logprobs(
-            self.tokenizer, tokens, logprobs, tops, begin=self._offsets[index]
+        if part.finish_reason is not None:
+            ends.add(len(tokens) - 1)
+        return completion_logprobs(
+            self.tokenizer, self._growths[index], tokens, logprobs, tops, ends
         )
-        self._offsets[index] += sum(map(len, result.tokens))
-        return result
 
     def _prompt_ids(self, index: int) -> list[int]:
         number = index // self.n

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from dsv3_jax.server.openai.body import Body, Json
-from dsv3_jax.server.openai.tool_types import FunctionName
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json
+from dsv3_jax.server.openai.tool_types import CallId, FunctionName
 
 Status = Literal["in_progress", "completed", "incomplete"]
-CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class InputText(Body):
+class InputText(AnswerPart):
     """Text of a message. That of earlier answers has further fields, which are ignored."""
 
     type: Literal["input_text", "output_text"]
@@ -23,7 +22,7 @@ class InputText(Body):
     logprobs: list[Json] | None = None
 
 
-class InputMessage(Body):
+class InputMessage(AnswerPart):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -35,7 +34,7 @@ class InputMessage(Body):
     """Accepted and ignored."""
 
 
-class FunctionCallInput(Body):
+class FunctionCallInput(AnswerPart):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
@@ -56,14 +55,14 @@ class FunctionCallOutput(Body):
     status: Status | None = None
 
 
-class ReasoningText(Body):
+class ReasoningText(AnswerPart):
     """Text of the reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningInput(Body):
+class ReasoningInput(AnswerPart):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
@@ -93,36 +92,64 @@ InputItem = Annotated[
 def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Returns items as messages that chat templates read.
 
-    Reasoning, text and tool calls that follow each other are one message of the assistant.
+    Reasoning, text and tool calls that follow each other are one message of the assistant, and the
+    results of its calls follow it, wherever they are in the input. Reasoning or a message begins
+    another one after text without calls. Reasoning without text or calls is a message too, except
+    at the end of the input, where it is left out: the answer is written anew.
     """
-    messages: list[dict[str, Any]] = []
-    reasoning = ""
+    groups: list[list[dict[str, Any]]] = []  # a message, with the results of its calls
+    group_of: dict[str, list[dict[str, Any]]] = {}  # by the ids of calls
+    answer: list[dict[str, Any]] | None = None  # the group of the answer that may go on
 
-    def assistant(content: str | None) -> dict[str, Any]:
-        nonlocal reasoning
-        thoughts = {"reasoning_content": reasoning} if reasoning else {}
-        reasoning = ""
-        return {"role": "assistant", "content": content, **thoughts}
+    def going_on(*, with_calls: bool = False) -> dict[str, Any]:
+        nonlocal answer
+        if answer is None or not (
+            with_calls or "tool_calls" in answer[0] or not _has_answer(answer[0])
+        ):
+            answer = [{"role": "assistant", "content": ""}]
+            groups.append(answer)
+        return answer[0]
 
     for item in items:
         match item:
             case InputMessage(role="assistant"):
-                messages.append(assistant(_text(item.content)))
-            case InputMessage():
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content)})
+                going_on()["content"] += _text(item.content)
             case ReasoningInput():
-                reasoning = "".join(part.text for part in item.content or ())
-            case FunctionCallOutput():
-                output = _text(item.output)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+                if text := "".join(part.text for part in item.content or ()):
+                    message = going_on()
+                    message["reasoning_content"] = message.get("reasoning_content", "") + text
             case FunctionCallInput():
-                if not messages or messages[-1]["role"] != "assistant" or reasoning:
-                    messages.append(assistant(None))
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
-                messages[-1].setdefault("tool_calls", []).append(call)
+                going_on(with_calls=True).setdefault("tool_calls", []).append(call)
+                assert answer is not None
+                group_of[item.call_id] = answer
+            case InputMessage():
+                role = "system" if item.role == "developer" else item.role
+                groups.append([{"role": role, "content": _text(item.content)}])
+                answer = None
+            case FunctionCallOutput():
+                output = _text(item.output)
+                result = {"role": "tool", "tool_call_id": item.call_id, "content": output}
+                group = group_of.get(item.call_id)
+                if group is None:
+                    groups.append([result])
+                else:
+                    group.append(result)
+                if group is answer or group is None:
+                    answer = None
+    if answer is not None and not _has_answer(answer[0]) and answer[0].get("reasoning_content"):
+        groups.pop()
+    messages = [message for group in groups for message in group]
+    for message in messages:
+        if message.get("tool_calls"):
+            message["content"] = message["content"] or None
     return messages
+
+
+def _has_answer(message: Mapping[str, Any]) -> bool:
+    """Returns whether a message of the assistant has more than reasoning."""
+    return bool(message["content"] or message.get("tool_calls"))
 
 
 def _text(content: str | Sequence[InputText]) -> str:

@@ -152,14 +152,15 @@ class ResponsesRequest(Body):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         effort = self.reasoning and self.reasoning.effort
-        thinking = {"thinking": effort != "none"} if effort else {}
+        thinking = effort != "none" if effort else None
         tools = self._described_tools()
         return Conversation(
             messages=messages,
             tools=tools,
             required_tools=required_tools(self.tool_choice, tools),
             parallel_calls=allows_parallel_calls(self.tool_choice, self.parallel_tool_calls),
-            arguments={**thinking, **(self.chat_template_kwargs or {})},
+            thinking=thinking,
+            arguments=self.chat_template_kwargs or {},
         )
 
     def engine_settings(self) -> dict[str, Any]:
@@ -187,7 +188,7 @@ class OutputTokensDetails(BaseModel):
     """Parts of the output's tokens."""
 
     reasoning_tokens: int
-    """Tokens of the reasoning's text, when it is encoded again."""
+    """Generated tokens of the reasoning, without its markers."""
 
 
 class ResponseUsage(BaseModel):

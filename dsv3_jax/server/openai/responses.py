@@ -12,7 +12,7 @@ from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.body import BodyRoute
-from dsv3_jax.server.openai.response_items import ItemStream, ReasoningItem, ResponseEvent, Status
+from dsv3_jax.server.openai.response_items import ItemStream, ResponseEvent, Status
 from dsv3_jax.server.openai.response_types import (
     IncompleteDetails,
     ResponseBody,
@@ -20,6 +20,7 @@ from dsv3_jax.server.openai.response_types import (
     ResponseUsage,
 )
 from dsv3_jax.server.openai.sampling_fields import Usage
+from dsv3_jax.server.openai.token_text import TextGrowth
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.server.sse import STREAMED, NamedEventFormat, unless_gone
 
@@ -51,6 +52,7 @@ class _Answer(Answer):
     ):
         super().__init__("resp_", body.model, submitted.job, service, n=1, log=log)
         self._request = body
+        self._submitted = submitted
         self._parser = submitted.parsers[0]
         self._stream = ItemStream()
         self.event_format = NamedEventFormat(self._error_event)
@@ -80,10 +82,23 @@ class _Answer(Answer):
         yield stream.event(f"response.{response.status}", response=response)
 
     def _final(self, completion: Completion, usage: Usage) -> ResponseBody:
-        reasoning = (item for item in self._stream.items if isinstance(item, ReasoningItem))
-        text = "".join(item.content[0].text for item in reasoning)
-        tokens = len(self.tokenizer.encode(text, add_special_tokens=False)) if text else 0
+        tokens = self._reasoning_tokens(completion)
         return self._response(_status(completion), ResponseUsage.of(usage, tokens))
+
+    def _reasoning_tokens(self, completion: Completion) -> int:
+        """Returns the number of generated tokens of the reasoning, without its markers."""
+        if self._submitted.reasoning is None:
+            return 0
+        begin, end = self._submitted.reasoning.span(completion.text)
+        shows_special = not self._submitted.skips_special_tokens
+        growth = TextGrowth(self.tokenizer, shows_special=shows_special)
+        count = 0
+        for token in completion.tokens:
+            if growth.length >= end:
+                break
+            is_text = begin <= growth.length
+            count += growth.add(token) is not None and is_text
+        return count
 
     def _response(self, status: Status, usage: ResponseUsage | None) -> ResponseBody:
         request = self._request

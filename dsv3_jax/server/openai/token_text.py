@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Collection, Sequence
 
 from dsv3_jax.generation.completion import Completion, Piece, TopLogprobs
-from dsv3_jax.generation.text import INCOMPLETE
 from dsv3_jax.server.openai.chat_types import ChatLogprobs, ChosenLogprob, TokenLogprob
 from dsv3_jax.server.openai.completion_types import CompletionLogprobs
 from dsv3_jax.tokenizer import Tokenizer
@@ -16,43 +16,91 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.decode([token], skip_special_tokens=False)
 
 
+class TextGrowth:
+    """Follows a text that grows token by token: where each token begins, and what it adds.
+
+    A character of several tokens belongs to the last of them, as in vLLM; the others add nothing.
+    So do special tokens, which the text leaves out. Joined, the additions are the text.
+
+    Args:
+      shows_special: whether the text has special tokens, as that of answers with tools.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, shows_special: bool = False):
+        self._tokenizer = tokenizer
+        self._shows_special = shows_special
+        self._decoder = _new_decoder()
+        self.length = 0
+        """Characters of the text so far."""
+
+    def add(self, token: int, *, is_last: bool = False) -> str | None:
+        """Adds a token. Returns the characters that it adds, None for a special token.
+
+        Args:
+          is_last: whether the text ends here, so that an incomplete character becomes U+FFFD.
+        """
+        content = self._bytes(token)
+        text = self._decoder.decode(content or b"", is_last)
+        self.length += len(text)
+        return None if content is None and not text else text
+
+    def addition(self, token: int, *, is_last: bool = False) -> str | None:
+        """Returns what :meth:`add` would, and adds nothing."""
+        decoder = _new_decoder()
+        decoder.setstate(self._decoder.getstate())
+        content = self._bytes(token)
+        return None if content is None else decoder.decode(content, is_last)
+
+    def _bytes(self, token: int) -> bytes | None:
+        content = self._tokenizer.token_bytes(token)
+        if content is None and self._shows_special:
+            return token_text(self._tokenizer, token).encode()
+        return content
+
+
+def _new_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
+    growth: TextGrowth,
     tokens: Sequence[int],
     logprobs: Sequence[float | None],
     top_logprobs: Sequence[TopLogprobs | None],
-    *,
-    begin: int = 0,
+    ends: Collection[int],
 ) -> CompletionLogprobs:
     """Returns log-probabilities in the shape of /v1/completions.
 
-    ``top_logprobs`` of a token contains the token itself, even if it is not among the most probable
-    ones. Of tokens with the same text, it contains the most probable one.
+    A token's text is what it adds to the text, or the name of a special token, and its offset is
+    where that begins. ``top_logprobs`` of a token contains the token itself, even if it is not
+    among the most probable ones. Of tokens with the same text, it contains the most probable one.
 
     Args:
+      growth: the text before these tokens, which are added to it.
       tokens: ids.
       logprobs: of each token; None where nothing precedes it.
       top_logprobs: most probable tokens at each position, best first.
-      begin: characters of the tokens before these.
+      ends: indices of the tokens after which a text ends: that of the prompt, or all of it.
     """
-    texts = [token_text(tokenizer, token) for token in tokens]
-    tops: list[dict[str, float] | None] = []
-    for text, logprob, top in zip(texts, logprobs, top_logprobs, strict=True):
-        if logprob is None or top is None:
-            tops.append(None)
-            continue
-        pairs: dict[str, float] = {}
-        for token, value in top:
-            pairs.setdefault(token_text(tokenizer, token), value)
-        pairs.setdefault(text, logprob)
-        tops.append(pairs)
-    offsets, end = [], begin
-    for text in texts:
-        offsets.append(end)
-        end += len(text)
-    return CompletionLogprobs(
-        tokens=texts, token_logprobs=list(logprobs), top_logprobs=tops, text_offset=offsets
-    )
+    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for i, (token, logprob, top) in enumerate(zip(tokens, logprobs, top_logprobs, strict=True)):
+        is_last = i in ends
+        pairs: dict[str, float] | None = None
+        if logprob is not None and top is not None:
+            pairs = {}
+            for candidate, value in top:
+                name = growth.addition(candidate, is_last=is_last)
+                pairs.setdefault(token_text(tokenizer, candidate) if name is None else name, value)
+        result.text_offset.append(growth.length)
+        added = growth.add(token, is_last=is_last)
+        text = token_text(tokenizer, token) if added is None else added
+        if pairs is not None and logprob is not None:
+            pairs.setdefault(text, logprob)
+        result.tokens.append(text)
+        result.token_logprobs.append(logprob)
+        result.top_logprobs.append(pairs)
+    return result
 
 
 def chat_logprobs(tokenizer: Tokenizer, parts: Sequence[Completion | Piece]) -> ChatLogprobs:
@@ -63,9 +111,12 @@ def chat_logprobs(tokenizer: Tokenizer, parts: Sequence[Completion | Piece]) -> 
     """
 
     def entry(token: int, logprob: float) -> TokenLogprob:
-        text = token_text(tokenizer, token)
-        content = None if INCOMPLETE in text else list(text.encode())
-        return TokenLogprob(token=text, logprob=logprob, bytes=content)
+        content = tokenizer.token_bytes(token)
+        return TokenLogprob(
+            token=token_text(tokenizer, token),
+            logprob=logprob,
+            bytes=None if content is None else list(content),
+        )
 
     return ChatLogprobs(
         content=[

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from dsv3_jax.server.openai.body import Body, Json
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json
 from dsv3_jax.server.parsers.tool_parser import NAME
 
 FunctionName = Annotated[str, Field(pattern=f"^{NAME}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=512)]
+"""Id of a tool call. That of Kimi-K2 contains the function's name."""
 
 
 _DESCRIPTION = ("name", "description", "parameters")
@@ -41,7 +43,7 @@ class Tool(Body):
         return {"type": self.type, "function": present}
 
 
-class CalledFunction(Body):
+class CalledFunction(AnswerPart):
     """The function of a tool call."""
 
     name: FunctionName
@@ -49,10 +51,10 @@ class CalledFunction(Body):
     """JSON, as the model wrote it."""
 
 
-class ToolCall(Body):
+class ToolCall(AnswerPart):
     """A tool call in the history."""
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
