@@ -130,8 +130,8 @@ class Tokenizer:
         # set and reset, because several threads may use this object.
         self._plain_tokenizer.add_special_tokens(list(self._control.values()))
         self._plain_tokenizer.encode_special_tokens = True
-        spellings = sorted((t.content for t in self._control.values()), key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        spellings = [token.content for token in self._control.values()]
+        self._control_pattern = re.compile(longest_of(spellings))
         self._names = declared.names
         self.bos_token = declared.names.get("bos_token")
         self.eos_token = declared.names.get("eos_token")
@@ -454,6 +454,29 @@ def _check_text(name: str, text: Any) -> None:
 
 def _model_type(directory: Path) -> Any:
     return special_tokens.read_object(directory / "config.json").get("model_type")
+
+
+def longest_of(words: Iterable[str]) -> str:
+    """Returns a regular expression for the longest of some words.
+
+    It is their trie: where a text has no word, the search looks at a few characters, and not at
+    each of the words.
+    """
+    trie: dict[str, Any] = {}
+    for word in words:
+        node = trie
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+
+    def pattern(node: dict[str, Any]) -> str:
+        ways = [re.escape(first) + pattern(rest) for first, rest in node.items() if first]
+        if not ways:
+            return ""
+        return f"(?:{'|'.join(ways)})" + ("?" if "" in node else "")
+
+    trie.pop("", None)
+    return pattern(trie) or r"(?!)"
 
 
 def _chat_template(

@@ -4,6 +4,7 @@ import base64
 import datetime
 import itertools
 import json
+import random
 import re
 import shutil
 import threading
@@ -18,7 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 import dsv3_jax
-from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.tokenizer import Tokenizer, longest_of
 from dsv3_jax.training.corpus import pack
 
 BOS, EOS, USER = 0, 1, 2
@@ -587,3 +588,27 @@ def test_long_texts_do_not_stop_other_threads():
     for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
         # A busy machine is silent for other reasons, but not every time.
         assert min(longest_silence(work) for _ in range(5)) < 0.6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_of_some_words_matches(seed):
+    numbers = random.Random(seed)
+
+    def text(length: int) -> str:
+        return "".join(numbers.choices("<a|.(", k=length))
+
+    words = {text(numbers.randint(1, 6)) for _ in range(numbers.randint(1, 12))}
+    alternatives = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+    pattern = re.compile(longest_of(words))
+    for _ in range(50):
+        searched = text(30)
+        positions = [match.span() for match in pattern.finditer(searched)]
+        assert positions == [match.span() for match in alternatives.finditer(searched)]
+    assert re.search(longest_of([]), "any") is None
+
+
+def test_a_search_for_control_tokens_does_not_try_each():
+    """The pattern of many tokens begins with what they share."""
+    words = [f"<|place holder no {i}|>" for i in range(800)]
+    assert longest_of(words).count("place") <= 1
+    assert len(longest_of(words)) < 10 * len("".join(str(i) for i in range(800)))

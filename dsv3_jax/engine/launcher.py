@@ -7,6 +7,7 @@ does not keep the engine from planning the next step and processing earlier resu
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -82,7 +83,8 @@ class Launcher:
     def _work(self) -> None:
         """The body of the thread."""
         while (launch := self._queue.get()) is not None:
-            self._run(*launch)
+            with contextlib.suppress(BaseException):  # the future has it, and later ones wait
+                self._run(*launch)
 
     def _run(
         self, future: Future[_T], function: Callable[[SlotState], tuple[SlotState, _T]]

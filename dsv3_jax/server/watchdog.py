@@ -53,7 +53,10 @@ class Watchdog:
     def _run(self) -> None:
         limit = self._service.settings.stuck_seconds
         while not self._has_ended.wait(min(1.0, limit / 10)):
-            self._service.engine.fail_if_stuck(limit)
+            try:
+                self._service.engine.fail_if_stuck(limit)
+            except Exception:  # a server without its watchdog would hang for ever
+                logger.exception("the watchdog cannot tell whether the engine is stuck")
             failure = self._service.failure
             if failure is not None:
                 logger.error("the server ends: %s", failure)

@@ -51,6 +51,21 @@ class TestLauncher:
         launcher.close()
 
 
+def test_errors_of_any_kind_end_later_launches():
+    """The thread goes on, so that nobody waits for it for ever."""
+    launcher = Launcher([], background=True)  # pyright: ignore
+
+    def end(state):
+        raise SystemExit
+
+    failed = launcher.launch(end)
+    with pytest.raises(SystemExit):
+        failed.result(30)
+    with pytest.raises(EngineError, match="an earlier one failed"):
+        launcher.launch(append(1)).result(30)
+    launcher.close()
+
+
 def test_a_launch_returns_while_the_one_before_blocks():
     launcher = Launcher([], background=True)  # pyright: ignore
     go = threading.Event()

@@ -54,6 +54,22 @@ def test_a_stuck_device(ends, caplog):
     engine.loop.shutdown()
 
 
+def test_the_watchdog_survives_an_error(caplog):
+    ended = threading.Event()
+    engine = SimpleNamespace(failure=None)
+
+    def fail_if_stuck(limit: float) -> None:
+        if engine.failure is None:
+            engine.failure = EngineError("stuck")
+            raise MemoryError
+
+    engine.fail_if_stuck = fail_if_stuck
+    caplog.set_level(logging.ERROR, "dsv3_jax.server")
+    with Watchdog(service(engine, 0.01), ended.set, lambda: None, 30):
+        assert ended.wait(30)
+    assert caplog.records[0].exc_info[0] is MemoryError
+
+
 class Hours(SimpleNamespace):
     """The clock of an engine, which the test puts forward."""
 
