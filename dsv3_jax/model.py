@@ -428,7 +428,9 @@ class DeepSeekV3(nnx.Module):
         return batch_sharded(self.layout, "lm_head", self.lm_head, hidden, jnp.float32)
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return batch_sharded(self.layout, "embed_tokens", self.embed_tokens, tokens)
+        # In training the table is float32, and so is the sum of a frequent token's gradients.
+        x = batch_sharded(self.layout, "embed_tokens", self.embed_tokens, tokens)
+        return x.astype(self.dtype)
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Hidden:
         return Hidden(x, self.norm(x))
