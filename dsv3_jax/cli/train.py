@@ -185,7 +185,14 @@ def _inputs(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[
     """
     inputs = {"config": None, "source": None, "data": None, "tokenizer": None, "to": "bf16"}
     inputs |= {"layout": None, "expert_devices": None}
-    inputs |= {"settings": {}} | recorded.get("plan", {})
+    inputs |= {"settings": {}}
+    for name in recorded.get("plan", {}):
+        if name not in inputs:
+            raise ValueError(
+                f"run.json: plan.{name}: expected an input of this version; resume with the version"
+                " that wrote it"
+            )
+    inputs |= recorded.get("plan", {})
     if arguments.config or arguments.source:
         inputs |= {"config": None, "source": None}
     if arguments.layout:

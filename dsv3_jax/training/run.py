@@ -89,7 +89,7 @@ def train(
     batches = TrainingBatches(corpus.train, settings.batch, settings.length, settings.seed)
     evaluation = Evaluation(trainer, corpus, settings)
     if resume:
-        record.compare(out, identity)
+        record.compare(out, identity, _defaults())
         store = CheckpointStore(out / record.CHECKPOINTS, settings.keep)
         # A checkpoint has the trained weights, but not the frozen ones.
         uses_model = config.freezes_weights or not store.steps()
@@ -129,7 +129,7 @@ def check(
         raise ValueError("resume: expected a run that keeps checkpoints, got keep=0")
     trainer = Trainer(model, config)
     if resume:
-        record.compare(out, _identity(config, settings))
+        record.compare(out, _identity(config, settings), _defaults())
         record.check_writable(out)
     else:
         record.check_new(out)
@@ -142,6 +142,13 @@ def _identity(config: TrainingConfig, settings: RunSettings) -> dict[str, dict[s
         "training": dataclasses.asdict(config),
         "data": {name: getattr(settings, name) for name in ("batch", "length", "seed")},
     }
+
+
+def _defaults() -> dict[str, dict[str, Any]]:
+    """Returns the settings of runs that were recorded before these existed."""
+    fields = dataclasses.fields(TrainingConfig)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return {"training": defaults}
 
 
 def _check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:

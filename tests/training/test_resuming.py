@@ -6,6 +6,7 @@ Only the test of an extended run computes training steps.
 import dataclasses
 import gc
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -91,6 +92,61 @@ def test_a_run_without_a_fingerprint_is_refused(model, tmp_path):
     (out / "run.json").write_text(json.dumps(content))
     line = refused(model, CORPUS, out, LORA, SETTINGS, resume=True)
     assert "run.json has no fingerprint of the weights that the run began with" in line
+
+
+# ---- other versions ------------------------------------------------------------------------------
+
+OLD_RECORD = Path(__file__).parent / "run_of_2026_11_24.json"
+"""Record of a run with LORA, SETTINGS and CORPUS. Its version had fewer settings."""
+
+
+@pytest.fixture
+def old_run(tmp_path) -> Path:
+    shutil.copyfile(OLD_RECORD, tmp_path / "run.json")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_run_of_an_earlier_version_resumes(model, old_run):
+    """Settings that it did not have are the defaults, and are recorded then."""
+    before = json.loads(OLD_RECORD.read_text())
+    new = {field.name for field in dataclasses.fields(LORA)} - before["training"].keys()
+    assert new >= {"indexer_stage", "draft_depth"}
+    line = refused(
+        model, CORPUS, old_run, dataclasses.replace(LORA, lora_rank=0, draft_depth=1), SETTINGS,
+        resume=True,
+    )  # fmt: skip
+    assert "resume: training.draft_depth differs" in line
+    assert "began with 0, got 1" in line
+    with pytest.raises(StopError):
+        train(model, CORPUS, old_run, LORA, SETTINGS, resume=True, report=stop_at_once)
+    after = json.loads((old_run / "run.json").read_text())
+    assert after["training"] == json.loads(json.dumps(dataclasses.asdict(LORA)))
+    assert {**after, "training": before["training"]} == before
+
+
+def test_a_setting_of_another_version_is_refused(model, old_run):
+    content = json.loads(OLD_RECORD.read_text())
+    content["training"]["dropout"] = 0.5
+    (old_run / "run.json").write_text(json.dumps(content))
+    line = refused(model, CORPUS, old_run, LORA, SETTINGS, resume=True)
+    assert line.startswith("resume: training.dropout: expected a setting of this version, got one")
+    content["training"] = [1]
+    (old_run / "run.json").write_text(json.dumps(content))
+    line = refused(model, CORPUS, old_run, LORA, SETTINGS, resume=True)
+    assert line.endswith("run.json: training: expected a JSON object, got list")
+
+
+def test_a_model_recorded_without_a_newer_key_is_the_same(model, old_run):
+    """An optional key that this version writes has its default in the record."""
+    content = json.loads(OLD_RECORD.read_text())
+    del content["model"]["rope_interleave"]
+    (old_run / "run.json").write_text(json.dumps(content))
+    record.compare(old_run, {"model": model.config.to_hf()})
+    content["model"]["kv_lora_rank"] = None
+    (old_run / "run.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"run\.json: model: .*kv_lora_rank"):
+        record.compare(old_run, {"model": model.config.to_hf()})
 
 
 # ---- the start -----------------------------------------------------------------------------------
