@@ -33,7 +33,7 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: Path, keep: int | None):
-        # At lower levels orbax logs every step of its work to stderr, and errors that it raises too.
+        # At lower levels orbax logs every step of its work, and every error that it raises.
         logging.set_verbosity(logging.FATAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
