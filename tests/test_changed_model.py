@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from dsv3_jax import Generator
+from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import random_model
 from dsv3_jax.kv_cache import LatentKVCache
@@ -139,6 +140,13 @@ def test_the_kernels_of_a_layer_refuse_what_they_would_not_call(monkeypatch):
     assert around_attention.is_preferred(model().layers[0], 1)
 
 
+def test_a_generator_describes_itself():
+    generator = Generator(model(), None, max_len=16, batch_sizes=(1, 4))
+    assert repr(generator) == (
+        "Generator(deepseek_v3 model of 2 layers in float32, None, max_len=16, batch_sizes=(1, 4))"
+    )
+
+
 @pytest.mark.slow
 def test_a_changed_model_generates_and_trains():
     changed = model()
@@ -158,6 +166,23 @@ def test_a_changed_model_generates_and_trains():
     )
     _, second = trainer.step(state, TOKENS)
     assert float(second.losses.main) < float(first.losses.main)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (replace_mlp, "model.layers.0.mlp.down_proj.weight"),
+        (skip_mlp, "model.layers.0.mlp.down_proj.weight"),
+        (replace_head, "lm_head.kernel"),
+    ],
+)
+def test_a_changed_model_is_not_written_as_a_published_one(change, name, tmp_path):
+    changed = model()
+    change(changed)
+    with pytest.raises(ValueError, match=f"^{name}: expected the published tensors") as error:
+        write_checkpoint(changed, tmp_path / "new")
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_replaced_module_on_a_mesh_is_one_line():

@@ -587,3 +587,15 @@ def test_long_texts_do_not_stop_other_threads():
     for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
         # A busy machine is silent for other reasons, but not every time.
         assert min(longest_silence(work) for _ in range(5)) < 0.6
+
+
+def test_a_tokenizer_is_callable_and_describes_itself(tmp_path, demo):
+    assert demo("import os") == demo.encode("import os")
+    assert demo("<think>", split_special_tokens=False) == demo.encode(
+        "<think>", split_special_tokens=False
+    )
+    assert repr(demo).startswith("Tokenizer(2,048 tokens, ")
+    assert f"bos {demo.bos_token!r}, eos {demo.eos_token!r}, chat template)" in repr(demo)
+    assert repr(write(tmp_path)) == (
+        "Tokenizer(10 tokens, 3 of them control tokens, bos None, eos None, no chat template)"
+    )

@@ -113,7 +113,7 @@ def _replaced(layer: Any) -> str | None:
     kinds = {"input_layernorm": RMSNorm, "post_attention_layernorm": RMSNorm, "mlp": (MLP, MoE)}
     for path, module in nnx.iter_modules(layer):
         name = ".".join(map(str, path))
-        is_own = type(module).__module__.startswith((f"{__package__}.", "flax."))
+        is_own = type(module).__module__.startswith(f"{__package__}.") or type(module) is nnx.List
         if path and not (is_own and isinstance(module, kinds.get(name, nnx.Module))):
             return f"{type(module).__name__} in {name}"
     return None
