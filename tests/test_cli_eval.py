@@ -1,13 +1,18 @@
-"""dsv3 eval, in this process, on the demo."""
+"""dsv3 eval, in this process, on a model that compiles in seconds."""
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 
+from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.cli import eval as evaluation
 from dsv3_jax.training.perplexity import Evaluator
+from tests.support.checkpoints import random_tensors, write_checkpoint
 from tests.support.command import run
+from tests.training.tiny import CONFIG
 
 pytestmark = pytest.mark.usefixtures("own_compile_cache")
 
@@ -22,6 +27,20 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """Two models with the demo's tokenizer and different weights."""
+    directories = []
+    for seed in (1, 2):
+        directory = tmp_path_factory.mktemp("model")
+        config = CONFIG | {"vocab_size": 2048, "num_nextn_predict_layers": 0}
+        write_checkpoint(directory, config, random_tensors(config, seed=seed))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(DEMO / name, directory / name)
+        directories.append(directory)
+    return directories
+
+
 def evaluate(*arguments: object) -> int:
     return run("eval", *SMALL, *arguments)
 
@@ -33,9 +52,10 @@ def result(capsys, *arguments: object) -> dict:
     return json.loads(out)
 
 
-def test_an_interrupted_command_continues(text, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_command_continues(text, models, tmp_path, capsys, monkeypatch):
     """The sums are those of an undisturbed command, bit for bit, and what differs is refused."""
-    want = result(capsys, "--data", text)
+    data = ("--model", models[0], "--data", text)
+    want = result(capsys, *data)
     assert want["documents"] == 9
     assert want["bytes"] == sum(
         len(json.loads(line)["text"]) for line in text.read_text().splitlines()
@@ -55,41 +75,42 @@ def test_an_interrupted_command_continues(text, tmp_path, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "nats", interrupted)
-        assert evaluate("--data", text, "--out", out) == 130
+        assert evaluate(*data, "--out", out) == 130
     assert f"{out} has the sums of 3 of " in capsys.readouterr().err
     assert json.loads(out.read_text())["batches"] == 3
 
     for arguments, message in (
-        (("--data", text, "--out", out), f"--out: {out} exists; expected a new file, or --resume"),
-        (("--data", text, "--out", out, "--resume", "--length", "16"), "length differs"),
-        (("--data", __file__, "--out", out, "--resume"), "--resume: data differs"),
-        (("--data", text, "--out", out, "--resume", "--model", "demo-sparse"), "weights differs"),
+        ((*data, "--out", out), f"--out: {out} exists; expected a new file, or --resume"),
+        ((*data, "--out", out, "--resume", "--length", "16"), "length differs"),
+        ((*data, "--data", __file__, "--out", out, "--resume"), "--resume: data differs"),
+        ((*data, "--out", out, "--resume", "--model", models[1]), "weights differs"),
     ):
         assert evaluate(*arguments) == 2
         assert message in capsys.readouterr().err
 
     read = []
     monkeypatch.setattr(Evaluator, "nats", lambda self, i: read.append(i) or nats(self, i))
-    got = result(capsys, "--data", text, "--out", out, "--resume")
+    got = result(capsys, *data, "--out", out, "--resume")
     assert read[0] == 3
     for name in ("nats_per_token", "tokens", "bytes", "documents"):
         assert got[name] == want[name], name
     read.clear()
     assert (
-        result(capsys, "--data", text, "--out", out, "--resume")["nats_per_token"]
+        result(capsys, *data, "--out", out, "--resume")["nats_per_token"]
         == (want["nats_per_token"])
     )
     assert read == []
 
 
 @pytest.mark.slow
-def test_the_cache_gives_the_same_perplexity(text, capsys):
-    want = result(capsys, "--data", text)
+def test_the_cache_gives_the_same_perplexity(text, models, capsys):
+    data = ("--model", models[0], "--data", text)
+    want = result(capsys, *data)
     for cache in ("1", "16"):
-        got = result(capsys, "--data", text, "--cache", cache)
+        got = result(capsys, *data, "--cache", cache)
         assert got["cache"] == int(cache)
         assert got["nats_per_token"] == pytest.approx(want["nats_per_token"], rel=1e-5)
-    assert evaluate("--data", text, "--cache") == 0
+    assert evaluate(*data, "--cache") == 0
     line = capsys.readouterr().out
     assert line.startswith(f"{want['nats_per_token']:.4f} nats per token, perplexity ")
     assert line.endswith(f"{want['tokens']} tokens and {want['bytes']} bytes in 9 documents\n")

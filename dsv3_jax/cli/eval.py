@@ -139,14 +139,14 @@ def _sum(
             content = {"eval": identity, "batches": sums[0], "nats": sums[1], "seconds": seconds}
             atomic_write(out, json.dumps(content, indent=1) + "\n")
 
-    def kept() -> str:
+    def report() -> str:
         read = f"{sums[0]} of {_batches(total)}"
         if out is None:
             return f"{read} had been read; with --out FILE, --resume continues"
         save()
         return f"{out} has the sums of {read}; --resume continues"
 
-    with report_interrupt("eval", kept), StatusLine("evaluating") as status:
+    with report_interrupt("eval", report), StatusLine("evaluating") as status:
         while (done := sums[0]) < total:
             sums = (done + 1, sums[1] + evaluator.nats(done))
             now = time.perf_counter()

@@ -35,7 +35,7 @@ _SHORTEST = 16  # windows are padded to a power of two from this on, so that few
 
 @dataclasses.dataclass(frozen=True)
 class WindowSettings:
-    """How texts are cut into windows, and how a model reads them.
+    """Settings by which texts are cut into windows, and read by a model.
 
     Raises:
       ValueError: a number is out of range. The message has its name.

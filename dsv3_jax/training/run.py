@@ -49,10 +49,11 @@ def train(
         result = train(model, corpus, "runs/notes", config, RunSettings(batch=4, length=512))
         write_checkpoint(result.model, Path("notes-model"))
 
-    A resumed run computes the same steps as an uninterrupted run: bit for bit on the same devices,
-    and up to rounding on others. A run that is resumed with more steps is extended: from there on
-    its schedules are those of a run of the new length. Several processes call this together, with
-    the same corpus. They share ``out``, and the first of them writes.
+    A resumed run computes the same steps as an uninterrupted run: bit for bit on a CPU, and up to
+    rounding on GPUs, where XLA's scatter-adds have no fixed order, and on other devices. A run that
+    is resumed with more steps is extended: from there on its schedules are those of a run of the
+    new length. Several processes call this together, with the same corpus. They share ``out``, and
+    the first of them writes.
 
     Args:
       model: initial model in float32, which is not modified. A model with a layout trains on the

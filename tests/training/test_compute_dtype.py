@@ -142,7 +142,7 @@ def test_which_weights_are_rounded():
     in inference; frozen weights in bfloat16 are not converted to float32 and back."""
     weights = nnx.state(rounded_model(SPARSE), nnx.Param)
     computed = nnx.to_flat_state(compute_weights(weights, jnp.bfloat16))
-    kept = {".".join(map(str, path)) for path, w in computed if w.dtype == jnp.float32}
+    unrounded = {".".join(map(str, path)) for path, w in computed if w.dtype == jnp.float32}
     expected = {"embed_tokens.weight", "norm.weight", "mtp.0.shared_head.norm.weight"}
     expected |= {"mtp.0.enorm.weight", "mtp.0.hnorm.weight"}
     expected |= {f"{layer}.mlp.gate.weight" for layer in ("layers.1", "mtp.0")}
@@ -151,7 +151,7 @@ def test_which_weights_are_rounded():
         expected |= {f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"}
         expected |= {f"{attention}.q_a_layernorm.weight", f"{attention}.kv_a_layernorm.weight"}
         expected |= {f"{attention}.indexer.k_norm.{name}" for name in ("weight", "bias")}
-    assert kept == expected
+    assert unrounded == expected
     frozen = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
     for dtype in (jnp.bfloat16, jnp.float32):
         computed = nnx.to_flat_state(compute_weights(frozen, dtype))

@@ -53,7 +53,8 @@ def by_hand(model, length: int, stride: int, bos: int | None) -> tuple[float, in
             window = stream[begin:target].copy()
             if bos is not None:
                 window[0] = bos
-            logits = np.asarray(forward(model, window[None])[0], np.float64)[0, -1]
+            padded = np.pad(window, (0, length - len(window)))  # so that one length compiles
+            logits = np.asarray(forward(model, padded[None])[0], np.float64)[0, len(window) - 1]
             nats += np.log(np.exp(logits - logits.max()).sum()) + logits.max()
             nats -= logits[stream[target]]
             count += 1

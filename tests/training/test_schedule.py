@@ -38,7 +38,7 @@ def test_learning_rate():
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 2, 7])
 def test_the_first_step_has_a_learning_rate(warmup_steps):
-    """So has every step, and the last one of the warm-up has the peak."""
+    """Every step has one, and the last one of the warm-up has the peak."""
     rate = schedule.learning_rate(dataclasses.replace(LONG, warmup_steps=warmup_steps))
     rates = [float(rate(count)) for count in range(max(warmup_steps, 1))]
     assert rates == pytest.approx([0.5 * (n + 1) / len(rates) for n in range(len(rates))])
