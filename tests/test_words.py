@@ -43,7 +43,7 @@ def test_a_terminal_shows_that_a_run_prepares_until_its_first_row():
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_held_out_loss_is_that_of_its_step(is_terminal):
-    """A log has it on the lines of the steps that measured it. A terminal's line has the step too."""
+    """A log has it on the lines of the steps that measured it. A terminal's has it and its step."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=is_terminal, width=120)
     losses = {"main": 2.5, "mtp": 2.0, "mtp_agreement": 0.5}

@@ -10,6 +10,7 @@ predicted, and a window begins with the token before its first target.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from dsv3_jax import compile_cache
+from dsv3_jax.compile_cache import CompileProgress
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.runner import run_in_order
 from dsv3_jax.model import DeepSeekV3
@@ -129,6 +132,7 @@ class Evaluator:
     """
 
     def __init__(self, model: DeepSeekV3, texts: Sequence[Text], settings: WindowSettings):
+        compile_cache.enable()
         longest = model.config.max_position_embeddings
         if settings.length > longest:
             raise ValueError(
@@ -152,6 +156,7 @@ class Evaluator:
             return read(nnx.merge(graph, state), inputs, targets)
 
         self._nats_of = nats_of
+        self._compiled: set[tuple[int, ...]] = set()
 
     def nats(self, index: int) -> float:
         """Returns the sum of ``-log p`` over the scored tokens of one batch.
@@ -160,7 +165,10 @@ class Evaluator:
           ValueError: it is not finite. The message names a text of the batch.
         """
         inputs, targets, is_scored = self._arrays(*self._batches[index])
-        values = self._nats_of(self._state, jnp.asarray(inputs), jnp.asarray(targets))
+        is_compiled = inputs.shape in self._compiled
+        with contextlib.nullcontext() if is_compiled else CompileProgress(1):
+            values = self._nats_of(self._state, jnp.asarray(inputs), jnp.asarray(targets))
+        self._compiled.add(inputs.shape)
         total = float(np.sum(np.asarray(values, np.float64), where=is_scored))
         if not math.isfinite(total):
             first = self._texts[self._batches[index][1][0].text]
