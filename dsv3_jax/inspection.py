@@ -1,4 +1,4 @@
-"""Captures intermediate results of a forward pass: routing, latents, hidden states, entropy.
+"""Captures intermediate results of a forward pass: routing, latents, hidden states, attention.
 
 The layers have no code for this. :func:`capture` runs them through the hook that training uses
 (``run_layers`` of :class:`~dsv3_jax.model.DeepSeekV3`), so the program of a model that is not
@@ -22,9 +22,11 @@ from dsv3_jax.layers.on_mesh import on_mesh
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.model import DeepSeekV3
+from pallas_kernels.softmax import masked_softmax
 
-What = Literal["routing", "latents", "hidden", "attention_entropy", "logits"]
+What = Literal["routing", "latents", "hidden", "attention_entropy", "attention_weights", "logits"]
 
+_OF_ATTENTION = "latents", "attention_entropy", "attention_weights"
 _QUERIES_PER_BLOCK = 128  # their attention scores are in memory at once
 
 
@@ -52,6 +54,9 @@ class Captured(NamedTuple):
     attention_entropy: Float32[Array, "L B H T"] | None = None
     """Entropy of each query's attention weights in nats: 0 if one key has all the weight,
     log(t + 1) if all visible keys have the same."""
+    attention_weights: Float32[Array, "L B H T T"] | None = None
+    """Attention weights of each query (second to last dimension) to each key, which sum to 1: 0 for
+    keys after the query."""
     logits: Float32[Array, "B T W"] | None = None
     """Logits of every token."""
 
@@ -74,20 +79,22 @@ def capture(
     | latents | 0 | L B T (C + R) i |
     | hidden | 0 | (L + 1) B T D i |
     | attention_entropy | 2 L B H T^2 (N + R) | 4 L B H T |
+    | attention_weights | 2 L B H T^2 (N + R) | 4 L B H T^2 |
     | logits | 0 | 4 B T W |
 
     Entropy computes the scores of all queries and keys again, for 128 queries at a time: 512 B H T
-    bytes of scores, with the H heads of a device. Sequences of different lengths are padded at the
-    right, which does not change the results of earlier tokens; the caller cuts the padding off. On
-    a mesh, results are sharded like the layers' sequences and heads, and projections may be
-    computed twice for latents and entropy.
+    bytes of scores, with the H heads of a device. The weights are large: for 4,096 tokens, 64 MiB
+    per layer and head, so they are not captured by default. Sequences of different lengths are
+    padded at the right, which does not change the results of earlier tokens; the caller cuts the
+    padding off. On a mesh, results are sharded like the layers' sequences and heads, and
+    projections may be computed twice for latents, entropy and weights.
 
     Raises:
       ValueError: an unknown name, or none; routing of a model without MoE layers; entropy of sparse
         attention, of more than ``index_topk`` tokens; tokens that the model refuses.
     """
     names = _check_names(model.config, tokens, what)
-    per_layer: dict[str, list[Any]] = {"hidden": [], "latents": [], "attention_entropy": []}
+    per_layer: dict[str, list[Any]] = {"hidden": []} | {name: [] for name in _OF_ATTENTION}
     routing_stats: list[RoutingStats] = []
 
     def run_and_capture(
@@ -145,6 +152,15 @@ def attention_entropy(
     return jnp.moveaxis(entropies, 0, 2).reshape(B, H, -1)[..., :T]
 
 
+def attention_weights(
+    q: Float[Array, "B T H K"], k: Float[Array, "B T H K"], *, scale: float
+) -> Float32[Array, "B H T T"]:
+    """Returns the weights of causal attention, ``softmax(scale q k)`` over the visible keys."""
+    scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
+    T = q.shape[1]
+    return masked_softmax(scores * scale, jnp.tri(T, dtype=bool))[0]
+
+
 def _check_names(config: ModelConfig, tokens: Any, what: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the names in ``what`` without repetitions, or raises ValueError."""
     names = (what,) if isinstance(what, str) else tuple(what)
@@ -156,9 +172,10 @@ def _check_names(config: ModelConfig, tokens: Any, what: str | Sequence[str]) ->
     if "routing" in names and not config.num_moe_layers:
         raise ValueError("routing: expected a model with MoE layers, got one without")
     check_tokens(config, tokens)
-    if "attention_entropy" in names and config.index_topk and tokens.shape[1] > config.index_topk:
+    of_scores = [name for name in _OF_ATTENTION[1:] if name in names]
+    if of_scores and config.index_topk and tokens.shape[1] > config.index_topk:
         raise ValueError(
-            f"attention_entropy: expected at most index_topk={config.index_topk} tokens, for which"
+            f"{of_scores[0]}: expected at most index_topk={config.index_topk} tokens, for which"
             f" the attention of {config.model_type} is dense, got {tokens.shape[1]}"
         )
     return tuple(dict.fromkeys(names))
@@ -167,19 +184,20 @@ def _check_names(config: ModelConfig, tokens: Any, what: str | Sequence[str]) ->
 def _attention_results(
     layer: DecoderLayer, x: Float[Array, "B T D"], rotation: Rotation, names: Sequence[str]
 ) -> dict[str, jax.Array]:
-    """Returns latents and entropy of a layer with input ``x``, if they are in ``names``."""
-    wanted = [name for name in ("latents", "attention_entropy") if name in names]
+    """Returns those of latents, entropy and weights of a layer with input ``x`` that ``names``
+    has."""
+    wanted = [name for name in _OF_ATTENTION if name in names]
 
     def body(layer: DecoderLayer, x: jax.Array, rotation: Rotation) -> dict[str, jax.Array]:
         attention, normed = layer.self_attn, layer.input_layernorm(x)
         latents = attention.latents(normed, rotation)
         results = {"latents": latents}
-        if "attention_entropy" in wanted:
+        functions = {"attention_entropy": attention_entropy, "attention_weights": attention_weights}
+        if of_scores := [name for name in functions if name in wanted]:
             queries = attention.queries(attention.query_latent(normed), rotation)
-            keys, _ = attention.expand(latents)
-            results["attention_entropy"] = attention_entropy(
-                jnp.concatenate(queries, axis=-1), keys, scale=attention.config.softmax_scale
-            )
+            q, (keys, _) = jnp.concatenate(queries, axis=-1), attention.expand(latents)
+            for name in of_scores:
+                results[name] = functions[name](q, keys, scale=attention.config.softmax_scale)
         return {name: results[name] for name in wanted}
 
     if not wanted:
@@ -190,7 +208,7 @@ def _attention_results(
         layer.layout.partition_spec(("batch",)),
         layer.layout.partition_spec(("batch", "heads")),
     )
-    specs = {"latents": batch, "attention_entropy": heads}
+    specs = {"latents": batch, "attention_entropy": heads, "attention_weights": heads}
     out_specs = {name: specs[name] for name in wanted}
     return on_mesh(layer.layout, layer, body, (batch, batch), out_specs)(x, rotation)
 

@@ -29,7 +29,7 @@ from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
-from dsv3_jax.layers.on_mesh import batch_sharded
+from dsv3_jax.layers.on_mesh import apply, batch_sharded
 from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.layers.runner import LayerRunner, run_in_order
@@ -425,10 +425,14 @@ class DeepSeekV3(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float32[Array, "*batch W"]:
         """Applies the LM head to hidden states after the norm, ``Hidden.post_norm``."""
+        if not isinstance(self.lm_head, Linear):  # replaced
+            return apply(self.lm_head, hidden, jnp.float32)
         return batch_sharded(self.layout, "lm_head", self.lm_head, hidden, jnp.float32)
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return batch_sharded(self.layout, "embed_tokens", self.embed_tokens, tokens)
+        # In training the table is float32, and so is the sum of a frequent token's gradients.
+        x = batch_sharded(self.layout, "embed_tokens", self.embed_tokens, tokens)
+        return x.astype(self.dtype)
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Hidden:
         return Hidden(x, self.norm(x))

@@ -149,6 +149,17 @@ class Tokenizer:
         # The library does not pickle this setting.
         self._plain_tokenizer.encode_special_tokens = True
 
+    def __call__(self, text: str, **settings: Any) -> list[int]:
+        """Returns the token ids of ``text``: :meth:`encode`, as users of transformers know it."""
+        return self.encode(text, **settings)
+
+    def __repr__(self) -> str:
+        chat = "no chat template" if self._template is None else "chat template"
+        return (
+            f"Tokenizer({self.vocab_size:,} tokens, {len(self._control)} of them control tokens,"
+            f" bos {self.bos_token!r}, eos {self.eos_token!r}, {chat})"
+        )
+
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 

@@ -69,7 +69,7 @@ def test_what_is_set_for_each_command():
 
 def test_doctor_reports_what_is_set():
     lines = allocator.describe({})
-    assert lines["generate, serve, chat, train"] == (
+    assert lines["generate, eval, serve, chat, train"] == (
         "reserve 95% of a GPU's memory when they start"
     )
     assert len(lines) == 2

@@ -435,7 +435,9 @@ def test_doctor(capsys):
     assert of_sparse == ["blocked", none, none, none]
     assert result["chosen"].keys() == result["probes"].keys()
     assert result["chosen"]["mla_decode"] == "cpu"
-    assert "reserve 95% of a GPU's memory" in result["allocator"]["generate, serve, chat, train"]
+    assert (
+        "reserve 95% of a GPU's memory" in result["allocator"]["generate, eval, serve, chat, train"]
+    )
     assert run("doctor") == 0
     assert "back-ends" in capsys.readouterr().out
 

@@ -303,6 +303,14 @@ def test_files_that_a_run_has_copied_may_be_deleted(trained, files, tmp_path, ca
         assert wrong in capsys.readouterr().err
 
 
+def test_an_input_of_another_version_is_refused(files, tmp_path, capsys):
+    plan = {"config": str(files / "config.json"), "data": ["text"], "curriculum": 1}
+    (tmp_path / "run.json").write_text(json.dumps({"plan": plan, "training": {"steps": 3}}))
+    assert train("--out", tmp_path, "--resume") == 2
+    wrong = "error: run.json: plan.curriculum: expected an input of this version; resume with the"
+    assert wrong in capsys.readouterr().err
+
+
 # ---- flags ---------------------------------------------------------------------------------------
 
 

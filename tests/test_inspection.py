@@ -3,6 +3,7 @@ inspected."""
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,21 @@ import pytest
 from flax import nnx
 
 import dsv3_jax
-from dsv3_jax.inspection import Captured, attention_entropy, capture
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.initialization import random_model
+from dsv3_jax.inspection import (
+    Captured,
+    What,
+    attention_entropy,
+    attention_weights,
+    capture,
+)
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 from sharding import Layout, make_layout, make_mesh
-from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
-from tests.support.oracle import relative_error
+from tests.support.checkpoints import random_tensors, sparse_config, tiny_config, write_checkpoint
+from tests.support.oracle import relative_error, softmax
 from tests.support.running import cached_latents, extend, forward
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +34,14 @@ BOUND = 1e-5  # float32, sums in another order
 PREFIX = 7  # common prefix of both sequences
 TOKENS = np.random.default_rng(0).integers(0, 160, (2, 13))
 TOKENS[1, :PREFIX] = TOKENS[0, :PREFIX]
-EVERYTHING = ("routing", "latents", "hidden", "attention_entropy", "logits")
+EVERYTHING: tuple[What, ...] = (
+    "routing",
+    "latents",
+    "hidden",
+    "attention_entropy",
+    "attention_weights",
+    "logits",
+)
 jitted = nnx.jit(capture, static_argnames="what")
 
 
@@ -108,6 +124,41 @@ def test_entropy_by_its_definition(model, captured):
         p /= p.sum(-1, keepdims=True)
         want = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
         np.testing.assert_allclose(captured.attention_entropy[i], want, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_weights_by_their_definition(model, captured: Any):
+    """They are the softmax of scores in float64, the values that they mix are attention's output,
+    and their entropy is the captured one."""
+    T = TOKENS.shape[1]
+    rotation = rotation_at(model.config, jnp.broadcast_to(jnp.arange(T), TOKENS.shape))
+    for i, layer in enumerate(model.layers):
+        attention, x = layer.self_attn, layer.input_layernorm(captured.hidden[i])
+        q = np.concatenate(attention.queries(attention.query_latent(x), rotation), axis=-1)
+        keys, values = attention.expand(attention.latents(x, rotation))
+        scores = np.einsum("bthk,bshk->bhts", *(np.asarray(a, np.float64) for a in (q, keys)))
+        want = softmax(
+            np.where(np.tri(T, dtype=bool), scores * model.config.softmax_scale, -np.inf)
+        )
+        weights = captured.attention_weights[i]
+        assert weights.shape == (len(TOKENS), model.config.num_attention_heads, T, T)
+        np.testing.assert_allclose(weights, want, atol=1e-5)
+        mixed = jnp.einsum("bhts,bshv->bthv", weights, values)
+        assert relative_error(attention.output(mixed), attention(x, rotation)[0]) < 10 * BOUND
+        entropy = -np.sum(want * np.log(np.where(want > 0, want, 1.0)), axis=-1)
+        np.testing.assert_allclose(captured.attention_entropy[i], entropy, atol=1e-5)
+
+
+def test_weights_of_hand_made_attention():
+    """Keys after the query have none, and the others have those of the softmax."""
+    T, rng = 5, np.random.default_rng(1)
+    q, k = (jnp.asarray(rng.normal(size=(1, T, 2, 4)), jnp.float32) for _ in range(2))
+    weights = np.asarray(attention_weights(q, k, scale=0.5))
+    assert weights.shape == (1, 2, T, T)
+    for h, t in np.ndindex(2, T):
+        scores = np.asarray(k[0, : t + 1, h], np.float64) @ np.asarray(q[0, t, h], np.float64) / 2
+        np.testing.assert_allclose(weights[0, h, t, : t + 1], softmax(scores), atol=1e-6)
+        np.testing.assert_array_equal(weights[0, h, t, t + 1 :], 0)
 
 
 def test_entropy_of_hand_made_attention():
@@ -217,6 +268,13 @@ def test_a_mesh_captures_the_same(name, directory, captured):
 def test_refusals(model, what, tokens, message):
     with pytest.raises(ValueError, match=message):
         capture(model, tokens, what)
+
+
+def test_weights_of_sparse_attention_are_refused():
+    model = random_model(ModelConfig.from_hf(sparse_config(index_topk=8)), 0)
+    for what in ("attention_weights", "attention_entropy"):
+        with pytest.raises(ValueError, match=f"^{what}: expected at most index_topk=8 tokens"):
+            capture(model, jnp.asarray(TOKENS), what)
 
 
 def test_a_dense_model_has_no_routing(tmp_path):

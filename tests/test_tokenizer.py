@@ -612,3 +612,15 @@ def test_a_search_for_control_tokens_does_not_try_each():
     words = [f"<|place holder no {i}|>" for i in range(800)]
     assert longest_of(words).count("place") <= 1
     assert len(longest_of(words)) < 10 * len("".join(str(i) for i in range(800)))
+
+
+def test_a_tokenizer_is_callable_and_describes_itself(tmp_path, demo):
+    assert demo("import os") == demo.encode("import os")
+    assert demo("<think>", split_special_tokens=False) == demo.encode(
+        "<think>", split_special_tokens=False
+    )
+    assert repr(demo).startswith("Tokenizer(2,048 tokens, ")
+    assert f"bos {demo.bos_token!r}, eos {demo.eos_token!r}, chat template)" in repr(demo)
+    assert repr(write(tmp_path)) == (
+        "Tokenizer(10 tokens, 3 of them control tokens, bos None, eos None, no chat template)"
+    )

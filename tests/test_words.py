@@ -41,6 +41,27 @@ def test_a_terminal_shows_that_a_run_prepares_until_its_first_row():
     assert shown.index("dsv3: preparing the first step, 0 s") < shown.index("dsv3: step 1/9")
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_held_out_loss_is_that_of_its_step(is_terminal):
+    """A log has it on the lines of the steps that measured it. A terminal's has it and its step."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=120)
+    losses = {"main": 2.5, "mtp": 2.0, "mtp_agreement": 0.5}
+    with TrainingProgress(9, console=console) as progress:
+        for entry in (
+            {"step": 0, "held_out": {"main": 3.25}},
+            {"step": 1, "losses": losses},
+            {"step": 2, "losses": losses, "held_out": {"main": 3.125}},
+        ):
+            progress.show(entry)
+            shown, step = out.getvalue().split("dsv3: ")[-1], entry["step"]
+            assert shown.startswith(f"step {step}/9")
+            expected = ("held out 3.2500", "held out 3.2500 at step 0", "held out 3.1250")[step]
+            parts = [part.strip() for part in shown.split(", ")]
+            is_shown = is_terminal or step != 1
+            assert [part for part in parts if "held out" in part] == [expected] * is_shown
+
+
 def test_only_a_terminal_shows_a_status_line(capfd):
     with StatusLine("generating") as status:
         status.show("12 tokens")

@@ -10,9 +10,11 @@ from typing import Literal
 import jax
 import ml_dtypes
 import numpy as np
+from flax import nnx
 
 from dsv3_jax.checkpoint.formats import quantize
 from dsv3_jax.checkpoint.messages import os_error_message
+from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import INDEX
 from dsv3_jax.checkpoint.safetensors_file import write_file
@@ -22,7 +24,7 @@ from dsv3_jax.checkpoint.shard_index import (
     json_text,
     shard_name,
 )
-from dsv3_jax.checkpoint.tensor_table import tensor_table
+from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.checkpoint.unfinished import check_new, new_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, free_bytes
@@ -63,10 +65,12 @@ def write_checkpoint(
 
     Raises:
       ValueError: the directory exists or another process is writing it; the model has float8
-        weights and ``quantization`` differs from theirs; the model has integer weights; or the disk
-        has too little space or failed.
+        weights and ``quantization`` differs from theirs; the model has integer weights, or lacks
+        published tensors because another module replaces one; or the disk has too little space or
+        failed.
     """
     check_new(directory)
+    _check_modules(model)
     check_space(model.config, directory, quantization=quantization, dtype=dtype)
     barrier("checkpoint to be written")
     config = dataclasses.replace(model.config, quantization=quantization, dtype=dtype)
@@ -112,6 +116,29 @@ def check_space(
     needed = sum(spec.nbytes for spec in table.values()) + DESCRIPTION_BYTES * len(table)
     if needed > (free := free_bytes(directory)):
         raise ValueError(f"{directory}: expected {needed:,} bytes of free disk, got {free:,}")
+
+
+def _check_modules(model: DeepSeekV3) -> None:
+    """Checks that the parameters of a model are those of its configuration.
+
+    Raises:
+      ValueError: a module has been replaced by one with other parameters, or none.
+    """
+    config = dataclasses.replace(model.config, quantization=None)
+    expected = tensor_table(config).keys() - copies(config).keys()
+    paths = [path for path, v in nnx.to_flat_state(nnx.state(model)) if isinstance(v, nnx.Variable)]
+    got = {
+        name
+        for path in paths
+        if path[-1] not in ("weight_scale_inv", "weight_scale")
+        for name in published_tensor_names(config, path).names
+    }
+    for name in sorted(expected ^ got):
+        kind = "none" if name in expected else "one"
+        raise ValueError(
+            f"{name}: expected the published tensors of {config.model_type}, got {kind} of this"
+            " name, because a module was replaced; save the model's nnx.state with orbax"
+        )
 
 
 def _in_published_form(

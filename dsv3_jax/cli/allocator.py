@@ -50,8 +50,9 @@ def describe(environment: Mapping[str, str]) -> dict[str, str]:
       environment: that of the user, before :func:`configure`.
     """
     given = [name for name in (*_SHARES, _RESERVES, _KIND) if environment.get(name)]
+    reserved = f"reserve {SHARE:.0%} of a GPU's memory when they start"
     described = {
-        "generate, serve, chat, train": f"reserve {SHARE:.0%} of a GPU's memory when they start",
+        "generate, eval, serve, chat, train": reserved,
         "other commands": "reserve no memory of a GPU",
     }
     if given:

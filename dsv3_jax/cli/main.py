@@ -31,6 +31,7 @@ from dsv3_jax.cli.arguments import (
     train,
     verify,
 )
+from dsv3_jax.cli.arguments import eval as evaluation
 from dsv3_jax.cli.arguments.parser import Parser
 from dsv3_jax.cli.interrupts import STATUS, Interrupts
 
@@ -46,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, convert, verify, export, train, plan, doctor, serve, chat, bench):
+    checkpoints, others = (convert, verify, export), (plan, doctor, serve, chat, bench)
+    for module in (generate, *checkpoints, train, evaluation, *others):
         name = module.__name__.rsplit(".", 1)[1]
         summary = module.SUMMARY
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

@@ -40,6 +40,9 @@ from sharding.distributed import barrier, initialize
 MODEL = "model"
 """Directory of the trained model, in the run's directory."""
 
+_BYTES_PER_WEIGHT = {"bf16": 2, "float32": 4, "fp8": 1 + 4 / 128**2}
+"""Size of the trained model, by ``--to``."""
+
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command.
@@ -75,7 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
     shapes = abstract_model(dataclasses.replace(model_config, quantization=None), dtype=jnp.float32)
     if layout is not None:
         shapes.lay_out(layout)
-    runs.check(shapes, out, config, settings, resume=arguments.resume)
+    weights = parameter_count(shapes) + parameter_count(shapes, mtp=True)
+    model_bytes = round(weights * _BYTES_PER_WEIGHT[inputs["to"]])
+    runs.check(shapes, out, config, settings, resume=arguments.resume, more_bytes=model_bytes)
     corpus = read_corpus(inputs["data"], model_config, encoder)
     check_length(corpus.train, settings.length)
     is_first, is_alone = jax.process_index() == 0, jax.process_count() == 1
@@ -168,11 +173,12 @@ def _write_model(
 
 def _interrupt_message(out: Path) -> str:
     """Returns which checkpoint an interrupted run has kept, and the command that resumes it."""
-    checkpoints = out / record.CHECKPOINTS
-    saved = [int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()]
-    if saved:
+    # Imported here because it imports orbax, which takes seconds.
+    from dsv3_jax.training.checkpoints import recorded_steps
+
+    if saved := recorded_steps(out / record.CHECKPOINTS):
         return (
-            f"interrupted; the checkpoint of step {max(saved)} is kept; resume with "
+            f"interrupted; the checkpoint of step {saved[-1]} is kept; resume with "
             f"dsv3 train --out {shlex.quote(str(out))} --resume"
         )
     return f"interrupted; {out} has no checkpoint"
@@ -185,7 +191,14 @@ def _inputs(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[
     """
     inputs = {"config": None, "source": None, "data": None, "tokenizer": None, "to": "bf16"}
     inputs |= {"layout": None, "expert_devices": None}
-    inputs |= {"settings": {}} | recorded.get("plan", {})
+    inputs |= {"settings": {}}
+    for name in recorded.get("plan", {}):
+        if name not in inputs:
+            raise ValueError(
+                f"run.json: plan.{name}: expected an input of this version; resume with the version"
+                " that wrote it"
+            )
+    inputs |= recorded.get("plan", {})
     if arguments.config or arguments.source:
         inputs |= {"config": None, "source": None}
     if arguments.layout:

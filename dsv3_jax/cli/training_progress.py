@@ -31,7 +31,7 @@ class TrainingProgress:
         self._live = Live(
             console=self._console, get_renderable=self._renderable, refresh_per_second=4
         )
-        self._held_out: float | None = None
+        self._held_out: tuple[float, int] | None = None  # the last measured loss, and its step
         self._start: tuple[int, float] | None = None  # step and time
 
     def __enter__(self) -> TrainingProgress:
@@ -52,7 +52,7 @@ class TrainingProgress:
         if "held_out" in entry:
             held_out = entry["held_out"]
             # Training of drafts does not change the main loss.
-            self._held_out = held_out.get("drafts") or held_out["main"]
+            self._held_out = held_out.get("drafts") or held_out["main"], entry["step"]
         line = self._line(entry)
         if self._console.is_terminal:
             self._latest = line
@@ -77,7 +77,11 @@ class TrainingProgress:
             if losses.get("drafts"):
                 parts.append(f"drafts {losses['drafts']:.4f}")
         if self._held_out is not None:
-            parts.append(f"held out {self._held_out:.4f}")
+            loss, measured = self._held_out
+            at = "" if measured == step else f" at step {measured}"
+            # A terminal has one line, which keeps the last measurement. A log has a line for it.
+            if not at or self._console.is_terminal:
+                parts.append(f"held out {loss:.4f}{at}")
         if entry.get("expert_load"):
             parts.append(f"load {max(entry['expert_load']):.2f}")
         if entry.get("tokens_per_second"):

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form
@@ -72,7 +73,7 @@ class Layer(Protocol):
 
 def is_preferred(layer: Layer, tokens: int) -> bool:
     """Returns whether the kernels should be tried first for this number of tokens."""
-    if tokens > MOST_TOKENS or not _runs(layer.layout):
+    if tokens > MOST_TOKENS or not _runs(layer.layout) or _replaced(layer) is not None:
         return False
     size = read_bytes(layer)
     if layer.self_attn.o_proj.quantization is None:
@@ -104,6 +105,24 @@ def _runs(layout: Layout | None) -> bool:
     except NotImplementedError:
         return False
     return layout is None or layout.mesh.size == 1
+
+
+def _replaced(layer: Any) -> str | None:
+    """Returns the first module that replaces one of the model's own, or None. The kernels read
+    weights, and would not call it."""
+    kinds = {"input_layernorm": RMSNorm, "post_attention_layernorm": RMSNorm, "mlp": (MLP, MoE)}
+    for path, module in nnx.iter_modules(layer):
+        name = ".".join(map(str, path))
+        is_own = type(module).__module__.startswith(f"{__package__}.") or type(module) is nnx.List
+        if path and not (is_own and isinstance(module, kinds.get(name, nnx.Module))):
+            return f"{type(module).__name__} in {name}"
+    return None
+
+
+def _check_modules(layer: Layer) -> None:
+    """Raises NotImplementedError if a module of the layer has been replaced."""
+    if (replaced := _replaced(layer)) is not None:
+        raise NotImplementedError(f"takes layers of the model's own modules, got {replaced}")
 
 
 def read_bytes(layer: Layer) -> int:
@@ -144,6 +163,7 @@ def inputs_in_kernel(
     Raises:
       NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
     """
+    _check_modules(layer)
     attention = layer.self_attn
     weights = _attention_weights(layer, x, forms)
     flat = (each.reshape(-1, each.shape[-1]) for each in (x, *rotation))
@@ -208,6 +228,7 @@ def in_one_kernel(
     """
     if layer.layout is not None and layer.layout.mesh.size > 1:
         raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
+    _check_modules(layer)
     arrays, options = arguments(layer)
     rows = x.reshape(-1, x.shape[-1])
     if latents is not None:

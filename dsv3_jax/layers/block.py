@@ -40,7 +40,11 @@ _BatchInput = tuple[Float[Array, "_ _ D"], Rotation, LayerCache]
 
 
 class DecoderLayer(nnx.Module):
-    """``h = x + attention(norm(x))``, ``y = h + mlp(norm(h))``; residual sums in float32."""
+    """``h = x + attention(norm(x))``, ``y = h + mlp(norm(h))``; residual sums in float32.
+
+    ``mlp`` and the norms may be replaced by any module that maps [B, T, D] to [B, T, D]; see
+    docs/change_the_model.md.
+    """
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class DecoderLayer(nnx.Module):
         attention = SparseAttention if config.has_indexer else MultiHeadLatentAttention
         self.self_attn = attention(config, rngs=rngs, dtype=dtype, quantization=quantization)
         self.post_attention_layernorm = RMSNorm(D, eps=eps, dtype=norms)
+        self.mlp: Any  # an MLP, a MoE, or a module that replaces it
         if dense:
             self.mlp = MLP(
                 D,
@@ -263,15 +268,20 @@ class DecoderLayer(nnx.Module):
         if attended is None:
             assert heads is not None
             attended = self.self_attn.output(heads)
-        h, normed = self.post_attention_layernorm.add_and_norm(x, attended)
-        if isinstance(self.mlp, MLP):
-            return _add(h, self.mlp(normed)), None
-        out, stats = self.mlp(normed, valid)
-        return _add(h, out), stats
+        norm: Any = self.post_attention_layernorm
+        if isinstance(norm, RMSNorm):
+            h, normed = norm.add_and_norm(x, attended)
+        else:
+            h = _add(x, attended)
+            normed = norm(h)
+        if isinstance(self.mlp, MoE):
+            out, stats = self.mlp(normed, valid)
+            return _add(h, out), stats
+        return _add(h, self.mlp(normed)), None
 
     def _stats_specs(self, layout: Layout) -> RoutingStats | None:
         """Returns the PartitionSpecs of the layer's statistics."""
-        if isinstance(self.mlp, MLP):
+        if not isinstance(self.mlp, MoE):
             return None
         batch = layout.partition_spec(("batch",))
         return RoutingStats(PartitionSpec(), batch, batch)  # pyright: ignore

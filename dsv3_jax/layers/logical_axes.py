@@ -57,12 +57,20 @@ def logical_axes(path: ParameterPath) -> tuple[str, ...]:
     columns of ``o_proj``. The ``latent`` axis has C entries, or C + R with the rope key. The
     ``indexer`` axis is the output of any projection of an indexer. A scale has the axes of its
     weight.
+
+    Raises:
+      ValueError: the parameter is not of a module of this model, but of one that replaces it.
     """
     owner, module, leaf = (str(key) for key in ("", *path)[-3:])
     if module == "_absorbed":  # attention's copy of kv_b_proj, split by head
         return "heads", "head_dim", "latent"
     if module == "replicas":  # log2phy, logcnt
         return ("expert_score", "replica")[: 2 if leaf == "log2phy" else 1]
+    if module not in _AXES:
+        raise ValueError(
+            f"{dotted(path)}: expected a parameter of the model's own modules on a mesh; a module"
+            " that replaces one runs on one device"
+        )
     axes = _AXES[module]
     if leaf == "e_score_correction_bias":
         return axes[:1]

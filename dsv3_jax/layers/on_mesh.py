@@ -89,15 +89,25 @@ def batch_sharded(
     return apply(x)
 
 
+def apply(linear: Any, x: jax.Array, out_dtype: Any = None) -> jax.Array:
+    """Returns ``linear(x)`` in ``out_dtype``, by default the dtype of ``linear``'s result.
+
+    A module that replaces a :class:`Linear` need not take the dtype.
+    """
+    if isinstance(linear, Linear) or out_dtype is None:
+        return linear(x) if out_dtype is None else linear(x, out_dtype)
+    return linear(x).astype(out_dtype)
+
+
 def sharded_linear(
-    linear: Linear, x: jax.Array, layout: Layout | None, axis: str, out_dtype: Any = None
+    linear: Any, x: jax.Array, layout: Layout | None, axis: str, out_dtype: Any = None
 ) -> jax.Array:
     """Returns ``linear(x)`` where the input dimension of ``linear`` has the logical axis ``axis``.
 
     If devices share that axis, the partial results are summed in float32 and rounded once.
     """
     if layout is None or layout.num_shards(axis) == 1:
-        return linear(x, out_dtype)
+        return apply(linear, x, out_dtype)
     return layout.psum(linear(x, jnp.float32), axis).astype(out_dtype or x.dtype)
 
 

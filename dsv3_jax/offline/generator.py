@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from dsv3_jax import compile_cache
+from dsv3_jax import compile_cache, words
 from dsv3_jax.engine.buckets import Buckets
 from dsv3_jax.engine.model_arrays import ModelArrays
 from dsv3_jax.engine.programs import Programs
@@ -121,6 +121,8 @@ class Generator:
         compile_cache.enable()
         self.tokenizer = tokenizer
         self.max_len = max_len
+        kind, layers = model.config.model_type, words.counted(len(model.layers), "layer")
+        self._model_description = f"{kind} model of {layers} in {model.dtype}"
         # If a mesh shards the batch, all shards must be equal.
         shards = 1 if model.layout is None else model.layout.batch_multiple
         self.batch_sizes = tuple(sorted({-(-size // shards) * shards for size in batch_sizes}))
@@ -144,6 +146,13 @@ class Generator:
         if count_routing:
             shape = len(model.moe_layers()), model.config.n_routed_experts
             self._routing_counts = np.zeros(shape, np.int64)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.batch_sizes))
+        return (
+            f"Generator({self._model_description}, {self.tokenizer!r}, max_len={self.max_len},"
+            f" batch_sizes=({sizes}))"
+        )
 
     @hints
     def generate(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from absl import logging
 from dsv3_jax.training.state import TrainingState
 
 _BATCHES = "batches"
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class CheckpointStore:
@@ -29,8 +33,8 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: Path, keep: int | None):
-        # At lower levels orbax logs every step of its work to stderr.
-        logging.set_verbosity(logging.ERROR)
+        # At lower levels orbax logs every step of its work, and every error that it raises.
+        logging.set_verbosity(logging.FATAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             # A save in the background could read arrays that the next step has already overwritten,
@@ -44,13 +48,25 @@ class CheckpointStore:
 
         Args:
           batches: state of the batch iterator, in JSON types.
+
+        Raises:
+          OSError: the disk is full, or the system has refused to write for another reason. The
+            unfinished checkpoint is deleted, and the others stay.
         """
+        step = int(state.step)
         items: dict[str, Any] = {
             name: ocp.args.StandardSave(_named_leaves(field))
             for name, field in _fields_with_leaves(state).items()
         }
         items[_BATCHES] = ocp.args.JsonSave(batches)
-        self._manager.save(int(state.step), args=ocp.args.Composite(**items), force=True)
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        except Exception as error:
+            if (number := _system_error(error)) is None:
+                raise
+            self.remove_unfinished()
+            directory = str(self._manager.directory / str(step))
+            raise OSError(number, os.strerror(number), directory) from None
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in ascending order."""
@@ -83,8 +99,32 @@ class CheckpointStore:
         }
         return abstract_state._replace(**arrays), restored[_BATCHES]
 
+    def remove_unfinished(self) -> None:
+        """Deletes what a save that failed or was killed has left. No other process may be saving
+        to the directory."""
+        for directory in Path(self._manager.directory).glob(f"*{_UNFINISHED}*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
     def close(self) -> None:
         self._manager.close()
+
+
+def recorded_steps(directory: Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in a directory, which need not exist, in
+    ascending order. Unlike :class:`CheckpointStore`, it only lists the directory."""
+    names = [path.name for path in directory.glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _system_error(error: BaseException) -> int | None:
+    """Returns the system's error number, or None for an error that is not the system's.
+
+    tensorstore raises a ValueError whose text has the number.
+    """
+    if isinstance(error, OSError):
+        return error.errno
+    number = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+    return None if number is None else int(number[1])
 
 
 def _fields_with_leaves(state: TrainingState) -> dict[str, Any]:

@@ -22,6 +22,9 @@ class TrainingConfig:
     """Hyperparameters of a training run. The defaults are those of the V3 report (section 4.2),
     except where they depend on the size of the run.
 
+    A run that was recorded before a setting existed is resumed with the setting's default, so the
+    default of a new one is what was done without it.
+
     Fractions refer to ``steps``. Steps count from 0: a value that changes at fraction f has its new
     value from step ``round(f * steps)`` on.
 
@@ -34,11 +37,12 @@ class TrainingConfig:
     """Number of optimizer steps of the whole run. Later steps would keep the final values of all
     schedules."""
     learning_rate: float
-    """Peak learning rate, reached at the end of the warm-up (2.2e-4 in the report)."""
+    """Peak learning rate, that of the last step of the warm-up (2.2e-4 in the report)."""
     final_learning_rate: float
     """Learning rate at the end of the cosine decay (2.2e-5 in the report)."""
     warmup_steps: int = 200
-    """Number of steps in which the learning rate rises linearly from 0 (2000 in the report)."""
+    """Number of steps in which the learning rate rises linearly, from ``1 / warmup_steps`` of the
+    peak in the first step (2000 in the report)."""
     decay_start: float = _CONSTANT_UNTIL
     """Fraction at which the cosine decay begins, or the end of the warm-up if that is later."""
     decay_end: float = _DECAYED_BY
@@ -65,7 +69,8 @@ class TrainingConfig:
     """Fraction from which the router biases are constant."""
     compute_dtype: str = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass, bfloat16 or float32.
-    Master weights, accumulated gradients and moments are float32."""
+    Master weights, accumulated gradients and moments are float32, and so are embedding, norms and
+    routers (:func:`dsv3_jax.training.objective.stays_float32`)."""
     accumulate: int = 1
     """Number of microbatches per step. Activations need memory for one of them."""
     remat: bool = False

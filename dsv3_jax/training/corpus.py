@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import zipfile
 import zlib
@@ -107,6 +108,44 @@ def separator(config: ModelConfig) -> int:
             "bos_token_id, eos_token_id: expected at least one, which separates documents, got none"
         )
     return EndToken(eos)
+
+
+def read_documents(data: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of every document, in the order of the files' paths.
+
+    A text file is a document. Each line of a file that ends in ``.jsonl`` is one: a JSON object
+    with the text as its ``text``. An empty text is none.
+
+    Args:
+      data: files, patterns and directories, as :func:`read_corpus` takes them.
+
+    Raises:
+      ValueError: one line. A file is missing, empty or not UTF-8, is an array, or has a line
+        without a text.
+    """
+    paths = [os.path.expanduser(entry) for entry in data]
+    for path in paths:
+        if path.endswith(_ARRAYS):
+            raise ValueError(f"data: expected text or .jsonl files, got the array {path}")
+    for name, text in _documents(paths):
+        if not name.endswith(".jsonl"):
+            yield name, text
+            continue
+        # A line ends with a line feed alone: a string may contain the other ends of lines.
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                document = json.loads(line)["text"]
+            except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+                document = None
+            if not isinstance(document, str):
+                raise ValueError(
+                    f"data: {name}, line {number}: expected a JSON object with a string text, got"
+                    f" {line[:60]!r}"
+                )
+            if document:
+                yield f"{name}:{number}", document
 
 
 def is_held_out(name: str) -> bool:

@@ -150,6 +150,11 @@ def _by_block(
     latent, keys, q = jax.lax.stop_gradient(_attention_arrays(attention, x, rotation))
     index_queries = attention.indexer.queries(x, latent, rotation)
     index_keys = attention.indexer.whole_pages(x, rotation)["index_key"]
+    key_dtype = index_keys.dtype
+    if is_float := jnp.issubdtype(key_dtype, jnp.floating):
+        # The gradient of a key is the sum over all blocks of queries, in the dtype that it has
+        # outside of the loop.
+        index_keys = index_keys.astype(jnp.float32)
     step = min(T, _QUERIES_PER_BLOCK)
     count = -(-T // step)
     one_page_each = jnp.arange(B, dtype=jnp.int32)[:, None]
@@ -166,10 +171,10 @@ def _by_block(
         scores = sparse_index(
             index_q,
             weights,
-            index_keys,
+            index_keys.astype(key_dtype),
             one_page_each,
             lengths,
-            page_size=None if index_keys.dtype != jnp.uint8 else T,
+            page_size=None if is_float else T,
             implementation="reference",  # it has a gradient
         )
         visible = jnp.arange(T) <= (first + jnp.arange(step))[:, None]

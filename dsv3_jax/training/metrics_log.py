@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv3_jax.files import atomic_write
+from dsv3_jax.files import atomic_write, naming
 from dsv3_jax.training.step import Metrics
 from sharding.distributed import barrier
 
@@ -37,7 +38,7 @@ class MetricsLog:
     def __init__(self, path: Path, step: int = -1):
         self.entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
         barrier("metrics read")
-        self._file = None
+        self._path, self._file = path, None
         if jax.process_index():
             return
         atomic_write(path, "".join(map(_line, self.entries)))
@@ -48,17 +49,21 @@ class MetricsLog:
 
         Raises:
           ValueError: a loss or norm in it is not finite.
+          OSError: the disk is full. The error names the file.
         """
         if message := divergence(entry):
             raise ValueError(message)
         self.entries.append(entry)
         if self._file is not None:
-            self._file.write(_line(entry))
-            self._file.flush()
+            with naming(self._path):
+                self._file.write(_line(entry))
+                self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            # Complete entries have been flushed. What may remain is one that could not be written.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def read_metrics(path: Path) -> list[Entry]:

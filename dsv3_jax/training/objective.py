@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int
 
 from dsv3_jax.config import ModelConfig
@@ -17,6 +18,30 @@ from dsv3_jax.training.corpus import separator
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, losses
 from dsv3_jax.training.tree import Tree, replace
+
+
+def stays_float32(path: tuple[Any, ...], ndim: int) -> bool:
+    """Returns whether a parameter keeps its own dtype where the others have ``compute_dtype``.
+
+    These are all vectors (norms, and weight and bias of the indexers' layer norms), the embedding
+    and the routers. The model computes with them in float32, and the gradient of each is a sum over
+    tokens that nothing may round on the way: a bfloat16 sum stops growing at 256 equal terms, which
+    a frequent token's row of the embedding soon exceeds. Matmuls sum the gradients of the other
+    weights in float32 and round them once.
+    """
+    return ndim == 1 or path[0] == "embed_tokens" or "gate" in path
+
+
+def compute_weights(weights: Tree, dtype: DTypeLike) -> Tree:
+    """Returns the weights in the dtypes of the forward and backward pass: float32 masters stay
+    float32 where :func:`stays_float32`, and frozen weights there have at least ``dtype``."""
+    return nnx.from_flat_state(
+        [
+            (path, w.astype(jnp.promote_types(w.dtype, dtype) if stays else dtype))
+            for path, w in nnx.to_flat_state(weights)
+            for stays in [stays_float32(path, w.ndim)]
+        ]
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,18 +80,19 @@ class Objective:
     ) -> tuple[Losses, Int[Array, "L_moe E"]]:
         """Returns the losses of a batch and the number of tokens that chose each expert.
 
-        The forward pass uses ``compute_dtype``.
+        The forward pass uses ``compute_dtype``; see :func:`compute_weights`.
 
         Args:
           counts: target counts of the whole batch if ``tokens`` is one of its microbatches.
         """
         dtype = jnp.dtype(self.config.compute_dtype)
-        weights = jax.tree.map(lambda w: w.astype(dtype), self.weights(params, frozen))
+        weights = compute_weights(self.weights(params, frozen), dtype)
         stage, divergences = self.config.indexer_stage, [jnp.float32(0)]
         run_layers = layer_runner(remat=self.config.remat, scan=self.config.scan_layers)
         if stage != "none":
             run_layers, divergences = indexer.run_with_divergences(run_layers, stage)
         model = nnx.merge(self.graph, weights, biases)
+        model.dtype = dtype
         logits, aux = model(
             tokens,
             return_aux=True,

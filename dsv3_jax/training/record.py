@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from dsv3_jax import tokenizer as tokenizers
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, publish_directory
 from sharding.distributed import barrier
 
@@ -24,6 +25,7 @@ TOKENIZER = "tokenizer"
 METRICS = "metrics.jsonl"
 EXPERT_LOAD = "expert_load.npy"
 CHECKPOINTS = "checkpoints"
+_SECTIONS = "model", "weights", "training", "data", "plan"
 
 Identity = Mapping[str, Mapping[str, Any]]
 """The content of run.json that must not change: settings by section (model, weights, training,
@@ -87,20 +89,34 @@ def begin(
     barrier("run.json written")
 
 
-def compare(out: Path, identity: Identity) -> None:
+def compare(out: Path, identity: Identity, defaults: Identity | None = None) -> None:
     """Checks that the run in ``out`` was started with the same settings.
 
     Sections and names that ``identity`` lacks are not compared. ``training.steps`` may have
     increased.
 
+    Args:
+      defaults: values of settings that the record may lack, because an earlier version wrote it.
+        In these sections, a recorded setting that ``identity`` lacks is refused.
+
     Raises:
       ValueError: there is no run, or a setting differs. The message names the first one.
     """
-    recorded = read(out)
-    current = json.loads(json.dumps(identity))  # tuples become lists, as in run.json
+    recorded, defaults = read(out), defaults or {}
+    # Tuples become lists, as in run.json.
+    current, filled = (json.loads(json.dumps(each)) for each in (identity, defaults))
     for section, values in current.items():
+        began = filled.get(section, {}) | recorded.get(section, {})
+        if section == "model":
+            began = _in_this_version(out, began)
+        for name in began if section in filled else ():
+            if name not in values:
+                raise ValueError(
+                    f"resume: {section}.{name}: expected a setting of this version, got one that"
+                    f" another version recorded in {out}; resume with the version that wrote it"
+                )
         for name, value in values.items():
-            before = recorded.get(section, {}).get(name)
+            before = began.get(name)
             if before == value or _extends(section, name, before, value):
                 continue
             is_steps = (section, name) == ("training", "steps")
@@ -116,9 +132,9 @@ def resume(
 ) -> None:
     """Prepares a run for being resumed, after :func:`compare`.
 
-    If ``training.steps`` has increased, run.json gets the new number, and the previous one is
-    appended to its list ``extended``. The tokenizer's files are copied if the run was killed before
-    that.
+    run.json gets the settings that it lacks. If ``training.steps`` has increased, it also gets the
+    new number, and the previous one is appended to its list ``extended``. The tokenizer's files are
+    copied if the run was killed before that.
 
     Args:
       fingerprint: fingerprint of the initial weights, or None if the run no longer needs them.
@@ -132,11 +148,11 @@ def resume(
     recorded = read(out)
     barrier("run.json compared")
     if jax.process_index() == 0:
-        before, steps = recorded["training"]["steps"], identity["training"]["steps"]
-        if steps != before:
-            recorded["extended"] = [*recorded.get("extended", []), before]
-            recorded["training"]["steps"] = steps
-            _write(out, recorded)
+        before, settings = recorded["training"], json.loads(json.dumps(identity["training"]))
+        if settings["steps"] != before["steps"]:
+            recorded["extended"] = [*recorded.get("extended", []), before["steps"]]
+        if settings != before:
+            _write(out, recorded | {"training": settings})
         _copy_tokenizer(tokenizer, out)
     barrier("resumption recorded")
 
@@ -167,7 +183,7 @@ def read(out: Path) -> dict[str, Any]:
     """Returns the content of run.json in ``out``.
 
     Raises:
-      ValueError: there is no run.json, or it is not a JSON object.
+      ValueError: there is no run.json, or it is not a JSON object whose sections are objects.
     """
     path = out / RECORD
     if not path.is_file():
@@ -178,7 +194,20 @@ def read(out: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    for section in _SECTIONS:
+        if not isinstance(value := content.get(section, {}), dict):
+            raise ValueError(
+                f"{path}: {section}: expected a JSON object, got {type(value).__name__}"
+            )
     return content
+
+
+def _in_this_version(out: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recorded model configuration as this version would record it."""
+    try:
+        return json.loads(json.dumps(ModelConfig.from_hf(dict(model)).to_hf()))
+    except ValueError as error:
+        raise ValueError(f"{out / RECORD}: model: {error}") from None
 
 
 def _extends(section: str, name: str, before: Any, value: Any) -> bool:

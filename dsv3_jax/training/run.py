@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -11,10 +12,11 @@ from typing import Any
 
 import jax
 
+from dsv3_jax.files import free_bytes
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
 from dsv3_jax.training.batches import TrainingBatches
-from dsv3_jax.training.checkpoints import CheckpointStore
+from dsv3_jax.training.checkpoints import CheckpointStore, recorded_steps
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation
@@ -23,6 +25,7 @@ from dsv3_jax.training.metrics_log import Entry
 from dsv3_jax.training.session import Session, TrainingResult
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.trainer import Trainer
+from dsv3_jax.words import counted
 
 
 def train(
@@ -46,10 +49,11 @@ def train(
         result = train(model, corpus, "runs/notes", config, RunSettings(batch=4, length=512))
         write_checkpoint(result.model, Path("notes-model"))
 
-    A resumed run computes the same steps as an uninterrupted run: bit for bit on the same devices,
-    and up to rounding on others. A run that is resumed with more steps is extended: from there on
-    its schedules are those of a run of the new length. Several processes call this together, with
-    the same corpus. They share ``out``, and the first of them writes.
+    A resumed run computes the same steps as an uninterrupted run: bit for bit on a CPU, and up to
+    rounding on GPUs, where XLA's scatter-adds have no fixed order, and on other devices. A run that
+    is resumed with more steps is extended: from there on its schedules are those of a run of the
+    new length. Several processes call this together, with the same corpus. They share ``out``, and
+    the first of them writes.
 
     Args:
       model: initial model in float32, which is not modified. A model with a layout trains on the
@@ -72,9 +76,10 @@ def train(
       tokenizer: directory with tokenizer files, which are copied to ``out/tokenizer``.
 
     Raises:
-      ValueError: one line. ``out`` has other content or cannot be written; a resumed run differs in
-        model, data or configuration; the corpus is too short; or the run has diverged, in which
-        case its last checkpoint is kept.
+      ValueError: one line. ``out`` has other content, cannot be written, or is on a disk without
+        space for the checkpoints; a resumed run differs in model, data or configuration; the corpus
+        is too short; or the run has diverged or has filled the disk, in which case its last
+        checkpoint is kept.
     """
     settings = settings or RunSettings()
     start_time = time.perf_counter()
@@ -89,8 +94,10 @@ def train(
     batches = TrainingBatches(corpus.train, settings.batch, settings.length, settings.seed)
     evaluation = Evaluation(trainer, corpus, settings)
     if resume:
-        record.compare(out, identity)
+        record.compare(out, identity, _defaults())
         store = CheckpointStore(out / record.CHECKPOINTS, settings.keep)
+        if jax.process_index() == 0:
+            store.remove_unfinished()
         # A checkpoint has the trained weights, but not the frozen ones.
         uses_model = config.freezes_weights or not store.steps()
         record.resume(out, identity, fingerprint(model) if uses_model else None, tokenizer)
@@ -110,12 +117,14 @@ def check(
     settings: RunSettings,
     *,
     resume: bool = False,
+    more_bytes: int = 0,
 ) -> Trainer:
     """Checks everything about a run that does not depend on its data and its weights.
 
     Args:
       model: an abstract model is enough. Only :func:`train` checks whether it is the model that a
         resumed run began with.
+      more_bytes: bytes that the caller will write to the disk of ``out`` besides the checkpoints.
 
     Returns:
       The trainer of the model.
@@ -129,10 +138,11 @@ def check(
         raise ValueError("resume: expected a run that keeps checkpoints, got keep=0")
     trainer = Trainer(model, config)
     if resume:
-        record.compare(out, _identity(config, settings))
+        record.compare(out, _identity(config, settings), _defaults())
         record.check_writable(out)
     else:
         record.check_new(out)
+    _check_space(trainer, out, settings, more_bytes)
     return trainer
 
 
@@ -142,6 +152,34 @@ def _identity(config: TrainingConfig, settings: RunSettings) -> dict[str, dict[s
         "training": dataclasses.asdict(config),
         "data": {name: getattr(settings, name) for name in ("batch", "length", "seed")},
     }
+
+
+def _defaults() -> dict[str, dict[str, Any]]:
+    """Returns the settings of runs that were recorded before these existed."""
+    fields = dataclasses.fields(TrainingConfig)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return {"training": defaults}
+
+
+def _check_space(trainer: Trainer, out: Path, settings: RunSettings, more_bytes: int) -> None:
+    """Checks that the disk has space for what the run will write. While a checkpoint is saved, all
+    those that are kept exist too."""
+    present = recorded_steps(out / record.CHECKPOINTS)
+    remaining = trainer.config.steps - (present[-1] if present else 0)
+    saves = min(remaining, 1)
+    if settings.save_every:
+        saves = -(-remaining // settings.save_every)
+    checkpoints = max(min(settings.keep + 1, len(present) + saves) - len(present), 0)
+    checkpoints *= settings.keep > 0
+    leaves = jax.tree.leaves(trainer.abstract_state)
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    needed, free = checkpoints * size + more_bytes, free_bytes(out)
+    if needed > free:
+        raise ValueError(
+            f"{out}: expected {needed:,} bytes of free disk for"
+            f" {counted(checkpoints, 'checkpoint')} of {size:,} bytes and {more_bytes:,} bytes of"
+            f" other files, got {free:,}; keep={settings.keep} sets how many checkpoints stay"
+        )
 
 
 def _check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from dsv3_jax.training.config import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig) -> optax.Schedule:
-    """Returns the learning rate of each step: linear warm-up from 0, constant, cosine decay,
-    constant (V3 report, section 4.2).
+    """Returns the learning rate of each step: linear warm-up, constant, cosine decay, constant (V3
+    report, section 4.2).
 
-    The report trains the last 1.1% of its run at a third of the final learning rate. This schedule
-    does not.
+    Step i, counted from 0, of N warm-up steps has ``(i + 1) / N`` of the peak: a rate of 0 would
+    waste the first step. The report trains the last 1.1% of its run at a third of the final
+    learning rate. This schedule does not.
     """
     decay_start = max(config.warmup_steps, config.step_at(config.decay_start))
     cosine = optax.cosine_decay_schedule(
@@ -23,7 +28,10 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
     constant = optax.constant_schedule(config.learning_rate)
     if config.warmup_steps == 0:
         return optax.join_schedules([constant, cosine], [decay_start])
-    warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+
+    def warmup(step: ArrayLike) -> Any:
+        return config.learning_rate * (jnp.asarray(step) + 1) / config.warmup_steps
+
     return optax.join_schedules([warmup, constant, cosine], [config.warmup_steps, decay_start])
 
 

@@ -76,11 +76,19 @@ class Session:
         self._unchecked: list[tuple[int, Metrics]] = []
 
     def run(self, batches: TrainingBatches) -> TrainingResult:
-        """Trains from the last checkpoint, or from the beginning if there is none."""
+        """Trains from the last checkpoint, or from the beginning if there is none.
+
+        Raises:
+          ValueError: one line. The run has diverged, or a file cannot be written, for example
+            because the disk is full. The checkpoints before that are kept.
+        """
         state, start_step = self._initial_state(batches)
         self._log = MetricsLog(self.out / METRICS, start_step if start_step else -1)
         try:
             state, step = self._train(state, start_step, batches)
+        except OSError as error:
+            file = f"{error.filename}: " if error.filename else ""
+            raise ValueError(f"{file}{error.strerror or error}; {self._saved()}") from None
         finally:
             self._log.close()
             if self.store is not None:
@@ -181,9 +189,12 @@ class Session:
 
     def _refuse_divergence(self, entry: Entry) -> None:
         if message := divergence(entry):
-            steps = self.store.steps() if self.store is not None else []
-            saved = f"the checkpoint of step {steps[-1]} is kept" if steps else "nothing was saved"
-            raise ValueError(f"{message}; {saved}")
+            raise ValueError(f"{message}; {self._saved()}")
+
+    def _saved(self) -> str:
+        """Returns which checkpoint a failed session leaves."""
+        steps = self.store.steps() if self.store is not None else []
+        return f"the checkpoint of step {steps[-1]} is kept" if steps else "nothing was saved"
 
     def _seconds(self) -> float:
         return round(time.perf_counter() - self.start_time, 3)

@@ -176,7 +176,8 @@ class Trainer:
         if copy:
             biases = jax.tree.map(jnp.copy, biases)
         model = nnx.merge(self._objective.graph, weights, biases)
-        model.dtype = model.embed_tokens.weight.dtype
+        if not self.config.freezes_weights:
+            model.dtype = jnp.dtype(jnp.float32)
         return model
 
     def _check_batch(self, shape: tuple[int, ...], microbatches: int) -> None:

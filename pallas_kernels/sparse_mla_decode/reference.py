@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.mla_decode.float8_cache import check_width, dequantize_latent
@@ -47,8 +48,14 @@ def attend(
     slots: Int[Array, "B T K"],
     *,
     scale: float,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Attention of each query to the tokens in its slots. A slot of -1 stands for no token."""
+    """Attention of each query to the tokens in its slots. A slot of -1 stands for no token.
+
+    Args:
+      dtype: dtype to which gathered tokens are rounded, by default their own. The gradient of
+        ``tokens`` is summed over all queries in the dtype of ``tokens``.
+    """
     B, T, H, C = q_latent.shape
     q = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(B * T, H, -1)
 
@@ -63,6 +70,7 @@ def attend(
             columns = C, q.shape[-1] - C
             latent_and_rope = dequantize_latent(gathered, q.dtype, columns=columns)
             gathered = jnp.concatenate(latent_and_rope, axis=-1)
+        gathered = gathered.astype(dtype or gathered.dtype)
         is_token = slots >= 0
         # The slot that -1 leads to may contain anything, even NaN: zero it, because 0 * NaN is NaN.
         gathered = jnp.where(is_token[:, None], gathered[:, : q.shape[-1]], 0)

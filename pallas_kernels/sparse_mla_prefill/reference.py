@@ -16,5 +16,10 @@ def sparse_mla_prefill(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    one_page_each = jnp.arange(len(latents), dtype=jnp.int32)[:, None]
-    return decode.sparse_mla_decode(q_latent, q_rope, latents, one_page_each, indices, scale=scale)
+    B, S, width = latents.shape
+    one_page_each = jnp.arange(B, dtype=jnp.int32)[:, None]
+    slots = decode.token_slots(one_page_each, indices, S)
+    # The gradient of a token is the sum over all queries that attend to it: in float32, because a
+    # bfloat16 sum stops growing after a few hundred of them.
+    tokens = latents.reshape(-1, width).astype(jnp.float32)
+    return decode.attend(q_latent, q_rope, tokens, slots, scale=scale, dtype=latents.dtype)

@@ -119,6 +119,30 @@ class TestPrefillReference(SparseMlaPrefillCases):
         slope = central_difference(expected_loss_of_latents, latents, moved)
         check_slope(gradients[1], moved, slope)
 
+    def test_gradient_of_a_token_that_all_queries_select(self):
+        """Thousands of terms are summed in float32, whatever the dtype of the latents."""
+        T, K, (H, C, R) = 8192, 2, (1, 4, 2)
+        rng = np.random.default_rng(3)
+        indices = rng.integers(1, T, (1, T, K)).astype(np.int32)
+        indices[..., 0] = 0
+        indices = jnp.asarray(indices)
+        q_latent, q_rope, latents = (
+            jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+            for shape in ((1, T, H, C), (1, T, H, R), (1, T, C + R))
+        )
+
+        @jax.jit
+        @jax.grad
+        def gradient(latents, q_latent, q_rope):
+            out, _ = sparse_mla_prefill(q_latent, q_rope, latents, indices, scale=0.3)
+            return jnp.sum(out.astype(jnp.float32) * (1 + jnp.arange(C)))
+
+        f32 = jnp.float32
+        got = np.asarray(gradient(latents, q_latent, q_rope), np.float64)
+        want = np.asarray(gradient(latents.astype(f32), q_latent.astype(f32), q_rope.astype(f32)))
+        error = np.linalg.norm(got[0, 0] - want[0, 0]) / np.linalg.norm(want[0, 0])
+        assert error < 0.01
+
 
 @pytest.mark.slow
 def test_float8_cache():

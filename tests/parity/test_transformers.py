@@ -17,7 +17,9 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax import Generator
+from dsv3_jax.checkpoint.writer import write_checkpoint as write_published
 from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.training.perplexity import WindowSettings, perplexity
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.oracle import relative_error
 from tests.support.running import forward
@@ -261,3 +263,28 @@ def test_token_ids_of_conversations(contents, tmp_path):
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     for text in (*contents, "x<｜User｜>y", theirs.decode(ids)):
         assert ours.encode(text, **plain) == theirs.encode(text, **plain)
+
+
+def test_perplexity_of_the_demo(tmp_path):
+    """The loss that transformers computes from labels, of one window per text, with the cache and
+    without."""
+    import torch
+    from transformers import DeepseekV3ForCausalLM
+
+    model, tokenizer = dsv3_jax.load("demo", dtype=jnp.float32)
+    assert tokenizer is not None
+    write_published(model, tmp_path / "demo", dtype="float32")
+    theirs = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "demo", dtype=torch.float32).eval()
+    texts = ["import os\n\n\ndef main():\n", "class Point:\n    x = 1\n    y = 2\n"]
+    nats, count = 0.0, 0
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)
+        tokens = torch.tensor([[model.config.bos_token_id, *ids]])
+        with torch.no_grad():
+            nats += float(theirs(tokens, labels=tokens).loss) * len(ids)
+        count += len(ids)
+    for cached in (None, 1, 8):
+        settings = WindowSettings(64, batch=2, cached=cached)
+        result = perplexity(model, tokenizer, texts, settings)
+        assert result.tokens == count
+        assert result.nats == pytest.approx(nats, rel=1e-5)

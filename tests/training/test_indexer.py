@@ -13,12 +13,14 @@ import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layers.rope import rotation_at
+from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.training import indexer
 from dsv3_jax.training.indexer import attention_mass, divergence, recall
 from dsv3_jax.training.trainer import Trainer
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, sparse_config, write_checkpoint
-from tests.support.oracle import softmax
+from tests.support.oracle import relative_error, softmax
 from tests.support.sparse_oracle import SparseOracle
 from tests.training.tiny import CONFIG as DENSE
 from tests.training.tiny import RUN, arrays
@@ -112,6 +114,32 @@ def test_divergence(model, selected):
         p = softmax(heads[b, t][:, tokens]).mean(axis=0)
         total.append(np.sum(p * np.log(p / softmax(index[tokens]))))
     assert abs(got - np.mean(total)) < 1e-5 * np.mean(total)
+
+
+@pytest.mark.slow
+def test_gradient_does_not_depend_on_the_block_size(monkeypatch):
+    """In bfloat16 compute too, the gradient of a key is summed over the blocks in float32."""
+    longer = CONFIG | {"max_position_embeddings": 1024, "rope_scaling": None}
+    config = ModelConfig.from_hf(longer)
+    made = SparseAttention(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, quantization=None)
+    graph, weights, rest = nnx.split(made, nnx.Param, ...)
+    weights = jax.tree.map(lambda w: 20 * w if w.ndim > 1 else w, weights)  # so that scores vary
+    x = jax.random.normal(jax.random.key(0), (1, 1024, config.hidden_size), jnp.bfloat16)
+    rotation = rotation_at(config, jnp.arange(1024)[None])
+
+    def gradient(queries: int) -> dict[str, np.ndarray]:
+        monkeypatch.setattr(indexer, "_QUERIES_PER_BLOCK", queries)
+
+        def loss(weights):
+            attention = nnx.merge(graph, weights, rest)
+            return divergence(attention, x, rotation, selected=False)
+
+        return arrays(jax.jit(jax.grad(loss))(weights))
+
+    in_blocks, whole = gradient(2), gradient(1024)
+    for name in whole:
+        if "indexer" in name:
+            assert relative_error(in_blocks[name], whole[name]) < 0.005, name
 
 
 @pytest.mark.slow

@@ -3,9 +3,12 @@
 Only the test of an extended run computes training steps.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
+import resource
+import shutil
 from pathlib import Path
 
 import jax
@@ -18,11 +21,12 @@ from dsv3_jax import tokenizer as tokenizers
 from dsv3_jax.initialization import random_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
+from dsv3_jax.training.checkpoints import CheckpointStore
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.losses import Losses
-from dsv3_jax.training.metrics_log import Entry, read_metrics
-from dsv3_jax.training.run import train
+from dsv3_jax.training.metrics_log import Entry, MetricsLog, read_metrics
+from dsv3_jax.training.run import check, train
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.state import TrainingState
 from dsv3_jax.training.step import Metrics
@@ -49,7 +53,7 @@ def stop_at_once(entry: Entry) -> None:
 
 
 def refused(*arguments, **settings) -> str:
-    with pytest.raises(ValueError, match=r"expected|differs|cannot") as error:
+    with pytest.raises(ValueError, match=r"expected|differs|cannot|kept") as error:
         train(*arguments, **settings)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -91,6 +95,61 @@ def test_a_run_without_a_fingerprint_is_refused(model, tmp_path):
     (out / "run.json").write_text(json.dumps(content))
     line = refused(model, CORPUS, out, LORA, SETTINGS, resume=True)
     assert "run.json has no fingerprint of the weights that the run began with" in line
+
+
+# ---- other versions ------------------------------------------------------------------------------
+
+OLD_RECORD = Path(__file__).parent / "run_of_2026_11_24.json"
+"""Record of a run with LORA, SETTINGS and CORPUS. Its version had fewer settings."""
+
+
+@pytest.fixture
+def old_run(tmp_path) -> Path:
+    shutil.copyfile(OLD_RECORD, tmp_path / "run.json")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_run_of_an_earlier_version_resumes(model, old_run):
+    """Settings that it did not have are the defaults, and are recorded then."""
+    before = json.loads(OLD_RECORD.read_text())
+    new = {field.name for field in dataclasses.fields(LORA)} - before["training"].keys()
+    assert new >= {"indexer_stage", "draft_depth"}
+    line = refused(
+        model, CORPUS, old_run, dataclasses.replace(LORA, lora_rank=0, draft_depth=1), SETTINGS,
+        resume=True,
+    )  # fmt: skip
+    assert "resume: training.draft_depth differs" in line
+    assert "began with 0, got 1" in line
+    with pytest.raises(StopError):
+        train(model, CORPUS, old_run, LORA, SETTINGS, resume=True, report=stop_at_once)
+    after = json.loads((old_run / "run.json").read_text())
+    assert after["training"] == json.loads(json.dumps(dataclasses.asdict(LORA)))
+    assert {**after, "training": before["training"]} == before
+
+
+def test_a_setting_of_another_version_is_refused(model, old_run):
+    content = json.loads(OLD_RECORD.read_text())
+    content["training"]["dropout"] = 0.5
+    (old_run / "run.json").write_text(json.dumps(content))
+    line = refused(model, CORPUS, old_run, LORA, SETTINGS, resume=True)
+    assert line.startswith("resume: training.dropout: expected a setting of this version, got one")
+    content["training"] = [1]
+    (old_run / "run.json").write_text(json.dumps(content))
+    line = refused(model, CORPUS, old_run, LORA, SETTINGS, resume=True)
+    assert line.endswith("run.json: training: expected a JSON object, got list")
+
+
+def test_a_model_recorded_without_a_newer_key_is_the_same(model, old_run):
+    """An optional key that this version writes has its default in the record."""
+    content = json.loads(OLD_RECORD.read_text())
+    del content["model"]["rope_interleave"]
+    (old_run / "run.json").write_text(json.dumps(content))
+    record.compare(old_run, {"model": model.config.to_hf()})
+    content["model"]["kv_lora_rank"] = None
+    (old_run / "run.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"run\.json: model: .*kv_lora_rank"):
+        record.compare(old_run, {"model": model.config.to_hf()})
 
 
 # ---- the start -----------------------------------------------------------------------------------
@@ -165,6 +224,25 @@ def test_a_directory_that_cannot_be_written_is_refused_first(model, tmp_path):
         assert line.startswith(f"{out}: cannot write to ")
 
 
+def test_a_disk_without_space_for_the_checkpoints_is_refused_first(model, tmp_path, monkeypatch):
+    """While the last of five is saved, the three before it are still there."""
+    leaves = jax.tree.leaves(Trainer(model, RUN).abstract_state)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    usage = shutil.disk_usage(tmp_path)
+    settings = dataclasses.replace(SETTINGS, save_every=5, keep=3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4 * size - 1))
+    line = refused(model, CORPUS, tmp_path / "run", RUN, settings)
+    assert line.startswith(f"{tmp_path / 'run'}: expected {4 * size:,} bytes of free disk for ")
+    assert f"4 checkpoints of {size:,} bytes" in line
+    assert list(tmp_path.iterdir()) == []
+    for fewer in ({"keep": 2}, {"save_every": 8}, {"save_every": 0}, {"keep": 0}):
+        check(model, tmp_path / "run", RUN, dataclasses.replace(settings, **fewer))
+    with pytest.raises(ValueError, match=f"and {2 * size:,} bytes of other files"):
+        check(
+            model, tmp_path, RUN, dataclasses.replace(settings, save_every=8), more_bytes=size * 2
+        )
+
+
 # ---- length --------------------------------------------------------------------------------------
 
 CONSTANT = dataclasses.replace(
@@ -233,6 +311,57 @@ def test_divergence_names_its_first_step_and_overwrites_nothing(
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 4
+
+
+@contextlib.contextmanager
+def full_disk(size: int):
+    """Lets no file grow beyond ``size`` bytes. Unlike a disk without space, it needs no mount."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Callbacks of tensorstore find that orbax has closed their event loop.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("no_evaluation")
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(model, tmp_path, monkeypatch):
+    """The command prints one line, and the run can be resumed."""
+    monkeypatch.setattr(Trainer, "step", fake_step())
+    settings = dataclasses.replace(SETTINGS, save_every=4)
+    with monkeypatch.context() as patch:
+        save = CheckpointStore.save
+
+        def save_to_full_disk(store, state, batches):
+            with full_disk(4096 if int(state.step) == 8 else 2**30):
+                save(store, state, batches)
+
+        patch.setattr(CheckpointStore, "save", save_to_full_disk)
+        line = refused(model, CORPUS, tmp_path, RUN, settings)
+    folder = tmp_path / "checkpoints"
+    assert line == f"{folder / '8'}: File too large; the checkpoint of step 4 is kept"
+    assert [path.name for path in folder.iterdir()] == ["4"]
+    (folder / "12.orbax-checkpoint-tmp").mkdir()  # as a killed process leaves it
+    assert train(model, CORPUS, tmp_path, RUN, settings, resume=True).finished
+    assert sorted(path.name for path in folder.iterdir()) == ["20", "24"]
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_metrics_that_cannot_be_written_end_the_run(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "step", fake_step())
+    append, path = MetricsLog.append, tmp_path / "metrics.jsonl"
+
+    def append_to_full_disk(log: MetricsLog, entry: Entry) -> None:
+        with full_disk(path.stat().st_size + 9 if entry["step"] == 5 else 2**30):
+            append(log, entry)
+
+    monkeypatch.setattr(MetricsLog, "append", append_to_full_disk)
+    settings = dataclasses.replace(SETTINGS, save_every=4, log_every=1)
+    line = refused(model, CORPUS, tmp_path, RUN, settings)
+    assert line == f"{path}: File too large; the checkpoint of step 4 is kept"
+    assert [entry["step"] for entry in read_metrics(path)][:5] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("no_evaluation")

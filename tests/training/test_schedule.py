@@ -26,14 +26,22 @@ LONG = TrainingConfig(
 
 
 def test_learning_rate():
-    """The rate rises to 0.5 at step 100 and falls to 0.1 from step 400 to step 800. After a quarter
-    of the decay the cosine is 1/sqrt(2)."""
+    """The rate rises by 0.005 per step, from the first step on, to 0.5. It falls to 0.1 from step
+    400 to step 800. After a quarter of the decay the cosine is 1/sqrt(2)."""
     rate = schedule.learning_rate(LONG)
     quarter = 0.1 + 0.4 * (1 + 0.5**0.5) / 2
-    values = {0: 0, 1: 0.005, 50: 0.25, 99: 0.495, 100: 0.5, 250: 0.5, 400: 0.5}
+    values = {0: 0.005, 1: 0.01, 49: 0.25, 98: 0.495, 99: 0.5, 100: 0.5, 250: 0.5, 400: 0.5}
     values |= {500: quarter, 600: 0.3, 700: 0.6 - quarter, 800: 0.1, 999: 0.1, 5000: 0.1}
     for count, want in values.items():
         assert float(rate(count)) == pytest.approx(want, rel=1e-5, abs=1e-9), count
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2, 7])
+def test_the_first_step_has_a_learning_rate(warmup_steps):
+    """Every step has one, and the last one of the warm-up has the peak."""
+    rate = schedule.learning_rate(dataclasses.replace(LONG, warmup_steps=warmup_steps))
+    rates = [float(rate(count)) for count in range(max(warmup_steps, 1))]
+    assert rates == pytest.approx([0.5 * (n + 1) / len(rates) for n in range(len(rates))])
 
 
 def test_learning_rate_without_warm_up_or_constant():

@@ -84,14 +84,14 @@ def test_equal_states_give_equal_steps(trainer):
 
 
 def test_every_parameter_moves(trainer):
-    """They move from the second step on, because the warm-up begins at a learning rate of 0."""
+    """They move from the first step on."""
     start = trainer.init()
     first, _ = step(trainer, start)
     second, _ = step(trainer, first)
     for before, after in ((start, first), (first, second)):
         pairs = zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True)
         moved = [bool((a != b).any()) for a, b in pairs]
-        assert moved == [before is first] * len(moved)
+        assert all(moved)
 
 
 def test_training_does_not_modify_the_initial_model(model, trainer):

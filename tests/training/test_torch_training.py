@@ -60,10 +60,10 @@ def batches() -> np.ndarray:
 
 
 def learning_rate(step: int) -> float:
-    """Returns the learning rate: 5 steps of warm-up, constant to step 25, cosine decay to step
-    45."""
+    """Returns the learning rate: 5 steps of warm-up to 0.004, constant to step 25, cosine decay to
+    step 45."""
     if step < 5:
-        return 0.004 * step / 5
+        return 0.004 * (step + 1) / 5
     progress = min(max(step - 25, 0) / 20, 1.0)
     return 0.0004 + (0.004 - 0.0004) * (1 + math.cos(math.pi * progress)) / 2
 
