@@ -24,6 +24,7 @@ from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
+from dsv3_jax.generation_config import with_absent_tokens
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training.corpus import read_documents
 from dsv3_jax.training.fingerprint import fingerprint
@@ -57,8 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
     described |= {"batch": settings.batch, "cache": settings.cached}
     if not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
+    tokenizer = Tokenizer(directory)
+    config = with_absent_tokens(config, directory, tokenizer)  # as load does
     documents = list(read_documents(arguments.data))
-    texts = encode_texts(documents, Tokenizer(directory), config.bos_token_id)
+    texts = encode_texts(documents, tokenizer, config.bos_token_id)
     compile_cache.enable(arguments.compile_cache)
     layout = make_layout_from(arguments)
     expected = (

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
 import os
 import re
 import shutil
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
+from absl import logging as absl_logging
 
 from dsv3_jax.training.state import TrainingState
 
 _BATCHES = "batches"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_LONGEST_WRITE_SECONDS = 60  # of one thread, after another has failed
 
 
 class CheckpointStore:
@@ -34,7 +41,7 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, keep: int | None):
         # At lower levels orbax logs every step of its work, and every error that it raises.
-        logging.set_verbosity(logging.FATAL)
+        absl_logging.set_verbosity(absl_logging.FATAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             # A save in the background could read arrays that the next step has already overwritten,
@@ -51,7 +58,8 @@ class CheckpointStore:
 
         Raises:
           OSError: the disk is full, or the system has refused to write for another reason. The
-            unfinished checkpoint is deleted, and the others stay.
+            complete checkpoints stay. What was written of this one is deleted, except what orbax's
+            threads are still writing, which :meth:`remove_unfinished` deletes in a resumed run.
         """
         step = int(state.step)
         items: dict[str, Any] = {
@@ -59,14 +67,19 @@ class CheckpointStore:
             for name, field in _fields_with_leaves(state).items()
         }
         items[_BATCHES] = ocp.args.JsonSave(batches)
-        try:
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        except Exception as error:
-            if (number := _system_error(error)) is None:
-                raise
+        number = None
+        with _later_errors_ignored():
+            try:
+                self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            except Exception as error:
+                if (number := _system_error(error)) is None:
+                    raise
+            if number is not None:
+                _end_writes()
+        if number is not None:
             self.remove_unfinished()
             directory = str(self._manager.directory / str(step))
-            raise OSError(number, os.strerror(number), directory) from None
+            raise OSError(number, os.strerror(number), directory)
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in ascending order."""
@@ -114,6 +127,37 @@ def recorded_steps(directory: Path) -> list[int]:
     ascending order. Unlike :class:`CheckpointStore`, it only lists the directory."""
     names = [path.name for path in directory.glob("*")]
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+@contextlib.contextmanager
+def _later_errors_ignored() -> Iterator[None]:
+    """Keeps errors that follow the first one of a failed save off stderr: of futures that nothing
+    waits for any more, which asyncio logs, and of tensorstore's callbacks, whose event loop orbax
+    has closed."""
+    asyncio_logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    level = asyncio_logger.level
+
+    def report(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = report
+    asyncio_logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        asyncio_logger.setLevel(level)
+        sys.unraisablehook = hook
+
+
+def _end_writes() -> None:
+    """Waits for orbax's threads after a failed save, and collects their futures."""
+    for thread in threading.enumerate():
+        # orbax has its own class, whose join raises the thread's error. Plain threads belong to
+        # pools and do not end.
+        if type(thread).__module__.startswith("orbax."):
+            threading.Thread.join(thread, _LONGEST_WRITE_SECONDS)
+    gc.collect()
 
 
 def _system_error(error: BaseException) -> int | None:

@@ -153,17 +153,8 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % _HELD_OUT_EVERY == 0
 
 
-def pack(
-    documents: Iterable[tuple[str, str]],
-    tokenizer: Tokenizer,
-    bos: int | None,
-    eos: int | None,
-) -> Corpus:
-    """Tokenises (name, text) pairs and concatenates them in order, each as BOS ... EOS.
-
-    Args:
-      bos: None for documents without BOS.
-      eos: None for documents without EOS.
+def check_document_tokens(tokenizer: Tokenizer, bos: int | None, eos: int | None) -> None:
+    """Checks that the tokens that begin and end documents are the tokenizer's own.
 
     Raises:
       ValueError: the tokenizer has another BOS, or ``bos`` or ``eos`` is an ordinary token of it.
@@ -180,6 +171,24 @@ def pack(
                 f"{name}: expected a special token of the tokenizer, or null, got {token}, the"
                 f" ordinary token {text!r}"
             )
+
+
+def pack(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: Tokenizer,
+    bos: int | None,
+    eos: int | None,
+) -> Corpus:
+    """Tokenises (name, text) pairs and concatenates them in order, each as BOS ... EOS.
+
+    Args:
+      bos: None for documents without BOS.
+      eos: None for documents without EOS.
+
+    Raises:
+      ValueError: as :func:`check_document_tokens`.
+    """
+    check_document_tokens(tokenizer, bos, eos)
     begin, end = ([] if token is None else [token] for token in (bos, eos))
 
     def encode(document: tuple[str, str]) -> tuple[bool, np.ndarray]:

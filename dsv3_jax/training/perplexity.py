@@ -29,6 +29,7 @@ from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.runner import run_in_order
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.training.corpus import check_document_tokens
 
 LOGITS_BYTES = 64 << 20
 """Bytes of logits at a time: 129 tokens of DeepSeek-V3's vocabulary."""
@@ -216,7 +217,12 @@ def encode_texts(
     documents: Sequence[tuple[str, str]], tokenizer: Tokenizer, bos: int | None
 ) -> list[Text]:
     """Encodes (name, text) pairs, on all cores. A control token in a text is encoded as plain
-    text."""
+    text.
+
+    Raises:
+      ValueError: ``bos`` is not the tokenizer's.
+    """
+    check_document_tokens(tokenizer, bos, None)
 
     def encode(document: tuple[str, str]) -> Text:
         name, text = document

@@ -1,6 +1,6 @@
 """Tests of perplexity, against losses computed window by window in float64."""
 
-import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -95,8 +95,7 @@ def test_a_loss_by_hand(model):
 def test_without_bos_the_first_token_is_not_scored(model):
     graph, state = nnx.split(model)
     other = nnx.merge(graph, state)
-    other.config = copy.copy(CONFIG)
-    object.__setattr__(other.config, "bos_token_id", None)
+    other.config = dataclasses.replace(CONFIG, bos_token_id=None)
     want, count = by_hand(model, 24, 7, bos=None)
     settings = WindowSettings(24, 7, batch=2)
     assert sum(Evaluator(other, TEXTS, settings).batch_tokens) == count == 87

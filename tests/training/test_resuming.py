@@ -5,15 +5,20 @@ Only the test of an extended run computes training steps.
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -21,7 +26,7 @@ from dsv3_jax import tokenizer as tokenizers
 from dsv3_jax.initialization import random_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
-from dsv3_jax.training.checkpoints import CheckpointStore
+from dsv3_jax.training.checkpoints import recorded_steps
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.losses import Losses
@@ -33,6 +38,7 @@ from dsv3_jax.training.step import Metrics
 from dsv3_jax.training.trainer import Trainer
 from tests.training.tiny import RUN
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = RunSettings(batch=2, length=12, log_every=10, eval_batches=1)
 _NOISE = np.random.default_rng(2).integers(1, 32, 700).astype(np.uint16)
 CORPUS = Corpus(_NOISE[:600], _NOISE[600:])
@@ -324,28 +330,92 @@ def full_disk(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# Callbacks of tensorstore find that orbax has closed their event loop.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+FULL = {
+    "by the system": OSError(errno.ENOSPC, "No space left on device"),
+    "by tensorstore": ValueError(
+        'RESOURCE_EXHAUSTED: Error writing "1.0.mu.norm.weight.value/0" in OCDBT database: Failed'
+        f" to write 842 bytes to file 29: No space left on device [os_error_code='{errno.ENOSPC}']"
+    ),
+}
+
+
 @pytest.mark.usefixtures("no_evaluation")
-def test_a_disk_that_fills_up_keeps_the_checkpoint_before(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reported", FULL)
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(reported, model, tmp_path, monkeypatch):
     """The command prints one line, and the run can be resumed."""
     monkeypatch.setattr(Trainer, "step", fake_step())
     settings = dataclasses.replace(SETTINGS, save_every=4)
+    folder, save = tmp_path / "checkpoints", ocp.CheckpointManager.save
+
+    def save_to_full_disk(manager, step, **kwargs):
+        if step != 8:
+            return save(manager, step, **kwargs)
+        (folder / "8.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+        raise FULL[reported]
+
     with monkeypatch.context() as patch:
-        save = CheckpointStore.save
-
-        def save_to_full_disk(store, state, batches):
-            with full_disk(4096 if int(state.step) == 8 else 2**30):
-                save(store, state, batches)
-
-        patch.setattr(CheckpointStore, "save", save_to_full_disk)
+        patch.setattr(ocp.CheckpointManager, "save", save_to_full_disk)
         line = refused(model, CORPUS, tmp_path, RUN, settings)
-    folder = tmp_path / "checkpoints"
-    assert line == f"{folder / '8'}: File too large; the checkpoint of step 4 is kept"
+    assert line == f"{folder / '8'}: No space left on device; the checkpoint of step 4 is kept"
     assert [path.name for path in folder.iterdir()] == ["4"]
     (folder / "12.orbax-checkpoint-tmp").mkdir()  # as a killed process leaves it
     assert train(model, CORPUS, tmp_path, RUN, settings, resume=True).finished
     assert sorted(path.name for path in folder.iterdir()) == ["20", "24"]
+
+
+@pytest.mark.usefixtures("no_evaluation")
+def test_other_errors_of_a_save_are_not_hidden(model, tmp_path, monkeypatch):
+    def fail(manager, step, **kwargs):
+        raise TypeError("expected an array")
+
+    monkeypatch.setattr(Trainer, "step", fake_step())
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
+    with pytest.raises(TypeError, match="expected an array"):
+        train(model, CORPUS, tmp_path, RUN, dataclasses.replace(SETTINGS, save_every=4))
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.initialization import random_model
+from dsv3_jax.training.checkpoints import CheckpointStore
+from tests.training.test_resuming import *
+from tests.training.tiny import CONFIG
+
+Trainer.step, Evaluation.losses = fake_step(), lambda self, state: {"main": 1.0}
+save = CheckpointStore.save
+
+
+def save_to_full_disk(store, state, batches):
+    with full_disk(4096 if int(state.step) == 8 else 2**30):
+        save(store, state, batches)
+
+
+CheckpointStore.save = save_to_full_disk
+model = random_model(ModelConfig.from_hf(CONFIG), 0)
+try:
+    train(model, CORPUS, sys.argv[1], RUN, dataclasses.replace(SETTINGS, save_every=4))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_orbax_on_a_disk_that_fills_up(tmp_path):
+    """In a process of its own, because orbax leaves event loops and futures behind."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, tmp_path / "run"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    folder = tmp_path / "run" / "checkpoints"
+    assert done.stdout == f"{folder / '8'}: File too large; the checkpoint of step 4 is kept\n"
+    assert recorded_steps(folder) == [4]
 
 
 @pytest.mark.usefixtures("no_evaluation")
