@@ -20,7 +20,7 @@ from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.model_flags import check_weights
-from dsv3_jax.cli.output import print_json
+from dsv3_jax.cli.output import json_text, print_json
 from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
@@ -140,7 +140,7 @@ def _sum(
         if out is not None:
             seconds = round(before + time.perf_counter() - began, 3)
             content = {"eval": identity, "batches": sums[0], "nats": sums[1], "seconds": seconds}
-            atomic_write(out, json.dumps(content, indent=1) + "\n")
+            atomic_write(out, json_text(content) + "\n")
 
     def report() -> str:
         read = f"{sums[0]} of {_batches(total)}"

@@ -9,11 +9,16 @@ from typing import Any
 
 
 def print_json(value: Any) -> None:
-    """Prints one line of JSON on stdout.
+    """Prints one line of JSON on stdout, see :func:`json_text`."""
+    print(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Returns one line of JSON.
 
     Floats that are not finite become null, because JSON has neither NaN nor infinity.
     """
-    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

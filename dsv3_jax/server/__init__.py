@@ -6,6 +6,7 @@ In the order a request moves through it:
 app.py            the application: middleware, endpoints, start and end
 access_log.py     one line of JSON for every request, without its text
 api_keys.py       who may send requests
+header_limit.py   size and time limits of request headers
 body_limit.py     size and time limits of request bodies
 openai/           the endpoints, and the types of their bodies
 anthropic/        the same for /v1/messages

@@ -866,7 +866,7 @@ BREAKS: dict[str, Break] = {
     ),
     "requests go on whose client went away during their submission": Break(
         "dsv3_jax/server/service.py",
-        "submitting.add_done_callback(_cancel_requests)",
+        "submitting.add_done_callback(self._cancel_requests)",
         "pass",
         (_SERVER + "test_ends.py",),
     ),
@@ -1166,8 +1166,8 @@ BREAKS: dict[str, Break] = {
     ),
     "warm-up is skipped": Break(
         "dsv3_jax/training/schedule.py",
-        "optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)",
-        "optax.constant_schedule(config.learning_rate)",
+        "return config.learning_rate * (jnp.asarray(step) + 1) / config.warmup_steps",
+        "return config.learning_rate * jnp.ones_like(step)",
         (_TRAINING + "test_schedule.py",),
     ),
     # ---- dsv3_jax: planner, accounting -----------------------------------------------------------
@@ -1225,5 +1225,66 @@ BREAKS: dict[str, Break] = {
         "return max(open_requests / target_requests, sum(cache_usages) / target_cache_usage)",
         "return open_requests / target_requests",
         (_REPLICAS + "test_settings.py",),
+    ),
+    # ---- mends of 2026-11-28 ---------------------------------------------------------------------
+    "the embedding's gradient is summed in bfloat16": Break(
+        "dsv3_jax/training/objective.py",
+        'return ndim == 1 or path[0] == "embed_tokens" or "gate" in path',
+        'return ndim == 1 or "gate" in path',
+        (_TRAINING + "test_compute_dtype.py",),
+    ),
+    "the first step of training has a learning rate of 0": Break(
+        "dsv3_jax/training/schedule.py",
+        "(jnp.asarray(step) + 1) / config.warmup_steps",
+        "jnp.asarray(step) / config.warmup_steps",
+        (_TRAINING + "test_schedule.py",),
+    ),
+    "all engines sample the same texts": Break(
+        "dsv3_jax/engine/intake.py",
+        "self.first_seed = secrets.randbelow(2**32)",
+        "self.first_seed = 0",
+        (_ENGINE + "test_request_settings.py",),
+    ),
+    "a compilation counts as a stuck device": Break(
+        "dsv3_jax/engine/loop.py",
+        "return max(time.monotonic() - began - (self._compilations.seconds - compiled), 0.0)",
+        "return max(time.monotonic() - began, 0.0)",
+        (_SERVER + "test_watchdog.py",),
+    ),
+    "prefix loads have no budget": Break(
+        "dsv3_jax/engine/prefix_loads.py",
+        "lacking = self.num_bytes + count - self._most_bytes",
+        "lacking = 0",
+        (_ENGINE + "test_prefix_loads.py",),
+    ),
+    "bodies may have any number of values": Break(
+        "dsv3_jax/server/openai/body.py",
+        "if values > MAX_VALUES:",
+        "if values > 2**40:",
+        (_SERVER + "test_body_cost.py",),
+    ),
+    "redirects of prefill servers are followed": Break(
+        "dsv3_jax/disaggregation/remote_prefill.py",
+        "allow_redirects=False",
+        "allow_redirects=True",
+        ("tests/disaggregation/test_remote_prefill.py",),
+    ),
+    "prompts are cut as the tokenizer's training was": Break(
+        "dsv3_jax/tokenizer.py",
+        "    tokenizer.no_truncation()\n",
+        "    tokenizer.no_padding()\n",
+        ("tests/test_special_tokens.py",),
+    ),
+    "replicas of experts are chosen without the shard": Break(
+        "sharding/replicas.py",
+        "jnp.arange(experts.shape[0], dtype=jnp.int32)[:, None] + shard",
+        "jnp.arange(experts.shape[0], dtype=jnp.int32)[:, None]",
+        ("tests/sharding/test_replicas.py",),
+    ),
+    "any number of U+FFFD waits for the next token": Break(
+        "dsv3_jax/generation/text.py",
+        "end = max(len(text.rstrip(INCOMPLETE)), len(text) - _MOST_PENDING, len(known))",
+        "end = max(len(text.rstrip(INCOMPLETE)), len(known))",
+        ("tests/generation/test_text.py",),
     ),
 }
