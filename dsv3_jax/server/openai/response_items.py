@@ -78,7 +78,8 @@ class ItemStream:
 
     def __init__(self) -> None:
         self.items: list[AnyItem] = []
-        """All items. The last one may grow."""
+        """All items. The last one has its text when it has ended."""
+        self._texts: list[str] = []  # of the last item
         self._is_open = False
         self._is_cut = False  # the call that is open
         self._sequence_number = -1
@@ -106,7 +107,7 @@ class ItemStream:
                 case CallArguments(_, text, is_last):
                     item = self.items[-1]
                     assert isinstance(item, FunctionCallItem)
-                    item.arguments += text
+                    self._texts.append(text)
                     self._is_cut = not is_last
                     yield self._item_event("response.function_call_arguments.delta", delta=text)
 
@@ -117,13 +118,14 @@ class ItemStream:
         self._is_open = False
         item = self.items[-1]
         item.status = status
-        if isinstance(item, FunctionCallItem) and self._is_cut:
-            item.status = "incomplete"
         if isinstance(item, FunctionCallItem):
+            item.status = "incomplete" if self._is_cut else status
+            item.arguments = "".join(self._texts)
             fields = {"name": item.name, "arguments": item.arguments}
             yield self._item_event("response.function_call_arguments.done", **fields)
         else:
             part = item.content[0]
+            part.text = "".join(self._texts)
             logprobs = {"logprobs": []} if isinstance(part, OutputText) else {}
             yield self._part_event(f"response.{part.type}.done", text=part.text, **logprobs)
             yield self._part_event("response.content_part.done", part=part.model_copy())
@@ -133,6 +135,7 @@ class ItemStream:
         yield from self.end()
         self.items.append(item)
         self._is_open = self._is_cut = True
+        self._texts = []
         yield self._output_event("response.output_item.added")
         if not isinstance(item, FunctionCallItem):
             part = OutputText() if isinstance(item, MessageItem) else ReasoningText()
@@ -140,9 +143,7 @@ class ItemStream:
             yield self._part_event("response.content_part.added", part=part.model_copy())
 
     def _add_text(self, kind: str, text: str, **fields: Any) -> ResponseEvent:
-        item = self.items[-1]
-        assert not isinstance(item, FunctionCallItem)
-        item.content[0].text += text
+        self._texts.append(text)
         return self._part_event(kind, delta=text, **fields)
 
     def _output_event(self, kind: str) -> ResponseEvent:
