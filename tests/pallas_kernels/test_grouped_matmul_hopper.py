@@ -200,7 +200,7 @@ def test_in_a_while_loop():
     check(out, rolled.expected(), tolerance("bfloat16"))
 
 
-# Groups that start at any row, of no rows, one, fifteen and seventeen; spare rows; all in one group.
+# Groups that start at any row, of no rows, one, 15 and 17, with spare rows, all in one group.
 GROUPS = [
     ((130, 0, 1, 67, 3), 230),
     ((15, 17, 0, 64), 96),
@@ -223,7 +223,7 @@ GRADIENTS = [
 @pytest.mark.parametrize(
     ("groups", "widths", "config"),
     slow_except(GRADIENTS, [2, 5, 14, 16, 24, 36, 45]),
-    ids=lambda x: "x".join(map(str, x)) if isinstance(x[0], int) else None,
+    ids=lambda x: f"{x.tile_m}x{x.tile_n}" if isinstance(x, Config) else str(x).replace(" ", ""),
 )
 def test_gradient_kernels(groups, widths, config):
     """Compares with sums in float64. NaN in what belongs to no group must not get into a sum."""
