@@ -436,8 +436,9 @@ class _Consumer:
     # ---- main loops ----
 
     def sum_columns(self, i: Any, tile: _Tile, state: PipelineState, bases: Any) -> Any:
-        """Sums the rows gradient over N. The next tile is located in the first step, because that
-        takes half a microsecond."""
+        """Sums the rows gradient over N, or only releases the stages if the group has none of the
+        warpgroup's rows. The next tile is located in the first step: that takes half a microsecond.
+        """
 
         def step(k: jax.Array, state: PipelineState, carry: Any) -> Any:
             sums, previous, next_tile = carry
@@ -447,12 +448,20 @@ class _Consumer:
             self.release_previous(k, previous)
             return sums, state, next_tile
 
-        steps = self.sizes.pairs * self.sizes.N // STEP
+        def skip(k: jax.Array, state: PipelineState, next_tile: _Tile) -> _Tile:
+            self.ring.wait_full(state)
+            self.ring.release(state)
+            return cond(k == 0, lambda: self.tiles.locate(i + 1), lambda: next_tile)
+
+        steps = jnp.int32(self.sizes.pairs * self.sizes.N // STEP)
+        has_rows = tile.rows > self.warpgroup * jnp.int32(self.sizes.share)
+        used, skipped = jnp.where(has_rows, steps, 0), jnp.where(has_rows, 0, steps)
         carry = self.zeros(), state, tile
-        end, (sums, last, next_tile) = self.ring.loop(steps, step, state, carry)
+        state, (sums, last, next_tile) = self.ring.loop(used, step, state, carry)
         sums = self.complete(sums)
-        self.ring.release(last)
-        return sums, next_tile, end
+        when(has_rows)(lambda: self.ring.release(last))
+        state, next_tile = self.ring.loop(skipped, skip, state, next_tile)
+        return sums, next_tile, state
 
     def sum_rows(self, i: Any, tile: _Tile, state: PipelineState, bases: Any) -> Any:
         """Sums the matrices gradient over the group's rows: whole steps, then what is left."""
@@ -626,10 +635,13 @@ class _Consumer:
         def store(i: jax.Array, carry: tuple[()]) -> tuple[()]:
             row = rows + (i * jnp.int32(workers) + worker) * ROWS
             count = jnp.clip(sizes.M - row, 0, ROWS)
-            for column in range(0, sizes.K, STEP):
-                staged = memory.staging_untiled.at[index]
-                store_rows(staged, memory.out, count, row, pl.ds(column, STEP))
-            return carry
+
+            def store_panel(n: jax.Array, carry: tuple[()]) -> tuple[()]:
+                staged, columns = memory.staging_untiled.at[index], pl.ds(n * STEP, STEP)
+                store_rows(staged, memory.out, count, row, columns)
+                return carry
+
+            return lax.fori_loop(0, sizes.K // STEP, store_panel, carry)
 
         @when(rows < sizes.M)
         def _() -> None:
