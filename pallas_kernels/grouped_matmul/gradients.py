@@ -436,9 +436,8 @@ class _Consumer:
     # ---- main loops ----
 
     def sum_columns(self, i: Any, tile: _Tile, state: PipelineState, bases: Any) -> Any:
-        """Sums the rows gradient over N, or only releases the stages if the group has none of the
-        warpgroup's rows. The next tile is located in the first step: that takes half a microsecond.
-        """
+        """Sums the rows gradient over N. The next tile is located in the first step, because that
+        takes half a microsecond."""
 
         def step(k: jax.Array, state: PipelineState, carry: Any) -> Any:
             sums, previous, next_tile = carry
@@ -448,20 +447,12 @@ class _Consumer:
             self.release_previous(k, previous)
             return sums, state, next_tile
 
-        def skip(k: jax.Array, state: PipelineState, next_tile: _Tile) -> _Tile:
-            self.ring.wait_full(state)
-            self.ring.release(state)
-            return cond(k == 0, lambda: self.tiles.locate(i + 1), lambda: next_tile)
-
-        steps = jnp.int32(self.sizes.pairs * self.sizes.N // STEP)
-        has_rows = tile.rows > self.warpgroup * jnp.int32(self.sizes.share)
-        used, skipped = jnp.where(has_rows, steps, 0), jnp.where(has_rows, 0, steps)
+        steps = self.sizes.pairs * self.sizes.N // STEP
         carry = self.zeros(), state, tile
-        state, (sums, last, next_tile) = self.ring.loop(used, step, state, carry)
+        end, (sums, last, next_tile) = self.ring.loop(steps, step, state, carry)
         sums = self.complete(sums)
-        when(has_rows)(lambda: self.ring.release(last))
-        state, next_tile = self.ring.loop(skipped, skip, state, next_tile)
-        return sums, next_tile, state
+        self.ring.release(last)
+        return sums, next_tile, end
 
     def sum_rows(self, i: Any, tile: _Tile, state: PipelineState, bases: Any) -> Any:
         """Sums the matrices gradient over the group's rows: whole steps, then what is left."""
@@ -538,13 +529,13 @@ class _Consumer:
         sizes, memory = self.sizes, self.memory
         panels = [memory.right_stages[state.stage, j] for j in range(sizes.tile_n // STEP)]
         right, products = jnp.concatenate(panels, axis=1).astype(jnp.float32), []
-        kept = True if rows is None else jnp.arange(STEP)[:, None] < rows
+        inside = True if rows is None else jnp.arange(STEP)[:, None] < rows
         for part, value in zip(sizes.parts, sums, strict=True):
             first = self.warpgroup * jnp.int32(sizes.share) + part
             if sizes.of_matrices:
                 panel = memory.left_stages[state.stage, lax.div(first, jnp.int32(STEP))]
-                left = jnp.where(kept, panel.astype(jnp.float32), 0).T
-                product = jnp.dot(left, jnp.where(kept, right, 0))
+                left = jnp.where(inside, panel.astype(jnp.float32), 0).T
+                product = jnp.dot(left, jnp.where(inside, right, 0))
             else:
                 left = memory.left_stages[state.stage, pl.ds(first, ROWS)]
                 product = jnp.dot(left.astype(jnp.float32), right)
