@@ -207,7 +207,8 @@ class _Tile(NamedTuple):
     """First row of the result's matrix. 0 for the rows gradient."""
 
 
-class _RowTiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _RowTiles:
     """Tiles of the rows gradient, in the order of the forward kernel."""
 
     scheduler: TileScheduler
@@ -231,7 +232,8 @@ class _RowTiles(NamedTuple):
         return _Tile(tile.group, tile.row, tile.rows, tile.first_own_column, jnp.int32(0))
 
 
-class _MatrixTiles(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _MatrixTiles:
     """Tiles of the matrices gradient: those of one group after the other, the largest first."""
 
     sizes: _Sizes
