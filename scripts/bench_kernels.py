@@ -12,9 +12,9 @@ compared with float32 references on ragged inputs whose unused slots contain NaN
 ``--repeats`` runs must be bitwise equal, and on samples of every timed shape. Wrong results are not
 timed. Then, for every shape, ours, XLA's own lowering and the peers are timed; the peers' results
 are checked too. Peers come from the directory PEERS (made by
-``python -m benchmarks.kernels.pack_peers``) and from torch. The same run measures the ceilings:
-matmul throughput and bandwidth. Inputs are random, and calls rotate over enough input sets (at most
-32) to exceed the L2 cache.
+``python -m benchmarks.kernels.pack_peers``) and from torch; ``--peers torch`` needs no directory.
+The same run measures the ceilings: matmul throughput and bandwidth. Inputs are random, and calls
+rotate over enough input sets (at most 32) to exceed the L2 cache.
 
 All times are measured by the GPU's clock (:mod:`benchmarks.kernels.clock`), from before the first
 kernel of a program of many sequential calls to after its last one, and divided by the number of
@@ -82,6 +82,7 @@ ROW_S = 60  # seconds for a case, after which its process is killed
 CHECK_S = 30, 0.15  # seconds for a check, and for each of its repeats
 WARM_WORKERS = 8
 RIGHT = "right"
+TORCH_ALONE = Path("torch")
 
 
 class Bench:
@@ -100,7 +101,8 @@ class Bench:
         self._peers: Worker | None = None
         if arguments.peers is not None:
             unpacked = Path(tempfile.gettempdir()) / "dsv3_kernel_peers"
-            pack_peers.unpack(arguments.peers, unpacked)
+            if arguments.peers != TORCH_ALONE:
+                pack_peers.unpack(arguments.peers, unpacked)
             self._peer_command = ("benchmarks.kernels.peers", [str(unpacked)])
             self._peers = Worker(*self._peer_command, str(logs / "peers.txt"))
         print("logs in", logs, flush=True)
@@ -361,7 +363,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="*", default=[], help="substrings of 'op dtype shape'")
     parser.add_argument("--all", action="store_true", help="all shapes instead of the core shapes")
     parser.add_argument(
-        "--peers", type=Path, help="directory of the packed peers; by default no peers"
+        "--peers",
+        type=Path,
+        help="directory of the packed peers, or 'torch' for torch's alone; by default no peers",
     )
     parser.add_argument("--time-budget", type=float, default=3600, help="seconds for the whole run")
     parser.add_argument("--repeats", type=int, default=20, help="runs per check that must be equal")

@@ -33,6 +33,7 @@ from benchmarks.kernels.shapes import (
     OPS,
     PAGE,
     Decode,
+    Gradient,
     Grouped,
     Prefill,
     Swiglu,
@@ -60,6 +61,8 @@ TINY = [
     Grouped("g2", (9, 30), 136, 264, "int8", "both"),
     Grouped("g3", (3, 0, 4), 136, 264, "int4", "both"),
     Prefill(2, 40, 70, 2, 64, 64),
+    Gradient("g3", (3, 0, 4), 136, 264, "bf16", "both", of="rows"),
+    Gradient("g3", (3, 0, 4), 136, 264, "bf16", "both", of="matrices"),
     Swiglu("g3", (3, 0, 4), 136, 264, "bf16", "both"),
     Swiglu("g3", (3, 0, 4), 136, 264, "fp8", "both"),
     Decode(3, 100, 2, 4, dtype="fp8"),
@@ -139,7 +142,8 @@ def test_bytes_are_those_of_the_arrays(case):
     if isinstance(case, Decode):
         case = Decode(3, 128, 2, 4, dtype=case.dtype)
     elif isinstance(case, Grouped):
-        case = type(case)("", (3, 2), 136 + 120 * isinstance(case, Swiglu), 264, case.dtype, "both")
+        width = 136 + 120 * isinstance(case, Swiglu)
+        case = dataclasses.replace(case, name="", sizes=(3, 2), N=width)
     arrays = inputs.structs(case)
     results = jax.eval_shape(call_of(case, "reference"), arrays)
     sizes = ("lengths", "group_sizes", "starts", "block_tables")
@@ -310,7 +314,9 @@ def test_ragged_groups(case):
         assert isinstance(each.case, Grouped)
         sizes = each.host["group_sizes"]
         assert {0, 1} <= set(sizes.tolist())
-        assert each.rows == sum(sizes) < each.case.M
+        of_matrices = isinstance(case, Gradient) and case.of == "matrices"
+        assert each.rows == (None if of_matrices else sum(sizes))
+        assert sum(sizes) < each.case.M
         means.append(each.case.M / len(sizes))
     assert means[0] < 8
     if case.dtype in ("int8", "int4"):

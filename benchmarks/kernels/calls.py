@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 import pallas_kernels
 from benchmarks.kernels import checks, inputs, layer_inputs
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call
 from benchmarks.kernels.layer_shapes import FeedForward
-from benchmarks.kernels.shapes import Case, Decode
+from benchmarks.kernels.shapes import Case, Decode, Gradient
 from benchmarks.kernels.variants import VARIANTS, variant_of
 
 
@@ -21,6 +25,8 @@ def call_of(case: Case, implementation: str) -> Call:
     """
     if isinstance(case, FeedForward) and implementation not in VARIANTS:
         return layer_inputs.call(case, implementation)
+    if isinstance(case, Gradient) and implementation not in VARIANTS:
+        return functools.partial(_gradient, case, implementation)
     keywords = inputs.options(case)
     if implementation in VARIANTS:
         op = variant_of(case, implementation)
@@ -33,6 +39,20 @@ def call_of(case: Case, implementation: str) -> Call:
         return out if isinstance(out, tuple) else (out, None)
 
     return call
+
+
+def _gradient(case: Gradient, implementation: str, arrays: Arrays) -> checks.Checked:
+    """Differentiates grouped_matmul. It is linear in each operand, so zeros stand for the one that
+    the gradient does not depend on, and XLA removes the forward pass."""
+    sizes, d_out = arrays["group_sizes"], arrays["d_out"]
+    lhs = arrays.get("lhs", jnp.zeros((len(d_out), case.K), jnp.bfloat16))
+    rhs = arrays.get("rhs", jnp.zeros((len(sizes), case.N, case.K), jnp.bfloat16))
+
+    def matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return pallas_kernels.grouped_matmul(lhs, rhs, sizes, implementation=implementation)
+
+    _, vjp = jax.vjp(matmul, lhs, rhs)
+    return vjp(d_out)[case.of == "matrices"], None
 
 
 def plan(case: Case, arrays: Arrays) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that the op must not read. :func:`spot` checks samples of the output of a timed 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from benchmarks.kernels.shapes import (
     PAGE,
     Case,
     Decode,
+    Gradient,
     Grouped,
     Prefill,
     SparseCase,
@@ -147,7 +149,9 @@ def ragged(case: Case, seed: int) -> Ragged:
     if isinstance(case, Grouped):
         sizes = _sizes(case)[seed]
         small = dataclasses.replace(case, sizes=(*sizes[:-1], sizes[-1] + _SPARE))
-        return Ragged(small, {"group_sizes": np.asarray(sizes, np.int32)}, sum(sizes))
+        of_matrices = isinstance(case, Gradient) and case.of == "matrices"
+        rows = None if of_matrices else sum(sizes)
+        return Ragged(small, {"group_sizes": np.asarray(sizes, np.int32)}, rows)
     small = dataclasses.replace(case, rows=4, queries=300, keys=700, heads=4)
     starts, lengths = np.array([0, 100, 400, 700]), np.array([300, 257, 700, 64])
     return Ragged(small, {"starts": starts.astype(np.int32), "lengths": lengths.astype(np.int32)})
@@ -193,17 +197,20 @@ def _wide(arrays: Arrays) -> Arrays:
 def _ragged_grouped(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
     case, M = ragged.case, ragged.rows
     assert isinstance(case, Grouped)
-    assert M is not None
     arrays = _rounded(case, key, host)
     want = _every_group(case, arrays)[:M]
-    defined = jnp.arange(case.M)[:, None] < M
-    for name in {"lhs", "lhs_scale"} & set(arrays):
+    defined = jnp.arange(case.M)[:, None] < jnp.sum(arrays["group_sizes"])
+    for name in {"lhs", "lhs_scale", "d_out"} & set(arrays):
         arrays[name] = jnp.where(defined, arrays[name], jnp.asarray(jnp.nan, arrays[name].dtype))
     return arrays, (want, None)
 
 
 def _every_group(case: Grouped, arrays: Arrays) -> jax.Array:
-    lhs = _dense_rows(arrays["lhs"], arrays.get("lhs_scale"))
+    if isinstance(case, Gradient) and case.of == "matrices":
+        G, (N, K) = len(arrays["group_sizes"]), (case.N, case.K)
+        each = (_matrix_rows(arrays, g, jnp.arange(N)) for g in range(G))
+        return jnp.stack(list(each)).reshape(G, N, K)
+    lhs = _row_operand(case, arrays)
     ends = jnp.cumsum(arrays["group_sizes"])
     row = jnp.arange(len(lhs))[:, None]
 
@@ -212,11 +219,30 @@ def _every_group(case: Grouped, arrays: Arrays) -> jax.Array:
         return jnp.where(inside, _apply_group(case, arrays, g, lhs), out)
 
     G = len(arrays["group_sizes"])
-    return jax.lax.fori_loop(0, G, add, jnp.zeros((len(lhs), case.N), jnp.float32))
+    columns = case.K if isinstance(case, Gradient) else case.N
+    return jax.lax.fori_loop(0, G, add, jnp.zeros((len(lhs), columns), jnp.float32))
+
+
+def _matrix_rows(arrays: Arrays, g: Any, columns: jax.Array) -> jax.Array:
+    """Returns rows of group g's gradient of its matrix, for columns of d_out."""
+    end = jnp.cumsum(arrays["group_sizes"])[g]
+    row = jnp.arange(len(arrays["lhs"]))[:, None]
+    inside = (row < end) & (row >= end - arrays["group_sizes"][g])
+    d_out = jnp.where(inside, arrays["d_out"][:, columns].astype(jnp.float32), 0)
+    return d_out.T @ arrays["lhs"].astype(jnp.float32)
+
+
+def _row_operand(case: Grouped, arrays: Arrays) -> jax.Array:
+    """Returns the rows that meet their group's matrix, in float32."""
+    if isinstance(case, Gradient):
+        return arrays["d_out"].astype(jnp.float32)
+    return _dense_rows(arrays["lhs"], arrays.get("lhs_scale"))
 
 
 def _apply_group(case: Grouped, arrays: Arrays, g: jax.Array, lhs: jax.Array) -> jax.Array:
-    """Applies group g's matrices to rows [M, K]."""
+    """Applies group g's matrices to rows [M, K], or to rows [M, N] of a gradient."""
+    if isinstance(case, Gradient):
+        return lhs @ arrays["rhs"][g].astype(jnp.float32)
     outputs = [lhs @ _dense_matrix(case, arrays, g, name).T for name in inputs.matrices(case)]
     if isinstance(case, Swiglu):
         return jax.nn.silu(outputs[0]) * outputs[1]
@@ -292,10 +318,15 @@ def _spot_decode(case: Decode, arrays: Arrays, result: Checked) -> tuple[Checked
 
 
 def _spot_grouped(case: Grouped, arrays: Arrays, result: Checked) -> tuple[Checked, Checked]:
+    if isinstance(case, Gradient) and case.of == "matrices":
+        groups = np.unique(np.linspace(0, len(case.sizes) - 1, 5).astype(int))
+        columns = np.unique(np.linspace(0, case.N - 1, 7).astype(int))
+        want = [_matrix_rows(arrays, g, jnp.asarray(columns)) for g in groups]
+        return (result[0][groups][:, columns], None), (jnp.stack(want), None)
     rows = np.unique(np.linspace(0, case.M - 1, 24).astype(int))
     groups = jnp.searchsorted(jnp.cumsum(arrays["group_sizes"]), rows, side="right")
-    scale = arrays.get("lhs_scale")
-    lhs = _dense_rows(arrays["lhs"][rows], None if scale is None else scale[rows])
+    names = {"lhs", "lhs_scale", "d_out"} & set(arrays)
+    lhs = _row_operand(case, {name: arrays[name][rows] for name in names})
 
     def one(row_and_group):
         row, g = row_and_group

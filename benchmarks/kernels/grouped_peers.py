@@ -12,7 +12,7 @@ import torch
 from benchmarks.kernels import peer_libraries as libraries
 from benchmarks.kernels.marlin import BITS, block_sizes, pack_matrix, permute_scale, sorted_rows
 from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor
-from benchmarks.kernels.shapes import BLOCK, Grouped
+from benchmarks.kernels.shapes import BLOCK, Gradient, Grouped
 
 MASKED_BYTES = 6e9  # limit on the padded rows of the masked layout
 
@@ -20,6 +20,11 @@ MASKED_BYTES = 6e9  # limit on the padded rows of the masked layout
 def make(case: Grouped, seed: int) -> Inputs:
     random = Random(seed)
     G, M, N, K = len(case.sizes), case.M, case.N, case.K
+    if isinstance(case, Gradient):
+        d_out = random.normal(M, N)
+        if case.of == "rows":
+            return {"d_out": d_out, "rhs": random.normal(G, N, K)}
+        return {"d_out": d_out, "lhs": random.normal(M, K)}
     if case.dtype in BITS:
         padded_size = 2 ** (BITS[case.dtype] - 1) - 1
         rhs = torch.empty(G, N, K, device="cuda", dtype=torch.int8)
@@ -42,7 +47,9 @@ def make(case: Grouped, seed: int) -> Inputs:
 
 def peers_of(case: Grouped, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
-    if case.dtype in ("bf16", "fp8"):
+    if isinstance(case, Gradient):
+        yield "torch._grouped_mm", lambda: _torch_gradient(case)
+    elif case.dtype in ("bf16", "fp8"):
         if case.layout != "masked":
             yield "DeepGEMM contiguous", lambda: _deep_gemm_contiguous(case, directory)
         if case.layout != "contiguous":
@@ -139,6 +146,19 @@ def _torch_grouped(case: Grouped) -> Peer:
     )
 
 
+def _torch_gradient(case: Gradient) -> Peer:
+    ends = torch.tensor(case.sizes, device="cuda").cumsum(0).int()
+
+    def prepare(x: Inputs) -> Any:
+        return (x["d_out"], x["rhs"]) if case.of == "rows" else (x["d_out"].T, x["lhs"])
+
+    return Peer(
+        "torch._grouped_mm",
+        prepare,
+        lambda prepared: torch._grouped_mm(*prepared, offs=ends),  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
 def _marlin(case: Grouped, rows: int, name: str, directory: Path) -> Peer:
     """Marlin's grouped matmul of bfloat16 rows and packed integers, called as in vLLM."""
     op = libraries.marlin(directory).moe_wna16_marlin_gemm
@@ -176,6 +196,8 @@ def _unsigned_with_bias(bits: int) -> int:
 
 def sample(case: Grouped, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
     """Returns some rows of a result, and the expected values in float32."""
+    if isinstance(case, Gradient):
+        return _gradient_sample(case, x, out)
     rows = torch.linspace(0, case.M - 1, 13).long().unique()
     ends = torch.tensor(case.sizes).cumsum(0)
     want = []
@@ -192,3 +214,20 @@ def sample(case: Grouped, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
             right = right * scale.repeat_interleave(case.K // scale.shape[-1], 1)
         want.append((right * left).sum(-1))
     return out[rows.cuda()], torch.stack(want)
+
+
+def _gradient_sample(case: Gradient, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    got, want, end = [], [], 0
+    for g, size in enumerate(case.sizes):
+        own = slice(end, end + size)
+        end += size
+        if g % 7 or not size:
+            continue
+        d_out = x["d_out"][own].float()
+        if case.of == "rows":
+            got.append(out[own][-1])
+            want.append(d_out[-1] @ x["rhs"][g].float())
+        else:
+            got.append(out[g, -1])
+            want.append(d_out[:, -1] @ x["lhs"][own].float())
+    return torch.stack(got), torch.stack(want)

@@ -19,6 +19,7 @@ from benchmarks.kernels.shapes import (
     ROPE,
     Case,
     Decode,
+    Gradient,
     Grouped,
     Prefill,
     SparseCase,
@@ -100,6 +101,10 @@ def _grouped(case: Grouped, key: jax.Array) -> Arrays:
     keys = jax.random.split(key, 6)
     G, M, N, K = len(case.sizes), case.M, case.N, case.K
     blocks = -(-K // BLOCK)
+    if isinstance(case, Gradient):
+        other = {"rhs": (G, N, K)} if case.of == "rows" else {"lhs": (M, K)}
+        shapes = {"d_out": (M, N), **other}
+        return {name: _normal(k, s) for k, (name, s) in zip(keys, shapes.items(), strict=False)}
     lhs = _normal(keys[0], (M, K), jnp.float8_e4m3fn if case.dtype == "fp8" else jnp.bfloat16)
     if case.dtype in ("int8", "int4"):
         if case.dtype == "int8":

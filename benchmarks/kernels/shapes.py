@@ -29,7 +29,7 @@ from benchmarks.kernels.sparse_shapes import (
 Dtype = Literal["bf16", "fp8", "int8", "int4"]
 OPS = (
     "mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill", "sparse_mla_decode",
-    "sparse_mla_prefill", "sparse_index", "top_k", "feed_forward",
+    "sparse_mla_prefill", "sparse_index", "top_k", "feed_forward", "grouped_matmul_gradient",
 )  # fmt: skip
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
@@ -132,6 +132,25 @@ class Grouped:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gradient(Grouped):
+    """A gradient of a bfloat16 grouped_matmul, with respect to its rows or to its matrices."""
+
+    of: Literal["rows", "matrices"] = "rows"
+    op: str = "grouped_matmul_gradient"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.of} {super().shape}"
+
+    @property
+    def bytes(self) -> float:
+        matrices = len(self.sizes) * self.N * self.K
+        if self.of == "rows":
+            matrices = sum(size > 0 for size in self.sizes) * self.N * self.K
+        return 2.0 * (self.M * (self.N + self.K) + matrices)
+
+
+@dataclasses.dataclass(frozen=True)
 class Swiglu(Grouped):
     """A case of grouped_swiglu: gate and up matrices with ``N`` columns each."""
 
@@ -189,6 +208,8 @@ def check_key(case: Case) -> str:
     """Returns a key. Cases with equal keys share the check on ragged inputs."""
     if isinstance(case, Decode):
         return f"{case.op} {case.dtype} h{case.heads} sq{case.queries}"
+    if isinstance(case, Gradient):
+        return f"{case.op} {case.of} {case.N}x{case.K}"
     if isinstance(case, Grouped):
         return f"{case.op} {case.dtype} {case.N}x{case.K}"
     if isinstance(case, SparseCase):
@@ -207,6 +228,7 @@ def decoded(fields: dict[str, Any]) -> Case:
     kinds: dict[str, type[Case]] = {
         "mla_decode": Decode,
         "grouped_matmul": Grouped,
+        "grouped_matmul_gradient": Gradient,
         "grouped_swiglu": Swiglu,
         "mla_prefill": Prefill,
         "sparse_mla_decode": SparseAttention,
@@ -338,7 +360,33 @@ def grouped_cases() -> list[Grouped]:
                 # Both layouts have a case with 256 rows per group.
                 layout = "both" if m == 256 else "masked"
                 add(f"g{g} m{m}", [m] * g, dtype, layout, False)
-    return cases
+    return cases + [
+        Grouped(name, sizes, N, K, "bf16", "contiguous", False)
+        for name, sizes, N, K in training_shapes()
+    ]
+
+
+def training_shapes() -> list[tuple[str, tuple[int, ...], int, int]]:
+    """Returns name, rows per group, N and K of the experts' matmuls in training: those of Moonlight
+    with 16,384 tokens, and of 32 experts of DeepSeek-V3. The groups are equal, or skewed."""
+    shapes = []
+    for model, rows, groups, widths in (
+        ("moonlight", 98_304, 64, [(2816, 2048), (2048, 1408)]),
+        ("v3", 32_768, 32, [(4096, 7168), (7168, 2048)]),
+    ):
+        for N, K in widths:
+            shapes.append((f"{model} equal", (rows // groups,) * groups, N, K))
+            shapes.append((f"{model} zipf", zipf_sizes(rows, groups), N, K))
+    return shapes
+
+
+def gradient_cases() -> list[Gradient]:
+    of: tuple[Literal["rows", "matrices"], ...] = ("rows", "matrices")
+    return [
+        Gradient(name, sizes, N, K, "bf16", "contiguous", "equal" in name, of=each)
+        for name, sizes, N, K in training_shapes()
+        for each in of
+    ]
 
 
 def swiglu_cases() -> list[Swiglu]:
@@ -363,7 +411,7 @@ def cases() -> list[Case]:
     """Returns all cases once: core cases first, ops interleaved for runs that end early."""
     order_of: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
-    dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases()]
+    dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases(), gradient_cases()]
     for of_op in (*dense, *sparse_cases(), layer_shapes.layer_cases()):
         for i, case in enumerate(of_op):
             order_of.setdefault(key(case), (not case.core, i / len(of_op)))

@@ -13,7 +13,7 @@ from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call
 from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.report import EVERY_GROUP
-from benchmarks.kernels.shapes import LATENT, Case, Decode, Index, Prefill, SparseCase
+from benchmarks.kernels.shapes import LATENT, Case, Decode, Gradient, Index, Prefill, SparseCase
 
 MAX_PADDING = 4  # maximum size of a dense cache relative to its tokens
 
@@ -36,6 +36,8 @@ def xla_call(case: Case) -> Call | str:
         if case.op == "sparse_mla_prefill":
             return "too slow here: it gathers the tokens of a few queries at a time"
         return call_of(case, "reference")
+    if isinstance(case, Gradient):
+        return f"does not fit: {EVERY_GROUP}"
     if case.M * len(case.sizes) * case.columns * case.K > 4e12:
         return f"too slow here: {EVERY_GROUP}"
     if case.dtype != "bf16" and len(case.sizes) * case.columns * case.K > 2e9:

@@ -3,7 +3,8 @@
 There are three kernels. ``kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
 ``few_tokens`` multiplies bfloat16 rows by int8, int4 or float8 matrices, with at most 64 rows per
 group on average; for more rows, XLA dequantizes the matrices to bfloat16 and ``kernel`` multiplies
-by them. ``w4a8`` multiplies float8 rows by int4 matrices.
+by them. ``w4a8`` multiplies float8 rows by int4 matrices. ``gradients`` has the backward pass of
+bfloat16 by bfloat16.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pallas_kernels.grouped_matmul import (
     batched,
     few_tokens,
     few_tokens_plan,
+    gradients,
     kernel,
     reference,
     w4a8,
@@ -69,7 +71,8 @@ def grouped_matmul(
 
     It supports bfloat16 by bfloat16, float8 by float8, float8 rows by int4 matrices, and bfloat16
     rows by int8, int4 or float8 matrices. With more than 64 of these rows per group on average, the
-    matrices are dequantized to bfloat16 first. Gradients are computed by other back-ends.
+    matrices are dequantized to bfloat16 first. Gradients of bfloat16 by bfloat16 are kernels too
+    (:mod:`gradients`), others are computed by other back-ends.
 
     Args:
       config: tuning parameters of the kernel, by default chosen from the shapes.
@@ -212,7 +215,12 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
 
 def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, group_sizes, *scales = args
-    shape = {"block_shape": settings[2]}
+    _, interpret, block_shape = settings
+    if rhs.dtype == jnp.bfloat16:  # any shape that the forward kernel takes
+        d_lhs = gradients.rows_gradient((cotangent,), (rhs,), group_sizes, interpret=interpret)
+        d_rhs = gradients.matrices_gradient(cotangent, lhs, group_sizes, interpret=interpret)
+        return d_lhs, d_rhs, None, None, None
+    shape = {"block_shape": block_shape}
 
     def matmul(lhs: Any, rhs: Any, *scales: Any) -> jax.Array:
         try:

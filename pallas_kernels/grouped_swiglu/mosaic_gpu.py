@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import block_dequant, block_quant
-from pallas_kernels.grouped_matmul import few_tokens, few_tokens_plan, kernel
+from pallas_kernels.grouped_matmul import few_tokens, few_tokens_plan, gradients, kernel
 from pallas_kernels.grouped_matmul.mosaic_gpu import (
     check_dtypes,
     choose_few_tokens_config,
     has_many_rows,
     supported_configs,
 )
+from pallas_kernels.grouped_matmul.mosaic_gpu import choose_config as choose_matmul_config
 from pallas_kernels.grouped_matmul.plan import (
     SCALE_BLOCK,
     Config,
@@ -69,7 +70,11 @@ def grouped_swiglu(
 
     bfloat16 by bfloat16 and float8 by float8 are rounded once, at the end. Few bfloat16 rows by
     int8, int4 or float8 matrices are rounded before silu too; for many of them the matrices are
-    dequantized to bfloat16 first. Gradients are the reference's.
+    dequantized to bfloat16 first.
+
+    For gradients of bfloat16 by bfloat16, gate and up are two matmuls, whose results are rounded
+    and saved; the backward pass is of :mod:`grouped_matmul.gradients`. Other gradients are the
+    reference's.
 
     ``quantize`` is part of the kernel if a tile has 128 columns of the result, which holds with few
     rows, and with many in bfloat16. Tiles for many float8 rows have 96 columns. Then the result is
@@ -170,11 +175,26 @@ def _grouped_swiglu(
 
 
 def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    return _grouped_swiglu(settings, *args), args
+    lhs, gate, up, group_sizes, *_ = args
+    if gate.dtype != jnp.bfloat16:
+        return _grouped_swiglu(settings, *args), (args, None)
+    (M, K), (G, F, _) = lhs.shape, gate.shape
+    options = {"config": choose_matmul_config(M, G, F, K, False), "interpret": settings[1]}
+    saved = tuple(kernel.matmul(lhs, (x,), group_sizes, None, (), **options) for x in (gate, up))
+    return reference.silu_multiply(*saved).astype(lhs.dtype), (args, saved)
 
 
-def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    lhs, gate, up, group_sizes, *scales = args
+def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    (lhs, gate, up, group_sizes, *scales), saved = residuals
+    if saved is not None:
+        _, vjp = jax.vjp(lambda *x: reference.silu_multiply(*x).astype(lhs.dtype), *saved)
+        d_outs = vjp(cotangent)
+        interpret = settings[1]
+        d_lhs = gradients.rows_gradient(d_outs, (gate, up), group_sizes, interpret=interpret)
+        d_gate, d_up = (
+            gradients.matrices_gradient(x, lhs, group_sizes, interpret=interpret) for x in d_outs
+        )
+        return d_lhs, d_gate, d_up, None, None, None, None
 
     def swiglu(lhs: Any, gate: Any, up: Any, *scales: Any) -> Any:
         return reference.grouped_swiglu(

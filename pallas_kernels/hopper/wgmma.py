@@ -1,10 +1,13 @@
-"""wgmma of float8 operands in shared memory, with descriptors that the compiler cannot hoist.
+"""wgmma of float8 and bfloat16 operands in shared memory, with descriptors that cannot be hoisted.
 
 ``plgpu.wgmma`` computes a descriptor per instruction. In an unrolled loop, LLVM computes those of
 all stages before the loop and keeps them in registers, which are too few. Here a descriptor is a
 base plus a constant, added in the assembly that issues the instruction. The base is made uniform,
 so that ptxas adds in uniform registers. And the first instruction of a product ignores the
 accumulator, which ``plgpu.wgmma`` cannot do: nothing has to be zeroed.
+
+The bfloat16 product reads transposed operands from panels of 64 columns, each a TMA copy of its own
+that starts at any row. ``plgpu.wgmma`` takes tiles of eight rows, side by side across all columns.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _ATOM = 128  # bytes: a row of a swizzled tile, which is the K of one product
 _K_BYTES = 32  # of one instruction
 # Upper half of a descriptor: tiles of eight rows are 1,024 bytes apart, and swizzled by 128 bytes.
 _LAYOUT = (1 << 30) | (1024 >> 4)
+_PANEL = 64 * _ATOM  # bytes: 64 rows of 64 bfloat16 columns
+_ROWS_BYTES = 16 * _ATOM  # 16 rows, the K of one instruction with transposed bfloat16 operands
 
 
 def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
@@ -140,6 +145,49 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
     return start(a, b, previous)
 
 
+def add_bfloat16_product(
+    a: jax.Array, b: jax.Array, sums: jax.Array, *, transposed_a: bool, depth: int
+) -> jax.Array:
+    """Starts ``sums + A B`` over ``depth`` rows of B, of bfloat16 operands.
+
+    Returns:
+      float32 [64, columns], which :func:`wait_for_product` must return before any use other than
+      as ``sums`` of the next product.
+
+    Args:
+      a: base of [64, depth] (64 at most), or with ``transposed_a`` of its transpose [depth, 64].
+      b: base of [depth, columns], as panels of 64 columns and 64 rows.
+      sums: float32 [64, columns], whose registers the result takes.
+      depth: a multiple of 16, at most 64.
+    """
+    columns = sums.shape[1]
+    count = columns // 2  # registers per thread
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    a_bytes = _ROWS_BYTES if transposed_a else _K_BYTES
+    text = [
+        "{ .reg .b64 a, b; .reg .pred add;",
+        "setp.ne.b32 add, 1, 0;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step in range(depth // 16):
+        text += [
+            f"add.s64 a, ${2 * count}, {step * a_bytes // 16};",
+            f"add.s64 b, ${2 * count + 1}, {step * _ROWS_BYTES // 16};",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+            f" {registers}, a, b, add, 1, 1, {int(transposed_a)}, 1;",
+        ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+    constraints = ",".join([*["=f"] * count, *map(str, range(count)), "l", "l"])
+
+    @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
+    def start(a: Any, b: Any, sums: Any) -> Any:
+        operands = *_numbers(sums), _descriptor(a, _PANEL), _descriptor(b, _PANEL)
+        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
+        return _product(struct, columns)
+
+    return start(a, b, sums)
+
+
 def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
     """Waits for a product, and returns its result.
 
@@ -159,9 +207,14 @@ def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
     return wait(product)
 
 
-def _descriptor(base: Any) -> Any:
-    """Returns the i64 descriptor of an operand that starts at its base."""
-    layout = arith.constant(i64(), ir.IntegerAttr.get(i64(), _LAYOUT << 32))
+def _descriptor(base: Any, panel: int = 0) -> Any:
+    """Returns the i64 descriptor of an operand that starts at its base.
+
+    Args:
+      panel: bytes between the panels of a transposed operand.
+    """
+    bits = (_LAYOUT << 32) | (panel >> 4 << 16)
+    layout = arith.constant(i64(), ir.IntegerAttr.get(i64(), bits))
     return arith.ori(arith.extui(i64(), word(base)), layout)
 
 

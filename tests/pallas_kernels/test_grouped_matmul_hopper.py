@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from pallas_kernels import grouped_matmul
-from pallas_kernels.grouped_matmul import few_tokens, mosaic_gpu, reference
+from pallas_kernels.grouped_matmul import batched, few_tokens, gradients, mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.plan import Config
 from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles
 from pallas_kernels.grouped_swiglu import mosaic_gpu as swiglu_mosaic_gpu
@@ -21,7 +21,7 @@ from tests.pallas_kernels.grouped_matmul_cases import (
     run,
 )
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu, on_gpu
-from tests.pallas_kernels.numerics import check, device, tolerance
+from tests.pallas_kernels.numerics import BFLOAT16_ROUNDING, check, device, rounded, tolerance
 from tests.support.covering import slow_except
 
 
@@ -200,20 +200,113 @@ def test_in_a_while_loop():
     check(out, rolled.expected(), tolerance("bfloat16"))
 
 
+# Groups that start at any row, of no rows, one, 15 and 17, with spare rows, all in one group.
+GROUPS = [
+    ((130, 0, 1, 67, 3), 230),
+    ((15, 17, 0, 64), 96),
+    ((0, 5, 0), 9),
+    ((1,), 1),
+    ((0, 300, 0), 300),
+    ((0, 0), 3),
+]
+# Tiles are 128 x 256 and 256 x 128: one narrower than either, several, and partial ones.
+WIDTHS = [(64, 64), (320, 192), (192, 320), (256, 256)]
+GRADIENTS = [
+    (groups, widths, dataclasses.replace(config, stages=2))
+    for groups in GROUPS
+    for widths in WIDTHS
+    for config in gradients.CONFIGS
+]
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    ("groups", "widths", "config"),
+    slow_except(GRADIENTS, [2, 5, 14, 16, 24, 36, 45]),
+    ids=lambda x: f"{x.tile_m}x{x.tile_n}" if isinstance(x, Config) else str(x).replace(" ", ""),
+)
+def test_gradient_kernels(groups, widths, config):
+    """Compares with sums in float64. NaN in what belongs to no group must not get into a sum."""
+    (sizes, M), (N, K) = groups, widths
+    x = Inputs.random(sizes, M=M, N=N, K=K, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
+    rows = np.where(np.isnan(x.lhs[:, :1]), np.nan, 1) * rounded(
+        np.random.default_rng(3).standard_normal((M, N)), "bfloat16"
+    )
+    lhs, rhs, group_sizes, *_ = x.arrays()
+    d_out = device(rows, "bfloat16")
+    options = {"config": config, "interpret": INTERPRET}
+    d_lhs = gradients.rows_gradient((d_out,), (rhs,), group_sizes, **options)
+    d_rhs = gradients.matrices_gradient(d_out, lhs, group_sizes, **options)
+    of_group = [x.group_of_rows() == g for g in range(len(sizes))]
+    used = sum(sizes)
+    want = [rows[:used][own].T @ x.lhs[:used][own] for own in of_group]
+    check(d_rhs, want, tolerance("bfloat16"))
+    want = np.zeros((M, K))
+    for own, matrix in zip(of_group, x.rhs, strict=True):
+        want[:used][own] = rows[:used][own] @ matrix
+    check(d_lhs, want, tolerance("bfloat16"))
+
+
+@kernel_runs
+def test_rows_gradient_adds_two_products():
+    """The sum of both is rounded once, as grouped_swiglu needs it."""
+    x, y = (
+        Inputs.random((40, 0, 33), N=64, K=128, lhs_dtype="bfloat16", rhs_dtype="bfloat16", seed=n)
+        for n in range(2)
+    )
+    rows = [rounded(np.random.default_rng(n).standard_normal((73, 64)), "bfloat16") for n in (2, 3)]
+    got = gradients.rows_gradient(
+        tuple(device(each, "bfloat16") for each in rows),
+        tuple(each.arrays()[1] for each in (x, y)),
+        x.arrays()[2],
+        interpret=INTERPRET,
+    )
+    groups = x.group_of_rows()
+    pairs = zip(rows, (x.rhs, y.rhs), strict=True)
+    check(got, sum(np.einsum("mn,mnk->mk", a, b[groups]) for a, b in pairs), BFLOAT16_ROUNDING)
+
+
 @kernel_runs
 @pytest.mark.parametrize("sizes", [(0, 40, 3), (1, 2, 0)])
-def test_gradients_equal_the_reference_s(sizes):
-    """The backward pass is that of another back-end."""
+def test_gradients_equal_the_reference_s(sizes, monkeypatch):
+    """Through the public function's gradient, which takes no other back-end's."""
     x = Inputs.random(sizes, N=64, K=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16")
     lhs, rhs, group_sizes, *_ = x.arrays()
     weights = device(np.random.default_rng(3).standard_normal((sum(sizes), 64)), "bfloat16")
 
-    def gradients(matmul):
+    def gradients_of(matmul):
         return jax.grad(lambda a, b: jnp.sum(matmul(a, b, group_sizes) * weights), (0, 1))(lhs, rhs)
 
-    got, want = gradients(back_end()), gradients(reference.grouped_matmul)
-    for a, b in zip(got, want, strict=True):
+    want = gradients_of(reference.grouped_matmul)
+    monkeypatch.delattr(reference, "grouped_matmul")
+    monkeypatch.delattr(batched, "grouped_matmul")
+    for a, b in zip(gradients_of(back_end()), want, strict=True):
         check(a, np.float64(b), tolerance("bfloat16"))
+
+
+@on_gpu
+@pytest.mark.slow
+def test_a_thousand_equal_gradients():
+    """At a quarter of Moonlight's rows. A race would change some sums in some of many calls."""
+    sizes = jnp.asarray(np.random.default_rng(0).multinomial(24_000, np.full(64, 1 / 64)))
+    keys = jax.random.split(jax.random.key(0), 3)
+    d_out, lhs, rhs = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, [(24_576, 1408), (24_576, 2048), (64, 1408, 2048)], strict=True)
+    )
+
+    @jax.jit
+    def both(d_out, lhs, rhs):
+        d_lhs = gradients.rows_gradient((d_out,), (rhs,), sizes)
+        return d_lhs, gradients.matrices_gradient(d_out, lhs, sizes)
+
+    @jax.jit
+    def differences(*arrays):
+        return sum(jnp.sum(a != b) for a, b in zip(arrays[:2], arrays[2:], strict=True))
+
+    first = both(d_out, lhs, rhs)
+    assert not any(bool(jnp.isnan(x).any()) for x in first)
+    assert not sum(differences(*first, *both(d_out, lhs, rhs)) for _ in range(999))
 
 
 # Formats of dsv3 convert, and of DeepSeek's checkpoints.

@@ -161,6 +161,17 @@ def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) 
     return Kernel("pallas_kernels.grouped_matmul.mosaic_gpu", arrays, options)
 
 
+def matmul_gradient(of: str, N: int, K: int, pairs: int = 1) -> Kernel:
+    """A gradient of grouped_matmul with 1,536 rows in each of 64 groups."""
+    M, sizes = 64 * 1536, Struct((64,), I32)
+    d_out, matrices = Struct((M, N), BF16), Struct((64, N, K), BF16)
+    arrays: dict[str, Any] = {"d_out": d_out, "lhs": Struct((M, K), BF16), "group_sizes": sizes}
+    if of == "rows":
+        arrays = {"d_outs": (d_out,) * pairs, "matrices": (matrices,) * pairs, "group_sizes": sizes}
+    module = "pallas_kernels.grouped_matmul.gradients"
+    return Kernel(module, arrays, {}, function=f"{of}_gradient")
+
+
 def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -> Kernel:
     """grouped_swiglu with the arguments of ``grouped``."""
     arrays = dict(grouped(rows, groups, F, K, dtype).arrays)
@@ -398,6 +409,10 @@ def kernels() -> dict[str, Kernel]:
     N, K = WIDTHS["gate_up"]  # with too few rows for pairs of blocks
     table["grouped_matmul fp8 gate_up 1024 rows"] = grouped(1024, 8, N, K, FP8)
     table["grouped_swiglu fp8 2048 wide, 1024 rows"] = swiglu(1024, 8, N // 2, K, FP8)
+    for N, K in ((2816, 2048), (2048, 1408)):  # tiles of 128 x 256, and of 256 x 128
+        for of in ("rows", "matrices"):
+            table[f"grouped_matmul {of} gradient {N}x{K}"] = matmul_gradient(of, N, K)
+    table["grouped_matmul rows gradient of two"] = matmul_gradient("rows", 1408, 2048, pairs=2)
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}
         table[f"rms_norm of {D}"] = Kernel("pallas_kernels.rms_norm.mosaic_gpu", row, {"eps": 1e-6})
