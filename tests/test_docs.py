@@ -120,8 +120,8 @@ def flags(words: list[str], before: list[str]) -> list[str]:
     return words
 
 
-# What a reader cannot run as it stands: an address that does not exist, and a package that is not
-# published. A file or a name in angle brackets is for the reader to fill in.
+# Text that a reader cannot run as it stands: an address that does not exist, or a package that is
+# not published. A file or a name in angle brackets is for the reader to fill in.
 PLACEHOLDER = re.compile(
     r"<(?:this|your|the)[ _-][^>\n]*>|git clone <|git\+<|\bOWNER\b"
     r"|pip install (?:-\S+ )*['\"]?dsv3[-_]jax\b"

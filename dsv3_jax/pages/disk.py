@@ -129,7 +129,7 @@ class DiskPages:
             finally:
                 future.set_result(records)
 
-        # What was read is not kept for a future that nobody waits for.
+        # A cancelled future does not keep the pages that were read for it.
         future.add_done_callback(lambda future: pages.clear() if future.cancelled() else None)
         if not addresses or self._is_closed:
             future.set_result([])

@@ -141,8 +141,8 @@ class PageTiers:
         """Returns which source has how many pages, in order, as far as any has the next one, each
         page from the first source that has it."""
         parts: list[tuple[PageSource, int]] = []
-        # Of each tier: it has the pages from one number to another, and not that one. So every page
-        # is looked up once, however often the source changes.
+        # Each tier has an entry (start, end): it contains pages start to end - 1, and not page end.
+        # So every page is looked up once, however often the source changes.
         known = [(0, -1) for _ in self._sinks]
 
         def count(number: int, begin: int) -> int:

@@ -242,7 +242,7 @@ def _most_specific(errors: Sequence[Mapping[str, Any]], body: Any) -> Mapping[st
     specific = [error for error in of_field if not error["type"].endswith("_type")]
     if specific:
         return specific[0]
-    # Of a list's errors, that of an element says more than that the list should be text.
+    # The error of a list's element is more useful than the one that the list should be text.
     return max(of_field, key=lambda each: len(_path(each["loc"], body)))
 
 

@@ -112,8 +112,8 @@ def _run(
     def end_server() -> None:
         server.should_exit = True
 
-    # What is there by now stays. Otherwise the garbage collector looks at all of it, which takes a
-    # tenth of a second, whenever a large body has made many objects.
+    # The objects that exist by now stay for the life of the server, so the garbage collector need
+    # not visit them. Otherwise each large body would make it do so, for a tenth of a second.
     gc.collect()
     gc.freeze()
     with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):

@@ -68,7 +68,7 @@ def by_hand(ids: list[int], stops: tuple[str, ...], begin: str | None) -> str:
             ]
     if not matches:
         return text
-    # Of those that the same token completes, the one that begins further left counts.
+    # If one token completes several stop strings, the one that begins further left counts.
     complete = min(matches)[0]
     token_end = next(start for start in starts if start >= complete)
     return text[: min(at for end, at in matches if end <= token_end)]

@@ -87,7 +87,8 @@ def _check_counts(content: bytes) -> None:
     """Raises _LimitError for JSON with too many values. Valid JSON is counted exactly."""
     count = content.count
     objects = count(b"[") + count(b"{")
-    # What texts contain counts as well here, and nearly all bodies have less than this.
+    # This fast count includes the characters inside texts. Nearly all bodies are below the limits
+    # even so.
     if objects <= MAX_OBJECTS and objects + count(b",") + count(b":") < MAX_TEXTS:
         return
     # Quotation marks and backslashes that are left delimit texts.
