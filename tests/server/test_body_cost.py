@@ -299,7 +299,9 @@ def reference_seconds() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="not Linux: no CPU times of threads")
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="not Linux: no CPU times of threads"
+)
 def test_a_thousand_costly_bodies_of_each_endpoint(capsys):
     """Each costs at most 50 ms of the event loop, and all together 64 MiB, while another client
     reads a stream. The figures are printed. The gap depends on what else the machine does, and is
