@@ -44,7 +44,7 @@ from benchmarks.serving.offline import complete
 from benchmarks.serving.replay import Replay, replay
 from dsv3_jax import Generator
 from dsv3_jax.engine import Engine
-from dsv3_jax.engine.programs import Buckets
+from dsv3_jax.engine.device.programs import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.traces import TRACES
@@ -220,7 +220,7 @@ def save(result: dict[str, Any], out: Path | None) -> None:
 def main(words: Sequence[str]) -> int:
     arguments = parse(words)
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("dsv3_jax.engine.programs").setLevel(logging.INFO)
+    logging.getLogger("dsv3_jax.engine.device.programs").setLevel(logging.INFO)
     began = time.perf_counter()
     model = load(arguments.model, arguments.weights)
     jax.block_until_ready(jax.tree.leaves(model))

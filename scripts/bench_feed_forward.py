@@ -48,7 +48,7 @@ from benchmarks.decode import floor, models
 from benchmarks.decode.machine import description
 from benchmarks.kernels.checks import TOLERANCE, rows_error
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.engine.programs import GPU_OPTIONS
+from dsv3_jax.engine.device.programs import GPU_OPTIONS
 from dsv3_jax.files import atomic_write
 from dsv3_jax.layers.block import DecoderLayer
 from pallas_kernels.decoder_layer.plan import Config

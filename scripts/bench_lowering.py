@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.decode import machine, models
-from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.files import atomic_write
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.topology import topology

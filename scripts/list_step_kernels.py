@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.decode import models, steps
 from benchmarks.profile.chain import last_loop
 from dsv3_jax.cli import allocator
-from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.engine.device.step_options import StepOptions
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.target import Target

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.serving.closed_loop import Comparison, compare
 from benchmarks.serving.host_time import measure
-from dsv3_jax.engine.dispatch_times import DispatchFigures, ShapeTimes
+from dsv3_jax.engine.device.dispatch_times import DispatchFigures, ShapeTimes
 from scripts import bench_engine
 from tests.engine.conftest import tiny_mtp  # noqa: F401
 

@@ -12,7 +12,7 @@ from dsv3_jax.checkpoint.find import DEMO, DEMOS
 from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
-from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.offline.generator import Generator
 from scripts import bench_sparse_demo
 from tests.checkpoint.files import read_directory

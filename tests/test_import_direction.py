@@ -89,6 +89,22 @@ def test_siblings_do_not_know_each_other(sibling):
     assert not wrong
 
 
+@pytest.mark.parametrize(
+    ("room", "above"),
+    [
+        ("scheduling", ("dsv3_jax.engine.device", "dsv3_jax.engine.requests", "jax")),
+        ("device", ("dsv3_jax.engine.requests",)),
+        ("requests", ()),
+    ],
+)
+def test_rooms_of_the_engine(room, above):
+    """Scheduling knows no arrays; none of the rooms knows the engine and the loop above them."""
+    above = (*above, "dsv3_jax.engine.engine", "dsv3_jax.engine.loop")
+    for path in modules(f"dsv3_jax/engine/{room}"):
+        for name in imports(path.read_text("utf-8")):
+            assert not f"{name}.".startswith(tuple(f"{each}." for each in above)), path
+
+
 @pytest.mark.parametrize("below", ["engine", "generation", "checkpoint", "training", "layers"])
 def test_the_generator_is_above_what_it_runs(below):
     for path in modules(f"dsv3_jax/{below}"):

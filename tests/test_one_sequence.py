@@ -9,7 +9,7 @@ from flax import nnx
 from benchmarks.decode import models
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.engine.model_arrays import ModelArrays
+from dsv3_jax.engine.device.model_arrays import ModelArrays
 from dsv3_jax.layers import around_attention
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.model import DeepSeekV3

@@ -22,11 +22,11 @@ import numpy as np
 
 import dsv3_jax
 from dsv3_jax.engine import Engine, EngineStats
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.state import SlotState
-from dsv3_jax.engine.step import StepOutput
-from dsv3_jax.engine.step_input import StepShape, empty_input
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.step import StepOutput
+from dsv3_jax.engine.device.step_input import StepShape, empty_input
 from dsv3_jax.generation.finished import FULL, RUNNING
 from dsv3_jax.traces import chat
 

@@ -11,10 +11,10 @@ import numpy as np
 import dsv3_jax
 from benchmarks.serving.host_time import InstantPrograms
 from dsv3_jax.engine import Engine
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.state import SlotState
-from dsv3_jax.engine.step import StepOutput
-from dsv3_jax.engine.step_input import StepShape
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.step import StepOutput
+from dsv3_jax.engine.device.step_input import StepShape
 from dsv3_jax.tokenizer import Tokenizer
 
 

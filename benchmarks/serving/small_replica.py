@@ -10,7 +10,7 @@ from dsv3_jax.cli.run_roles import prefill_key_of, remote_of, tiers_of
 from dsv3_jax.cli.run_server import MadeEngine
 from dsv3_jax.cli.serve import draft_of
 from dsv3_jax.engine import Engine, Follower, Leader
-from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.serve_ray.prefill_replica import PrefillReplica
 from dsv3_jax.serve_ray.replica import EngineReplica
 from dsv3_jax.server.settings import ServerSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsv3_jax.engine.sla_controller import LatencyTargets
+from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets
 
 
 def latency_targets(arguments: argparse.Namespace) -> LatencyTargets | None:

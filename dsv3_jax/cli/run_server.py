@@ -165,7 +165,7 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
 
 def _disable_compile_cache(arguments: argparse.Namespace) -> None:
     """Disables JAX's cache. On CPUs its programs cannot be stored again, see
-    :meth:`dsv3_jax.engine.program_store.ProgramStore.save`."""
+    :meth:`dsv3_jax.engine.device.program_store.ProgramStore.save`."""
     jax.config.update("jax_enable_compilation_cache", False)
     if arguments.compile_cache is not None:
         print(

@@ -56,13 +56,13 @@ timeline.py          samples of these figures over time
 ==================== ======================================================================
 """
 
+from dsv3_jax.engine.device.processes import Follower, Leader
 from dsv3_jax.engine.engine import Engine
 from dsv3_jax.engine.errors import EngineError, RequestError
-from dsv3_jax.engine.grammar import Grammar
-from dsv3_jax.engine.processes import Follower, Leader
-from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler_config import QueueFullError
-from dsv3_jax.engine.sla_controller import LatencyTargets
+from dsv3_jax.engine.requests.grammar import Grammar
+from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.scheduling.scheduler_config import QueueFullError
+from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.pages import CacheTiers
 

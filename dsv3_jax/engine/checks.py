@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 
-from dsv3_jax.engine.processes import spans_processes
+from dsv3_jax.engine.device.processes import spans_processes
 from dsv3_jax.generation.settings import check
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers

@@ -1,8 +1,7 @@
 """The serving engine: requests join and leave a running batch.
 
-:class:`Engine` reads settings and owns the parts: :mod:`dsv3_jax.engine.scheduler` makes plans,
-:mod:`dsv3_jax.engine.executor` runs them on the device, and :mod:`dsv3_jax.engine.loop` connects
-them.
+:class:`Engine` reads settings and owns the parts. ``scheduling/`` plans steps and knows no arrays,
+``device/`` runs them, ``requests/`` has what was asked and its text, and ``loop.py`` connects them.
 """
 
 from __future__ import annotations
@@ -22,37 +21,37 @@ from typing import Any, Literal
 import numpy as np
 
 from dsv3_jax import compile_cache
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.cache_size import pages_per_device
 from dsv3_jax.engine.checks import (
     check_deterministic,
     check_model,
     check_swap_tokens,
     check_tiers,
 )
-from dsv3_jax.engine.errors import EngineError
-from dsv3_jax.engine.executor import Executor
-from dsv3_jax.engine.grammar import Grammar
-from dsv3_jax.engine.intake import Intake, SubmitOptions
-from dsv3_jax.engine.loop import EngineLoop
-from dsv3_jax.engine.page_swap import RequestCopier
-from dsv3_jax.engine.page_transfer import PageTransfer
-from dsv3_jax.engine.pool_layout import PoolLayout
-from dsv3_jax.engine.processes import (
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.cache_size import pages_per_device
+from dsv3_jax.engine.device.executor import Executor
+from dsv3_jax.engine.device.page_swap import RequestCopier
+from dsv3_jax.engine.device.page_transfer import PageTransfer
+from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.processes import (
     Follower,
     Leader,
     check_settings,
     smallest_over_processes,
     spans_processes,
 )
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import Scheduler
-from dsv3_jax.engine.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.sla_controller import LatencyTargets, SlaController
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.loop import EngineLoop
+from dsv3_jax.engine.requests.grammar import Grammar
+from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
+from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.scheduling.scheduler import Scheduler
+from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.engine.stats import CompileTimes, EngineStats
-from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
-from dsv3_jax.engine.swap_space import SwapSpace
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request
@@ -95,9 +94,9 @@ class Engine:
         None takes the size of the cache. It is allocated as it is used.
       count_routing: count the tokens that choose each expert, for :meth:`take_routing_counts`.
       process: the part of this process on a mesh of several processes: a Leader, or a Follower,
-        whose engine gets no requests, see :mod:`dsv3_jax.engine.processes`.
+        whose engine gets no requests, see :mod:`dsv3_jax.engine.device.processes`.
       targets: latencies to keep. The engine then runs fewer requests, and prefills less in a step,
-        than it could, see :class:`dsv3_jax.engine.sla_controller.SlaController`.
+        than it could, see :class:`dsv3_jax.engine.scheduling.sla_controller.SlaController`.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.
@@ -365,7 +364,7 @@ class Engine:
 
     def follow(self) -> None:
         """Launches the leader's steps until the leader ends, see
-        :class:`~dsv3_jax.engine.processes.Follower`. Call it after :meth:`warm_up`."""
+        :class:`~dsv3_jax.engine.device.processes.Follower`. Call it after :meth:`warm_up`."""
         assert isinstance(self._process, Follower), "expected an engine with process=Follower(...)"
         self._process.run(self._executor.replay, self._programs.compilations)
 

@@ -15,15 +15,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsv3_jax.engine.decode_pace import DecodePace, Pace
+from dsv3_jax.engine.device.plan_executor import PlanExecutor
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.fair_lock import FairLock
-from dsv3_jax.engine.open_requests import End, OpenRequests
-from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.plan_executor import PlanExecutor
-from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import Scheduler
-from dsv3_jax.engine.sla_controller import SlaController
+from dsv3_jax.engine.requests.open_requests import End, OpenRequests
+from dsv3_jax.engine.requests.output import RequestOutput
+from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.scheduling.decode_pace import DecodePace, Pace
+from dsv3_jax.engine.scheduling.scheduler import Scheduler
+from dsv3_jax.engine.scheduling.sla_controller import SlaController
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.engine.stats import (
     COMPILE_SECONDS,
     CompileTimes,
@@ -31,7 +32,6 @@ from dsv3_jax.engine.stats import (
     HostTimes,
     ShardStats,
 )
-from dsv3_jax.engine.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.generation.finished import NON_FINITE
 from dsv3_jax.generation.request import Request
 

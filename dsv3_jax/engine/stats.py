@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
-from dsv3_jax.engine.dispatch_times import DispatchFigures
-from dsv3_jax.engine.step_plan import StepPlan
+from dsv3_jax.engine.device.dispatch_times import DispatchFigures
+from dsv3_jax.engine.scheduling.step_plan import StepPlan
 from dsv3_jax.pages import TierStats
 
 

@@ -10,17 +10,17 @@ from typing import get_args
 import numpy as np
 from jaxtyping import Int64
 
-from dsv3_jax.engine.executor import Executor
+from dsv3_jax.engine.device.executor import Executor
+from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.step_input import StepShape
+from dsv3_jax.engine.device.step_options import StepOptions
 from dsv3_jax.engine.loop import EngineLoop
-from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.pool_layout import PoolLayout
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import Scheduler
-from dsv3_jax.engine.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.step_input import StepShape
-from dsv3_jax.engine.step_options import StepOptions
-from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.requests.output import RequestOutput
+from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.scheduling.scheduler import Scheduler
+from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.plan import DraftPlan

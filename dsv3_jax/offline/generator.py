@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from dsv3_jax import compile_cache, words
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.model_arrays import ModelArrays
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.model_arrays import ModelArrays
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.step_options import StepOptions
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter

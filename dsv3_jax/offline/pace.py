@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from dsv3_jax.engine.step_plan import StepPlan
-from dsv3_jax.engine.step_results import RequestResult
+from dsv3_jax.engine.device.step_results import RequestResult
+from dsv3_jax.engine.scheduling.step_plan import StepPlan
 from dsv3_jax.generation.depth import AUTO_SECONDS, AUTO_STEPS, DepthChooser
 from dsv3_jax.offline.step_times import StepTimes
 

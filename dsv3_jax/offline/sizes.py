@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.device.buckets import Buckets
 
 MAX_STEPS = 256
 """Most decode steps in a dispatch. Results of a dispatch have room for as many."""

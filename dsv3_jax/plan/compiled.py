@@ -15,8 +15,8 @@ import jax
 from flax import nnx
 
 from dsv3_jax import compile_cache
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.step_options import StepOptions
 from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.on_mesh import stored_shardings

@@ -7,9 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dsv3_jax.engine.buckets import Buckets, absorbs_chunks
-from dsv3_jax.engine.cache_size import default_pages, page_bytes
-from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
+from dsv3_jax.engine.device.cache_size import default_pages, page_bytes
+from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, PagePool
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.plan.deployment import Deployment

@@ -3,7 +3,8 @@
 Ray Serve reserves a placement group for the replica with one bundle for each host, on different
 nodes (STRICT_SPREAD), and starts the replica in the first one. The replica starts an actor in each
 further bundle. All of them join by jax.distributed and build the same engine; that of the replica
-leads, see :mod:`dsv3_jax.engine.processes`. If one process is lost, Ray Serve replaces the replica.
+leads, see :mod:`dsv3_jax.engine.device.processes`. If one process is lost, Ray Serve replaces the
+replica.
 """
 
 from __future__ import annotations

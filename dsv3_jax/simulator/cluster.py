@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv3_jax.engine.step_plan import Phase
+from dsv3_jax.engine.scheduling.step_plan import Phase
 from dsv3_jax.simulator.replica import Replica, ReplicaFigures, ReplicaSettings
 from dsv3_jax.simulator.step_times import StepTimes
 from dsv3_jax.simulator.workload import Arrival, Served, SimulatedRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.step_plan import ScheduledRequest, ShardPlan, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, ShardPlan, StepPlan
 from dsv3_jax.simulator.workload import SimulatedRequest
 
 

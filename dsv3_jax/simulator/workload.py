@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.traces import Trace
 
 _BATCH = 4096  # requests whose random numbers are made at once

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import dsv3_jax
-from dsv3_jax.engine.programs import Buckets
+from dsv3_jax.engine.device.programs import Buckets
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint

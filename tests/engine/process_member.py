@@ -13,7 +13,7 @@ import jax
 
 import dsv3_jax
 from dsv3_jax.engine import Engine, EngineError, Follower, Leader
-from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.files import atomic_write
 from sharding import make_layout
 from sharding.distributed import initialize

@@ -15,7 +15,7 @@ import numpy as np
 
 import dsv3_jax
 from dsv3_jax.engine import Engine
-from dsv3_jax.engine.programs import Buckets
+from dsv3_jax.engine.device.programs import Buckets
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator

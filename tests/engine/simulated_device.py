@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduler import Scheduler
-from dsv3_jax.engine.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, ShardPlan, StepPlan
-from dsv3_jax.engine.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduling.scheduler import Scheduler
+from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, ShardPlan, StepPlan
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from tests.engine.simulated_store import LOAD_SECONDS, SimulatedStore
 
 Page = list[list[Any]]

@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from dsv3_jax.engine.dispatch_times import DispatchTimes
+from dsv3_jax.engine.device.dispatch_times import DispatchTimes
+from dsv3_jax.engine.device.step_results import NewTokens, RequestResult
 from dsv3_jax.engine.loop import EngineLoop
-from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import Scheduler
-from dsv3_jax.engine.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepPlan
-from dsv3_jax.engine.step_results import NewTokens, RequestResult
-from dsv3_jax.engine.swap_space import SwapSpace
+from dsv3_jax.engine.requests.output import RequestOutput
+from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.scheduling.scheduler import Scheduler
+from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, StepPlan
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.request import Request
 from tests.engine.simulated_device import SimulatedDevice, completion, shard_pages

@@ -11,7 +11,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.engine import Engine
-from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.expert_rebalancer import ExpertRebalancer, Rebalance, imbalance
 from dsv3_jax.model import DeepSeekV3
 from sharding import Placement, make_layout

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, RequestError
-from dsv3_jax.engine.grammar import GrammarTracker
-from dsv3_jax.engine.slot_rows import SlotRows
-from dsv3_jax.engine.state import REWIND_SEED
-from dsv3_jax.engine.step_input import empty_input
-from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.engine.device.slot_rows import SlotRows
+from dsv3_jax.engine.device.state import REWIND_SEED
+from dsv3_jax.engine.device.step_input import empty_input
+from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.requests.grammar import GrammarTracker
 from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.token_mask import TokenMask
 from dsv3_jax.model import DeepSeekV3

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 
 # Python hashes an integer modulo this prime, so these two tokens have equal hashes.
 PRIME = 2**61 - 1

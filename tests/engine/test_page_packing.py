@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.engine import page_packing
-from dsv3_jax.engine.page_packing import PagePacker, arrays_by_name
+from dsv3_jax.engine.device import page_packing
+from dsv3_jax.engine.device.page_packing import PagePacker, arrays_by_name
 from dsv3_jax.kv_cache import CacheSpec, PagePool
 from dsv3_jax.layers.paged_cache import CachedArray
 from dsv3_jax.pages import PageFormat

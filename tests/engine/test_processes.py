@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.engine import processes
-from dsv3_jax.engine.processes import Follower, Leader, ProcessLostError, check_settings
+from dsv3_jax.engine.device import processes
+from dsv3_jax.engine.device.processes import Follower, Leader, ProcessLostError, check_settings
+from dsv3_jax.engine.device.step_input import StepShape
 from dsv3_jax.engine.stats import CompileTimes
-from dsv3_jax.engine.step_input import StepShape
 from tests.engine.process_member import make_engine, tokens_of
 from tests.sharding.test_distributed import launch
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint

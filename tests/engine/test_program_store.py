@@ -11,9 +11,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import dsv3_jax.engine.engine
-from dsv3_jax.engine import Engine, program_store
-from dsv3_jax.engine.programs import Programs, _name
-from dsv3_jax.engine.step_input import empty_input
+from dsv3_jax.engine import Engine
+from dsv3_jax.engine.device import program_store
+from dsv3_jax.engine.device.programs import Programs, _name
+from dsv3_jax.engine.device.step_input import empty_input
 from dsv3_jax.generation.drafters import MTPDrafter
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
@@ -159,7 +160,7 @@ def test_another_environment(tiny_mtp, stored, copy, name, caplog, monkeypatch):
     def changed(devices):
         return {**program_store.environment(devices), name: "another"}
 
-    monkeypatch.setattr("dsv3_jax.engine.programs.environment", changed)
+    monkeypatch.setattr("dsv3_jax.engine.device.programs.environment", changed)
     assert warm(tiny_mtp, copy.parent, compiled=stored[1])[1] == 1
     assert f"is of another state: {name}" in caplog.text
 
@@ -181,7 +182,7 @@ def test_a_file_that_cannot_be_written(tiny_mtp, stored, tmp_path, caplog, monke
 
 @pytest.mark.slow
 def test_an_engine_with_stored_programs(tiny_mtp, tmp_path, caplog):
-    caplog.set_level(logging.INFO, "dsv3_jax.engine.programs")
+    caplog.set_level(logging.INFO, "dsv3_jax.engine.device.programs")
     tokens = []
     for _ in range(2):
         with Engine(

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3_jax.engine import buckets as buckets_module
-from dsv3_jax.engine.buckets import Buckets, absorbs_chunks
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.slot_rows import SlotRows
-from dsv3_jax.engine.state import SlotState
-from dsv3_jax.engine.step import _decode_batch, _Requests
-from dsv3_jax.engine.step_input import StepShape
-from dsv3_jax.engine.step_options import StepOptions
+from dsv3_jax.engine.device import buckets as buckets_module
+from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.slot_rows import SlotRows
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.step import _decode_batch, _Requests
+from dsv3_jax.engine.device.step_input import StepShape
+from dsv3_jax.engine.device.step_options import StepOptions
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.generation.request import Request

@@ -193,11 +193,13 @@ class TestSubmitAll:
     def test_engines_begin_with_different_seeds(self, tiny_mtp, monkeypatch, caplog):
         """Neither two replicas nor one before and after a restart sample the same texts. With the
         seeds that the log shows, a run can be repeated."""
-        caplog.set_level(logging.INFO, "dsv3_jax.engine.intake")
+        caplog.set_level(logging.INFO, "dsv3_jax.engine.requests.intake")
         settings = {"temperature": 2.0, "max_new_tokens": 8, "ignore_eos": True}
         engines = [make(tiny_mtp) for _ in range(2)]
         assert engines[0].first_seed != engines[1].first_seed
-        lines = [r.getMessage() for r in caplog.records if r.name == "dsv3_jax.engine.intake"]
+        lines = [
+            r.getMessage() for r in caplog.records if r.name == "dsv3_jax.engine.requests.intake"
+        ]
         for line, engine in zip(lines, engines, strict=True):
             assert line == f"completions without a seed have the seeds from {engine.first_seed} on"
         handles = engines[0].submit_all([[5], [6]], n=2, **settings)

@@ -15,8 +15,8 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.page_swap import page_arrays
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.page_swap import page_arrays
 from dsv3_jax.model import DeepSeekV3
 from sharding import make_layout
 from tests.engine.conftest import MAX_LEN

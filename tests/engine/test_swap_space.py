@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from dsv3_jax.engine.step_plan import ScheduledRequest
-from dsv3_jax.engine.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from tests.engine.simulated_device import Simulation, completion
 from tests.engine.test_scheduler import STOP, RandomOperations, prompts, request
 

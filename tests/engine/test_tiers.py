@@ -15,8 +15,8 @@ from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.engine import CacheTiers, Engine, EngineError, EngineRequest
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.page_transfer import PageTransfer
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.page_transfer import PageTransfer
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator

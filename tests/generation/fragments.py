@@ -13,8 +13,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dsv3_jax.engine.executor import Executor
-from dsv3_jax.engine.step_plan import StepPlan
+from dsv3_jax.engine.device.executor import Executor
+from dsv3_jax.engine.scheduling.step_plan import StepPlan
 from dsv3_jax.tokenizer import Tokenizer
 
 MAX_LEN = 96  # of the shared Generators: more than one page of the cache

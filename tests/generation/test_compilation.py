@@ -9,8 +9,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import dsv3_jax
-from dsv3_jax.engine.programs import GPU_OPTIONS, Programs
-from dsv3_jax.engine.step_input import empty_input
+from dsv3_jax.engine.device.programs import GPU_OPTIONS, Programs
+from dsv3_jax.engine.device.step_input import empty_input
 from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.model import DeepSeekV3

@@ -7,9 +7,9 @@ import threading
 import jax
 import pytest
 
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.step_plan import ScheduledRequest, StepPlan
-from dsv3_jax.engine.step_results import NewTokens, RequestResult
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.step_results import NewTokens, RequestResult
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepPlan
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.errors import Interrupted
 from dsv3_jax.generation.finished import RUNNING

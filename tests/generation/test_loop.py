@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv3_jax.engine.state import SlotState
-from dsv3_jax.engine.step import step
-from dsv3_jax.engine.step_input import StepShape, empty_input
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.step import step
+from dsv3_jax.engine.device.step_input import StepShape, empty_input
 from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, sample
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from dsv3_jax import presets
-from dsv3_jax.engine import cache_size
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.programs import Programs
+from dsv3_jax.engine.device import cache_size
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.plan import capacity, engine_state, memory
 from dsv3_jax.plan.deployment import Deployment, EngineSettings

@@ -20,7 +20,7 @@ import dsv3_jax
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
-from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.run import Server, bind

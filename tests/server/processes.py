@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import time
 from pathlib import Path
-from dsv3_jax.engine.executor import Executor
+from dsv3_jax.engine.device.executor import Executor
 from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings

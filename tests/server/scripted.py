@@ -13,10 +13,10 @@ from typing import Any
 import dsv3_jax
 from dsv3_jax import chat_formats
 from dsv3_jax.engine import EngineError, EngineRequest
-from dsv3_jax.engine.output import RequestOutput
+from dsv3_jax.engine.device.step_results import NewTokens
+from dsv3_jax.engine.requests.output import RequestOutput
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.engine.stats import EngineStats
-from dsv3_jax.engine.step_plan import ScheduledRequest
-from dsv3_jax.engine.step_results import NewTokens
 from dsv3_jax.generation.completion import FinishReason
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.stop_scope import ReasoningMarkers

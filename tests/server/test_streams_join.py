@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import EngineRequest
-from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.step_plan import ScheduledRequest
-from dsv3_jax.engine.step_results import NewTokens
+from dsv3_jax.engine.device.step_results import NewTokens
+from dsv3_jax.engine.requests.output import RequestOutput
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.generation.finished import STOPPED
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.stop_scope import ReasoningMarkers

@@ -19,7 +19,7 @@ import pytest
 
 from dsv3_jax import compile_cache
 from dsv3_jax.cli import local_chat
-from dsv3_jax.engine.buckets import Buckets
+from dsv3_jax.engine.device.buckets import Buckets
 from tests.server.conftest import MAX_LEN
 from tests.support.command import run
 

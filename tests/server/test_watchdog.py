@@ -172,7 +172,7 @@ def test_a_compilation_for_other_options(server, hours, monkeypatch, caplog):
     monkeypatch.setattr(programs, "compile", compile_slowly)
     changes: list[Any] = []
     monkeypatch.setattr(engine.compilations, "on_change", changes.append)
-    caplog.set_level(logging.WARNING, "dsv3_jax.engine.programs")
+    caplog.set_level(logging.WARNING, "dsv3_jax.engine.device.programs")
     before = figures(server)
     body = {"model": "demo", "prompt": "x", "max_tokens": 1}
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -195,7 +195,7 @@ def test_a_compilation_for_other_options(server, hours, monkeypatch, caplog):
     count = after["dsv3:compiled_programs_total"] - before["dsv3:compiled_programs_total"]
     assert count == len(programs._compiled) >= 1
     assert after["dsv3:compile_seconds_total"] - before["dsv3:compile_seconds_total"] >= 1000
-    lines = [r.getMessage() for r in caplog.records if r.name == "dsv3_jax.engine.programs"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "dsv3_jax.engine.device.programs"]
     assert len(lines) == 2 * count
     shape = next(iter(programs._compiled))
     assert lines[0] == f"compiling a step after warm-up, while all requests wait: {shape}"

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from dsv3_jax import presets
-from dsv3_jax.engine.step_plan import Chunk, ShardPlan, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import Chunk, ShardPlan, StepPlan
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.shard_cache import ShardCache

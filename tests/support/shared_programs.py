@@ -15,9 +15,9 @@ import jax
 import pytest
 
 import dsv3_jax.engine.engine
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.state import SlotState
-from dsv3_jax.engine.step_input import StepShape
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.step_input import StepShape
 
 Key = tuple[object, ...]
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.engine.errors import EngineError
-from dsv3_jax.engine.state import SlotState
 
 _T = TypeVar("_T")
 

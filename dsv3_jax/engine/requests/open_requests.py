@@ -7,13 +7,13 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.errors import EngineError
-from dsv3_jax.engine.output import RequestOutput
-from dsv3_jax.engine.request import EngineRequest
-from dsv3_jax.engine.scheduler import EndReason
+from dsv3_jax.engine.requests.output import RequestOutput
+from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.scheduling.scheduler import EndReason
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.engine.stats import HostTimes
-from dsv3_jax.engine.step_plan import ScheduledRequest
-from dsv3_jax.engine.step_results import RequestResult
 from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
 

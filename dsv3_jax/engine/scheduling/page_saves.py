@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
-from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.prefix_loads import PageStore
-from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest
+from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduling.prefix_loads import PageStore
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest
 
 
 class PageSaves:

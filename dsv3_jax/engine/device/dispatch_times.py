@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from dsv3_jax.engine.forecast import Forecast
+from dsv3_jax.engine.scheduling.forecast import Forecast
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dsv3_jax.engine.step_plan import ScheduledRequest, SwapIn, SwapOut
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SwapIn, SwapOut
 
 
 class SwapSpace:

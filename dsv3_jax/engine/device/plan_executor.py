@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from dsv3_jax.engine.dispatch_times import DispatchTimes
-from dsv3_jax.engine.step_plan import PageSave, ScheduledRequest, StepPlan
-from dsv3_jax.engine.step_results import RequestResult
+from dsv3_jax.engine.device.dispatch_times import DispatchTimes
+from dsv3_jax.engine.device.step_results import RequestResult
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, StepPlan
 
 
 class PlanExecutor(Protocol):
-    """Runs plans in order, as :class:`dsv3_jax.engine.executor.Executor` does on a device."""
+    """Runs plans in order, as ``Executor`` in ``executor.py`` does on a device."""
 
     @property
     def steps_in_flight(self) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv3_jax.engine.balancers import choose_shard, shard_load
-from dsv3_jax.engine.prefix_loads import PrefixLoads
-from dsv3_jax.engine.scheduler_shard import SchedulerShard
-from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.balancers import choose_shard, shard_load
+from dsv3_jax.engine.scheduling.prefix_loads import PrefixLoads
+from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 
 
 def next_admission(

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import get_args
 
-from dsv3_jax.engine.step_input import StepShape
+from dsv3_jax.engine.device.step_input import StepShape
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.layers.attention_interface import Form

@@ -19,16 +19,16 @@ import numpy as np
 
 from dsv3_jax import compile_cache
 from dsv3_jax.compile_cache import CompileProgress
-from dsv3_jax.engine.buckets import Buckets
-from dsv3_jax.engine.model_arrays import ModelArrays
-from dsv3_jax.engine.processes import global_arrays, spans_processes
-from dsv3_jax.engine.program_store import ProgramStore, environment
-from dsv3_jax.engine.state import SlotState
-from dsv3_jax.engine.state_sharding import shard_state, state_shapes
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.model_arrays import ModelArrays
+from dsv3_jax.engine.device.processes import global_arrays, spans_processes
+from dsv3_jax.engine.device.program_store import ProgramStore, environment
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.state_sharding import shard_state, state_shapes
+from dsv3_jax.engine.device.step import StepOutput, step
+from dsv3_jax.engine.device.step_input import StepShape, empty_input
+from dsv3_jax.engine.device.step_options import StepOptions
 from dsv3_jax.engine.stats import CompileTimes
-from dsv3_jax.engine.step import StepOutput, step
-from dsv3_jax.engine.step_input import StepShape, empty_input
-from dsv3_jax.engine.step_options import StepOptions
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.generation.token_mask import num_words
@@ -219,7 +219,7 @@ class Programs:
         Args:
           state: one that the programs are to take.
           directory: where programs are stored after their compilation, and loaded from instead of
-            compiling them; see :class:`~dsv3_jax.engine.program_store.ProgramStore`.
+            compiling them; see :class:`~dsv3_jax.engine.device.program_store.ProgramStore`.
         """
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
         # The largest programs compile longest, so that none of them is left alone at the end.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dsv3_jax.engine.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduler_shard import SchedulerShard
-from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 
 
 def decode_steps(

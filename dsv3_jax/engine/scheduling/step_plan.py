@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dsv3_jax.engine.draft_depth import DraftDepth
+from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
 
 
 class Phase(enum.Enum):

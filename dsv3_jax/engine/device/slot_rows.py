@@ -15,7 +15,7 @@ _Tree = TypeVar("_Tree")
 
 
 class SlotRows:
-    """Reads and writes rows of a :class:`~dsv3_jax.engine.state.SlotState` by slot number.
+    """Reads and writes rows of a :class:`~dsv3_jax.engine.device.state.SlotState` by slot number.
 
     Rows are sharded like the batch, so that no token, hidden state or setting of a request leaves
     the devices that run it: with V3 on 144 devices, copies of all rows would take hundreds of

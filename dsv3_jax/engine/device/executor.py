@@ -15,17 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3_jax.engine.dispatch_times import DispatchTimes
-from dsv3_jax.engine.launcher import Launcher
-from dsv3_jax.engine.page_swap import RequestCopier, SwappedRequest
-from dsv3_jax.engine.page_transfer import PageTransfer
-from dsv3_jax.engine.pool_layout import PoolLayout
-from dsv3_jax.engine.programs import Programs
-from dsv3_jax.engine.state import REWIND_SEED, SlotState
-from dsv3_jax.engine.step import StepOutput
-from dsv3_jax.engine.step_input import StepInput, StepShape, empty_input
-from dsv3_jax.engine.step_options import StepOptions
-from dsv3_jax.engine.step_plan import (
+from dsv3_jax.engine.device.dispatch_times import DispatchTimes
+from dsv3_jax.engine.device.launcher import Launcher
+from dsv3_jax.engine.device.page_swap import RequestCopier, SwappedRequest
+from dsv3_jax.engine.device.page_transfer import PageTransfer
+from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.state import REWIND_SEED, SlotState
+from dsv3_jax.engine.device.step import StepOutput
+from dsv3_jax.engine.device.step_input import StepInput, StepShape, empty_input
+from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_results import RequestResult, StepResults
+from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
     PageSave,
     ScheduledRequest,
@@ -34,7 +35,6 @@ from dsv3_jax.engine.step_plan import (
     SwapIn,
     SwapOut,
 )
-from dsv3_jax.engine.step_results import RequestResult, StepResults
 from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
 

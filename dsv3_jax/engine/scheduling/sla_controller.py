@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.step_plan import StepLimits, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import StepLimits, StepPlan
 
 INTERVAL = 0.5
 """Seconds between two changes."""

@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dsv3_jax.engine.slot_rows import SlotRows
-from dsv3_jax.engine.step_input import StepInput
+from dsv3_jax.engine.device.slot_rows import SlotRows
+from dsv3_jax.engine.device.step_input import StepInput
 from dsv3_jax.generation.finished import RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS

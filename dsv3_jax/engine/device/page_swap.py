@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from dsv3_jax.engine.state import SlotState
+from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.kv_cache import PagePool
 
 PAGES_PER_COPY = 8

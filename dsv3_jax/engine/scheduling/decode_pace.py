@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
-from dsv3_jax.engine.step_plan import StepPlan
-
-if TYPE_CHECKING:  # importing it takes JAX
-    from dsv3_jax.engine.step_results import RequestResult
+from dsv3_jax.engine.scheduling.step_plan import StepPlan
 
 DISPATCH_SECONDS = 0.02
 """Aim for the length of a dispatch that decodes several times. A new request waits for one."""
@@ -24,7 +21,7 @@ class Pace(Protocol):
         for the most. It is called before every plan."""
         ...
 
-    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[Any], now: float) -> None:
         """Takes the results of a dispatch, and the time at which they were read."""
         ...
 
@@ -37,7 +34,7 @@ class DecodePace:
         """Recent mean between two results of dispatches that only decode, per step."""
         self._last_read: float | None = None
 
-    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[Any], now: float) -> None:
         """Takes the time at which the results of a plan were read."""
         if plan.chunks:
             self._last_read = None

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsv3_jax.engine.prompt_logprobs import PromptLogprobs
-from dsv3_jax.engine.step import StepOutput
-from dsv3_jax.engine.step_plan import Chunk, ScheduledRequest
+from dsv3_jax.engine.device.prompt_logprobs import PromptLogprobs
+from dsv3_jax.engine.device.step import StepOutput
+from dsv3_jax.engine.scheduling.step_plan import Chunk, ScheduledRequest
 
 
 class NewTokens(NamedTuple):

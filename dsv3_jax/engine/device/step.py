@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from dsv3_jax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from dsv3_jax.engine.slot_rows import SlotRows
-from dsv3_jax.engine.state import SlotState
-from dsv3_jax.engine.step_input import StepInput, StepShape, unpack
+from dsv3_jax.engine.device.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from dsv3_jax.engine.device.slot_rows import SlotRows
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.step_input import StepInput, StepShape, unpack
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
 from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.generation.sampling import Sampling
@@ -100,7 +100,7 @@ def step(
     """Runs one dispatch.
 
     Args:
-      buffer: the arguments, see :func:`dsv3_jax.engine.step_input.unpack`.
+      buffer: the arguments, see :func:`dsv3_jax.engine.device.step_input.unpack`.
       vocab_size: ids from here on are padding of the embedding and never selected.
     """
     inputs = unpack(buffer, shape)

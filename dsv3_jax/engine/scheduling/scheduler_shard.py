@@ -11,11 +11,11 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
-from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.page_saves import PageSaves
-from dsv3_jax.engine.prefix_loads import PrefixLoads
-from dsv3_jax.engine.step_plan import Chunk, PageLoad, Phase, ScheduledRequest, ShardPlan
-from dsv3_jax.engine.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduling.page_saves import PageSaves
+from dsv3_jax.engine.scheduling.prefix_loads import PrefixLoads
+from dsv3_jax.engine.scheduling.step_plan import Chunk, PageLoad, Phase, ScheduledRequest, ShardPlan
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 
 
 class SchedulerShard:
@@ -25,7 +25,7 @@ class SchedulerShard:
       number: number of the shard.
       slots: number of slots.
       chunk_tokens: most tokens in a chunk.
-      aligned_prefixes: see :class:`dsv3_jax.engine.scheduler_config.SchedulerConfig`.
+      aligned_prefixes: see :class:`dsv3_jax.engine.scheduling.scheduler_config.SchedulerConfig`.
       swap: host memory for preempted requests. Without it they are prefilled again.
       order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.

@@ -24,7 +24,7 @@ that a low priority delays a request and cannot starve it.
 
 With data-parallel attention every shard has its own slots, pages and budget, see
 :class:`SchedulerShard`. There is one waiting queue. A request gets its shard when it is admitted,
-from :mod:`dsv3_jax.engine.balancers`; after a preemption it may get another one.
+from :mod:`dsv3_jax.engine.scheduling.balancers`; after a preemption it may get another one.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Literal
 
-from dsv3_jax.engine.admission import next_admission, shard_with_room
-from dsv3_jax.engine.dispatch_length import decode_steps
-from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.page_saves import PageSaves
-from dsv3_jax.engine.prefix_loads import PageStore, PrefixLoads
-from dsv3_jax.engine.scheduler_config import QueueFullError, SchedulerConfig
-from dsv3_jax.engine.scheduler_shard import SchedulerShard
-from dsv3_jax.engine.step_plan import (
+from dsv3_jax.engine.scheduling.admission import next_admission, shard_with_room
+from dsv3_jax.engine.scheduling.dispatch_length import decode_steps
+from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduling.page_saves import PageSaves
+from dsv3_jax.engine.scheduling.prefix_loads import PageStore, PrefixLoads
+from dsv3_jax.engine.scheduling.scheduler_config import QueueFullError, SchedulerConfig
+from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard
+from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
     PageSave,
     Phase,
@@ -51,7 +51,7 @@ from dsv3_jax.engine.step_plan import (
     StepLimits,
     StepPlan,
 )
-from dsv3_jax.engine.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 
 EndReason = Literal["cancelled", "timeout"]
 """Reason for which the scheduler itself ended a request."""

@@ -34,9 +34,9 @@ import jax
 import numpy as np
 
 from dsv3_jax.connections import hang_up
+from dsv3_jax.engine.device.step_input import StepShape
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.stats import Compilation, CompileTimes
-from dsv3_jax.engine.step_input import StepShape
 from sharding import Layout
 from sharding.distributed import max_over_processes
 
@@ -207,7 +207,7 @@ class Follower:
         devices may never return.
 
         Args:
-          replay: launches a step, see :meth:`dsv3_jax.engine.executor.Executor.replay`.
+          replay: launches a step, see :meth:`dsv3_jax.engine.device.executor.Executor.replay`.
           compilations: those that steps wait for. The leader is told of them.
         """
         with Client(self.address, authkey=self.key) as connection:

@@ -27,8 +27,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from dsv3_jax.engine.page_allocator import PageAllocator
-from dsv3_jax.engine.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 
 
 class Load(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from dsv3_jax.engine.page_allocator import PageAllocator
+from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from sharding import Layout
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from dsv3_jax.engine.prompt_logprobs import PromptRecord
+from dsv3_jax.engine.device.prompt_logprobs import PromptRecord
 from dsv3_jax.generation.completion import Completion, FinishReason, Piece, TopLogprobs
 
 

@@ -1,0 +1,1 @@
+"""The device side of a step: compiled programs, the state, and transfers of its arrays."""

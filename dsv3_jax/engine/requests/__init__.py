@@ -1,0 +1,1 @@
+"""Requests as their callers see them: checked settings, text, and the handles they hold."""
