@@ -22,16 +22,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array
 
-from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.attention_inputs.registers import (
     Pieces,
     add_products,
@@ -43,7 +42,7 @@ from pallas_kernels.attention_inputs.registers import (
 )
 from pallas_kernels.decoder_layer.activations import copy_row, load_weight, norm_row, store_block
 from pallas_kernels.decoder_layer.kernel import output_blocks
-from pallas_kernels.decoder_layer.reference import Projection, is_integer
+from pallas_kernels.decoder_layer.reference import is_integer
 from pallas_kernels.decoder_layer.registers import ROWS, Half, Operand, Rows, zero_after
 from pallas_kernels.decoder_layer.stream import (
     CONSUMERS,
@@ -51,11 +50,12 @@ from pallas_kernels.decoder_layer.stream import (
     WARPGROUP,
     Cta,
     Phase,
+    RowCopies,
     Stages,
     check_tokens,
     launch,
     padded,
-    row_copies,
+    with_flat_scales,
 )
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ring import PipelineState
@@ -197,55 +197,25 @@ def _phases(plan: Plan) -> tuple[Phase, ...]:
 # ---- the kernel ----
 
 
-class Refs(NamedTuple):
-    """References to the kernel's arrays in global memory."""
-
-    x: Any
-    weights: AttentionWeights
-    """The scales are flat."""
-    cos: Any
-    sin: Any
-    slots: Any
-    pages: Any
-    """[rows, columns]: a row for each token."""
-    q_latent: Any
-    """Flat, like the following."""
-    q_rope: Any
-    """[M H, R]"""
-    compressed: Any
-    """float32, the results of q_a_proj."""
-    queries: Any
-    """float32 [M, H, query_stride]"""
-    latents: Any
-    """float32 [M, C]"""
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def attention_inputs(
-    x: Float[Array, "M D"],
-    weights: AttentionWeights,
-    cos: Float32[Array, "M half"],
-    sin: Float32[Array, "M half"],
-    pages: Float[Array, "P page width"],
-    slots: Int32[Array, " M"],
-    counter: Any,
-    *,
-    plan: Plan,
-    interpret: Any,
-) -> tuple[Float[Array, "M H C"], Float[Array, "M H R"], Float[Array, "P page width"]]:
-    """Returns the queries for attention, and the pages with the tokens' latents.
+    arrays: dict[str, Any], pages: Array, counter: Any, *, plan: Plan, interpret: Any
+) -> tuple[Array, Array, Array]:
+    """Returns q_latent, q_rope, and the pages with the tokens' latents.
 
     Args:
+      arrays: x, weights, cos, sin and slots, as :func:`pallas_kernels.attention_inputs` takes them.
       counter: Ref of the grid barrier's counter. The interpreter needs none.
     """
     M, H, pieces, f32 = plan.tokens, plan.heads, plan.pieces, jnp.float32
-    weights = _with_flat_scales(weights)
-    inputs = {"x": x, "weights": weights, "cos": cos, "sin": sin, "slots": slots}
-    rows = jax.new_ref(pages.reshape(-1, pages.shape[-1]))
+    weights = arrays["weights"]
+    for name in ("q_proj", "kv_a_proj", "q_a_proj"):
+        weights = weights._replace(**{name: with_flat_scales(getattr(weights, name))})
+    rows = jax.new_ref(pages.reshape(-1, pages.shape[-1]))  # a row for each token
     results = {
-        "q_latent": ((M * H * plan.rank,), x.dtype),
-        "q_rope": ((M * H, plan.rope), x.dtype),
-        "compressed": ((M * plan.q_rank,), f32),
+        "q_latent": ((M * H * plan.rank,), plan.dtype),
+        "q_rope": ((M * H, plan.rope), plan.dtype),
+        "compressed": ((M * plan.q_rank,), f32),  # the results of q_a_proj
         "queries": ((M * H * pieces.query_stride,), f32),
         "latents": ((M * plan.rank,), f32),
     }
@@ -255,23 +225,13 @@ def attention_inputs(
     }
     if interpret is not None:  # its stages cannot be seen as arrays of another shape
         of_pieces = plan.stages.count, 2, pieces.rows // 2, pieces.width
-        memory["pieces"] = plgpu.SMEM(of_pieces, pieces.dtype)
+        memory["pieces"] = plgpu.SMEM(of_pieces, plan.dtype)
     made = launch(
-        "attention_inputs", BeforeAttention, plan, [inputs, {"pages": rows}], results, memory,
-        counter, interpret,
+        "attention_inputs", BeforeAttention, plan, [arrays | {"weights": weights}, {"pages": rows}],
+        results, memory, counter, interpret,
     )  # fmt: skip
     q_latent, q_rope = made["q_latent"], made["q_rope"]
     return q_latent.reshape(M, H, -1), q_rope.reshape(M, H, -1), rows[...].reshape(pages.shape)
-
-
-def _with_flat_scales(weights: AttentionWeights) -> AttentionWeights:
-    def flat(each: Projection | None) -> Projection | None:
-        if each is None:
-            return None
-        return each._replace(scales=tuple(scale.reshape(-1) for scale in each.scales))
-
-    names = "q_proj", "kv_a_proj", "q_a_proj"
-    return weights._replace(**{name: flat(getattr(weights, name)) for name in names})
 
 
 class BeforeAttention(Cta):
@@ -279,8 +239,8 @@ class BeforeAttention(Cta):
 
     alternates_by_exchange = True
 
-    def __init__(self, plan: Plan, refs: Any, memory: Any, counter: Any, interpret: Any):
-        super().__init__(plan, Refs(**refs), memory, counter, interpret)
+    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+        super().__init__(plan, refs, memory, counter, interpret)
         self.producer_waits = plan.waits
         (self.queries,), (self.partials,) = memory["queries"], memory["partials"]
         (self.piece_stages,) = memory.get("pieces", self.stages.refs)
@@ -329,7 +289,8 @@ class BeforeAttention(Cta):
                     rows = pl.ds(step * pieces.rows + n * half, half)
                     window = head, rows, pl.ds(column, pieces.width)
                     target = self.piece_stages.at[state.stage].at[n]
-                    copies.append(row_copies(self.refs.weights.w_uk, window, target, row_bytes))
+                    w_uk = self.refs.weights.w_uk
+                    copies.append(RowCopies(w_uk, window, target, row_bytes=row_bytes))
                 self.ring.fill(state, copies)
 
             return self.ring.loop(self.steps(pieces.steps), fill, state, None)[0]

@@ -67,10 +67,9 @@ def attention_inputs(
         )
     if counter is None and interpret is None:
         counter = jax.new_ref(new_counter())
-    made: Any = kernel.attention_inputs(
-        x, weights, cos, sin, pages, slots.astype(jnp.int32), counter, plan=plan,
-        interpret=interpret,
-    )  # fmt: skip
+    slots = slots.astype(jnp.int32)
+    arrays = {"x": x, "weights": weights, "cos": cos, "sin": sin, "slots": slots}
+    made: Any = kernel.attention_inputs(arrays, pages, counter, plan=plan, interpret=interpret)
     return AttentionInputs(*made)
 
 

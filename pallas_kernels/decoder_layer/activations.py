@@ -394,7 +394,7 @@ def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: 
     """Loads a block as float32. Token t's numbers begin at ``start + t * stride``.
 
     Args:
-      ref: flat array in global memory. Threads of absent tokens read the last token's.
+      ref: flat array in global memory, in bfloat16. Threads of absent tokens read the last one's.
     """
     if interpret is not None:
         rows = [ref[pl.ds(start + min(t, tokens - 1) * stride, 8)] for t in range(8)]
@@ -402,23 +402,17 @@ def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: 
         return jnp.concatenate([block, block])
     token, number = token_and_number()
     index = start + jnp.minimum(token, tokens - 1) * stride + number
-    itemsize = jnp.dtype(ref.dtype).itemsize
 
     @inline(REF, LAYOUT, returns=PER_THREAD)
     def load(ref: Any, index: Any) -> Any:
-        f32 = ir.F32Type.get()
-        if itemsize == 2:
-            text = """{
+        text = """{
                 .reg .b16 low, zero;
                 mov.b16 zero, 0;
                 ld.global.b16 low, [$1];
                 mov.b32 $0, {zero, low};
             }"""
-        else:
-            text = "ld.global.b32 $0, [$1];"
-        return per_thread(
-            asm(text, "=f,l", _address(ref, index, itemsize), result=f32, effects=True)
-        )
+        address = _address(ref, index, 2)
+        return per_thread(asm(text, "=f,l", address, result=ir.F32Type.get(), effects=True))
 
     return load(ref, index)
 

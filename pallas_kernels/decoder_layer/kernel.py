@@ -33,14 +33,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.decoder_layer.activations import (
     copy_row,
@@ -51,7 +51,7 @@ from pallas_kernels.decoder_layer.activations import (
     store_block,
 )
 from pallas_kernels.decoder_layer.plan import Plan
-from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
+from pallas_kernels.decoder_layer.reference import Chosen
 from pallas_kernels.decoder_layer.registers import (
     MOST_SPLIT_TOKENS,
     MOST_TOKENS,
@@ -64,7 +64,14 @@ from pallas_kernels.decoder_layer.registers import (
     Rows,
     no_sums,
 )
-from pallas_kernels.decoder_layer.stream import CONSUMERS, Cta, Phase, count_units, launch
+from pallas_kernels.decoder_layer.stream import (
+    CONSUMERS,
+    Cta,
+    Phase,
+    count_units,
+    launch,
+    with_flat_scales,
+)
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.ring import PipelineState
@@ -76,89 +83,40 @@ from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
 _CHOSEN = 0  # signal: the experts are chosen; the next ones: arrived at grid barriers 0, 1, ...
 
 
-class Refs(NamedTuple):
-    """References to the kernel's arrays in global memory. Absent ones are None."""
-
-    h: Any
-    flat_h: Any
-    attended: Any
-    """Attention's output, which is added to h, or None."""
-    flat_attended: Any
-    parts: Any
-    """Attention's output in parts, a :class:`Parts`, or None."""
-    o_proj: Any
-    """The projection of attention's output, or None; its scales are flat."""
-    w_uv: Any
-    norm: Any
-    router: Any
-    bias: Any
-    shared: Any
-    """gate, up and down, and their scales, flat."""
-    routed: Any
-    out: Any
-    values: Any
-    """Attention's output times W_UV, flat."""
-    residual: Any
-    """h with the projection of attention's output, flat."""
-    scores: Any
-    experts: Any
-    """Each CTA's choice: the expert of every pair, flat."""
-    weights: Any
-    """Each CTA's routing weights."""
-    logits: Any
-    hidden: Any
-    routed_hidden: Any
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def feed_forward(
-    h: Float[Array, "M D"],
-    attended: Float[Array, "M _"] | Parts | None,
-    o_proj: Projection | None,
-    w_uv: Float[Array, "H V C"] | None,
-    norm: Float[Array, " D"],
-    router: Router | None,
-    shared: Matrices | None,
-    routed: Matrices | None,
-    counter: Any,
-    *,
-    plan: Plan,
-    interpret: Any,
-) -> tuple[Float[Array, "M D"], Chosen | None]:
-    """Returns ``h + ffn(norm(h))`` and the routing, after adding ``o_proj attended`` to h.
+    arrays: dict[str, Any], counter: Any, *, plan: Plan, interpret: Any
+) -> tuple[Array, Chosen | None]:
+    """Returns the output and the routing of :func:`pallas_kernels.feed_forward`.
 
     Args:
-      router, routed: of an MoE layer, or None.
-      shared: the MLP of a dense layer, the shared experts of an MoE layer, or None.
+      arrays: its arguments by name, except for ``counter``.
       counter: Ref of the grid barrier's counter. The interpreter needs none.
     """
+    h, attended, router = arrays["h"], arrays["attended"], arrays["router"]
     M, D, E, pairs = plan.tokens, plan.width, plan.experts, plan.choices
     parts, attended = (attended, None) if isinstance(attended, Parts) else (None, attended)
-    inputs = {
-        "h": h,
+    inputs = arrays | {
         "flat_h": h.reshape(-1),
         "attended": attended,
         "flat_attended": None if attended is None else attended.reshape(-1),
         "parts": parts,
-        "o_proj": _with_flat_scales(o_proj),
-        "w_uv": w_uv,
-        "norm": norm,
         "router": None if router is None else router.weight,
         "bias": None if router is None else router.bias,
-        "shared": _with_flat_scales(shared),
-        "routed": _with_flat_scales(routed),
     }
+    for name in ("o_proj", "shared", "routed"):
+        inputs[name] = with_flat_scales(inputs[name])
     f32 = jnp.float32
     results = {
-        "out": ((M * D,), h.dtype),
-        "values": ((M * plan.attention * bool(plan.heads),), h.dtype),
-        "residual": ((M * D * bool(plan.attention),), h.dtype),
+        "out": ((M * D,), plan.dtype),
+        "values": ((M * plan.attention * bool(plan.heads),), plan.dtype),  # with W_UV
+        "residual": ((M * D * bool(plan.attention),), plan.dtype),  # h with o_proj
         "scores": ((M * E,), f32),
-        "experts": ((plan.ctas * pairs,), jnp.int32),
+        "experts": ((plan.ctas * pairs,), jnp.int32),  # each CTA's choice
         "weights": ((plan.ctas * pairs,), f32),
         "logits": ((M * E,), f32),
-        "hidden": ((M * plan.ffn,), h.dtype),
-        "routed_hidden": ((pairs * plan.expert_ffn,), h.dtype),
+        "hidden": ((M * plan.ffn,), plan.dtype),
+        "routed_hidden": ((pairs * plan.expert_ffn,), plan.dtype),
     }
     memory = {"sums": plgpu.SMEM((plan.total_blocks, *SHAPE), f32)}
     made = launch("feed_forward", FeedForward, plan, [inputs], results, memory, counter, interpret)
@@ -169,19 +127,13 @@ def feed_forward(
     return out, Chosen(made["scores"].reshape(M, E), experts, weights)
 
 
-def _with_flat_scales(matrices: Any) -> Any:
-    if matrices is None:
-        return None
-    return matrices._replace(scales=tuple(scale.reshape(-1) for scale in matrices.scales))
-
-
 class FeedForward(Cta):
     """One CTA of the kernel."""
 
     first_arrival = _CHOSEN + 1
 
-    def __init__(self, plan: Plan, refs: Any, memory: Any, counter: Any, interpret: Any):
-        super().__init__(plan, Refs(**refs), memory, counter, interpret)
+    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+        super().__init__(plan, refs, memory, counter, interpret)
         (self.sums,) = memory["sums"]
 
     # ---- the units of this CTA ----

@@ -76,10 +76,9 @@ def feed_forward(
     )
     if counter is None and interpret is None:
         counter = jax.new_ref(new_counter())
-    made: Any = kernel.feed_forward(
-        h, attended, o_proj, w_uv, norm, router, shared, routed, counter, plan=plan,
-        interpret=interpret,
-    )  # fmt: skip
+    arrays = {"h": h, "norm": norm, "router": router, "shared": shared, "routed": routed}
+    arrays |= {"attended": attended, "o_proj": o_proj, "w_uv": w_uv}
+    made: Any = kernel.feed_forward(arrays, counter, plan=plan, interpret=interpret)
     return made
 
 

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,29 +120,6 @@ class Phase:
     shift: int | None = None
     """Added to a CTA's number, modulo CTAs, so that the CTAs without a last unit of the phase
     before have the first ones."""
-
-
-class Plan(Protocol):
-    """The properties of a kernel's plan that this module needs."""
-
-    tokens: int
-    ctas: int
-    dtype: Any
-    """Dtype of the activations."""
-    weight_dtype: Any
-    """Dtype of the matrices that may be quantized."""
-    phases: tuple[Phase, ...]
-    stages: Stages
-    signals: int
-    """Barriers of consumers that the producer waits for."""
-    activations: int
-    """Numbers in the activations' memory."""
-    factors: int
-    """Factors of rows in float16, 0 if there are none."""
-
-    def stride(self, columns: int) -> int:
-        """Returns the distance of activation rows in shared memory."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +214,13 @@ def count_units(cta: Any, units: int, ctas: int) -> Any:
 
 
 class Cta:
-    """One CTA. Its methods emit the code of its warps."""
+    """One CTA. Its methods emit the code of its warps.
+
+    A kernel's plan has ``ctas``, ``tokens``, ``dtype`` of the activations, ``weight_dtype`` of the
+    matrices that may be quantized, ``phases``, ``stages``, ``signals`` (barriers of the consumers
+    that the producer waits for), ``activations`` (numbers in the activations' memory), ``factors``
+    (of rows in float16; 0 if there are none) and ``stride(columns)`` of activation rows.
+    """
 
     first_arrival = 0
     """Index of the first of the signals that the consumers have arrived at a grid barrier."""
@@ -248,8 +232,8 @@ class Cta:
     """Whether consecutive exchanges are stored by different warpgroups, even across phases.
     Otherwise warpgroup ``i % 2`` stores unit i of each phase."""
 
-    def __init__(self, plan: Any, refs: Any, memory: Any, counter: Any, interpret: Any):
-        self.plan, self.refs, self.interpret = plan, refs, interpret
+    def __init__(self, plan: Any, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+        self.plan, self.refs, self.interpret = plan, SimpleNamespace(**refs), interpret
         self.ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
         self.stages = dataclasses.replace(plan.stages, refs=tuple(memory["stages"]))
         self.partial_sums, *self.consumer_barrier = memory["totals"]
@@ -356,7 +340,8 @@ class Cta:
                     columns = pl.ds(half.column + i * operand.elements, operand.elements)
                     window = (*half.index, pl.ds(half.row, ROWS), columns)
                     target = self.stages.half(operand, state.stage, n)
-                    copies.append(row_copies(half.matrix, window, target, self.stages.row_bytes))
+                    row_bytes = self.stages.row_bytes
+                    copies.append(RowCopies(half.matrix, window, target, row_bytes=row_bytes))
                 self.ring.fill(state, copies)
 
             for half in halves:
@@ -580,15 +565,20 @@ def launch(
     return dict(zip(existing, made, strict=True))
 
 
-def row_copies(source: Any, window: tuple[Any, ...], target: Any, row_bytes: int) -> RowCopies:
-    """Returns copies of consecutive matrix rows' columns, ``row_bytes`` apart in the target."""
-    return RowCopies(source, window, target, False, None, True, None, row_bytes)
+def with_flat_scales(matrices: Any) -> Any:
+    """Returns matrices, or None, with scales as the kernel indexes them."""
+    if matrices is None:
+        return None
+    return matrices._replace(scales=tuple(scale.reshape(-1) for scale in matrices.scales))
 
 
 @dataclasses.dataclass(frozen=True)
 class RowCopies(TmaCopy):
     """Bulk copies of consecutive rows' columns to shared memory, one for each row."""
 
+    tiled: bool = False
+    swizzle: int | None = None
+    contiguous: bool = True
     row_bytes: int = 0
     """Distance of the rows in shared memory."""
 
