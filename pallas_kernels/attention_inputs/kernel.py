@@ -52,7 +52,7 @@ from pallas_kernels.decoder_layer.stream import (
     Phase,
     RowCopies,
     Stages,
-    check_tokens,
+    check,
     launch,
     padded,
     with_flat_scales,
@@ -100,21 +100,10 @@ class Plan:
           NotImplementedError: the kernel does not support these sizes.
         """
         plan = Plan(**sizes)
-        check_tokens(plan.tokens, plan.dtype, plan.weight_dtype)
-        for name, size, multiple in (
-            ("hidden", plan.width, WARPGROUP),
-            ("q_lora", plan.q_rank, WARPGROUP),
-            ("latent", plan.rank, WARPGROUP),
-            ("head", plan.nope, _HEAD),
-        ):
-            if size % multiple:
-                raise NotImplementedError(
-                    f"takes {name} widths of a multiple of {multiple}, got {size}"
-                )
-        if plan.rope % ROWS:
-            raise NotImplementedError(
-                f"takes a rope width of a multiple of {ROWS}, got {plan.rope}"
-            )
+        widths = {"hidden": (plan.width, WARPGROUP), "q_lora": (plan.q_rank, WARPGROUP)}
+        widths |= {"latent": (plan.rank, WARPGROUP), "head": (plan.nope, _HEAD)}
+        widths |= {"rope": (plan.rope, ROWS)}
+        check(plan.tokens, plan.dtype, plan.weight_dtype, widths)
         sizes_of_w_uk = plan.heads, plan.nope, plan.rank, plan.tokens, plan.dtype
         plan = dataclasses.replace(plan, pieces=Pieces.of(*sizes_of_w_uk, plan.ctas))
         phases = _phases(plan)
@@ -303,7 +292,7 @@ class BeforeAttention(Cta):
         plan, refs, weights = self.plan, self.refs, self.refs.weights
         norm = load_weight(weights.norm)
         self.norm_rows(plan.width, norm, lambda t: (refs.x.at[t], None), plan.eps)
-        state, number, passed = self.ring.start(), jnp.int32(0), 0
+        passed = 0
         for phase in plan.phases:
             if phase.barriers > passed:
                 if phase.name == "q_proj":  # loaded while the barrier waits
@@ -316,12 +305,9 @@ class BeforeAttention(Cta):
                 after_rank = phase.name == "q_proj" and plan.q_rank
                 stride = plan.stride(plan.q_rank if after_rank else plan.width)
                 rows = Rows(self.activations, 0, stride, plan.tokens, self.factors)
-                store = functools.partial(self.store_features, phase)
-                state, number = self.multiply_units(
-                    phase, lambda _, rows=rows: rows, store, state, number
-                )
+                self.multiply_units(phase, rows, functools.partial(self.store_features, phase))
             elif phase.name == "w_uk":
-                state = self.multiply_pieces(phase, state)
+                self.multiply_pieces(phase)
             else:
                 self.store_latents(phase)
 
@@ -378,7 +364,7 @@ class BeforeAttention(Cta):
             return self.refs.slots[token]
         return load(self.refs.slots, token, LANES, None)
 
-    def multiply_pieces(self, phase: Phase, state: PipelineState) -> PipelineState:
+    def multiply_pieces(self, phase: Phase) -> None:
         """Multiplies this CTA's pieces of W_UK with the queries of their heads."""
         plan, pieces, interpret = self.plan, self.plan.pieces, self.interpret
         stride, row_bytes = pieces.query_stride, plan.stages.row_bytes
@@ -411,7 +397,7 @@ class BeforeAttention(Cta):
             store_totals(pieces, self.partials, self.refs.q_latent, start, interpret)
             return state
 
-        return lax.fori_loop(0, self.count(phase), piece, state)
+        self.state = lax.fori_loop(0, self.count(phase), piece, self.state)
 
     def store_latents(self, phase: Phase) -> None:
         """Norms latents to the pages. A unit is a token."""

@@ -11,9 +11,8 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.attention_inputs import kernel
 from pallas_kernels.attention_inputs.kernel import Plan
 from pallas_kernels.attention_inputs.reference import AttentionInputs, AttentionWeights
-from pallas_kernels.block_quant.reference import FLOAT8
-from pallas_kernels.decoder_layer.reference import is_integer
 from pallas_kernels.decoder_layer.registers import ROWS
+from pallas_kernels.decoder_layer.stream import weight_dtype_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 
@@ -45,6 +44,14 @@ def attention_inputs(
         widths and columns of pages that are not multiples of 8; or too little shared memory.
     """
     require_hopper(interpret)
+    allowed = {jnp.dtype(jnp.bfloat16)} | ({jnp.dtype(jnp.float32)} if interpret else set())
+    if x.dtype not in allowed or {weights.w_uk.dtype, pages.dtype} != {x.dtype}:
+        raise NotImplementedError(
+            f"takes bfloat16 activations, W_UK and pages, got {x.dtype}, {weights.w_uk.dtype} and"
+            f" {pages.dtype}"
+        )
+    projections = [weights.q_proj, weights.kv_a_proj]
+    projections += [] if weights.q_a_proj is None else [weights.q_a_proj]
     H, N, C = weights.w_uk.shape
     plan = Plan.of(
         ctas=multiprocessors() if interpret is None else _INTERPRETED_CTAS,
@@ -58,7 +65,7 @@ def attention_inputs(
         eps=eps,
         latent_eps=latent_eps,
         dtype=jnp.dtype(x.dtype),
-        weight_dtype=_weight_dtype(x, weights, pages, interpret),
+        weight_dtype=weight_dtype_of(projections, x.dtype),
         interpret=interpret,
     )
     if pages.shape[2] % ROWS:
@@ -71,24 +78,3 @@ def attention_inputs(
     arrays = {"x": x, "weights": weights, "cos": cos, "sin": sin, "slots": slots}
     made: Any = kernel.attention_inputs(arrays, pages, counter, plan=plan, interpret=interpret)
     return AttentionInputs(*made)
-
-
-def _weight_dtype(x: Array, weights: AttentionWeights, pages: Array, interpret: Any) -> Any:
-    """Returns the dtype of the projections. It raises as :func:`attention_inputs`."""
-    allowed = {jnp.dtype(jnp.bfloat16)} | ({jnp.dtype(jnp.float32)} if interpret else set())
-    if x.dtype not in allowed or {weights.w_uk.dtype, pages.dtype} != {x.dtype}:
-        raise NotImplementedError(
-            f"takes bfloat16 activations, W_UK and pages, got {x.dtype}, {weights.w_uk.dtype} and"
-            f" {pages.dtype}"
-        )
-    projections = [weights.q_proj, weights.kv_a_proj]
-    projections += [] if weights.q_a_proj is None else [weights.q_a_proj]
-    dtypes = {jnp.dtype(weight.dtype) for weight, _ in projections}
-    dtype = dtypes.pop()
-    is_scaled = dtype == jnp.dtype(FLOAT8) or is_integer(dtype)
-    if dtypes or not (dtype == x.dtype or (is_scaled and all(each.scales for each in projections))):
-        raise NotImplementedError(
-            f"takes projections of {x.dtype}, or float8_e4m3fn, int8 or int4 with scales, got"
-            f" {', '.join(sorted(map(str, {dtype, *dtypes})))}"
-        )
-    return dtype

@@ -58,7 +58,6 @@ from pallas_kernels.decoder_layer.registers import (
     ROWS,
     SUMS,
     SUMS_SHAPE,
-    Float16Sums,
     Half,
     Operand,
     Rows,
@@ -74,7 +73,6 @@ from pallas_kernels.decoder_layer.stream import (
 )
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.loads import load_with_layout
-from pallas_kernels.hopper.ring import PipelineState
 from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.choice import choose, load_bias
@@ -214,39 +212,27 @@ class FeedForward(Cta):
 
     def consume(self) -> None:
         plan, refs, barrier = self.plan, self.refs, 0
-        state, number = self.ring.start(), jnp.int32(0)
         norm = None if plan.attention else load_weight(refs.norm)
 
         if plan.heads:
             self.copy_latents()
-            latents = self.latents()
-            state, number = self.multiply_units(
-                plan.phase("w_uv"), latents, self.store_values, state, number
-            )
+            self.multiply("w_uv", self.latents(), self.store_values)
             self.sync_grid(barrier)
             barrier += 1
 
         if plan.attention:
             self.copy_rows(refs.values if plan.heads else refs.flat_attended, plan.attention)
-            values = self.rows(0, plan.attention)
-            state, number = self.multiply_units(
-                plan.phase("o_proj"), lambda _: values, self.store_residual, state, number
-            )
+            self.multiply("o_proj", self.rows(0, plan.attention), self.store_residual)
             norm = self.sync_grid(barrier, lambda: load_weight(refs.norm))
             barrier += 1
 
         self.norm_tokens(norm)
-        normed = self.rows(0, plan.width)
         if plan.rule is not None:
             start = plan.router_start if plan.is_float16 else 0
-            of_router = Rows(self.activations, start, plan.stride(plan.width), plan.tokens)
-            state, number = self.multiply_units(
-                plan.phase("router"), lambda _: of_router, self.store_logits, state, number
-            )
+            rows = Rows(self.activations, start, plan.stride(plan.width), plan.tokens)
+            self.multiply("router", rows, self.store_logits)
         if plan.ffn:
-            state, number = self.multiply_units(
-                plan.phase("gate_up"), lambda _: normed, self.store_hidden, state, number
-            )
+            self.multiply("gate_up", self.rows(0, plan.width), self.store_hidden)
         bias = self.sync_grid(barrier, self.load_bias)
         barrier += 1
 
@@ -254,20 +240,18 @@ class FeedForward(Cta):
             self.choose_experts(bias)
         if plan.ffn:
             self.copy_rows(refs.hidden, plan.ffn, plan.ffn_start, factor=plan.ffn_factor)
-            hidden = self.rows(plan.ffn_start, plan.ffn, plan.ffn_factor)
-            state, number = self.multiply_units(
-                plan.phase("down"), lambda _: hidden, self.store_sums, state, number
-            )
+            rows = self.rows(plan.ffn_start, plan.ffn, plan.ffn_factor)
+            self.multiply("down", rows, self.store_sums)
         else:
             self.clear_sums()
         if plan.rule is not None:
-            state, number = self.multiply_units(
-                plan.phase("routed_gate_up"), self.row_of_pair, self.store_routed_hidden, state,
-                number,
-            )  # fmt: skip
+            self.multiply("routed_gate_up", self.row_of_pair, self.store_routed_hidden)
             self.sync_grid(barrier)
-            self.add_routed(plan.phase("routed_down"), state, number)
+            self.add_routed(plan.phase("routed_down"))
         self.store_out()
+
+    def multiply(self, name: str, rows: Any, store: Any) -> None:
+        self.multiply_units(self.plan.phase(name), rows, store)
 
     def rows(self, start: int, width: int, first_factor: int = 0) -> Rows:
         """Returns the tokens' activation rows that meet matrices of the plan's weight dtype."""
@@ -431,7 +415,7 @@ class FeedForward(Cta):
                 lambda i=i, zeros=zeros: _set(self.sums.at[i], zeros)
             )
 
-    def add_routed(self, phase: Phase, state: PipelineState, number: jax.Array) -> None:
+    def add_routed(self, phase: Phase) -> None:
         """Adds the routed experts' downs to the sums, for as many pairs at a time as have room.
 
         The sums of an output feature's experts stay in registers, times their routing weights. The
@@ -473,14 +457,14 @@ class FeedForward(Cta):
 
             @when(self.wg == lax.rem(n, jnp.int32(CONSUMERS)))
             def _() -> None:
-                float16 = Float16Sums(operand.is_split) if plan.is_float16 else None
-                left, right = self.totals(number, plan.tokens, float16)
+                left, right = self.totals(operand, number, plan.tokens)
                 for j, block in enumerate(output_blocks(operand, left, right)):
                     total = self.sums.at[n * plan.output_blocks + j]
                     _set(total, load_with_layout(total, LAYOUT) + block)
 
             return state, number + 1, scales
 
+        state, number = self.state, self.exchanges
         scales = self.scales(phase, jnp.int32(0), count)
         for low in range(0, plan.choices, plan.batch):
             high = min(low + plan.batch, plan.choices)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer import kernel
 from pallas_kernels.decoder_layer.plan import Plan
 from pallas_kernels.decoder_layer.reference import (
@@ -17,9 +16,9 @@ from pallas_kernels.decoder_layer.reference import (
     Matrices,
     Projection,
     Router,
-    is_integer,
     shape_of,
 )
+from pallas_kernels.decoder_layer.stream import weight_dtype_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.mla_decode.parts import Parts
@@ -57,6 +56,16 @@ def feed_forward(
         Hopper; or too little shared memory.
     """
     require_hopper(interpret)
+    router_dtype = h.dtype if router is None else router.weight.dtype
+    allowed = {jnp.dtype(jnp.bfloat16)} | ({jnp.dtype(jnp.float32)} if interpret else set())
+    if h.dtype not in allowed or router_dtype != h.dtype:
+        raise NotImplementedError(
+            f"takes bfloat16 activations and routers, got {h.dtype} and {router_dtype}"
+        )
+    if w_uv is not None and w_uv.dtype != h.dtype:
+        raise NotImplementedError(f"takes W_UV of {h.dtype}, got {w_uv.dtype}")
+    matrices = [(m, each.scales) for each in (shared, routed) if each for m in each[:3]]
+    matrices += [] if o_proj is None else [o_proj]
     plan = Plan.of(
         ctas=multiprocessors() if interpret is None else _INTERPRETED_CTAS,
         tokens=h.shape[0],
@@ -71,7 +80,7 @@ def feed_forward(
         rule=rule,
         eps=eps,
         dtype=jnp.dtype(h.dtype),
-        weight_dtype=_weight_dtype(h, router, shared, routed, o_proj, w_uv, interpret),
+        weight_dtype=weight_dtype_of(matrices, h.dtype),
         interpret=interpret,
     )
     if counter is None and interpret is None:
@@ -80,35 +89,3 @@ def feed_forward(
     arrays |= {"attended": attended, "o_proj": o_proj, "w_uv": w_uv}
     made: Any = kernel.feed_forward(arrays, counter, plan=plan, interpret=interpret)
     return made
-
-
-def _weight_dtype(
-    h: Array, router: Router | None, shared: Matrices | None, routed: Matrices | None,
-    o_proj: Projection | None, w_uv: Array | None, interpret: Any,
-) -> Any:  # fmt: skip
-    """Returns the dtype of all matrices but the router and W_UV. It raises as the operation."""
-    matrices = [each for each in (shared, routed) if each is not None]
-    dtypes = {jnp.dtype(matrix.dtype) for each in matrices for matrix in each[:3]}
-    if o_proj is not None:
-        dtypes.add(jnp.dtype(o_proj.weight.dtype))
-    (weight_dtype,) = dtypes if len(dtypes) == 1 else (None,)
-    router_dtype = h.dtype if router is None else router.weight.dtype
-    is_scaled = weight_dtype is not None and (
-        weight_dtype == jnp.dtype(FLOAT8) or is_integer(weight_dtype)
-    )
-    allowed = {jnp.dtype(jnp.bfloat16)} | ({jnp.dtype(jnp.float32)} if interpret else set())
-    if h.dtype not in allowed or router_dtype != h.dtype:
-        raise NotImplementedError(
-            f"takes bfloat16 activations and routers, got {h.dtype} and {router_dtype}"
-        )
-    if weight_dtype != h.dtype and not is_scaled:
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise NotImplementedError(
-            f"takes matrices of one of {h.dtype}, float8_e4m3fn, int8 and int4, got {names}"
-        )
-    if w_uv is not None and w_uv.dtype != h.dtype:
-        raise NotImplementedError(f"takes W_UV of {h.dtype}, got {w_uv.dtype}")
-    scales = [len(each.scales) // 3 for each in matrices]
-    if is_scaled and not all([*scales, o_proj is None or o_proj.scales]):
-        raise NotImplementedError(f"takes {weight_dtype} matrices with scales, got none")
-    return weight_dtype

@@ -13,7 +13,7 @@ from pallas_kernels.decoder_layer.stream import (
     WARPGROUP,
     Phase,
     Stages,
-    check_tokens,
+    check,
     padded,
 )
 from pallas_kernels.route.reference import Rule
@@ -69,21 +69,13 @@ class Plan:
           NotImplementedError: the kernel does not support these sizes.
         """
         plan = Plan(**sizes)
-        check_tokens(plan.tokens, plan.dtype, plan.weight_dtype)
         widths = {"hidden": plan.width, "attention": plan.attention, "latent": plan.latent}
         widths |= {"dense or shared": plan.ffn, "expert": plan.expert_ffn}
-        for name, size in widths.items():
-            if size % WARPGROUP:
-                raise NotImplementedError(
-                    f"takes {name} widths of a multiple of {WARPGROUP}, got {size}"
-                )
+        multiples = {name: (width, WARPGROUP) for name, width in widths.items()}
+        multiples["head"] = plan.attention // (plan.heads or 1), 2 * ROWS if plan.heads else 1
+        check(plan.tokens, plan.dtype, plan.weight_dtype, multiples)
         if plan.rule is not None:
             _check_rule(plan.rule, plan.experts)
-        if plan.heads and plan.attention % (2 * ROWS * plan.heads):
-            raise NotImplementedError(
-                f"takes head widths of a multiple of {2 * ROWS}, got"
-                f" {plan.attention / plan.heads:g}"
-            )
         if plan.sequences and plan.latent % PART_COLUMNS:
             raise NotImplementedError(
                 f"takes parts with a multiple of {PART_COLUMNS} columns, got {plan.latent}"

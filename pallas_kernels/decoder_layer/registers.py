@@ -637,22 +637,8 @@ def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
 # ---- the totals of a unit: the sums of all warps, in shared memory, added by a thread each ----
 
 
-@dataclasses.dataclass(frozen=True)
-class Float16Sums:
-    """Sums over float16 rows are transposed, and have to be multiplied by each row's factor."""
-
-    is_split: bool
-    """Whether the halves are of one matrix: the right one's tokens then come after four others."""
-
-    factors: Any = None
-    """Reference to the rows' factors in shared memory, or None if the sums have been multiplied."""
-
-    first: Any = 0
-    """Index of the first token's factor."""
-
-
 def load_totals(
-    sums: Any, tokens: int, interpret: Any, float16: Float16Sums | None = None
+    operand: Operand, sums: Any, tokens: int, interpret: Any, factors: Any = None, first: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a unit's totals of both halves, one number per thread of a warpgroup.
 
@@ -661,10 +647,11 @@ def load_totals(
 
     Args:
       sums: reference to the sums in shared memory, [warpgroups, halves, warps and tokens, rows].
-      float16: if the rows are in float16. The last dimensions are then rows and tokens.
+        If the rows are in float16, the last dimensions are rows and tokens.
+      factors: reference to the factors of rows in float16, or None if the sums are multiplied.
+      first: index of the first token's factor.
     """
-    factors = None if float16 is None else float16.factors
-    first = jnp.asarray(0 if float16 is None else float16.first, jnp.int32)
+    first = jnp.asarray(first, jnp.int32)
     if interpret is not None:
         totals = jnp.sum(sums[...].reshape(-1, 2, 4, MOST_TOKENS, 8), axis=(0, 2))
         if factors is not None:
@@ -680,8 +667,9 @@ def load_totals(
         f32 = ir.F32Type.get()
         thread = arith.andi(mgpu.utils.thread_idx(), const(7 if tokens == 1 else 63))
         token = arith.shrui(thread, const(3))
-        right = MOST_TOKENS // 2 if float16 is not None and float16.is_split else 0
-        if float16 is not None:
+        # The right columns' tokens come after four others.
+        right = MOST_SPLIT_TOKENS if operand.is_scaled and operand.is_split else 0
+        if operand.is_scaled:
             token = arith.minui(token, const(tokens - 1))
             thread = arith.addi(arith.muli(arith.andi(thread, const(7)), const(8)), token)
         start = mgpu.utils.memref_ptr(sums)

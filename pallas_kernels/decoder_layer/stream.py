@@ -40,6 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer.activations import norm_row, pack
 from pallas_kernels.decoder_layer.reference import is_integer, scale_block, shape_of
 from pallas_kernels.decoder_layer.registers import (
@@ -49,7 +50,6 @@ from pallas_kernels.decoder_layer.registers import (
     ROWS,
     SUMS,
     SUMS_SHAPE,
-    Float16Sums,
     Half,
     Operand,
     Rows,
@@ -191,8 +191,35 @@ def padded(columns: int, weight_dtype: Any) -> int:
     return columns + ((16 if is_float8 else 64) - 2 * columns) % 128 // 2
 
 
-def check_tokens(tokens: int, dtype: Any, weight_dtype: Any) -> None:
-    """Raises NotImplementedError if a kernel does not take so many tokens of these dtypes."""
+def weight_dtype_of(matrices: Sequence[tuple[Any, Any]], dtype: Any) -> Any:
+    """Returns the dtype of matrices, given with their scales.
+
+    Raises:
+      NotImplementedError: a kernel does not take them with activations of ``dtype``.
+    """
+    dtypes = {jnp.dtype(matrix.dtype) for matrix, _ in matrices}
+    (first, *others) = dtypes
+    is_scaled = first == jnp.dtype(FLOAT8) or is_integer(first)
+    is_known = first == dtype or (is_scaled and all(scales for _, scales in matrices))
+    if others or not is_known:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise NotImplementedError(
+            f"takes matrices of {dtype}, or of float8_e4m3fn, int8 or int4 with scales, got {names}"
+        )
+    return first
+
+
+def check(tokens: int, dtype: Any, weight_dtype: Any, widths: dict[str, tuple[int, int]]) -> None:
+    """Raises NotImplementedError if a kernel does not take these tokens, dtypes and widths.
+
+    Args:
+      widths: by name, each with the number of which it must be a multiple.
+    """
+    for name, (width, multiple) in widths.items():
+        if width % multiple:
+            raise NotImplementedError(
+                f"takes {name} widths of a multiple of {multiple}, got {width}"
+            )
     if not 1 <= tokens <= MOST_TOKENS:
         raise NotImplementedError(f"takes 1 to {MOST_TOKENS} tokens, got {tokens}")
     if weight_dtype.itemsize > 1:
@@ -247,6 +274,10 @@ class Cta:
             axis="cta",
             interpret=interpret,
         )
+        self.state: Any = None
+        """The consumers' state of the ring."""
+        self.exchanges: Any = None
+        """The number of the consumers' exchanges of sums so far."""
         self.cta = lax.axis_index("cta")
         self.wg = lax.axis_index("wg")
 
@@ -262,6 +293,7 @@ class Cta:
         @when(self.wg < CONSUMERS)
         def _() -> None:
             self.ring.release_all()
+            self.state, self.exchanges = self.ring.start(), jnp.int32(0)
             self.consume()
 
     def produce(self) -> None:
@@ -367,17 +399,14 @@ class Cta:
     # ---- the consumers ----
 
     def multiply_units(
-        self, phase: Phase, rows_of: Callable[[Any], Rows], store: Callable[..., None],
-        state: PipelineState, number: jax.Array,
-    ) -> tuple[PipelineState, jax.Array]:  # fmt: skip
+        self, phase: Phase, rows_of: Callable[[Any], Rows] | Rows, store: Callable[..., None]
+    ) -> None:
         """Multiplies this CTA's units of a phase. The main loop of both warpgroups.
 
         Args:
-          rows_of: function from a unit's matrix to its activation rows.
+          rows_of: the activation rows, or a function from a unit's matrix to them.
           store: called by one warpgroup per unit, with the unit's index, its matrix, its first
             output feature, and the totals of its halves.
-          state: of the ring.
-          number: exchanges before. The results are the next state and number.
         """
         operand = phase.operand
         assert operand is not None
@@ -387,23 +416,21 @@ class Cta:
             state, number, scales = carry
             matrix, row = self.locate(phase, i)
             next_scales = self.scales(phase, i + 1, count)
-            rows = rows_of(matrix)
+            rows = rows_of if isinstance(rows_of, Rows) else rows_of(matrix)
             state, sums = self.multiply_unit(operand, rows, scales, state)
             self.exchange(number, sums)
             turn = number if self.alternates_by_exchange else i
 
             @when(self.wg == lax.rem(turn, jnp.int32(CONSUMERS)))
             def _() -> None:
-                float16 = None
-                if rows.factors is not None:
-                    float16 = Float16Sums(operand.is_split, rows.factors, rows.first_factor)
-                store(i, matrix, row, *self.totals(number, rows.count, float16))
+                factors = rows.factors, rows.first_factor
+                totals = self.totals(operand, number, rows.count, *factors)
+                store(i, matrix, row, *totals)
 
             return state, number + 1, next_scales
 
-        carry = state, number, self.scales(phase, jnp.int32(0), count)
-        state, number, _ = lax.fori_loop(0, count, unit, carry)
-        return state, number
+        carry = self.state, self.exchanges, self.scales(phase, jnp.int32(0), count)
+        self.state, self.exchanges, _ = lax.fori_loop(0, count, unit, carry)
 
     def scales(self, phase: Phase, i: Any, count: Any) -> list[Any]:
         """Loads the scales of unit i of ``count`` units, or past the end of a unit that exists."""
@@ -443,11 +470,11 @@ class Cta:
         self.sync_consumers()
 
     def totals(
-        self, number: jax.Array, tokens: int, float16: Float16Sums | None
+        self, operand: Operand, number: jax.Array, tokens: int, factors: Any = None, first: Any = 0
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the totals of both halves after exchange ``number``, see :func:`load_totals`."""
         sums = self.partial_sums.at[lax.rem(number, 2)]
-        return load_totals(sums, tokens, self.interpret, float16)
+        return load_totals(operand, sums, tokens, self.interpret, factors, first)
 
     def sync_consumers(self) -> None:
         """Synchronises the consumers' threads. They see each other's writes to all memory."""

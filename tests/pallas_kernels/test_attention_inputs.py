@@ -209,10 +209,13 @@ REFUSED = [
     ({"nope": 32}, "head widths of a multiple of 64, got 32"),
     ({"rank": 192}, "latent widths of a multiple of 128, got 192"),
     ({"q_rank": 192}, "q_lora widths of a multiple of 128, got 192"),
-    ({"rope": 12}, "rope width of a multiple of 8, got 12"),
+    ({"rope": 12}, "rope widths of a multiple of 8, got 12"),
     ({"width": 14336, "tokens": 8}, "takes 3 ring stages of"),
     ({"dtype": FLOAT32}, "takes bfloat16 activations, W_UK and pages, got float32"),
-    ({"weights": "float16"}, "bfloat16, or float8_e4m3fn, int8 or int4 with scales, got float16"),
+    (
+        {"weights": "float16"},
+        "bfloat16, or of float8_e4m3fn, int8 or int4 with scales, got float16",
+    ),
     ({"weights": FLOAT8, "tokens": 5}, "1 to 4 tokens for float8_e4m3fn matrices, got 5"),
     ({"weights": INT4, "rope": 8}, "kv_a_proj of uint8 with a multiple of 16 rows, got 136"),
 ]

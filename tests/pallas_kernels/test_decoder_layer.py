@@ -213,7 +213,10 @@ REFUSED = [
         {"attention": 128, "heads": 2, "latent": 128, "split": (2,)},
         "parts with a multiple of 256 columns, got 128",
     ),
-    ({"weights": "float16"}, "one of bfloat16, float8_e4m3fn, int8 and int4, got float16"),
+    (
+        {"weights": "float16"},
+        "bfloat16, or of float8_e4m3fn, int8 or int4 with scales, got float16",
+    ),
     ({"weights": FLOAT8, "tokens": 5}, "1 to 4 tokens for float8_e4m3fn matrices, got 5"),
 ]
 

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.block_quant.reference import block_dequant, integer_quant
 from pallas_kernels.decoder_layer import activations, registers
 from pallas_kernels.decoder_layer.activations import _powers
-from pallas_kernels.decoder_layer.registers import Float16Sums, Half, Operand, Rows
+from pallas_kernels.decoder_layer.registers import Half, Operand, Rows
 from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate, run
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -75,11 +75,11 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, monkeypatch, untyped):
             number = (number.astype(np.float32) * 2.0 ** (t + 4)).astype(np.float16).view(BFLOAT16)
         memory[start + t * stride :][:K] = number
     rows = Rows(Buffer(memory), start, stride, tokens)
-    float16 = None
+    of_rows = ()
     if dtype == FLOAT8:
         factors = Buffer(np.float32(2.0) ** -np.arange(2, 4 + tokens, dtype=np.float32))
         rows = dataclasses.replace(rows, factors=factors, first_factor=2)
-        float16 = Float16Sums(is_split, factors, np.int32(2))
+        of_rows = factors, np.int32(2)
     chunks = []
     if dtype == FLOAT8:
         chunks = [scale_registers(scales[n], first, columns) for n, first in enumerate(firsts)]
@@ -91,7 +91,7 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, monkeypatch, untyped):
             stage[n, :, : operand.step_bytes] = part.view(np.uint8)
         halves = [Buffer(half) for half in stage]
         sums = registers.multiply(operand, halves, rows, i, chunks, sums, None)
-    totals = registers.load_totals(Buffer(in_memory(sums)), tokens, None, float16)
+    totals = registers.load_totals(operand, Buffer(in_memory(sums)), tokens, None, *of_rows)
 
     for n, total in enumerate(totals):
         w = weights[n].astype(np.float64)
@@ -172,8 +172,8 @@ def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
             stage[n, :, :size] = np.asarray(stored).view(np.uint8)[:, i * size : (i + 1) * size]
         halves = [Buffer(half) for half in stage]
         sums = registers.multiply(operand, halves, rows, i, scales, sums, None)
-    float16 = Float16Sums(False, factors, np.int32(2))
-    totals = registers.load_totals(Buffer(in_memory(sums)), tokens, None, float16)
+    memory = Buffer(in_memory(sums))
+    totals = registers.load_totals(operand, memory, tokens, None, factors, np.int32(2))
     for total, w in zip(totals, weights, strict=True):
         got = total[0][:64].reshape(8, 8)
         np.testing.assert_allclose(got[:tokens], x.astype(np.float64) @ w.T, rtol=1e-4, atol=1e-3)
