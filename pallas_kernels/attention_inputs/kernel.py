@@ -292,37 +292,36 @@ class BeforeAttention(Cta):
         plan, refs, weights = self.plan, self.refs, self.refs.weights
         norm = load_weight(weights.norm)
         self.norm_rows(plan.width, norm, lambda t: (refs.x.at[t], None), plan.eps)
-        passed = 0
-        for phase in plan.phases:
-            if phase.barriers > passed:
-                if phase.name == "q_proj":  # loaded while the barrier waits
-                    norm = load_weight(weights.q_a_norm)
-                self.sync_grid(passed)
-                passed = phase.barriers
-                if phase.name == "q_proj":
-                    self.norm_compressed(norm)
-            if phase.operand is not None:
-                after_rank = phase.name == "q_proj" and plan.q_rank
-                stride = plan.stride(plan.q_rank if after_rank else plan.width)
-                rows = Rows(self.activations, 0, stride, plan.tokens, self.factors)
-                self.multiply_units(phase, rows, functools.partial(self.store_features, phase))
-            elif phase.name == "w_uk":
-                self.multiply_pieces(phase)
-            else:
-                self.store_latents(phase)
 
-    def norm_compressed(self, weight: Any) -> None:
-        """Norms the tokens' results of q_a_proj."""
-        Q, compressed = self.plan.q_rank, self.refs.compressed
-        rows = lambda t: (compressed.at[pl.ds(t * Q, Q)], None)  # noqa: E731
-        self.norm_rows(Q, weight, rows, self.plan.latent_eps)
+        if plan.q_rank:
+            self.project("q_a_proj", plan.width)
+            self.project("kv_a_proj", plan.width)
+            norm = load_weight(weights.q_a_norm)  # arrives while the barrier waits
+            self.sync_grid()
+            Q = plan.q_rank
+            compressed = lambda t: (refs.compressed.at[pl.ds(t * Q, Q)], None)  # noqa: E731
+            self.norm_rows(Q, norm, compressed, plan.latent_eps)
+            self.project("q_proj", Q)
+        else:
+            self.project("q_proj", plan.width)
+            self.project("kv_a_proj", plan.width)
+        self.sync_grid()
+
+        self.multiply_pieces(self.phase("w_uk"))
+        self.store_latents(self.phase("latents"))
+
+    def project(self, name: str, columns: int) -> None:
+        """Multiplies the tokens' rows, of so many columns, with a projection."""
+        plan, phase = self.plan, self.phase(name)
+        rows = Rows(self.activations, 0, plan.stride(columns), plan.tokens, self.factors)
+        self.multiply_units(phase, rows, functools.partial(self.store_features, phase))
 
     def store_features(
         self, phase: Phase, i: Any, matrix: Any, row: Any, left: Any, right: Any
     ) -> None:
         """Stores a projection's output features, in blocks of eight."""
         _, row = self.locate(phase, i)  # again, which takes no register during the multiplication
-        for n, block in enumerate(output_blocks(phase.operand, left, right)):
+        for n, block in enumerate(output_blocks(phase, left, right)):
             self.store_block(phase, row + n * ROWS, block)
 
     def store_block(self, phase: Phase, row: jax.Array, block: jax.Array) -> None:

@@ -344,13 +344,13 @@ def store_rotated(
     token, number = token_and_number()
     exists = (token < tokens) & (thread_index(0) < 2)
     token = jnp.minimum(token, tokens - 1)
-    own = lax.shift_right_logical(number, filled(1)) + pair
+    rotation = lax.shift_right_logical(number, filled(1)) + pair
     is_second = jnp.bitwise_and(number, 1)
-    cos, sin = (load(each, token * half + own, LANES, None) for each in (cos_g, sin_g))
+    cos, sin = (load(each, token * half + rotation, LANES, None) for each in (cos_g, sin_g))
     other = _neighbour(block)
     rotated = block * cos + jnp.where(is_second == 1, other, -other) * sin
     row = jnp.where(exists, row_of(token), -1)
-    _store(ref, row, own + first + is_second * half, rotated)
+    _store(ref, row, rotation + first + is_second * half, rotated)
 
 
 def _neighbour(block: jax.Array) -> jax.Array:

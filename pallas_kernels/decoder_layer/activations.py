@@ -1,7 +1,7 @@
 """Activation rows of a few tokens: norms, merges, and copies to shared memory; blocks of results.
 
-Rows that meet bfloat16 weights are bfloat16 in shared memory. Rows that meet float8, int8 or int4
-weights are float16 (:func:`pack`): an instruction converts two float8 to float16, where two
+Rows for bfloat16 weights are bfloat16 in shared memory. Rows for float8, int8 or int4 weights are
+float16 (:func:`pack`): an instruction converts two float8 to float16, where two
 bfloat16 take five, and float16 represents every float8, int8 and int4 exactly. float16 has more
 bits of significand than bfloat16, but fewer of exponent. So a row is multiplied by the power of two
 that brings its largest number between 2^14 and 2^15, and results by the inverse, the row's factor.

@@ -59,7 +59,6 @@ from pallas_kernels.decoder_layer.registers import (
     SUMS,
     SUMS_SHAPE,
     Half,
-    Operand,
     Rows,
     no_sums,
 )
@@ -211,20 +210,18 @@ class FeedForward(Cta):
     # ---- the consumers ----
 
     def consume(self) -> None:
-        plan, refs, barrier = self.plan, self.refs, 0
+        plan, refs = self.plan, self.refs
         norm = None if plan.attention else load_weight(refs.norm)
 
         if plan.heads:
             self.copy_latents()
             self.multiply("w_uv", self.latents(), self.store_values)
-            self.sync_grid(barrier)
-            barrier += 1
+            self.sync_grid()
 
         if plan.attention:
             self.copy_rows(refs.values if plan.heads else refs.flat_attended, plan.attention)
             self.multiply("o_proj", self.rows(0, plan.attention), self.store_residual)
-            norm = self.sync_grid(barrier, lambda: load_weight(refs.norm))
-            barrier += 1
+            norm = self.sync_grid(lambda: load_weight(refs.norm))
 
         self.norm_tokens(norm)
         if plan.rule is not None:
@@ -233,8 +230,7 @@ class FeedForward(Cta):
             self.multiply("router", rows, self.store_logits)
         if plan.ffn:
             self.multiply("gate_up", self.rows(0, plan.width), self.store_hidden)
-        bias = self.sync_grid(barrier, self.load_bias)
-        barrier += 1
+        bias = self.sync_grid(self.load_bias)
 
         if plan.rule is not None:
             self.choose_experts(bias)
@@ -246,15 +242,15 @@ class FeedForward(Cta):
             self.clear_sums()
         if plan.rule is not None:
             self.multiply("routed_gate_up", self.row_of_pair, self.store_routed_hidden)
-            self.sync_grid(barrier)
-            self.add_routed(plan.phase("routed_down"))
+            self.sync_grid()
+            self.add_routed(self.phase("routed_down"))
         self.store_out()
 
     def multiply(self, name: str, rows: Any, store: Any) -> None:
-        self.multiply_units(self.plan.phase(name), rows, store)
+        self.multiply_units(self.phase(name), rows, store)
 
     def rows(self, start: int, width: int, first_factor: int = 0) -> Rows:
-        """Returns the tokens' activation rows that meet matrices of the plan's weight dtype."""
+        """Returns the tokens' activation rows for matrices of the plan's weight dtype."""
         plan = self.plan
         stride = plan.stride(width)
         return Rows(self.activations, start, stride, plan.tokens, self.factors, first_factor)
@@ -317,7 +313,7 @@ class FeedForward(Cta):
 
         Args:
           first: number of the first row in ``source``.
-          factor: index of the first row's factor, or None for rows that meet bfloat16 weights.
+          factor: index of the first row's factor, or None for rows for bfloat16 weights.
         """
         rows = [
             (source.at[pl.ds((first + n) * width, width)], self.activations.at[pl.ds(start, width)])
@@ -380,8 +376,7 @@ class FeedForward(Cta):
 
     def store_residual(self, i: Any, matrix: Any, row: Any, left: Any, right: Any) -> None:
         plan = self.plan
-        operand = plan.phase("o_proj").operand
-        for n, block in enumerate(output_blocks(operand, left, right)):
+        for n, block in enumerate(output_blocks(self.phase("o_proj"), left, right)):
             attended, start = block.astype(plan.dtype).astype(jnp.float32), row + n * ROWS
             h = load_block(self.refs.flat_h, start, plan.width, plan.tokens, self.interpret)
             self.store(self.refs.residual, start, plan.width, h + attended)
@@ -397,7 +392,7 @@ class FeedForward(Cta):
         store_block(self.refs.routed_hidden, start, 0, hidden, 1, self.interpret)
 
     def store_sums(self, i: Any, matrix: Any, row: Any, left: Any, right: Any) -> None:
-        blocks = output_blocks(self.plan.phase("down").operand, left, right)
+        blocks = output_blocks(self.phase("down"), left, right)
         for n, block in enumerate(blocks):
             self.sums.at[i * len(blocks) + n][...] = block
 
@@ -458,7 +453,7 @@ class FeedForward(Cta):
             @when(self.wg == lax.rem(n, jnp.int32(CONSUMERS)))
             def _() -> None:
                 left, right = self.totals(operand, number, plan.tokens)
-                for j, block in enumerate(output_blocks(operand, left, right)):
+                for j, block in enumerate(output_blocks(phase, left, right)):
                     total = self.sums.at[n * plan.output_blocks + j]
                     _set(total, load_with_layout(total, LAYOUT) + block)
 
@@ -502,10 +497,10 @@ class FeedForward(Cta):
         return h.astype(plan.dtype).astype(jnp.float32)
 
 
-def output_blocks(operand: Operand | None, left: jax.Array, right: jax.Array) -> list[jax.Array]:
+def output_blocks(phase: Phase, left: jax.Array, right: jax.Array) -> list[jax.Array]:
     """Returns the blocks of output features of a matrix, from the totals of a unit's halves."""
-    assert operand is not None
-    return [left + right] if operand.is_split else [left, right]
+    assert phase.operand is not None
+    return [left + right] if phase.operand.is_split else [left, right]
 
 
 def _set(ref: Any, values: jax.Array) -> None:

@@ -85,9 +85,6 @@ class Plan:
         used = 2 * plan.activations + 4 * plan.total_blocks * WARPGROUP + 4 * plan.factors
         return dataclasses.replace(plan, stages=plan.stages.fitting(used, plan.tokens))
 
-    def phase(self, name: str) -> Phase:
-        return next(phase for phase in self.phases if phase.name == name)
-
     @property
     def choices(self) -> int:
         """Pairs of a token and an expert that it chose."""
@@ -139,7 +136,7 @@ class Plan:
 
     @property
     def is_float16(self) -> bool:
-        """Whether activation rows that meet matrices of ``weight_dtype`` are in float16."""
+        """Whether activation rows for matrices of ``weight_dtype`` are in float16."""
         return self.weight_dtype.itemsize == 1
 
     @property

@@ -6,7 +6,7 @@ and the same columns of a token's row: nothing has to be permuted.
 
 *bfloat16* weights: ``x w^T``. 8 of an instruction's 16 rows are tokens, its 8 columns matrix rows.
 
-*float8, int8 and int4* weights are unpacked to float16, and meet activations in float16
+*float8, int8 and int4* weights are unpacked to float16, and activations are float16 too
 (:mod:`activations`): ``w x^T``. 16 matrix rows, eight of either half, are an instruction's rows,
 and tokens its columns. If the halves are the left and the right columns of one matrix, the tokens
 are twice in its eight columns: first their left, then their right columns, and results of one

@@ -1,16 +1,16 @@
 """The skeleton of a persistent kernel that streams weights past the activations of a few tokens.
 
-A CTA per SM runs the whole kernel. Its work is a static list of phases: each is a set of matrices
-whose weights all meet activations of the same kind. A phase is divided into units of eight output
-features, which go round the CTAs. A unit reads two *halves* of eight matrix rows each: the rows of
-gate and of up with the same numbers, the left and the right columns of the rows of one matrix, or
-16 rows of one matrix (which are then 16 features).
+One CTA per SM runs the whole kernel, a static list of phases. A phase multiplies matrices with
+activations of the same kind. It is divided into units of eight output features, which go round the
+CTAs. A unit reads two *halves* of eight matrix rows each: the rows of gate and of up with the same
+numbers, the left and the right columns of the rows of one matrix, or 16 rows of one matrix (which
+are then 16 features).
 
 A CTA has three warpgroups:
 
 * The *producer*, one warp, copies the weights of its CTA's units to a ring of stages in shared
   memory, unit after unit and phase after phase, in steps of ``Operand.step`` columns. It does not
-  wait at grid barriers: the next phase's weights arrive while the consumers wait there.
+  wait for other CTAs: the next phase's weights arrive while the consumers wait at a grid barrier.
 * Two *consumer* warpgroups multiply. Before a phase they bring its activations, one row per token,
   from global to shared memory. For every unit (:meth:`Cta.multiply_units`) their eight warps share
   the columns of each stage, and have sums in registers; at its end they exchange these through
@@ -274,12 +274,12 @@ class Cta:
             axis="cta",
             interpret=interpret,
         )
-        self.state: Any = None
-        """The consumers' state of the ring."""
-        self.exchanges: Any = None
-        """The number of the consumers' exchanges of sums so far."""
         self.cta = lax.axis_index("cta")
         self.wg = lax.axis_index("wg")
+        # How far the consumers' code is: in the ring, in exchanges of sums, in grid barriers.
+        self.state: Any = None
+        self.exchanges: Any = None
+        self.barriers = 0
 
     def run(self) -> None:
         self.ring.initialise()
@@ -303,6 +303,9 @@ class Cta:
     def consume(self) -> None:
         """Multiplies the phases. Two warpgroups run it."""
         raise NotImplementedError
+
+    def phase(self, name: str) -> Phase:
+        return next(phase for phase in self.plan.phases if phase.name == name)
 
     # ---- the units of this CTA ----
 
@@ -514,8 +517,8 @@ class Cta:
 
         self.sync_consumers()
 
-    def sync_grid(self, barrier: int, load: Callable[[], Any] = lambda: None) -> Any:
-        """Waits until all CTAs have stored their results. It is barrier number ``barrier``.
+    def sync_grid(self, load: Callable[[], Any] = lambda: None) -> Any:
+        """Waits until all CTAs have stored their results.
 
         Args:
           load: loads weights that no CTA writes. They have left the L2 cache since the last step,
@@ -523,9 +526,10 @@ class Cta:
         """
         token = self.grid.arrive()
         if self.producer_waits:
-            self.signals.arrive(self.first_arrival + barrier)
+            self.signals.arrive(self.first_arrival + self.barriers)
         loaded = load()
         self.grid.wait(token)
+        self.barriers += 1
         return loaded
 
 
@@ -570,11 +574,11 @@ def launch(
 
         arrays = structure.unflatten(take(len(leaves)))
         counters = take(int(interpret is None))
-        named = dict.fromkeys(results) | dict(zip(existing, take(len(existing)), strict=True))
+        by_name = dict.fromkeys(results) | dict(zip(existing, take(len(existing)), strict=True))
         for each in arrays:
-            named |= each
+            by_name |= each
         allocated = {key: take(len(types)) for key, types in scratch.items()}
-        cta(plan, named, allocated, counters[0] if counters else None, interpret).run()
+        cta(plan, by_name, allocated, counters[0] if counters else None, interpret).run()
 
     run.__name__ = name
     kernel = plgpu.kernel(
