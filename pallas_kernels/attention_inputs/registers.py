@@ -143,11 +143,14 @@ def add_products(
     # Distance from the end of the first half's rows to the second half.
     gap = 8 * row_bytes - half * pieces.width * weight_bytes
 
-    @inline(REF, REF, SCALAR, layout, returns=_struct(pieces))
+    result = plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=layout)
+
+    @inline(REF, REF, SCALAR, layout, returns=result)
     def add(weights: Any, queries: Any, step: Any, sums: Any) -> Any:
         f32 = ir.F32Type.get()
         warp, lane = _warp_and_lane()
-        group, part = _group_and_part(pieces, warp)
+        groups = const(pieces.groups)
+        group, part = arith.remui(warp, groups), arith.divui(warp, groups)
         column = arith.addi(
             arith.muli(group, const(_GROUP)),
             arith.muli(arith.andi(lane, const(7)), const(_COLUMNS)),
@@ -283,20 +286,10 @@ def layout_of(pieces: Pieces) -> Any:
     return plgpu.Layout.WG_STRIDED(_shape(pieces), vec_size=_COLUMNS)
 
 
-def _struct(pieces: Pieces) -> Any:
-    return plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=layout_of(pieces))
-
-
 def _warp_and_lane() -> tuple[Any, Any]:
     """Returns the thread's warp, of all consumers', and its lane."""
     thread = mgpu.utils.thread_idx()
     return mgpu.utils.warp_idx(), arith.andi(thread, const(31))
-
-
-def _group_and_part(pieces: Pieces, warp: Any) -> tuple[Any, Any]:
-    """Returns a warp's group of columns, and its part of the rows."""
-    groups = const(pieces.groups)
-    return arith.remui(warp, groups), arith.divui(warp, groups)
 
 
 def _load_bfloat16(pointer: Any) -> list[Any]:
@@ -324,7 +317,7 @@ def store_rotated(
       row_of: function from tokens to their rows, negative for those that are not stored.
       first: column of the first pair's first number.
       pair: number of the block's first pair.
-      block: see :mod:`pallas_kernels.decoder_layer.vectors`.
+      block: see :mod:`pallas_kernels.decoder_layer.activations`.
       cos_g, sin_g: float32 [M, R / 2].
     """
     half = cos_g.shape[1]
