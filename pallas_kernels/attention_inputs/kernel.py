@@ -311,7 +311,7 @@ class BeforeAttention(Cta):
         self.store_latents(self.phase("latents"))
 
     def project(self, name: str, columns: int) -> None:
-        """Multiplies the tokens' rows, of so many columns, with a projection."""
+        """Multiplies the tokens' rows, which have ``columns`` columns, with a projection."""
         plan, phase = self.plan, self.phase(name)
         rows = Rows(self.activations, 0, plan.stride(columns), plan.tokens, self.factors)
         self.multiply_units(phase, rows, functools.partial(self.store_features, phase))

@@ -17,7 +17,7 @@ A CTA has three warpgroups:
   shared memory, and one of the warpgroups adds them up and stores the results in global memory.
   When all results of a phase are stored, a grid barrier makes them visible to all CTAs.
 
-A subclass of :class:`Cta` says which weights a unit has, and has the order of the phases.
+A subclass of :class:`Cta` defines the weights of a unit, and the order of the phases.
 
 Budget on an H200: an SM's share of 4.3 TB/s is 16.5 bytes of weights per cycle. They enter and
 leave shared memory, and the tokens leave it once per eight rows: another 16.5 bytes per cycle for
@@ -213,7 +213,7 @@ def check(tokens: int, dtype: Any, weight_dtype: Any, widths: dict[str, tuple[in
     """Raises NotImplementedError if a kernel does not take these tokens, dtypes and widths.
 
     Args:
-      widths: by name, each with the number of which it must be a multiple.
+      widths: by name, each with the number that must divide it.
     """
     for name, (width, multiple) in widths.items():
         if width % multiple:
@@ -276,7 +276,7 @@ class Cta:
         )
         self.cta = lax.axis_index("cta")
         self.wg = lax.axis_index("wg")
-        # How far the consumers' code is: in the ring, in exchanges of sums, in grid barriers.
+        # Progress of the consumers' code: in the ring, exchanges of sums, and grid barriers.
         self.state: Any = None
         self.exchanges: Any = None
         self.barriers = 0
@@ -422,9 +422,9 @@ class Cta:
             rows = rows_of if isinstance(rows_of, Rows) else rows_of(matrix)
             state, sums = self.multiply_unit(operand, rows, scales, state)
             self.exchange(number, sums)
-            turn = number if self.alternates_by_exchange else i
+            parity = number if self.alternates_by_exchange else i
 
-            @when(self.wg == lax.rem(turn, jnp.int32(CONSUMERS)))
+            @when(self.wg == lax.rem(parity, jnp.int32(CONSUMERS)))
             def _() -> None:
                 factors = rows.factors, rows.first_factor
                 totals = self.totals(operand, number, rows.count, *factors)
