@@ -66,8 +66,8 @@ class Parser(argparse.ArgumentParser):
 class Flags:
     """Adds arguments of a kind to a parser or a group.
 
-    A default is shown behind a help text that does not describe it itself. Other settings are those of
-    ``ArgumentParser.add_argument``.
+    A default is shown behind a help text that does not describe it itself. Other settings are those
+    of ``ArgumentParser.add_argument``.
     """
 
     def __init__(self, parser: argparse._ActionsContainer):
@@ -76,7 +76,9 @@ class Flags:
     def integer(self, name: str, text: str, default: int | None = None, **settings: Any) -> None:
         self._add(name, text, default, {"type": int, "metavar": "N"} | settings)
 
-    def real(self, name: str, text: str, default: float | None = None, **settings: Any) -> None:
+    def real(
+        self, name: str, text: str, default: float | Sequence[float] | None = None, **settings: Any
+    ) -> None:
         self._add(name, text, default, {"type": float, "metavar": "X"} | settings)
 
     def path(self, name: str, text: str, **settings: Any) -> None:
