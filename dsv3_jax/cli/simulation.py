@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsv3_jax.cli.latency_flags import latency_targets
+from dsv3_jax.cli.loading import latency_targets
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan.deployment import Deployment
