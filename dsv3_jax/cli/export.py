@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 from dsv3_jax.checkpoint.export import check_space, export, plan_export, resume_hint
 from dsv3_jax.checkpoint.find import DEMOS
-from dsv3_jax.checkpoint.kinds import describe, is_store
+from dsv3_jax.checkpoint.kinds import check_new, describe, is_store
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.store import StoreReader
-from dsv3_jax.checkpoint.unfinished import check_new
 from dsv3_jax.cli import flags, hf_directory
 from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import log, print_json

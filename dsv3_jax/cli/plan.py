@@ -19,9 +19,9 @@ from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.engine_state import default_buckets
 from dsv3_jax.plan.estimate import DoesNotFitError, Estimate, estimate
 from dsv3_jax.plan.search_space import layouts
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.sweep import sweep
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.viz.canvas import check_picture, save
 from dsv3_jax.viz.frontier import frontier
 from sharding import PRESETS
