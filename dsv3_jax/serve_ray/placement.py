@@ -6,19 +6,15 @@ that several fronts choose alike.
 
 The bound is that of consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam,
 2016): a replica takes no request beyond ``load_bound`` times the mean load, and the next one in the
-key's order gets it."""
+key's order gets it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import xxhash
-from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
-    DeploymentUnavailableError,
-)
-from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 
 
 def ranked(key: bytes, replicas: Iterable[str]) -> list[str]:
@@ -52,21 +48,3 @@ def capacity(loads: Mapping[str, int], load_bound: float) -> int:
 def _weight(key: bytes, replica: str) -> tuple[int, str]:
     seed = xxhash.xxh32_intdigest(replica.encode())
     return xxhash.xxh3_64_intdigest(key, seed=seed), replica
-
-
-_SECONDS = 5
-
-
-async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
-    """Returns the results of the replicas that gave one; none if no replica runs.
-
-    Raises:
-      TimeoutError: a replica neither answered nor was lost.
-    """
-    try:
-        results = await handle.broadcast(method).results_async(
-            timeout_s=_SECONDS, return_exceptions=True
-        )
-    except DeploymentUnavailableError:
-        return []
-    return [each for each in results if not isinstance(each, BaseException)]

@@ -21,9 +21,9 @@ from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Follower, Leader
 from dsv3_jax.serve_ray.autoscaling import CACHE_USAGE
+from dsv3_jax.serve_ray.broadcast import results_of
 from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
 from dsv3_jax.serve_ray.hosts import Hosts
-from dsv3_jax.serve_ray.placement import results_of
 from dsv3_jax.serve_ray.prefill_peers import keep_current
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.app import create_app
