@@ -13,8 +13,8 @@ the variant's changes:
 * ``AM_CC_ME``, absorbed and materialised: the products W_UQ W_UK and W_UV W_O are computed
   beforehand, as one matrix per head each.
 
-``layers/attention_variants.py`` implements them. The letters are those of ``accounting.py``; Q is
-the rank of queries, S the number of cached tokens.
+``overrides/attention_variants.py`` implements them. The letters are those of ``accounting.py``; Q
+is the rank of queries, S the number of cached tokens.
 """
 
 from __future__ import annotations

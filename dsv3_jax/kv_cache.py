@@ -28,13 +28,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import index_cache_spec
-from dsv3_jax.layers.latent_cache import latent_cache_spec
 from dsv3_jax.layers.paged_cache import (
     PAGE_AXES,
+    Form,
     LayerCacheSpec,
     LayerPages,
+    latent_cache_spec,
     tokens_per_page,
 )
 from dsv3_jax.quantization import CacheDtype
@@ -304,12 +304,6 @@ class LatentKVCache:
         layers = slice(first_layer, first_layer + len(counts))
         total = self.routing_counts.at[layers].add(jnp.stack(counts))
         return dataclasses.replace(self, routing_counts=total)
-
-    def counting_routing(self, num_layers: int, num_experts: int) -> LatentKVCache:
-        """Returns the cache with routing counts of zero."""
-        return dataclasses.replace(
-            self, routing_counts=jnp.zeros((num_layers, num_experts), jnp.int32)
-        )
 
 
 def _parts(layout: Layout | None) -> tuple[int, int]:

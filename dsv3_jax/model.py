@@ -18,22 +18,21 @@ from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
-from dsv3_jax.layers import around_attention
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
-from dsv3_jax.layers.attention_interface import Form
-from dsv3_jax.layers.attention_variants import check_variant, set_variant
-from dsv3_jax.layers.block import DecoderLayer, MTPLayer
+from dsv3_jax.layers.block import DecoderLayer, LayerRunner, run_in_order
 from dsv3_jax.layers.indexer import Indexer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, Replicas
+from dsv3_jax.layers.mtp import MTPLayer
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import apply, batch_sharded
-from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
+from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation, rotation_at
-from dsv3_jax.layers.runner import LayerRunner, run_in_order
 from dsv3_jax.outputs import Aux, Hidden
+from dsv3_jax.overrides import few_tokens
+from dsv3_jax.overrides.few_tokens import FewTokens
 from dsv3_jax.quantization import CacheDtype, Quantization
 from pallas_kernels.dispatch import Implementation
 from sharding import Layout, Placement
@@ -67,6 +66,7 @@ class DeepSeekV3(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.layout: Layout | None = None
         self.attn_impl: AttnImpl | None = None
+        self.feed_forward: Implementation = None  # see use_feed_forward
         kwargs = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
         W, D, std = config.vocab_size, config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(W, D, std=std, rngs=rngs, dtype=dtype)
@@ -199,25 +199,26 @@ class DeepSeekV3(nnx.Module):
         """
         if attn_impl is not None and any(x.self_attn.float8_latents for x in self.layers):
             raise ValueError(f"attn_impl: expected None with cache_dtype fp8, got {attn_impl}")
+        from dsv3_jax.overrides.attention_variants import check_variant, set_variant
+
         check_variant(self.config, attn_impl, self.layout)
         self.attn_impl = attn_impl
         for layer in (*self.layers, *self.mtp):
             set_variant(layer.self_attn, attn_impl)
 
     def use_feed_forward(self, implementation: Implementation) -> None:
-        """Selects how layers run, apart from attention itself.
+        """Selects how the layers of steps with a cache run, apart from attention itself.
 
         Args:
           implementation: ``"mosaic_gpu"`` is one kernel for everything before attention itself and
             one for everything after it, for up to eight tokens; ``"separate"`` is an operation for
             each step. A sequence of names is tried in its order: ``("mosaic_gpu", "separate")``
             uses the kernels where it can. None uses them where they have been measured to be
-            faster: for up to two tokens, if the weights are quantized or a layer reads no more than
-            ``around_attention.MOST_BYTES``; for up to four, if it is quantized and reads no more
-            than ``around_attention.SMALL_BYTES``.
+            faster: see ``few_tokens.THRESHOLDS``.
         """
-        for layer in (*self.layers, *self.mtp):
-            layer.feed_forward = implementation
+        if implementation is not None and not isinstance(implementation, str):
+            implementation = tuple(implementation)  # it is static under jit
+        self.feed_forward = implementation
 
     def lay_out(self, layout: Layout) -> None:
         """Makes layers run on the devices of ``layout``.
@@ -227,7 +228,10 @@ class DeepSeekV3(nnx.Module):
         Raises:
           ValueError, NotImplementedError: see :func:`dsv3_jax.layers.logical_axes.check_layout`.
         """
-        check_variant(self.config, self.attn_impl, layout)
+        if self.attn_impl not in (None, "A_CC_ME"):
+            raise ValueError(
+                f"attn_impl: expected A_CC_ME for a model laid out on a mesh, got {self.attn_impl}"
+            )
         moe_layers = self.moe_layers()
         check_layout(self.config, layout, moe_layers[0].num_slots if moe_layers else None)
         self.layout = layout
@@ -374,10 +378,11 @@ class DeepSeekV3(nnx.Module):
         forms = tuple(batch.form for batch in batches)
         new_pages, expert_counts = [], []
         tokens = sum(batch.tokens.size for batch in batches)
-        counter = around_attention.shared_counter(self.layout, tokens)
+        counter = few_tokens.shared_counter(self.layout, tokens)
         for layer, pages in zip(self.layers, pool.layers, strict=True):
+            override = few_tokens.choose(layer, self.feed_forward, tokens, counter)
             xs, pages, layer_counts = _extend_layer(
-                forms, *nnx.split(layer), xs, rotations, caches, pages, counter
+                forms, *nnx.split(layer), xs, rotations, caches, pages, override
             )
             new_pages.append(pages)
             expert_counts += [] if layer_counts is None else [layer_counts]
@@ -416,8 +421,9 @@ class DeepSeekV3(nnx.Module):
         valid = self._valid(tokens, starts, counts, cache)
         layer_cache = LayerCache(cache.pool.mtp[0], cache.block_tables, starts, valid)
         joined = layer.join(mtp_input, self._embed(tokens))
-        extend = layer.extend_newest if newest_only else layer.extend
-        y, pages, stats = extend(joined, self._rotation(tokens, starts), layer_cache, form)
+        rotation = self._rotation(tokens, starts)
+        extend = few_tokens.extend_newest if newest_only else few_tokens.extend
+        y, pages, stats = extend(layer, self.feed_forward, joined, rotation, layer_cache, form)
         cache = dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, mtp=(pages,)))
         if stats is not None:
             cache = cache.add_routing_counts(self.config.num_moe_layers, [stats.counts])
@@ -466,7 +472,7 @@ def _extend_layer(
     rotations: list[Rotation],
     caches: list[LayerCache],
     pages: LayerPages,
-    counter: Any,
+    override: FewTokens | None,
 ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, Int[Array, " E"] | None]:
     """Returns a layer's output for each batch, its extended pages, and how many tokens chose each
     expert.
@@ -475,5 +481,6 @@ def _extend_layer(
     """
     caches = [cache._replace(pages=pages) for cache in caches]
     layer = nnx.merge(graph, weights)
-    xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms, counter)
+    run = override and override.forward_cached
+    xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms, run)
     return xs, pages, None if stats is None else stats.counts

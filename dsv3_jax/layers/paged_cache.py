@@ -11,16 +11,20 @@ values of all tokens of a page, then their scales, see
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, Shaped, UInt8
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt8
 
-from pallas_kernels import page_width
+from dsv3_jax.config import ModelConfig
+from pallas_kernels import dequantize_latent, float8_token_bytes, page_width, quantize_latent
 from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, padded_rows, scale_rows
 from sharding import Layout
+
+Form = Literal["expanded", "absorbed"]
+"""Order of the sums of latent attention, see :mod:`dsv3_jax.layers.attention`."""
 
 PAGE_AXES = (("batch", "cached_tokens"),)
 """Logical axes of a page array. Its first dimension, the pages, is sharded like the sequences, and
@@ -283,3 +287,42 @@ def new_slots(cache: LayerCache) -> Int[Array, "B T"]:
     positions = cache.starts[:, None] + jnp.arange(cache.valid.shape[1])
     page = _page_numbers(P, page_size, cache.block_tables, positions, cache.valid)
     return jnp.where(page >= P, -1, page * page_size + positions % page_size)
+
+
+# ---- latents -------------------------------------------------------------------------------------
+
+
+def latent_cache_spec(
+    config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
+) -> LayerCacheSpec:
+    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key.
+
+    In float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns.
+
+    Raises:
+      ValueError: float8 needs latents of another width.
+    """
+    if not float8:
+        return {"latent": CachedArray(config.latent_dim, dtype)}
+    width = float8_token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
+    return {"latent": CachedArray(width, jnp.uint8)}
+
+
+def float8_latents(
+    config: ModelConfig, latents: Float[Array, "B T CR"]
+) -> UInt8[Array, "B T bytes"]:
+    """Returns latents and rope keys as a float8 cache stores them."""
+    C = config.kv_lora_rank
+    return quantize_latent(latents[..., :C], latents[..., C:])
+
+
+def read_latents(
+    config: ModelConfig,
+    stored: Float[Array, "B S columns"] | UInt8[Array, "B S bytes"],
+    dtype: DTypeLike,
+) -> Float[Array, "B S CR"]:
+    """Returns the latents and rope keys that either kind of cache stores."""
+    if stored.dtype != jnp.uint8:
+        return stored[..., : config.latent_dim].astype(dtype)
+    columns = config.kv_lora_rank, config.qk_rope_head_dim
+    return jnp.concatenate(dequantize_latent(stored, dtype, columns=columns), axis=-1)
