@@ -19,12 +19,11 @@ from flax import nnx
 from dsv3_jax import ModelConfig
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.writer import write_checkpoint
-from dsv3_jax.initialization import abstract_model
+from dsv3_jax.initialization import abstract_model, parameter_count
 from dsv3_jax.inspection import What, capture
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
 from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.parameter_count import parameter_count
 from dsv3_jax.quantization import INT4, BlockQuantization
 from sharding import Placement, make_layout
 from tests.support.checkpoints import tiny_config

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers import layer_on_mesh
+from dsv3_jax.layers import run_layer
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
@@ -106,7 +106,7 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Does :meth:`forward` on the devices of the layout."""
-        return layer_on_mesh.forward(self, DecoderLayer.forward, x, rotation)
+        return run_layer.forward(self, DecoderLayer.forward, x, rotation)
 
     def extend_batches(
         self,
@@ -114,7 +114,7 @@ class DecoderLayer(nnx.Module):
         rotations: Sequence[Rotation],
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
-        run: layer_on_mesh.ForwardCached | None = None,
+        run: run_layer.ForwardCached | None = None,
     ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
         """Does :meth:`forward_cached`, or ``run`` in its place, on the devices of the layout.
 
@@ -122,7 +122,7 @@ class DecoderLayer(nnx.Module):
         all tokens.
         """
         run = run or DecoderLayer.forward_cached
-        return layer_on_mesh.forward_cached(self, run, xs, rotations, caches, forms)
+        return run_layer.forward_cached(self, run, xs, rotations, caches, forms)
 
     def extend(
         self,
@@ -130,7 +130,7 @@ class DecoderLayer(nnx.Module):
         rotation: Rotation,
         cache: LayerCache,
         form: Form,
-        run: layer_on_mesh.ForwardCached | None = None,
+        run: run_layer.ForwardCached | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
         """Does :meth:`extend_batches` for one batch."""
         (y,), pages, stats = self.extend_batches([x], [rotation], [cache], [form], run)

@@ -8,7 +8,6 @@ whether a layer runs so.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -81,8 +80,6 @@ MOST_MERGED = 8192
 block merges those of its heads, which takes longer than a kernel for all heads if there are
 many."""
 
-_OWN_ATTENTION = (MultiHeadLatentAttention, SparseAttention)
-
 
 def choose(
     layer: DecoderLayer, implementation: Implementation, tokens: int, counter: Any = None
@@ -98,14 +95,16 @@ def choose(
       NotImplementedError: ``implementation`` names only the kernels, and a module of the layer has
         been replaced.
     """
-    if implementation == "separate":
-        return None
-    if implementation is None and (
-        tokens > MOST_TOKENS or not _on_one_hopper(layer.layout) or tokens > most_tokens(layer)
+    is_default = implementation is None
+    if implementation == "separate" or (
+        is_default and (tokens > MOST_TOKENS or not _on_one_hopper(layer.layout))
     ):
         return None
-    if (module := replaced(layer)) is not None:
-        if implementation is None or "separate" in implementation:
+    module = replaced(layer)
+    if is_default and (module is not None or tokens > most_tokens(layer)):
+        return None
+    if module is not None and not is_default:
+        if "separate" in implementation:
             return None
         raise NotImplementedError(
             f"use_feed_forward: takes layers of the model's own modules, got {module}"
@@ -113,44 +112,41 @@ def choose(
     return FewTokens(implementation, counter)
 
 
-def extend(
+def extend_mtp(
     layer: MTPLayer,
     implementation: Implementation,
     x: Float[Array, "B T D"],
     rotation: Rotation,
     cache: LayerCache,
     form: Form,
-) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
-    """Does :meth:`DecoderLayer.extend`, by the kernels if :func:`choose` returns them."""
-    kernels = choose(layer, implementation, x.shape[0] * x.shape[1])
-    return layer.extend(x, rotation, cache, form, kernels and kernels.forward_cached)
+    *,
+    newest_only: bool,
+) -> tuple[Float[Array, "B t D"], LayerPages, RoutingStats | None]:
+    """Does :meth:`MTPLayer.extend` or ``extend_newest``, by the kernels where :func:`choose`
+    returns them."""
 
+    def extend(x: Array, rotation: Rotation, cache: LayerCache, form: Form) -> Any:
+        kernels = choose(layer, implementation, x.shape[0] * x.shape[1])
+        return layer.extend(x, rotation, cache, form, kernels and kernels.forward_cached)
 
-def extend_newest(
-    layer: MTPLayer,
-    implementation: Implementation,
-    x: Float[Array, "B T D"],
-    rotation: Rotation,
-    cache: LayerCache,
-    form: Form,
-) -> tuple[Float[Array, "B 1 D"], LayerPages, RoutingStats | None]:
-    """Does :meth:`MTPLayer.extend_newest`, by the kernels if :func:`choose` returns them."""
     B, T, _ = x.shape
-    if T == 1:
-        return extend(layer, implementation, x, rotation, cache, form)
-    kernels = choose(layer, implementation, B * T)
+    if T == 1 or not newest_only:
+        return extend(x, rotation, cache, form)
+    kernels, queries = choose(layer, implementation, B * T), None
     if kernels is not None and layer.layout is None:
-        result = kernels.extend_newest(layer, x, rotation, cache, form)
-        if result is not None:
-            return result
-    separately = functools.partial(extend, layer, implementation)
-    return layer.extend_newest(x, rotation, cache, form, separately)
+        queries = kernels.queries(layer, x, rotation, [cache], [form])
+    if kernels is None or queries is None:
+        return layer.extend_newest(x, rotation, cache, form, extend)
+    # The kernel has written all tokens to the cache. Only the newest attend.
+    newest = newest_positions(cache)
+    q_latent, q_rope = select(queries.q_latent, newest), select(queries.q_rope, newest)
+    queries = AbsorbedQueries(q_latent, q_rope, queries.pages)
+    cache = newest_cache(cache, newest)
+    return kernels.after_queries(layer, select(x, newest), queries, [cache], cache.valid)
 
 
 def most_tokens(layer: DecoderLayer) -> int:
-    """Returns the number of tokens up to which the kernels are faster by :data:`THRESHOLDS`."""
-    if replaced(layer) is not None:
-        return 0
+    """Returns the number of tokens up to which :data:`THRESHOLDS` prefer the kernels."""
     is_quantized = layer.self_attn.o_proj.quantization is not None
     size = read_bytes(layer)
     rows = (row for row in THRESHOLDS if row.is_quantized == is_quantized)
@@ -178,12 +174,9 @@ def _on_one_hopper(layout: Layout | None) -> bool:
 def replaced(layer: DecoderLayer) -> str | None:
     """Returns the first module that replaces one of the model's own, or None. The kernels read
     weights, and would not call it."""
-    kinds = {
-        "input_layernorm": RMSNorm,
-        "post_attention_layernorm": RMSNorm,
-        "mlp": (MLP, MoE),
-        "self_attn": _OWN_ATTENTION,
-    }
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), RMSNorm)
+    attentions = MultiHeadLatentAttention, SparseAttention
+    kinds = {**norms, "mlp": (MLP, MoE), "self_attn": attentions}
     for path, module in nnx.iter_modules(layer):
         name = ".".join(map(str, path))
         is_own = type(module).__module__.startswith("dsv3_jax.layers.") or type(module) is nnx.List
@@ -194,22 +187,21 @@ def replaced(layer: DecoderLayer) -> str | None:
 
 def read_bytes(layer: DecoderLayer) -> int:
     """Returns the bytes of the weights that one token reads in the layer's second half."""
-    mlp, o_proj = layer.mlp, _size(layer.self_attn.o_proj)
+    mlp, total = layer.mlp, _size(layer.self_attn.o_proj)
     if isinstance(mlp, MLP):
-        return _mlp_size(mlp) + o_proj
-    config = mlp.config
-    routed = _mlp_size(mlp.experts) // config.n_routed_experts * config.num_experts_per_tok
-    shared = _mlp_size(mlp.shared_experts) if config.n_shared_experts else 0
-    return routed + shared + o_proj + _size(mlp.gate)
+        return total + _size(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    config, experts = mlp.config, mlp.experts
+    routed = _size(experts.gate_proj, experts.up_proj, experts.down_proj)
+    total += routed // config.n_routed_experts * config.num_experts_per_tok + _size(mlp.gate)
+    if config.n_shared_experts:
+        shared = mlp.shared_experts
+        total += _size(shared.gate_proj, shared.up_proj, shared.down_proj)
+    return total
 
 
-def _mlp_size(mlp: MLP | Experts) -> int:
-    return sum(map(_size, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
-
-
-def _size(module: Any) -> int:
-    weight = module.weight
-    return math.prod(weight.shape) * weight.dtype.itemsize
+def _size(*modules: Any) -> int:
+    weights = [module.weight for module in modules]
+    return sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in weights)
 
 
 # ---- a layer -------------------------------------------------------------------------------------
@@ -229,8 +221,7 @@ class FewTokens:
     """A decoder layer in two kernels, or in one of them where the other refuses the layer."""
 
     implementation: Implementation = dataclasses.field(metadata={"static": True})
-    """Names of ``"mosaic_gpu"`` and ``"separate"`` in the order in which they are tried. None tries
-    ``"mosaic_gpu"`` first."""
+    """See :meth:`DeepSeekV3.use_feed_forward`. None tries the kernels first."""
     counter: Any = None
     """From :func:`shared_counter`. None makes one for each kernel."""
 
@@ -244,9 +235,9 @@ class FewTokens:
     ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
         """Does :meth:`DecoderLayer.forward_cached`."""
         valid = join_tokens([cache.valid for cache in caches])
-        queries = self._queries(layer, x, rotation, caches, forms)
+        queries = self.queries(layer, x, rotation, caches, forms)
         if queries is not None:
-            return self._after_queries(layer, x, queries, caches, valid)
+            return self.after_queries(layer, x, queries, caches, valid)
         attention = layer.self_attn
         heads, pages = attention.attend(layer.input_layernorm(x), rotation, caches, forms)
         y, stats = self._dispatch(
@@ -256,27 +247,7 @@ class FewTokens:
         )
         return y, pages, stats
 
-    def extend_newest(
-        self,
-        layer: MTPLayer,
-        x: Float[Array, "B T D"],
-        rotation: Rotation,
-        cache: LayerCache,
-        form: Form,
-    ) -> tuple[Float[Array, "B 1 D"], LayerPages, RoutingStats | None] | None:
-        """Does :meth:`MTPLayer.extend_newest`: the kernel before attention computes the queries of
-        all tokens. Returns None if it refuses the layer."""
-        newest = newest_positions(cache)
-        x_newest, newest_caches = select(x, newest), [newest_cache(cache, newest)]
-        queries = self._queries(layer, x, rotation, [cache], [form])
-        if queries is None:
-            return None
-        q_latent, q_rope = select(queries.q_latent, newest), select(queries.q_rope, newest)
-        queries = AbsorbedQueries(q_latent, q_rope, queries.pages)
-        valid = newest_caches[0].valid
-        return self._after_queries(layer, x_newest, queries, newest_caches, valid)
-
-    def _queries(
+    def queries(
         self,
         layer: DecoderLayer,
         x: Float[Array, "B T D"],
@@ -293,7 +264,7 @@ class FewTokens:
             lambda: _first_half(layer, x, rotation, caches, forms, self.counter),
         )
 
-    def _after_queries(
+    def after_queries(
         self,
         layer: DecoderLayer,
         x: Float[Array, "B T D"],
@@ -305,12 +276,15 @@ class FewTokens:
         attention = layer.self_attn
 
         def separate() -> tuple[Array, RoutingStats | None]:
-            heads = attention.unfold(_attend(attention, queries, caches), x.dtype)
+            latents: Any = _attend(attention, queries, caches, in_parts=False)
+            heads = attention.unfold(latents, x.dtype)
             return layer.feed_forward(x, attention.output(heads), valid)
 
         def kernel() -> tuple[Array, RoutingStats | None]:
-            attend = _attend_in_parts if _merges_parts(layer, caches) else _attend
-            latents = attend(attention, queries, caches)
+            positions = caches[0].block_tables.shape[1] * caches[0].page_size
+            fits = attention.config.kv_lora_rank % PART_COLUMNS == 0
+            in_parts = fits and len(caches) == 1 and positions <= MOST_MERGED
+            latents = _attend(attention, queries, caches, in_parts=in_parts)
             w_uv = attention.up_projections(x.dtype).w_uv
             return _second_half(layer, x, valid, latents, self.counter, w_uv)
 
@@ -322,35 +296,27 @@ class FewTokens:
 
 
 def _attend(
-    attention: MultiHeadLatentAttention, queries: AbsorbedQueries, caches: Sequence[LayerCache]
-) -> Float[Array, "_ _ H C"]:
+    attention: MultiHeadLatentAttention,
+    queries: AbsorbedQueries,
+    caches: Sequence[LayerCache],
+    *,
+    in_parts: bool,
+) -> Float[Array, "_ _ H C"] | Parts:
     """Returns attention's output before W_UV.
 
     Args:
-      caches: without the new tokens, which are in ``queries.pages``. On one device.
+      caches: without the new tokens, which are in ``queries.pages``.
+      in_parts: whether not to merge the parts of split sequences, of one batch.
     """
+    q_latent, q_rope, pages = queries
+    caches = [cache._replace(pages=pages) for cache in caches]
+    if in_parts:
+        arrays, schedule = attention.decode_arguments(q_latent, q_rope, caches[0])
+        scale = attention.config.softmax_scale
+        return mla_decode_parts(*arrays, scale=scale, schedule=schedule)[0]
     shard = PageShard(caches[0].page_size)
-    appended = [AppendedTokens({}, cache._replace(pages=queries.pages), shard) for cache in caches]
-    return attention.attend_latents(queries.q_latent, queries.q_rope, appended)[0]
-
-
-def _attend_in_parts(
-    attention: MultiHeadLatentAttention, queries: AbsorbedQueries, caches: Sequence[LayerCache]
-) -> Parts:
-    """Does :func:`_attend` for one batch, without merging the parts of split sequences."""
-    (cache,) = caches
-    arrays, schedule = attention.decode_arguments(
-        queries.q_latent, queries.q_rope, cache._replace(pages=queries.pages)
-    )
-    scale = attention.config.softmax_scale
-    return mla_decode_parts(*arrays, scale=scale, schedule=schedule)[0]
-
-
-def _merges_parts(layer: DecoderLayer, caches: Sequence[LayerCache]) -> bool:
-    """Returns whether the second kernel should merge attention's parts."""
-    positions = caches[0].block_tables.shape[1] * caches[0].page_size
-    fits = layer.self_attn.config.kv_lora_rank % PART_COLUMNS == 0
-    return fits and len(caches) == 1 and positions <= MOST_MERGED
+    appended = [AppendedTokens({}, cache, shard) for cache in caches]
+    return attention.attend_latents(q_latent, q_rope, appended)[0]
 
 
 # ---- the kernels' arguments ----------------------------------------------------------------------
@@ -364,11 +330,9 @@ def _first_half(
     forms: Sequence[Form],
     counter: Any,
 ) -> AbsorbedQueries:
-    """Calls the kernel before attention, which also writes the new tokens to the cache.
-
-    Raises:
-      NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
-    """
+    """Calls the kernel before attention, which also writes the new tokens to the cache. Raises
+    NotImplementedError if the kernel does not take the layer, the number of tokens, or this
+    device."""
     attention = layer.self_attn
     if layer.layout is not None or "expanded" in forms or attention.float8_latents:
         raise NotImplementedError(
@@ -415,9 +379,6 @@ def _second_half(
 
     Args:
       attended: attention's output before its projection; with ``w_uv``, before W_UV.
-
-    Raises:
-      NotImplementedError: the kernel does not take the layer, the number of tokens, or this device.
     """
     if layer.layout is not None and layer.layout.mesh.size > 1:
         raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")

@@ -1,17 +1,19 @@
-"""Runs a decoder layer on the devices of its layout: each on its own sequences, in micro-batches.
+"""Runs a decoder layer on the devices of its layout, each on its own sequences in micro-batches.
 
 Without a layout, the layer's function is called as it is.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.on_mesh import on_mesh
@@ -31,6 +33,31 @@ ForwardCached = Callable[..., tuple[Array, LayerPages, RoutingStats | None]]
 
 _BatchInput = tuple[Float[Array, "_ _ D"], Rotation, LayerCache]
 """Tokens of one batch, their rotation, and its cache, without page arrays."""
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def extend_layer(
+    forms: tuple[Form, ...],
+    graph: nnx.GraphDef[Any],
+    weights: Any,
+    xs: list[Float[Array, "_ _ D"]],
+    rotations: list[Rotation],
+    caches: list[LayerCache],
+    pages: LayerPages,
+    override: Any,
+) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, Int[Array, " E"] | None]:
+    """Returns a layer's output for each batch, its extended pages, and how many tokens chose each
+    expert.
+
+    It is jitted so that layers of the same kind are traced and lowered once.
+
+    Args:
+      override: has a method ``forward_cached`` that replaces the layer's, or None.
+    """
+    caches = [cache._replace(pages=pages) for cache in caches]
+    layer, run = nnx.merge(graph, weights), override and override.forward_cached
+    xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms, run)
+    return xs, pages, None if stats is None else stats.counts
 
 
 def forward(
