@@ -84,12 +84,7 @@ def decode_attention(config: ModelConfig, context: int, attn_impl: AttnImpl) -> 
         raise ValueError(f"context: expected at least 1 token, got {context}")
     if config.has_indexer:
         raise ValueError(f"config: expected attention without an indexer, got {config.model_type}")
-    D, H, L, S = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_hidden_layers,
-        context,
-    )
+    D, H, L, S = (config.hidden_size, config.num_attention_heads, config.num_hidden_layers, context)
     C, R, N, V = (
         config.kv_lora_rank,
         config.qk_rope_head_dim,

@@ -308,11 +308,7 @@ class DeepSeekV3(nnx.Module):
             layer.self_attn.whole_sequences = True
 
     def extend(
-        self,
-        tokens: Int[Array, "B T"],
-        counts: Int[Array, " B"],
-        cache: LatentKVCache,
-        form: Form,
+        self, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: LatentKVCache, form: Form
     ) -> tuple[Hidden, LatentKVCache]:
         """Runs ``counts`` new tokens per sequence after the cached ones, and caches them.
 

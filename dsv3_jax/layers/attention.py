@@ -361,10 +361,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return out, lse
 
     def decode_arguments(
-        self,
-        q_latent: Float[Array, "B T H C"],
-        q_rope: Float[Array, "B T H R"],
-        cache: LayerCache,
+        self, q_latent: Float[Array, "B T H C"], q_rope: Float[Array, "B T H R"], cache: LayerCache
     ) -> tuple[tuple[Array, ...], Schedule | None]:
         """Returns the arrays for mla_decode, and its schedule, or None for its own."""
         tables, lengths = group_tables(cache.block_tables, cache.starts, cache.valid)

@@ -56,9 +56,7 @@ def join_groups(x: Shaped[Array, "groups t *rest"], tokens: int) -> Shaped[Array
 
 
 def group_tables(
-    block_tables: Int[Array, "B max_pages"],
-    starts: Int[Array, " B"],
-    valid: Bool[Array, "B T"],
+    block_tables: Int[Array, "B max_pages"], starts: Int[Array, " B"], valid: Bool[Array, "B T"]
 ) -> tuple[Int[Array, "groups max_pages"], Int[Array, " groups"]]:
     """Returns the pages of each group, and its length with its own tokens, padding included.
 
@@ -108,11 +106,7 @@ def attend_by_heads(
     B, T, _, _ = q.shape
     page_size = cache.page_size
     out, lse = mla_prefill(
-        q,
-        *keys_values(new),
-        jnp.zeros((B,), jnp.int32),
-        jnp.full((B,), T, jnp.int32),
-        scale=scale,
+        q, *keys_values(new), jnp.zeros((B,), jnp.int32), jnp.full((B,), T, jnp.int32), scale=scale
     )
     lse = weigh_once(lse, shard)
     max_pages = cache.block_tables.shape[1]
