@@ -281,9 +281,7 @@ class LatentKVCache:
 
     def max_length(self, config: ModelConfig) -> int:
         """Returns the greatest length of a sequence: the capacity or ``max_position_embeddings``.
-
-        Tokens past it are dropped: they reach neither the cache nor an expert.
-        """
+        Tokens past it are dropped: they reach neither the cache nor an expert."""
         return min(self.capacity, config.max_position_embeddings)
 
     def with_lengths(self, lengths: Int[Array, " B"]) -> LatentKVCache:
@@ -295,10 +293,8 @@ class LatentKVCache:
     def add_routing_counts(
         self, first_layer: int, counts: Sequence[Int[Array, " E"]]
     ) -> LatentKVCache:
-        """Adds the counts of consecutive MoE layers from ``first_layer`` on.
-
-        If routing is not counted, nothing changes.
-        """
+        """Adds the counts of consecutive MoE layers from ``first_layer`` on, if routing is
+        counted."""
         if self.routing_counts is None or not counts:
             return self
         layers = slice(first_layer, first_layer + len(counts))

@@ -119,14 +119,8 @@ class MultiHeadLatentAttention(nnx.Module):
         D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
 
         def linear(n_in: int, n_out: int) -> Linear:
-            return Linear(
-                n_in,
-                n_out,
-                std=config.initializer_range,
-                rngs=rngs,
-                dtype=dtype,
-                quantization=quantization,
-            )
+            settings = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
+            return Linear(n_in, n_out, std=config.initializer_range, **settings)
 
         if (Q := config.q_lora_rank) is None:
             self.q_proj = linear(D, H * config.qk_head_dim)
@@ -222,17 +216,12 @@ class MultiHeadLatentAttention(nnx.Module):
         return latent_cache_spec(self.config, dtype, float8=self.float8_latents)
 
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
-        """Computes :meth:`up_projections` now instead of at every absorbed step.
-
-        Code that changes the weights later must start from a model without them.
-        """
+        """Computes :meth:`up_projections` now instead of at every absorbed step. Code that changes
+        the weights later must start from a model without them."""
         self._absorbed = nnx.data(self.up_projections(dtype))
 
     def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Q"]:
-        """Returns the input of the query up-projection: the normed output of q_a_proj.
-
-        Without q_a_proj it is ``x``.
-        """
+        """Returns the input of the query up-projection: the normed output of q_a_proj, or ``x``."""
         if self.config.q_lora_rank is None:
             return x
         return self.q_a_layernorm(self.q_a_proj(x))
@@ -299,10 +288,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return per_head_matmul(q_nope, w_uk, contracted=1, dtype=q_nope.dtype)
 
     def unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
-        """Returns attention's output multiplied by W_UV, summed in float32.
-
-        The result has ``dtype``, or float32 where devices merge their parts of it.
-        """
+        """Returns attention's output multiplied by W_UV, summed in float32: in ``dtype``, or in
+        float32 where devices merge their parts of it."""
         _, w_uv = self.up_projections(dtype)
         merged = self.layout is not None and self.layout.num_shards("cached_tokens") > 1
         return per_head_matmul(out, w_uv, contracted=2, dtype=jnp.float32 if merged else dtype)
@@ -340,11 +327,8 @@ class MultiHeadLatentAttention(nnx.Module):
         batch: AppendedTokens,
         schedule: Schedule | None = None,
     ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-        """Returns attention to the latents on this device, and its log-sum-exp.
-
-        Args:
-          schedule: that of mla_decode, if the caller has computed it.
-        """
+        """Returns attention to the latents on this device, and its log-sum-exp. ``schedule`` is
+        that of mla_decode, if the caller has computed it."""
         scale = self.config.softmax_scale
         cache, shard = batch.cache, batch.shard
         pages, tables, starts = cache.pages["latent"], cache.block_tables, cache.starts

@@ -132,10 +132,8 @@ class PageShard(NamedTuple):
         )
 
     def local_lengths(self, lengths: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-        """Returns how many of the first ``lengths`` tokens are on this device.
-
-        They are the first tokens of its own pages, without gaps.
-        """
+        """Returns how many of the first ``lengths`` tokens are on this device. They are the first
+        tokens of its own pages, without gaps."""
         rounds, rest = jnp.divmod(lengths, self.num_shards * self.page_size)
         partial = jnp.clip(rest - self.shard * self.page_size, 0, self.page_size)
         return rounds * self.page_size + partial
@@ -143,10 +141,8 @@ class PageShard(NamedTuple):
     def local_positions(
         self, positions: Int[Array, "*batch"]
     ) -> tuple[Bool[Array, "*batch"], Int[Array, "*batch"]]:
-        """Returns which tokens are on this device, and their positions among its own tokens.
-
-        The positions of tokens on other devices are undefined.
-        """
+        """Returns which tokens are on this device, and their positions among its own tokens, which
+        are undefined for others."""
         page, slot = jnp.divmod(positions, self.page_size)
         is_local = page % self.num_shards == self.shard
         return is_local, page // self.num_shards * self.page_size + slot
@@ -157,13 +153,11 @@ def append(
 ) -> tuple[LayerCache, PageShard]:
     """Writes T new tokens per sequence after the cached ones, if they belong to this device.
 
+    Returns the cache with the new tokens, and this device's part of each sequence.
+
     Args:
       new: what each page array stores for the new tokens. For a scaled array these are the bytes
         that :func:`~pallas_kernels.sparse_index.scaled_pages.token_bytes` returns.
-      layout: the layout of the device, or None.
-
-    Returns:
-      The cache with the new tokens, and this device's part of each sequence.
     """
     shard = PageShard.of_device(layout, cache.page_size)
     T = cache.valid.shape[1]
@@ -197,14 +191,10 @@ def append_batches(
     caches: Sequence[LayerCache],
     layout: Layout | None,
 ) -> list[AppendedTokens]:
-    """Writes the new tokens of several batches, see :func:`append`.
+    """Writes the new tokens of all batches, joined in ``entries``, see :func:`append`.
 
     A sequence may have tokens in several batches or entries of one: all of them are written before
     any is read.
-
-    Args:
-      entries: what each page array stores for the tokens of all batches, joined.
-      caches: one for each batch, with the same page arrays.
     """
     by_batch = [
         dict(zip(entries, values, strict=True))
@@ -279,10 +269,8 @@ def _page_numbers(
 
 
 def new_slots(cache: LayerCache) -> Int[Array, "B T"]:
-    """Returns where :func:`append` stores the new tokens of a cache that is not sharded.
-
-    They are numbers of slots, page by page. The slot of a token that is dropped is -1.
-    """
+    """Returns the slots, numbered page by page, in which :func:`append` stores the new tokens of a
+    cache that is not sharded. The slot of a token that is dropped is -1."""
     P, page_size = len(next(iter(cache.pages.values()))), cache.page_size
     positions = cache.starts[:, None] + jnp.arange(cache.valid.shape[1])
     page = _page_numbers(P, page_size, cache.block_tables, positions, cache.valid)
