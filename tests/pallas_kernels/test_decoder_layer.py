@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -255,7 +256,7 @@ def test_layers_that_the_kernel_does_not_take():
     rotation = rotation_at(config, jnp.arange(2)[None])
     pages = {"latent": jnp.zeros((1, 64, config.latent_dim))}
     cache = LayerCache(pages, jnp.zeros((1, 1), int), jnp.zeros((1,), int), jnp.ones((1, 2), bool))
-    step = layer, x, rotation, [cache], ["absorbed"]
+    step: Any = layer, x, rotation, [cache], ["absorbed"]
     plain, _, _ = layer.forward_cached(*step[1:])
     with pytest.raises(NotImplementedError, match="int4 with blocks of 1x128, got Integer"):
         FewTokens("mosaic_gpu").forward_cached(*step)
