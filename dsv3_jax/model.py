@@ -207,9 +207,8 @@ class DeepSeekV3(nnx.Module):
         Args:
           implementation: ``"mosaic_gpu"`` is one kernel for everything before attention itself and
             one for everything after it, for up to eight tokens; ``"separate"`` is an operation for
-            each step. A sequence of names is tried in its order: ``("mosaic_gpu", "separate")``
-            uses the kernels where it can. None uses them where they have been measured to be
-            faster: see ``few_tokens.THRESHOLDS``.
+            each step. A sequence of names is tried in its order. None uses the kernels where they
+            have been measured to be faster: see ``few_tokens.THRESHOLDS``.
         """
         if implementation is not None and not isinstance(implementation, str):
             implementation = tuple(implementation)  # it is static under jit
@@ -223,10 +222,10 @@ class DeepSeekV3(nnx.Module):
         Raises:
           ValueError, NotImplementedError: see :func:`dsv3_jax.layers.logical_axes.check_layout`.
         """
-        if self.attn_impl not in (None, "A_CC_ME"):
-            raise ValueError(
-                f"attn_impl: expected A_CC_ME for a model laid out on a mesh, got {self.attn_impl}"
-            )
+        if self.attn_impl is not None:
+            from dsv3_jax.overrides.attention_variants import check_variant
+
+            check_variant(self.config, self.attn_impl, layout)
         moe_layers = self.moe_layers()
         check_layout(self.config, layout, moe_layers[0].num_slots if moe_layers else None)
         self.layout = layout
@@ -335,14 +334,13 @@ class DeepSeekV3(nnx.Module):
     def extend_batches(
         self, batches: Sequence[TokenBatch], pool: PagePool
     ) -> tuple[list[Hidden], PagePool, list[Int[Array, " E"]]]:
-        """Runs several batches of new tokens through the network together.
+        """Runs several batches of new tokens together. Only attention treats each by itself.
 
-        Weights are read once for all of them; only attention treats each batch by itself. A
-        sequence may have consecutive tokens in several entries of a batch.
+        A sequence may have consecutive tokens in several entries of a batch.
 
         Returns:
-          The hidden states of each batch, see :meth:`extend`; the pool with the new tokens; and for
-          each MoE layer, the number of tokens that chose each expert.
+          The hidden states of each batch; the pool with the new tokens; and for each MoE layer, the
+          number of tokens that chose each expert.
 
         Raises:
           ValueError: the pool has other page arrays than the model caches, or a batch size does not
