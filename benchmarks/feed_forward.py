@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from benchmarks.kernels.layer_inputs import in_float32
-from dsv3_jax.layers.around_attention import arguments, projection
+from dsv3_jax.overrides.few_tokens import arguments, projection
 from pallas_kernels.decoder_layer import reference
 from pallas_kernels.hopper.grid_barrier import new_counter
 

@@ -13,8 +13,8 @@ the variant's changes:
 * ``AM_CC_ME``, absorbed and materialised: the products W_UQ W_UK and W_UV W_O are computed
   beforehand, as one matrix per head each.
 
-``layers/attention_variants.py`` implements them. The letters are those of ``accounting.py``; Q is
-the rank of queries, S the number of cached tokens.
+``overrides/attention_variants.py`` implements them. The letters are those of ``accounting.py``; Q
+is the rank of queries, S the number of cached tokens.
 """
 
 from __future__ import annotations
@@ -84,12 +84,7 @@ def decode_attention(config: ModelConfig, context: int, attn_impl: AttnImpl) -> 
         raise ValueError(f"context: expected at least 1 token, got {context}")
     if config.has_indexer:
         raise ValueError(f"config: expected attention without an indexer, got {config.model_type}")
-    D, H, L, S = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_hidden_layers,
-        context,
-    )
+    D, H, L, S = (config.hidden_size, config.num_attention_heads, config.num_hidden_layers, context)
     C, R, N, V = (
         config.kv_lora_rank,
         config.qk_rope_head_dim,

@@ -1,10 +1,11 @@
-"""Checks of dataclass fields that come from a file: types, ranges and allowed names."""
+"""Checks of values that come from a file: types, ranges, allowed names, and unknown keys."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Kind = tuple[Callable[[Any], bool], str]
@@ -62,6 +63,39 @@ def check_fields(
         if kind in ("int", "float") and not (value > 0 or (value == 0 and zero)):
             least = "at least 0" if zero else "more than 0"
             raise ValueError(f"{prefix}{field.name}: expected {least}, got {value}")
+
+
+def refuse_unknown(name: str, keys: Iterable[str]) -> None:
+    """Raises ValueError if there are keys whose meaning is unknown."""
+    if listed := ", ".join(keys):
+        raise ValueError(f"{name} has keys this code does not know: {listed}")
+
+
+def check_accepted(name: str, value: Any, accepted: Sequence[Any], prefix: str = "") -> None:
+    """Raises ValueError unless ``value`` is one of those that are implemented."""
+    if value not in accepted:
+        expected = f"expected {as_json(accepted[0])}, got {as_json(value)}"
+        raise ValueError(f"{name}: {prefix}{expected}")
+
+
+def agreed(synonyms: Mapping[str, Any]) -> Any:
+    """Returns the common value of synonymous keys, or None if all are None."""
+    given = {name: value for name, value in synonyms.items() if value is not None}
+    first, *others = given.values() or (None,)
+    if any(other != first for other in others):
+        listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"contradictory values: {listed}")
+    return first
+
+
+def as_float(value: Any) -> Any:
+    """Converts integers to float, because JSON writes 1e4 and 10000 alike. Other values stay."""
+    return float(value) if is_int(value) else value
+
+
+def as_json(value: Any) -> str:
+    """Returns ``value`` as JSON text, for error messages."""
+    return json.dumps(value, default=repr)
 
 
 def _is_finite(value: Any) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.field_checks import is_int
-from dsv3_jax.hf_config import as_json, read_json
+from dsv3_jax.field_checks import as_json, is_int
+from dsv3_jax.hf_config import read_json
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

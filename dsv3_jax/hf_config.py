@@ -24,18 +24,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv3_jax.field_checks import check_choice, is_int
+from dsv3_jax.field_checks import (
+    agreed,
+    as_float,
+    as_json,
+    check_accepted,
+    check_choice,
+    refuse_unknown,
+)
 from dsv3_jax.quantization import BlockQuantization, Quantization
-from dsv3_jax.yarn import YarnScaling
-
-logger = logging.getLogger(__name__)
+from dsv3_jax.yarn import YarnScaling, read_yarn, write_yarn
 
 # Keys that describe the file, its training run or transformers itself, and never the forward pass.
 # index_skip_topk_offset has an effect only together with an index_topk_freq that is refused.
@@ -72,19 +75,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 _UNWRITTEN = ("mlp_bias", "partial_rotary_factor", "per_layer_config")
 
-REDUNDANT = (
-    "num_key_value_heads",
-    "qk_head_dim",
-    "head_dim",
-    "scoring_func",
-    "layer_types",
-    "mlp_layer_types",
-    "mtp_layer_types",
-    "mtp_mlp_layer_types",
-    "indexer_types",
-    "index_topk_freq",
-    "index_topk_pattern",
-)
+_REDUNDANT = """
+    num_key_value_heads qk_head_dim head_dim scoring_func layer_types mlp_layer_types
+    mtp_layer_types mtp_mlp_layer_types indexer_types index_topk_freq index_topk_pattern
+    """
+REDUNDANT = tuple(_REDUNDANT.split())
 """Keys that restate others."""
 
 ARCHITECTURES = {
@@ -130,23 +125,16 @@ DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]  # its code is DeepSeek-V3's
 DeepSeek-V3, and appends it only on request."""
 
 # Values of keys that are null.
-_NULLS = {
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 0,
-    "num_nextn_predict_layers": 0,
-}
+_NULLS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "num_nextn_predict_layers": 0}
 
-# Other names of a key in transformers, by model_type.
-_LOCAL_EXPERTS = {"num_local_experts": "n_routed_experts"}
-_EXPERTS = {"num_experts": "n_routed_experts"}
-_MTP_LAYERS = {"num_mtp_layers": "num_nextn_predict_layers"}
+# Other names of a key in transformers, and the values of model_type that have them.
 _SYNONYMS = {
-    "deepseek_v2": _EXPERTS,
-    "deepseek_v3": _LOCAL_EXPERTS | _MTP_LAYERS,
-    "deepseek_v32": _LOCAL_EXPERTS | _EXPERTS,
-    "glm_moe_dsa": _LOCAL_EXPERTS | _EXPERTS,
-    "kimi_k2": _LOCAL_EXPERTS | _MTP_LAYERS,
+    "num_experts": ("n_routed_experts", ("deepseek_v2", "deepseek_v32", "glm_moe_dsa")),
+    "num_local_experts": (
+        "n_routed_experts",
+        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2"),
+    ),
+    "num_mtp_layers": ("num_nextn_predict_layers", ("deepseek_v3", "kimi_k2")),
 }
 
 # Reasons why other keys than shapes have no default.
@@ -190,11 +178,8 @@ def parse(
     if isinstance(keys.get("moe_layer_freq"), list):
         redundant["moe_layer_freq"] = keys.pop("moe_layer_freq")
     for name, (accepted, feature) in FIXED.items():
-        if (value := keys.pop(name, accepted[0])) not in accepted:
-            raise ValueError(
-                f"{name}: {feature} is not implemented; "
-                f"expected {as_json(accepted[0])}, got {as_json(value)}"
-            )
+        value = keys.pop(name, accepted[0])
+        check_accepted(name, value, accepted, f"{feature} is not implemented; ")
     theta, values["rope_scaling"] = _pop_rope(keys)
     if theta is not None:
         keys["rope_theta"] = theta
@@ -202,7 +187,7 @@ def parse(
     values["quantization"] = _pop_quantization(keys)
     values["bos_token_id"] = keys.pop("bos_token_id", None)
     values["eos_token_id"] = _token_ids(keys.pop("eos_token_id", None))
-    dtype = _agreed({name: keys.pop(name, None) for name in ("dtype", "torch_dtype")})
+    dtype = agreed({name: keys.pop(name, None) for name in ("dtype", "torch_dtype")})
     values["dtype"] = "bfloat16" if dtype is None else dtype
     if values["model_type"] == "glm_moe_dsa":  # transformers writes no key for it
         keys.setdefault("indexer_rope_interleave", True)
@@ -210,12 +195,10 @@ def parse(
     for field in fields:
         if field.name in keys:
             value = keys.pop(field.name)
-            values[field.name] = _number(value) if field.type == "float" else value
+            values[field.name] = as_float(value) if field.type == "float" else value
         elif field.name not in values and field.default is dataclasses.MISSING:
             raise _lacks(field.name)
-    if keys:
-        listed = ", ".join(f"{k}={as_json(v)}" for k, v in sorted(keys.items()))
-        raise ValueError(f"config.json has keys this code does not know: {listed}")
+    refuse_unknown("config.json", [f"{k}={as_json(v)}" for k, v in sorted(keys.items())])
     return ParsedConfig(values, redundant)
 
 
@@ -250,7 +233,7 @@ def write(values: Mapping[str, Any], scoring_func: str) -> dict[str, Any]:
     out["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
     out["scoring_func"] = scoring_func
     out["torch_dtype"] = values["dtype"]
-    out["rope_scaling"] = scaling and _write_yarn(scaling)
+    out["rope_scaling"] = scaling and write_yarn(scaling)
     out["num_key_value_heads"] = values["num_attention_heads"]
     out["architectures"] = [ARCHITECTURES[values["model_type"]]]
     out |= {name: accepted[0] for name, (accepted, _) in FIXED.items() if name not in _UNWRITTEN}
@@ -275,11 +258,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return _object(str(path), parsed)
 
 
-def as_json(value: Any) -> str:
-    """Returns ``value`` as JSON text, for error messages."""
-    return json.dumps(value, default=repr)
-
-
 def _object(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
@@ -300,10 +278,10 @@ def _lacks(name: str) -> ValueError:
 
 def _rename_synonyms(keys: dict[str, Any], model_type: str) -> None:
     """Replaces the names that only transformers uses."""
-    for synonym, name in _SYNONYMS[model_type].items():
-        if synonym in keys:
+    for synonym, (name, model_types) in _SYNONYMS.items():
+        if synonym in keys and model_type in model_types:
             both = {each: keys.pop(each, None) for each in (name, synonym)}
-            keys[name] = _agreed(both)
+            keys[name] = agreed(both)
 
 
 def _add_absent(keys: dict[str, Any], redundant: Mapping[str, Any], model_type: str) -> None:
@@ -333,35 +311,8 @@ def _token_ids(value: Any) -> tuple[Any, ...]:
     return ids
 
 
-def _number(value: Any) -> Any:
-    """Converts integers to float, because JSON writes 1e4 and 10000 alike.
-
-    Values that are not numbers are returned unchanged; the configuration refuses them.
-    """
-    return float(value) if is_int(value) else value
-
-
-def _agreed(synonyms: Mapping[str, Any]) -> Any:
-    """Returns the common value of synonymous keys, None if all are None.
-
-    Raises:
-      ValueError: two keys have different values.
-    """
-    given = {name: value for name, value in synonyms.items() if value is not None}
-    first, *others = given.values() or (None,)
-    if any(other != first for other in others):
-        raise ValueError(
-            "contradictory values: "
-            + ", ".join(f"{name}={value!r}" for name, value in given.items())
-        )
-    return first
-
-
 def _pop_topk_method(keys: dict[str, Any], model_type: str) -> Any:
-    """Removes and returns the routing method.
-
-    transformers omits the key for V3, which has only one method. V2 has two and needs the key.
-    """
+    """Removes and returns the routing method. transformers omits it for V3, which has only one."""
     if model_type == "deepseek_v2":
         return _pop(keys, "topk_method")
     value = keys.pop("topk_method", None)
@@ -371,7 +322,7 @@ def _pop_topk_method(keys: dict[str, Any], model_type: str) -> Any:
 def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
     """Removes the rope keys and returns theta, None if it is absent, and scaling.
 
-    Published files have ``rope_theta`` and ``rope_scaling``; transformers 5 writes one key,
+    Published files have ``rope_theta`` and ``rope_scaling``; transformers 5 writes
     ``rope_parameters``. Both forms may be present if they agree.
     """
     thetas = {"rope_theta": keys.pop("rope_theta", None)}
@@ -382,70 +333,11 @@ def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
         nested = _object(name, value)
         thetas[f"{name}.rope_theta"] = nested.pop("rope_theta", None)
         if nested:
-            scalings[name] = _yarn(name, nested)
+            scalings[name] = read_yarn(name, nested)
     if len(scalings) == 2 and scalings["rope_scaling"] != scalings["rope_parameters"]:
         listed = ", ".join(f"{name}={scaling}" for name, scaling in scalings.items())
         raise ValueError(f"contradictory values: {listed}")
-    scaling = next(iter(scalings.values()), None)
-    return _number(_agreed(thetas)), scaling
-
-
-def _yarn(name: str, nested: dict[str, Any]) -> YarnScaling | None:
-    """Returns the scaling that a nested object under key ``name`` describes."""
-    kind = _agreed({f"{name}.{key}": nested.pop(key, None) for key in ("type", "rope_type")})
-    if kind not in ("yarn", "default", None):
-        raise ValueError(f"{name}.type: expected yarn or default, got {as_json(kind)}")
-    for key, accepted in (("truncate", True), ("partial_rotary_factor", 1.0)):
-        if (value := nested.pop(key, None)) not in (None, accepted):
-            raise ValueError(f"{name}.{key}: expected {as_json(accepted)}, got {as_json(value)}")
-    fields = dataclasses.fields(YarnScaling) if kind == "yarn" else ()
-    required = {field.name for field in fields if field.default is dataclasses.MISSING}
-    given = {key: each for key, each in nested.items() if each is not None or key in required}
-    factor = given.pop("attention_factor", None) if kind == "yarn" else None
-    if unknown := sorted(set(given) - {field.name for field in fields}):
-        raise ValueError(f"{name} has keys this code does not know: {', '.join(unknown)}")
-    if kind != "yarn":
-        return None
-    for key in sorted(required - set(given)):
-        raise ValueError(f"{name} lacks the key {key!r}")
-    floats = {field.name for field in fields if field.type == "float"}
-    values: dict[str, Any] = {
-        key: _number(each) if key in floats else each for key, each in given.items()
-    }
-    scaling = YarnScaling(**values)
-    # Without the key, transformers would multiply cos and sin by another number.
-    in_transformers = _magnitude_in_transformers(scaling, given)
-    needs_key = not math.isclose(scaling.rotary_magnitude, in_transformers)
-    if factor is not None and not needs_key:
-        raise ValueError(f"{name} has keys this code does not know: attention_factor")
-    is_number = isinstance(factor, (int, float))
-    if factor is not None and not (is_number and math.isclose(factor, scaling.rotary_magnitude)):
-        raise ValueError(
-            f"{name}.attention_factor: expected {scaling.rotary_magnitude} of mscale and"
-            f" mscale_all_dim, got {as_json(factor)}"
-        )
-    if needs_key and factor is None:
-        logger.warning(
-            "%s: mscale=%s, mscale_all_dim=%s: cos and sin are multiplied by %.4f, as in DeepSeek's"
-            " code, and by %.4f in transformers",
-            *(name, scaling.mscale, scaling.mscale_all_dim),
-            *(scaling.rotary_magnitude, in_transformers),
-        )
-    return scaling
-
-
-def _magnitude_in_transformers(scaling: YarnScaling, keys: Mapping[str, Any]) -> float:
-    """Returns transformers' factor of cos and sin for a file with ``keys``."""
-    if keys.get("mscale") and keys.get("mscale_all_dim"):
-        return scaling.rotary_magnitude
-    return scaling.magnitude(1.0)
-
-
-def _write_yarn(scaling: YarnScaling) -> dict[str, Any]:
-    out = {"type": "yarn", **dataclasses.asdict(scaling)}
-    if not math.isclose(scaling.rotary_magnitude, _magnitude_in_transformers(scaling, out)):
-        out["attention_factor"] = scaling.rotary_magnitude
-    return out
+    return as_float(agreed(thetas)), next(iter(scalings.values()), None)
 
 
 # Accepted values of those keys of quantization_config that only restate "block-scaled e4m3".
@@ -466,28 +358,20 @@ def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
         return None
     nested = _object("quantization_config", value)
     for name, accepted in _FP8_ONLY.items():
-        if (value := nested.pop(name, None)) not in accepted:
-            raise ValueError(
-                f"quantization_config.{name}: expected {as_json(accepted[0])}, got {as_json(value)}"
-            )
+        check_accepted(f"quantization_config.{name}", nested.pop(name, None), accepted)
     block = nested.pop("weight_block_size", None)
     scale_fmt = nested.pop("scale_fmt", None)
     if isinstance(scale_fmt, (list, dict)) or scale_fmt not in _SCALE_FMT:
-        raise ValueError(
-            "quantization_config.scale_fmt: expected ue8m0, float or none, got"
-            f" {as_json(scale_fmt)}"
-        )
+        got = as_json(scale_fmt)
+        raise ValueError(f"quantization_config.scale_fmt: expected ue8m0, float or none, got {got}")
     nested.pop("dequantize", None)
     names = ("modules_to_not_convert", "ignored_layers")
-    plain = _agreed({f"quantization_config.{name}": nested.pop(name, None) for name in names})
+    plain = agreed({f"quantization_config.{name}": nested.pop(name, None) for name in names})
     if plain is not None and not (isinstance(plain, list) and all(map(_is_name, plain))):
         raise ValueError(
             f"quantization_config.{names[0]}: expected names of modules, got {as_json(plain):.200}"
         )
-    if nested:
-        raise ValueError(
-            f"quantization_config has keys this code does not know: {', '.join(sorted(nested))}"
-        )
+    refuse_unknown("quantization_config", sorted(nested))
     block = tuple(block) if isinstance(block, (list, tuple)) else block
     return BlockQuantization(  # the class checks the block
         block, _SCALE_FMT[scale_fmt], modules_to_not_convert=tuple(dict.fromkeys(plain or ()))
@@ -500,16 +384,14 @@ def _is_name(value: Any) -> bool:
 
 def _write_quantization(quantization: Quantization) -> dict[str, Any]:
     if not isinstance(quantization, BlockQuantization):
+        expected = "expected float8 or none"
         raise ValueError(
-            f"config.json has no key for integer weights; expected float8 or none, "
-            f"got {quantization}"
+            f"config.json has no key for integer weights; {expected}, got {quantization}"
         )
-    published = BlockQuantization().scale_suffix
-    if quantization.scale_suffix != published:
-        raise ValueError(
-            f"scale_suffix: config.json has no key for it; expected {published!r}, "
-            f"got {quantization.scale_suffix!r}"
-        )
+    published, suffix = BlockQuantization().scale_suffix, quantization.scale_suffix
+    if suffix != published:
+        expected = f"expected {published!r}, got {suffix!r}"
+        raise ValueError(f"scale_suffix: config.json has no key for it; {expected}")
     out = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

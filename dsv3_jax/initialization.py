@@ -1,10 +1,12 @@
-"""New models: with shapes instead of weights, or with random weights."""
+"""New models, with shapes instead of weights or with random weights, and the size of a model."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -53,3 +55,21 @@ def random_model(config: ModelConfig, seed: int, layout: Layout | None = None) -
         array = jax.make_array_from_callback(value.shape, shardings[path], value.__getitem__)
         sharded.append((path, variable.replace(array)))
     return nnx.merge(nnx.graphdef(model), nnx.from_flat_state(sharded))
+
+
+def parameter_count(model: DeepSeekV3, *, mtp: bool = False) -> int:
+    """Returns the number of parameters of the main model, or of the MTP layers alone.
+
+    Scales, replicas of experts, and precomputed arrays do not count.
+    """
+    count = 0
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        is_scale = path[-1] in ("weight_scale_inv", "weight_scale")
+        if not isinstance(variable, nnx.Variable) or is_scale or (path[0] == "mtp") != mtp:
+            continue
+        shape = variable.shape
+        if "experts" in path:
+            shape = (model.config.n_routed_experts, *shape[1:])
+        # A byte holds two int4.
+        count += math.prod(shape) * (2 if variable.dtype == jnp.uint8 else 1)
+    return count

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.input_checks import check_tokens
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.on_mesh import on_mesh
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.router import routing_rule
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.model_io import check_tokens
 from pallas_kernels.softmax import masked_softmax
 
 What = Literal["routing", "latents", "hidden", "attention_entropy", "attention_weights", "logits"]

@@ -28,13 +28,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import index_cache_spec
-from dsv3_jax.layers.latent_cache import latent_cache_spec
 from dsv3_jax.layers.paged_cache import (
     PAGE_AXES,
+    Form,
     LayerCacheSpec,
     LayerPages,
+    latent_cache_spec,
     tokens_per_page,
 )
 from dsv3_jax.quantization import CacheDtype
@@ -281,9 +281,7 @@ class LatentKVCache:
 
     def max_length(self, config: ModelConfig) -> int:
         """Returns the greatest length of a sequence: the capacity or ``max_position_embeddings``.
-
-        Tokens past it are dropped: they reach neither the cache nor an expert.
-        """
+        Tokens past it are dropped: they reach neither the cache nor an expert."""
         return min(self.capacity, config.max_position_embeddings)
 
     def with_lengths(self, lengths: Int[Array, " B"]) -> LatentKVCache:
@@ -295,21 +293,13 @@ class LatentKVCache:
     def add_routing_counts(
         self, first_layer: int, counts: Sequence[Int[Array, " E"]]
     ) -> LatentKVCache:
-        """Adds the counts of consecutive MoE layers from ``first_layer`` on.
-
-        If routing is not counted, nothing changes.
-        """
+        """Adds the counts of consecutive MoE layers from ``first_layer`` on, if routing is
+        counted."""
         if self.routing_counts is None or not counts:
             return self
         layers = slice(first_layer, first_layer + len(counts))
         total = self.routing_counts.at[layers].add(jnp.stack(counts))
         return dataclasses.replace(self, routing_counts=total)
-
-    def counting_routing(self, num_layers: int, num_experts: int) -> LatentKVCache:
-        """Returns the cache with routing counts of zero."""
-        return dataclasses.replace(
-            self, routing_counts=jnp.zeros((num_layers, num_experts), jnp.int32)
-        )
 
 
 def _parts(layout: Layout | None) -> tuple[int, int]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, overload
+from typing import Literal, get_args, overload
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -16,24 +14,22 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.field_checks import check_choice
-from dsv3_jax.input_checks import check_extension, check_tokens
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
-from dsv3_jax.layers import around_attention
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
-from dsv3_jax.layers.attention_interface import Form
-from dsv3_jax.layers.attention_variants import check_variant, set_variant
-from dsv3_jax.layers.block import DecoderLayer, MTPLayer
+from dsv3_jax.layers.block import DecoderLayer, LayerRunner, run_in_order
 from dsv3_jax.layers.indexer import Indexer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, Replicas
+from dsv3_jax.layers.mtp import MTPLayer
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import apply, batch_sharded
-from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
+from dsv3_jax.layers.paged_cache import Form, LayerCache
 from dsv3_jax.layers.rope import Rotation, rotation_at
-from dsv3_jax.layers.runner import LayerRunner, run_in_order
-from dsv3_jax.outputs import Aux, Hidden
+from dsv3_jax.layers.run_layer import extend_layer
+from dsv3_jax.model_io import Aux, Hidden, check_extension, check_tokens
+from dsv3_jax.overrides import few_tokens
 from dsv3_jax.quantization import CacheDtype, Quantization
 from pallas_kernels.dispatch import Implementation
 from sharding import Layout, Placement
@@ -67,6 +63,7 @@ class DeepSeekV3(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.layout: Layout | None = None
         self.attn_impl: AttnImpl | None = None
+        self.feed_forward: Implementation = None  # see use_feed_forward
         kwargs = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
         W, D, std = config.vocab_size, config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(W, D, std=std, rngs=rngs, dtype=dtype)
@@ -112,8 +109,7 @@ class DeepSeekV3(nnx.Module):
 
         Args:
           tokens: ids below ``vocab_size``. Outside of ``jax.jit`` they are checked, and the host
-            waits for them. Inside, other ids are not detected: they get the embedding of some
-            token, and the logits of their sequence are meaningless.
+            waits for them. Inside, other ids make the logits of their sequence meaningless.
           return_aux: also run the MTP layers and return :class:`Aux`.
           mtp_hidden: the hidden state that MTP layers take, as in the model's training.
           run_layers: function that runs the layers; by default :func:`run_in_order`. Training and
@@ -171,8 +167,7 @@ class DeepSeekV3(nnx.Module):
         """Makes attention cache float8: indexer keys, or latents and indexer keys.
 
         A key takes 132 bytes of DeepSeek-V3.2's 256, a latent with its rope key 656 of 1,152.
-        Attention without a cache rounds them alike, so that logits do not depend on how a text is
-        divided into chunks. Make caches and Generators afterwards.
+        Attention without a cache rounds them alike. Make caches and Generators afterwards.
 
         Raises:
           ValueError: the model has an attention variant, or see :meth:`CacheSpec.of_config`.
@@ -199,25 +194,25 @@ class DeepSeekV3(nnx.Module):
         """
         if attn_impl is not None and any(x.self_attn.float8_latents for x in self.layers):
             raise ValueError(f"attn_impl: expected None with cache_dtype fp8, got {attn_impl}")
+        from dsv3_jax.overrides.attention_variants import check_variant, set_variant
+
         check_variant(self.config, attn_impl, self.layout)
         self.attn_impl = attn_impl
         for layer in (*self.layers, *self.mtp):
             set_variant(layer.self_attn, attn_impl)
 
     def use_feed_forward(self, implementation: Implementation) -> None:
-        """Selects how layers run, apart from attention itself.
+        """Selects how the layers of steps with a cache run, apart from attention itself.
 
         Args:
           implementation: ``"mosaic_gpu"`` is one kernel for everything before attention itself and
             one for everything after it, for up to eight tokens; ``"separate"`` is an operation for
-            each step. A sequence of names is tried in its order: ``("mosaic_gpu", "separate")``
-            uses the kernels where it can. None uses them where they have been measured to be
-            faster: for up to two tokens, if the weights are quantized or a layer reads no more than
-            ``around_attention.MOST_BYTES``; for up to four, if it is quantized and reads no more
-            than ``around_attention.SMALL_BYTES``.
+            each step. A sequence of names is tried in its order. None uses the kernels where they
+            have been measured to be faster: see ``few_tokens.THRESHOLDS``.
         """
-        for layer in (*self.layers, *self.mtp):
-            layer.feed_forward = implementation
+        if implementation is not None and not isinstance(implementation, str):
+            implementation = tuple(implementation)  # it is static under jit
+        self.feed_forward = implementation
 
     def lay_out(self, layout: Layout) -> None:
         """Makes layers run on the devices of ``layout``.
@@ -227,7 +222,10 @@ class DeepSeekV3(nnx.Module):
         Raises:
           ValueError, NotImplementedError: see :func:`dsv3_jax.layers.logical_axes.check_layout`.
         """
-        check_variant(self.config, self.attn_impl, layout)
+        if self.attn_impl is not None:
+            from dsv3_jax.overrides.attention_variants import check_variant
+
+            check_variant(self.config, self.attn_impl, layout)
         moe_layers = self.moe_layers()
         check_layout(self.config, layout, moe_layers[0].num_slots if moe_layers else None)
         self.layout = layout
@@ -238,9 +236,8 @@ class DeepSeekV3(nnx.Module):
     def place_experts(self, placement: Placement) -> DeepSeekV3:
         """Returns the same model with its experts in the slots that ``placement`` assigns to them.
 
-        An expert may have several slots. The results are the same. On a mesh, weights move between
-        devices. This model does not change and may be placed again. Both models share every array
-        except those of the routed experts.
+        The results are the same. On a mesh, weights move between devices. This model does not
+        change. Both models share every array except those of the routed experts.
 
         Args:
           placement: one row per MoE layer in order, those of MTP layers last. It assigns slots to
@@ -267,10 +264,10 @@ class DeepSeekV3(nnx.Module):
             )
         placement.check()
         (L, P), E = placement.phy2log.shape, placement.logcnt.shape[1]
-        expected = len(self.moe_layers()), self.config.n_routed_experts
-        if expected != (L, E):
+        layers, experts = len(self.moe_layers()), self.config.n_routed_experts
+        if (layers, experts) != (L, E):
             raise ValueError(
-                f"placement: expected {expected[0]} layers of {expected[1]} experts, got {L} of {E}"
+                f"placement: expected {layers} layers of {experts} experts, got {L} of {E}"
             )
         if layout is not None and P % (parts := layout.num_shards("expert")):
             raise ValueError(f"placement: expected slots that divide over {parts} devices, got {P}")
@@ -285,18 +282,15 @@ class DeepSeekV3(nnx.Module):
         Args:
           mtp: include the first MTP layer, which needs a cache to draft.
         """
-        decoder, drafting = (
-            tuple(layer.self_attn.cache_spec(self.dtype) for layer in layers)
-            for layers in (self.layers, self.mtp[:1] if mtp else ())
-        )
-        return CacheSpec(decoder, drafting)
+        specs = [x.self_attn.cache_spec(self.dtype) for x in (*self.layers, *self.mtp[:mtp])]
+        L = len(self.layers)
+        return CacheSpec(tuple(specs[:L]), tuple(specs[L:]))
 
     def precompute_for_decode(self) -> DeepSeekV3:
         """Returns the same model with additional arrays that decode steps derive from the weights.
 
-        The decode loop calls it once, before its first step. By default the arrays are attention's
-        absorbed projections: H (N + V) C numbers per layer, 2 GB for DeepSeek-V3 in bfloat16. This
-        model does not change.
+        By default they are attention's absorbed projections: H (N + V) C numbers per layer, 2 GB
+        for DeepSeek-V3 in bfloat16. This model does not change.
         """
         model = nnx.clone(self)
         for layer in (*model.layers, *model.mtp):
@@ -306,19 +300,14 @@ class DeepSeekV3(nnx.Module):
     def attend_to_whole_sequences(self) -> None:
         """Makes decode steps compute the attention of each sequence in one piece.
 
-        Otherwise a kernel may split a sequence where it suits all sequences of the batch, and a
-        result's last bits depend on the lengths of the others. With a few long sequences, splitting
-        is faster.
+        Otherwise a kernel may split a sequence where it suits all sequences of the batch, which is
+        faster for few long ones, and a result's last bits depend on the lengths of the others.
         """
         for layer in (*self.layers, *self.mtp):
             layer.self_attn.whole_sequences = True
 
     def extend(
-        self,
-        tokens: Int[Array, "B T"],
-        counts: Int[Array, " B"],
-        cache: LatentKVCache,
-        form: Form,
+        self, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: LatentKVCache, form: Form
     ) -> tuple[Hidden, LatentKVCache]:
         """Runs ``counts`` new tokens per sequence after the cached ones, and caches them.
 
@@ -343,18 +332,15 @@ class DeepSeekV3(nnx.Module):
         return hidden, cache.with_lengths(cache.lengths + counts.astype(jnp.int32))
 
     def extend_batches(
-        self,
-        batches: Sequence[TokenBatch],
-        pool: PagePool,
+        self, batches: Sequence[TokenBatch], pool: PagePool
     ) -> tuple[list[Hidden], PagePool, list[Int[Array, " E"]]]:
-        """Runs several batches of new tokens through the network together.
+        """Runs several batches of new tokens together. Only attention treats each by itself.
 
-        Weights are read once for all of them; only attention treats each batch by itself. A
-        sequence may have consecutive tokens in several entries of a batch.
+        A sequence may have consecutive tokens in several entries of a batch.
 
         Returns:
-          The hidden states of each batch, see :meth:`extend`; the pool with the new tokens; and for
-          each MoE layer, the number of tokens that chose each expert.
+          The hidden states of each batch; the pool with the new tokens; and for each MoE layer, the
+          number of tokens that chose each expert.
 
         Raises:
           ValueError: the pool has other page arrays than the model caches, or a batch size does not
@@ -374,10 +360,11 @@ class DeepSeekV3(nnx.Module):
         forms = tuple(batch.form for batch in batches)
         new_pages, expert_counts = [], []
         tokens = sum(batch.tokens.size for batch in batches)
-        counter = around_attention.shared_counter(self.layout, tokens)
+        counter = few_tokens.shared_counter(self.layout, tokens)
         for layer, pages in zip(self.layers, pool.layers, strict=True):
-            xs, pages, layer_counts = _extend_layer(
-                forms, *nnx.split(layer), xs, rotations, caches, pages, counter
+            override = few_tokens.choose(layer, self.feed_forward, tokens, counter)
+            xs, pages, layer_counts = extend_layer(
+                forms, *nnx.split(layer), xs, rotations, caches, pages, override
             )
             new_pages.append(pages)
             expert_counts += [] if layer_counts is None else [layer_counts]
@@ -416,8 +403,10 @@ class DeepSeekV3(nnx.Module):
         valid = self._valid(tokens, starts, counts, cache)
         layer_cache = LayerCache(cache.pool.mtp[0], cache.block_tables, starts, valid)
         joined = layer.join(mtp_input, self._embed(tokens))
-        extend = layer.extend_newest if newest_only else layer.extend
-        y, pages, stats = extend(joined, self._rotation(tokens, starts), layer_cache, form)
+        step = joined, self._rotation(tokens, starts), layer_cache, form
+        y, pages, stats = few_tokens.extend_mtp(
+            layer, self.feed_forward, *step, newest_only=newest_only
+        )
         cache = dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, mtp=(pages,)))
         if stats is not None:
             cache = cache.add_routing_counts(self.config.num_moe_layers, [stats.counts])
@@ -455,25 +444,3 @@ class DeepSeekV3(nnx.Module):
         first = jnp.zeros(tokens.shape[:1], jnp.int32) if starts is None else starts
         positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         return rotation_at(self.config, positions)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _extend_layer(
-    forms: tuple[Form, ...],
-    graph: nnx.GraphDef[DecoderLayer],
-    weights: Any,
-    xs: list[Float[Array, "_ _ D"]],
-    rotations: list[Rotation],
-    caches: list[LayerCache],
-    pages: LayerPages,
-    counter: Any,
-) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, Int[Array, " E"] | None]:
-    """Returns a layer's output for each batch, its extended pages, and how many tokens chose each
-    expert.
-
-    It is jitted so that layers of the same kind are traced and lowered once.
-    """
-    caches = [cache._replace(pages=pages) for cache in caches]
-    layer = nnx.merge(graph, weights)
-    xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms, counter)
-    return xs, pages, None if stats is None else stats.counts

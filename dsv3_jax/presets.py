@@ -30,10 +30,7 @@ DEEPSEEK_V3 = ModelConfig(
     v_head_dim=128,
     rope_theta=10000.0,
     rope_scaling=YarnScaling(
-        factor=40.0,
-        original_max_position_embeddings=4096,
-        mscale=1.0,
-        mscale_all_dim=1.0,
+        factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
     ),
     max_position_embeddings=163840,
     rms_norm_eps=1e-6,
@@ -114,10 +111,7 @@ DEEPSEEK_V2_LITE = replace(
     num_attention_heads=16,
     q_lora_rank=None,
     rope_scaling=YarnScaling(
-        factor=40.0,
-        original_max_position_embeddings=4096,
-        mscale=0.707,
-        mscale_all_dim=0.707,
+        factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707
     ),
 )
 

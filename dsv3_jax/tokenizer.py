@@ -6,67 +6,17 @@ import copy as copies
 import functools
 import json
 import re
-import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from dsv3_jax import chat_formats, special_tokens
+from dsv3_jax import chat_formats
 from dsv3_jax.chat_template import ChatTemplate, strings_in
-
-FILES = (
-    "tokenizer.json",
-    special_tokens.CONFIG,
-    special_tokens.SPECIAL_MAP,
-    special_tokens.ADDED,
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files of a tokenizer, including those that only transformers reads."""
+from dsv3_jax.tokenizer_files import CONFIG, FILES, read_object, read_special_tokens, read_tokenizer
 
 _LONG = 4096  # tokens that are decoded without the interpreter's lock, like texts in _encode
-
-
-def copy(source: Path, destination: Path) -> None:
-    """Copies a tokenizer's files into a directory, and creates the directory if necessary.
-
-    The copy of tokenizer.json is that of :func:`with_required_bos`.
-
-    Raises:
-      ValueError: a file is invalid.
-      OSError: a file cannot be read or written.
-    """
-    destination.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
-    if (content := with_required_bos(source)) is not None:
-        (destination / FILES[0]).write_text(content, "utf-8")
-
-
-def with_required_bos(directory: Path) -> str | None:
-    """Returns tokenizer.json with a post-processor that adds BOS, if tokenizer_config.json requires
-    BOS and the file does not add it. None if the file is right as it is, or absent.
-
-    transformers ignores ``add_bos_token`` next to a tokenizer.json, and would encode text without
-    the BOS that :meth:`Tokenizer.encode` adds.
-
-    Raises:
-      ValueError: a file is invalid.
-    """
-    path = directory / FILES[0]
-    config = special_tokens.read_object(directory / special_tokens.CONFIG)
-    if not path.is_file() or not config.get("add_bos_token"):
-        return None
-    tokenizer, declared = _read(path), special_tokens.read_special_tokens(directory)
-    declared.add_to(tokenizer)
-    if (bos := declared.names.get("bos_token")) is None:
-        return None
-    before = path.read_text("utf-8")
-    content = special_tokens.with_bos_processor(before, bos, tokenizer.token_to_id(bos))
-    return None if content == before else content
 
 
 class SpecialTokenDecoder:
@@ -98,7 +48,7 @@ class SpecialTokenDecoder:
 class Tokenizer:
     """Converts text to token ids and back, with the settings of tokenizer_config.json.
 
-    Special tokens are those of :mod:`dsv3_jax.special_tokens`. What tokenizer.json has stored of
+    Special tokens are those of :mod:`dsv3_jax.tokenizer_files`. What tokenizer.json has stored of
     its training is not applied: truncation, padding, and the dropout of merges.
 
     By default text never becomes a control token. If a user's text contains ``<｜Assistant｜>``, it
@@ -119,9 +69,9 @@ class Tokenizer:
         path = directory / FILES[0]
         if not path.is_file():
             raise ValueError(f"{directory}: expected a tokenizer.json, found none")
-        config = special_tokens.read_object(directory / special_tokens.CONFIG)
-        declared = special_tokens.read_special_tokens(directory)
-        self._tokenizer, self._plain_tokenizer = _read(path), _read(path)
+        config = read_object(directory / CONFIG)
+        declared = read_special_tokens(directory)
+        self._tokenizer, self._plain_tokenizer = read_tokenizer(path), read_tokenizer(path)
         for tokenizer in (self._tokenizer, self._plain_tokenizer):
             declared.add_to(tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -401,19 +351,6 @@ class Tokenizer:
         return {"bos_token": "", "eos_token": "", **self._names}
 
 
-def _read(path: Path) -> tokenizers.Tokenizer:
-    """Reads tokenizer.json, without the settings that belong to its training."""
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{path}: not a tokenizer: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if isinstance(tokenizer.model, tokenizers.models.BPE):
-        tokenizer.model.dropout = None
-    return tokenizer
-
-
 def _byte_characters() -> dict[str, int]:
     """Returns the characters with which ByteLevel tokenizers write bytes. Printable characters of
     Latin-1 stand for themselves, and the other bytes have the characters from U+0100 on."""
@@ -464,7 +401,7 @@ def _check_text(name: str, text: Any) -> None:
 
 
 def _model_type(directory: Path) -> Any:
-    return special_tokens.read_object(directory / "config.json").get("model_type")
+    return read_object(directory / "config.json").get("model_type")
 
 
 def longest_of(words: Iterable[str]) -> str:

@@ -64,7 +64,7 @@ from dsv3_jax.cli import allocator
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.drafters import SyntheticDrafter
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import CacheDtype
 from sharding import PRESETS, Exchange, Layout, make_layout
@@ -297,7 +297,7 @@ class Bench:
         }  # fmt: skip
         if cache_dtype := self._arguments.cache_dtype:
             row |= {"cache_dtype": cache_dtype}
-        if implementation := model.layers[0].feed_forward:
+        if implementation := model.feed_forward:
             row |= {"feed_forward": implementation}
         if layout := model.layout:
             row |= {"layers": self._arguments.layers, "layout": self._arguments.layout}

@@ -36,10 +36,9 @@ from jaxtyping import Array, Float, Float32, Int
 import dsv3_jax
 from dsv3_jax.checkpoint.find import DEMOS
 from dsv3_jax.files import atomic_write
-from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.layers.block import DecoderLayer, run_in_order
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
-from dsv3_jax.layers.runner import run_in_order
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.batches import held_out_batches, target_count

@@ -30,7 +30,7 @@ import numpy as np
 import dsv3_jax
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.completion import Generation, Speculation
-from dsv3_jax.parameter_count import parameter_count
+from dsv3_jax.initialization import parameter_count
 
 PROMPT, NEW = 128, 256
 Drafting = tuple[str | None, int | Literal["auto"]]

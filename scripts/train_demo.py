@@ -37,8 +37,8 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_file, atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
-from dsv3_jax.special_tokens import with_bos_processor
 from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.tokenizer_files import with_bos_processor
 from dsv3_jax.training import run as training_run
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import Corpus, is_held_out, pack, read_corpus

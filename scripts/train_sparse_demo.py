@@ -39,10 +39,9 @@ from jaxtyping import Array, Float, Float32, Int
 from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.writer import write_checkpoint
-from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.layers.block import DecoderLayer, run_in_order
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation, rotation_at
-from dsv3_jax.layers.runner import run_in_order
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization

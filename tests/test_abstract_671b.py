@@ -12,9 +12,8 @@ from dsv3_jax.accounting import checkpoint_bytes
 from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.tensor_table import TensorSpec, copies, tensor_table
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.initialization import abstract_model
+from dsv3_jax.initialization import abstract_model, parameter_count
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.parameter_count import parameter_count
 
 # deepseek-r1 is the same network as deepseek-v3. The tensors of deepseek-v3.1 are among those of
 # deepseek-v3.2, which has a test of its own.

@@ -44,9 +44,8 @@ def program(form, T, *, steps=1, platform="tpu"):
         def step(i, carry):
             x, pages = carry
             rotation = rotation_at(CONFIG, starts[:, None] + i * T + jnp.arange(T))
-            return attention.extend(
-                x, rotation, LayerCache(pages, tables, starts + i * T, valid), form
-            )
+            cache = LayerCache(pages, tables, starts + i * T, valid)
+            return attention.extend_batches(x, rotation, [cache], [form])
 
         return jax.lax.fori_loop(0, steps, step, (x, pages))
 

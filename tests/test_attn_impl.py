@@ -21,10 +21,11 @@ from dsv3_jax.accounting import cache_bytes_per_token, count_parameters, flops_p
 from dsv3_jax.attn_impl import ATTN_IMPLS, check_attn_impl, decode_attention
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers import attention_by_heads, attention_variants
-from dsv3_jax.layers.attention_variants import materialize
+from dsv3_jax.layers import cached_attention
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator
+from dsv3_jax.overrides import attention_variants
+from dsv3_jax.overrides.attention_variants import materialize
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.covering import slow_except
@@ -45,7 +46,7 @@ every_impl = pytest.mark.parametrize("attn_impl", ATTN_IMPLS)
 def _short_blocks():
     """Sets context blocks to two pages per sequence, so that 41 tokens span three blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_by_heads, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
+        patch.setattr(cached_attention, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
         patch.setattr(attention_variants, "_STEP_TOKENS", 2 * PAGE)
         yield
 

@@ -18,7 +18,7 @@ from benchmarks.integers import INT4_RMS, INT8_RMS
 from dsv3_jax.accounting import distinct_experts
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import CacheSpec, PagePool
-from dsv3_jax.layers import latent_cache
+from dsv3_jax.layers import paged_cache
 from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.layers.moe import MoE
 from pallas_kernels.sparse_index import scaled_pages
@@ -117,7 +117,7 @@ def test_random_caches_are_of_the_format_that_attention_reads(cache_dtype):
     pool = random_cache.fill(PagePool.empty(spec, 5, page_size=8), config)
     assert len(pool.layers) == len(pool.mtp) == 1
     for layer in (*pool.layers, *pool.mtp):
-        latents = np.asarray(latent_cache.read(config, layer["latent"], jnp.float32))
+        latents = np.asarray(paged_cache.read_latents(config, layer["latent"], jnp.float32))
         keys, scales = layer["index_key"], jnp.ones((5, 8))
         if cache_dtype is not None:
             keys, scales = scaled_pages.split(keys, 32, 8)

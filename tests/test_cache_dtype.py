@@ -16,9 +16,8 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine.device.cache_size import page_bytes
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool
-from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import Indexer, hadamard
-from dsv3_jax.layers.paged_cache import LayerCacheSpec
+from dsv3_jax.layers.paged_cache import Form, LayerCacheSpec
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import cached_token_bytes

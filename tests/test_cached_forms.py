@@ -14,7 +14,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.kv_cache import LatentKVCache, PagePool, SequenceTables
-from dsv3_jax.layers import attention_by_heads
+from dsv3_jax.layers import cached_attention
 from dsv3_jax.layers.moe import MoE
 from dsv3_jax.layers.paged_cache import LayerCache, PageShard
 from dsv3_jax.model import DeepSeekV3
@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, (BATCH, LENGTHS.max()))
 def _short_blocks():
     """Sets context blocks to two and three pages, so that 113 tokens span several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_by_heads, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
+        patch.setattr(cached_attention, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
         yield
 
@@ -229,7 +229,7 @@ def test_sequences_are_independent(form, model, empty):
 def test_a_prompt_of_many_blocks_really_has_them(model):
     """The compiled programs used the patched sizes."""
     longest = LENGTHS.max()
-    assert longest > 5 * attention_by_heads._CONTEXT_TOKENS / BATCH
+    assert longest > 5 * cached_attention._CONTEXT_TOKENS / BATCH
     assert longest > 3 * model.config.rope_scaling.original_max_position_embeddings
 
 
@@ -241,15 +241,15 @@ def test_a_block_is_no_longer_than_the_page_table(model, empty, monkeypatch):
         lengths.append(keys.shape[1])
         return mla_prefill(q, keys, *rest, **options)
 
-    monkeypatch.setattr(attention_by_heads, "mla_prefill", watched)
-    monkeypatch.setattr(attention_by_heads, "_CONTEXT_TOKENS", 2 * PAGE * PAGES * BATCH)
+    monkeypatch.setattr(cached_attention, "mla_prefill", watched)
+    monkeypatch.setattr(cached_attention, "_CONTEXT_TOKENS", 2 * PAGE * PAGES * BATCH)
     layer = model.layers[0].self_attn
     c, starts = model.config, jnp.full(BATCH, PAGE, jnp.int32)
     cache = LayerCache(empty.pool.layers[0], empty.block_tables, starts, jnp.ones((BATCH, 7), bool))
     q = jnp.ones((BATCH, 7, c.num_attention_heads, c.qk_head_dim))
     new = jnp.ones((BATCH, 7, c.latent_dim))
     shard = PageShard(PAGE)
-    attention_by_heads.attend_by_heads(
+    cached_attention.attend_by_heads(
         q, new, cache.pages["latent"], cache, shard, layer.expand, scale=1.0
     )
     assert set(lengths) == {7, PAGE * PAGES}

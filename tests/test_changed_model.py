@@ -12,10 +12,11 @@ from dsv3_jax import Generator
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import random_model
-from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers import around_attention
+from dsv3_jax.kv_cache import LatentKVCache, TokenBatch
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.logical_axes import parameter_shardings
+from dsv3_jax.layers.paged_cache import CachedArray, append_batches, join_tokens
+from dsv3_jax.overrides import few_tokens
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.trainer import Trainer
 from sharding import DEFAULT_RULES, make_mesh
@@ -48,6 +49,34 @@ class LowRank(Linear):
 
     def __call__(self, x, out_dtype=None):
         return super().__call__(x, out_dtype) + 1
+
+
+class Averaging(nnx.Module):
+    """An attention that weighs all visible tokens alike."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(7), (D, D)) * 0.1)
+
+    def __call__(self, x, rotation):
+        values = x @ self.kernel[...]
+        return jnp.cumsum(values, axis=1) / (1 + jnp.arange(x.shape[1]))[:, None], values
+
+    def extend_batches(self, x, rotation, caches, forms):
+        batches = append_batches({"values": x @ self.kernel[...]}, caches, None)
+        means = []
+        for cache in (batch.cache for batch in batches):
+            B, T = cache.valid.shape
+            values = cache.pages["values"][cache.block_tables].reshape(B, -1, D)
+            seen = cache.starts[:, None] + 1 + jnp.arange(T)
+            weights = (jnp.arange(values.shape[1]) < seen[..., None]) / seen[..., None]
+            means.append(weights @ values)
+        return join_tokens(means), batches[0].cache.pages
+
+    def cache_spec(self, dtype):
+        return {"values": CachedArray(D, dtype)}
+
+    def precompute_for_decode(self, dtype):
+        pass
 
 
 def model() -> Any:
@@ -91,13 +120,17 @@ def replace_head(model: Any) -> None:
     model.lm_head = Map(D, CONFIG.vocab_size)
 
 
+def replace_attention(model: Any) -> None:
+    model.layers[0].self_attn = Averaging()
+
+
 CHANGES = [
-    *(replace_mlp, replace_moe, skip_mlp, replace_norms, replace_projections, replace_head),
-    low_rank,
+    *(replace_mlp, replace_moe, skip_mlp, replace_norms, replace_projections, replace_attention),
+    *(replace_head, low_rank),
 ]
 
 
-QUICK = replace_mlp, low_rank
+QUICK = replace_mlp, replace_attention, low_rank
 SLOW = [pytest.param(change, marks=pytest.mark.slow) for change in CHANGES if change not in QUICK]
 
 
@@ -116,6 +149,24 @@ def test_a_replaced_module_is_called(change):
     assert relative_error(decoded, logits[:, 5:]) < 1e-5
 
 
+def test_a_replaced_attention_runs_prompts_and_decoding_sequences_together():
+    changed = model()
+    replace_attention(changed)
+    want = changed(TOKENS)
+    cache = LatentKVCache.init(changed.cache_spec(), 2, 16)
+    _, cache = extend(changed, TOKENS[1:, :5].repeat(2, 0), np.array([0, 5]), cache, "expanded")
+    first = jax.tree.map(lambda x: x[:1], cache.sequences)
+    second = jax.tree.map(lambda x: x[1:], cache.sequences)
+    batches = [
+        TokenBatch(TOKENS[:1, :7], jnp.array([7]), first, "expanded"),
+        TokenBatch(TOKENS[1:, 5:6], jnp.array([1]), second, "absorbed"),
+    ]
+    hidden, _, _ = changed.extend_batches(batches, cache.pool)
+    prompt, decoded = (changed.logits(each.post_norm) for each in hidden)
+    assert relative_error(prompt, want[:1, :7]) < 1e-5
+    assert relative_error(decoded, want[1:, 5:6]) < 1e-5
+
+
 def test_a_replaced_linear_map_is_its_own_function():
     """The fused form of the MLP would read the weight and never call the map."""
     changed = model()
@@ -127,17 +178,18 @@ def test_a_replaced_linear_map_is_its_own_function():
 
 
 def test_the_kernels_of_a_layer_refuse_what_they_would_not_call(monkeypatch):
-    monkeypatch.setattr(around_attention, "_runs", lambda layout: True)
-    for change in (*CHANGES[:-2], low_rank):
+    monkeypatch.setattr(few_tokens, "require_hopper", lambda: None)
+    for change in (change for change in CHANGES if change is not replace_head):
         changed = model()
         change(changed)
         layer = changed.layers[int(change is replace_moe)]
-        assert not around_attention.is_preferred(layer, 1)
+        assert few_tokens.choose(layer, None, 1) is None
+        assert few_tokens.choose(layer, ("mosaic_gpu", "separate"), 1) is None
         with pytest.raises(
             NotImplementedError, match="takes layers of the model's own modules, got"
         ):
-            around_attention.in_one_kernel(layer, jnp.zeros((1, 1, D)), None, None, None)
-    assert around_attention.is_preferred(model().layers[0], 1)
+            few_tokens.choose(layer, "mosaic_gpu", 1)
+    assert few_tokens.choose(model().layers[0], None, 1) is not None
 
 
 def test_a_generator_describes_itself():

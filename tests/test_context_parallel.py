@@ -10,7 +10,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
-from dsv3_jax.layers import attention_by_heads, context_parallel
+from dsv3_jax.layers import cached_attention
 from dsv3_jax.layers.logical_axes import check_layout
 from dsv3_jax.layers.paged_cache import PageShard
 from dsv3_jax.offline.generator import Generator
@@ -52,9 +52,9 @@ def _small():
     """Sets context blocks to two and three pages, so that outputs of a prompt's chunk are summed
     and those of a decode step gathered."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_by_heads, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
+        patch.setattr(cached_attention, "_CONTEXT_TOKENS", 2 * PAGE * BATCH)
         patch.setattr(mla_decode_cpu, "_BLOCK_TOKENS", 3 * PAGE)
-        patch.setattr(context_parallel, "_GATHERED_BYTES", 38_000)
+        patch.setattr(cached_attention, "_GATHERED_BYTES", 38_000)
         yield
 
 
@@ -126,7 +126,7 @@ def test_pages_of_an_empty_cache(name):
 def test_merged(monkeypatch, bytes_at_once, collectives):
     """Compares with the formula in float64, with one collective or two, for queries for which some
     or all devices have no token, and log-sum-exps whose exponentials float32 cannot hold."""
-    monkeypatch.setattr(context_parallel, "_GATHERED_BYTES", bytes_at_once)
+    monkeypatch.setattr(cached_attention, "_GATHERED_BYTES", bytes_at_once)
     layout, rng = sharing_tokens(4), np.random.default_rng(0)
     outs, lses = rng.standard_normal((4, 2, 3, 4, 8)), 300 * rng.standard_normal((4, 2, 3, 4))
     blind = rng.random(lses.shape) < 0.4
@@ -135,7 +135,7 @@ def test_merged(monkeypatch, bytes_at_once, collectives):
     spec = layout.partition_spec(("cached_tokens",))
 
     def body(out, lse):
-        return context_parallel.merge_devices(out[0], lse[0], layout)[None]
+        return cached_attention.merge_devices(out[0], lse[0], layout)[None]
 
     run = jax.jit(layout.shard_map(body, (spec, spec), spec))
     got = run(outs.astype("float32"), lses.astype("float32"))

@@ -17,11 +17,10 @@ from flax import nnx
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.tensor_table import tensor_table
-from dsv3_jax.initialization import abstract_model
+from dsv3_jax.initialization import abstract_model, parameter_count
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.parameter_count import parameter_count
 from dsv3_jax.quantization import INT4, INT8, IntegerQuantization
 from tests.pallas_kernels.numerics import spread, unpack_int4
 from tests.support.checkpoints import tiny_config

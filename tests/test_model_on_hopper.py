@@ -12,8 +12,8 @@ from flax import nnx
 from benchmarks.decode import models
 from dsv3_jax import presets
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.on_mesh import stored_shardings
+from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.offline.generator import Generator
 from pallas_kernels import dispatch
 from sharding import make_layout

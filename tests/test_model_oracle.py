@@ -23,7 +23,7 @@ from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.layers.rope import inverse_frequencies, rotate, rotation_at
 from dsv3_jax.layers.router import Router
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.outputs import Aux
+from dsv3_jax.model_io import Aux
 from dsv3_jax.yarn import YarnScaling
 from tests.support.checkpoints import BIAS, random_tensors, tiny_config, write_checkpoint
 from tests.support.oracle import (

@@ -1,4 +1,4 @@
-"""Layers choose the kernels of ``around_attention`` if the caller names nothing."""
+"""Programs of few tokens use the kernels of ``few_tokens`` if the caller names nothing."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from benchmarks.decode import models
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine.device.model_arrays import ModelArrays
-from dsv3_jax.layers import around_attention
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.overrides import few_tokens
 from tests.support.checkpoints import tiny_config
 
 
@@ -23,7 +23,7 @@ def layer_of(name, weights, *, dense):
 
 
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(around_attention, "require_hopper", lambda: None)
+    monkeypatch.setattr(few_tokens, "require_hopper", lambda: None)
 
 
 _PATHS = {
@@ -51,18 +51,19 @@ READ = [
 @pytest.mark.parametrize(("name", "weights", "dense", "megabytes", "most"), READ)
 def test_layers_that_prefer_the_kernels(name, weights, dense, megabytes, most, monkeypatch):
     layer = layer_of(name, weights, dense=dense)
-    assert around_attention.read_bytes(layer) / 1e6 == pytest.approx(megabytes, rel=1e-3)
-    assert not around_attention.is_preferred(layer, 1)  # not on this machine
+    assert few_tokens.read_bytes(layer) / 1e6 == pytest.approx(megabytes, rel=1e-3)
+    assert few_tokens.choose(layer, None, 1) is None  # not on this machine
     on_hopper(monkeypatch)
-    preferred = [around_attention.is_preferred(layer, tokens) for tokens in range(1, 9)]
-    assert preferred == [tokens <= most for tokens in range(1, 9)]
+    chosen = [few_tokens.choose(layer, None, tokens) is not None for tokens in range(1, 9)]
+    assert chosen == [tokens <= most for tokens in range(1, 9)]
+    assert few_tokens.choose(layer, "separate", 1) is None
 
 
 def test_a_counter_only_where_the_kernels_run(monkeypatch):
-    assert around_attention.shared_counter(None, 1) is None
+    assert few_tokens.shared_counter(None, 1) is None
     on_hopper(monkeypatch)
-    assert around_attention.shared_counter(None, 8) is not None
-    assert around_attention.shared_counter(None, 9) is None
+    assert few_tokens.shared_counter(None, 8) is not None
+    assert few_tokens.shared_counter(None, 9) is None
 
 
 @pytest.mark.slow
@@ -70,8 +71,8 @@ def test_a_deterministic_engine_keeps_separate_operations():
     model = DeepSeekV3(ModelConfig.from_hf(tiny_config(num_hidden_layers=1)), rngs=nnx.Rngs(0))
     for whole_sequences, expected in ((False, None), (True, "separate")):
         arrays = ModelArrays.of(model, whole_sequences=whole_sequences)
-        assert arrays.model(arrays.leaves).layers[0].feed_forward == expected
+        assert arrays.model(arrays.leaves).feed_forward == expected
     model.use_feed_forward("mosaic_gpu")
     arrays = ModelArrays.of(model, whole_sequences=True)
-    assert arrays.model(arrays.leaves).layers[0].feed_forward == "mosaic_gpu"
-    assert model.layers[0].feed_forward == "mosaic_gpu"
+    assert arrays.model(arrays.leaves).feed_forward == "mosaic_gpu"
+    assert model.feed_forward == "mosaic_gpu"

@@ -5,6 +5,7 @@ computes follows from its graph and its arrays, so these are compared: nothing i
 Trainer's case is in tests/training/test_steps.py, whose compiled steps it shares.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -18,12 +19,11 @@ from flax import nnx
 from dsv3_jax import ModelConfig
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.writer import write_checkpoint
-from dsv3_jax.initialization import abstract_model
+from dsv3_jax.initialization import abstract_model, parameter_count
 from dsv3_jax.inspection import What, capture
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.parameter_count import parameter_count
 from dsv3_jax.quantization import INT4, BlockQuantization
 from sharding import Placement, make_layout
 from tests.support.checkpoints import tiny_config
@@ -58,7 +58,9 @@ def assert_placed(model: DeepSeekV3, base: DeepSeekV3, placement: Placement) -> 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 5)), jnp.int32)
 COUNTS = jnp.array([5, 3], jnp.int32)
 CACHE = LatentKVCache.init(CacheSpec.of_config(CONFIG, jnp.float32, mtp=True), 2, 16)
-CACHE = CACHE.counting_routing(2, CONFIG.n_routed_experts)
+CACHE = dataclasses.replace(
+    CACHE, routing_counts=jnp.zeros((2, CONFIG.n_routed_experts), jnp.int32)
+)
 HIDDEN = jnp.ones((2, 5, CONFIG.hidden_size))
 
 

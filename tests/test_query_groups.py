@@ -9,7 +9,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers import query_groups
+from dsv3_jax.layers import cached_attention
 from dsv3_jax.model import DeepSeekV3
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -78,15 +78,15 @@ def test_on_a_mesh(directory, expanded):
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 22])
 def test_groups_are_joined_again(tokens):
     x = np.arange(3 * tokens * 2).reshape(3, tokens, 2)
-    groups = query_groups.split(jnp.asarray(x))
-    assert groups.shape[0] == 3 * query_groups.num_groups(tokens)
-    assert groups.shape[1] <= query_groups.GROUP_TOKENS
-    np.testing.assert_array_equal(query_groups.join(groups, tokens), x)
+    groups = cached_attention.split_groups(jnp.asarray(x))
+    assert groups.shape[0] == 3 * cached_attention.num_groups(tokens)
+    assert groups.shape[1] <= cached_attention.GROUP_TOKENS
+    np.testing.assert_array_equal(cached_attention.join_groups(groups, tokens), x)
 
 
 def test_a_group_ends_with_its_own_tokens():
     tables = jnp.arange(6).reshape(2, 3)
     valid = jnp.arange(T) < jnp.asarray([17, 8])[:, None]
-    pages, lengths = query_groups.tables_and_lengths(tables, jnp.asarray([5, 0]), valid)
+    pages, lengths = cached_attention.group_tables(tables, jnp.asarray([5, 0]), valid)
     assert lengths.tolist() == [13, 21, 29, 8, 0, 0]
     np.testing.assert_array_equal(pages, np.repeat(tables, 3, axis=0))

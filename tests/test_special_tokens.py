@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from dsv3_jax import tokenizer as tokenizer_files
-from dsv3_jax.special_tokens import with_bos_processor
+from dsv3_jax import tokenizer_files
 from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.tokenizer_files import with_bos_processor
 from tests.support.tokenizer_files import (
     BOS,
     BY_ID,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import PagePool
-from dsv3_jax.layers import latent_cache
+from dsv3_jax.layers import paged_cache
 from pallas_kernels.sparse_index import scaled_pages
 
 PAGES = 1024  # filled at a time, because random bits take more memory than the values
@@ -73,5 +73,5 @@ def _entries(
         pages = scaled_pages.pages_of(entries)
         return jnp.pad(pages, ((0, 0), (0, rows - pages.shape[1]), (0, width - D)))
     latents = jax.random.normal(key, (*shape[:-1], config.latent_dim), jnp.bfloat16)
-    stored = latent_cache.to_float8(config, latents)
+    stored = paged_cache.float8_latents(config, latents)
     return jnp.pad(stored, ((0, 0), (0, 0), (0, shape[-1] - stored.shape[-1])))

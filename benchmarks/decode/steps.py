@@ -24,9 +24,8 @@ from dsv3_jax.engine.device.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
-from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.paged_cache import LayerCache, LayerPages
+from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.model import DeepSeekV3
 

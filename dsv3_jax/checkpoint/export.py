@@ -39,7 +39,7 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.files import atomic_file, atomic_write, free_bytes
 from dsv3_jax.quantization import BlockQuantization
-from dsv3_jax.tokenizer import with_required_bos
+from dsv3_jax.tokenizer_files import with_required_bos
 
 Target = Literal["fp8", "bf16"]
 

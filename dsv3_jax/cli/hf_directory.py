@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Literal
 
-from dsv3_jax import tokenizer as tokenizers
+from dsv3_jax import tokenizer_files
 from dsv3_jax.checkpoint import writer
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.model import DeepSeekV3
@@ -26,7 +26,7 @@ def write(
       tokenizer: directory whose tokenizer files are copied, or None.
     """
     quantization, dtype = _form(weight_format)
-    copy = None if tokenizer is None else functools.partial(tokenizers.copy, tokenizer)
+    copy = None if tokenizer is None else functools.partial(tokenizer_files.copy, tokenizer)
     writer.write_checkpoint(
         model, directory, quantization=quantization, dtype=dtype, add_files=copy
     )

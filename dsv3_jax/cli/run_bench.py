@@ -162,7 +162,7 @@ def _load_name(result: dict[str, Any]) -> str:
 
 def _draw(arguments: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> None:
     from dsv3_jax.viz.canvas import save
-    from dsv3_jax.viz.sweep import LoadPoint, sweep
+    from dsv3_jax.viz.serving import LoadPoint, sweep
 
     fields = [field.name for field in dataclasses.fields(LoadPoint) if field.name != "label"]
     points = [

@@ -26,9 +26,8 @@ from dsv3_jax.cli.stop_request import StopRequest
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
 from dsv3_jax.generation_config import with_absent_tokens
-from dsv3_jax.initialization import abstract_model, random_model
+from dsv3_jax.initialization import abstract_model, parameter_count, random_model
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.parameter_count import parameter_count
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig

@@ -13,7 +13,7 @@ are computed in two orders:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,39 +22,75 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers import latent_cache, query_groups
-from dsv3_jax.layers.attention_by_heads import attend_by_heads
-from dsv3_jax.layers.attention_interface import AbsorbedQueries, Form
-from dsv3_jax.layers.context_parallel import attend_local, merge_devices
+from dsv3_jax.layers.cached_attention import (
+    attend_by_heads,
+    attend_local,
+    group_tables,
+    join_groups,
+    merge_devices,
+    split_groups,
+)
 from dsv3_jax.layers.linear import Linear, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.layers.paged_cache import (
     AppendedTokens,
+    Form,
     LayerCache,
     LayerCacheSpec,
     LayerPages,
-    PageShard,
     append_batches,
+    float8_latents,
     join_tokens,
+    latent_cache_spec,
+    read_latents,
     split_tokens,
 )
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
-from pallas_kernels import (
-    mla_decode,
-    mla_decode_parts,
-    mla_decode_whole_sequences,
-    mla_prefill,
-    target,
-)
-from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels import mla_decode, mla_decode_whole_sequences, mla_prefill, target
 from pallas_kernels.mla_decode.schedule import Schedule
 from sharding import Layout
 
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
 # differs in Moonlight (1e-5).
 _LATENT_NORM_EPS = 1e-6
+
+
+class Attention(Protocol):
+    """The methods that a decoder layer and a model call."""
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T D"], Array]:
+        """Returns causal self-attention of whole sequences, and what a cache would store."""
+        ...
+
+    def extend_batches(
+        self,
+        x: Float[Array, "_ _ D"],
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+    ) -> tuple[Float[Array, "_ _ D"], LayerPages]:
+        """Returns attention of new tokens to the cached ones of their sequences and themselves.
+
+        The second result is the page arrays with the new tokens.
+
+        Args:
+          x: the tokens of all batches, see :func:`join_tokens`.
+          caches: one for each batch, with the same page arrays.
+          forms: the form of each batch.
+        """
+        ...
+
+    def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
+        """Returns the page arrays that the layer caches, for activations of ``dtype``."""
+        ...
+
+    def precompute_for_decode(self, dtype: DTypeLike) -> None:
+        """Computes once what every decode step needs from the weights."""
+        ...
 
 
 class UpProjections(NamedTuple):
@@ -83,14 +119,8 @@ class MultiHeadLatentAttention(nnx.Module):
         D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
 
         def linear(n_in: int, n_out: int) -> Linear:
-            return Linear(
-                n_in,
-                n_out,
-                std=config.initializer_range,
-                rngs=rngs,
-                dtype=dtype,
-                quantization=quantization,
-            )
+            settings = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
+            return Linear(n_in, n_out, std=config.initializer_range, **settings)
 
         if (Q := config.q_lora_rank) is None:
             self.q_proj = linear(D, H * config.qk_head_dim)
@@ -112,7 +142,7 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
         B, T, _ = x.shape
-        latent = latent_cache.read(self.config, self.stored_latents(x, rotation), x.dtype)
+        latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
         keys, values = self.expand(latent)
         out, _ = mla_prefill(
             jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1),
@@ -124,15 +154,6 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         return self.output(out), latent
 
-    def extend(
-        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
-    ) -> tuple[Float[Array, "B T D"], LayerPages]:
-        """Returns attention of T new tokens per sequence to the cached ones and themselves.
-
-        The second result is the page arrays with the new tokens' latents.
-        """
-        return self.extend_batches(x, rotation, (cache,), (form,))
-
     def extend_batches(
         self,
         x: Float[Array, "_ _ D"],
@@ -140,19 +161,12 @@ class MultiHeadLatentAttention(nnx.Module):
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
     ) -> tuple[Float[Array, "_ _ D"], LayerPages]:
-        """Like :meth:`extend` for several batches that attend in different forms.
-
-        All projections process the tokens of all batches together, so that weights are read once.
-
-        Args:
-          x: the tokens of all batches, see :func:`join_tokens`.
-          caches: one for each batch, with the same page arrays.
-          forms: the form of each batch.
-        """
-        heads, pages = self.attend_batches(x, rotation, caches, forms)
+        """See :class:`Attention`. All projections process the tokens of all batches together, so
+        that weights are read once."""
+        heads, pages = self.attend(x, rotation, caches, forms)
         return self.output(heads), pages
 
-    def attend_batches(
+    def attend(
         self,
         x: Float[Array, "_ _ D"],
         rotation: Rotation,
@@ -160,66 +174,26 @@ class MultiHeadLatentAttention(nnx.Module):
         forms: Sequence[Form],
     ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
         """Does :meth:`extend_batches` without the output projection."""
-        query_latent = self.query_latent(x)
-        queries = self.queries(query_latent, rotation)
+        query_latent = self.query_latent(x)  # [_, _, Q]
+        q_nope, q_rope = self.queries(query_latent, rotation)  # [_, _, H, N], [_, _, H, R]
         appended = self._append(x, query_latent, rotation, caches)
-        return self._attend_batches(queries, appended, caches, forms, x.dtype)
-
-    def attend_absorbed(
-        self, queries: AbsorbedQueries, caches: Sequence[LayerCache]
-    ) -> Float[Array, "_ _ H C"]:
-        """Returns attention's output before W_UV, after all that comes before attention itself.
-
-        Args:
-          caches: without the new tokens, which are in ``queries.pages``. On one device.
-        """
-        q_latent, q_rope, pages = queries
-        page_size = caches[0].page_size
-        appended = [
-            AppendedTokens({}, cache._replace(pages=pages), PageShard(page_size))
-            for cache in caches
-        ]
-        return self._attend_latents(q_latent, q_rope, appended)[0]
-
-    def attend_in_parts(self, queries: AbsorbedQueries, caches: Sequence[LayerCache]) -> Parts:
-        """Does :meth:`attend_absorbed` without merging the parts of split sequences.
-
-        Raises:
-          NotImplementedError: there are several batches.
-        """
-        if len(caches) > 1:
-            raise NotImplementedError(f"takes attention of one batch in parts, got {len(caches)}")
-        q_latent, q_rope, pages = queries
-        arrays, schedule = self._decode_arguments(q_latent, q_rope, caches[0]._replace(pages=pages))
-        return mla_decode_parts(*arrays, scale=self.config.softmax_scale, schedule=schedule)[0]
-
-    def _attend_batches(
-        self,
-        queries: tuple[Float[Array, "_ _ H N"], Float[Array, "_ _ H R"]],
-        appended: Sequence[AppendedTokens],
-        caches: Sequence[LayerCache],
-        forms: Sequence[Form],
-        dtype: DTypeLike,
-    ) -> tuple[Float[Array, "_ _ H V"], LayerPages]:
-        """Attends with all batches' queries, after their tokens have been appended."""
         pages = appended[0].cache.pages
         if "expanded" not in forms:
-            q_nope, q_rope = queries
-            out, lse = self._attend_latents(self._fold(q_nope), q_rope, appended)
-            out = merge_devices(self.unfold(out, dtype), lse, self.layout)
-            return out.astype(dtype), pages
+            out, lse = self.attend_latents(self._fold(q_nope), q_rope, appended)
+            out = merge_devices(self.unfold(out, x.dtype), lse, self.layout)  # [_, _, H, V]
+            return out.astype(x.dtype), pages
         outputs = []
         for i, batch in enumerate(appended):
-            q_nope, q_rope = (split_tokens(q, caches)[i] for q in queries)
+            batch_nope, batch_rope = (split_tokens(q, caches)[i] for q in (q_nope, q_rope))
             if forms[i] == "absorbed":
-                out, lse = self._attend_absorbed(self._fold(q_nope), q_rope, batch)
-                out = self.unfold(out, dtype)
+                out, lse = self._attend_absorbed(self._fold(batch_nope), batch_rope, batch)
+                out = self.unfold(out, x.dtype)  # [B, T, H, V]
             else:
-                out, lse = self._attend_expanded(q_nope, q_rope, batch)
-            outputs.append(merge_devices(out, lse, self.layout).astype(dtype))
+                out, lse = self._attend_expanded(batch_nope, batch_rope, batch)
+            outputs.append(merge_devices(out, lse, self.layout).astype(x.dtype))
         return join_tokens(outputs), pages
 
-    def _attend_latents(
+    def attend_latents(
         self,
         q_latent: Float[Array, "_ _ H C"],
         q_rope: Float[Array, "_ _ H R"],
@@ -238,21 +212,16 @@ class MultiHeadLatentAttention(nnx.Module):
         return join_tokens(outs), join_tokens(lses)
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
-        """Returns the array that the layer caches, see :mod:`latent_cache`."""
-        return latent_cache.latent_cache_spec(self.config, dtype, float8=self.float8_latents)
+        """Returns the array that the layer caches, see :func:`latent_cache_spec`."""
+        return latent_cache_spec(self.config, dtype, float8=self.float8_latents)
 
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
-        """Computes :meth:`up_projections` now instead of at every absorbed step.
-
-        Code that changes the weights later must start from a model without them.
-        """
+        """Computes :meth:`up_projections` now instead of at every absorbed step. Code that changes
+        the weights later must start from a model without them."""
         self._absorbed = nnx.data(self.up_projections(dtype))
 
     def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Q"]:
-        """Returns the input of the query up-projection: the normed output of q_a_proj.
-
-        Without q_a_proj it is ``x``.
-        """
+        """Returns the input of the query up-projection: the normed output of q_a_proj, or ``x``."""
         if self.config.q_lora_rank is None:
             return x
         return self.q_a_layernorm(self.q_a_proj(x))
@@ -278,9 +247,9 @@ class MultiHeadLatentAttention(nnx.Module):
     def stored_latents(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
-        """Returns what the cache stores for each token, see :mod:`latent_cache`."""
+        """Returns what the cache stores for each token, see :func:`latent_cache_spec`."""
         latents = self.latents(x, rotation)
-        return latent_cache.to_float8(self.config, latents) if self.float8_latents else latents
+        return float8_latents(self.config, latents) if self.float8_latents else latents
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:
         """Returns W_UK and W_UV in ``dtype``, precomputed or cut from kv_b_proj."""
@@ -319,10 +288,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return per_head_matmul(q_nope, w_uk, contracted=1, dtype=q_nope.dtype)
 
     def unfold(self, out: Float[Array, "B T H C"], dtype: DTypeLike) -> Float[Array, "B T H V"]:
-        """Returns attention's output multiplied by W_UV, summed in float32.
-
-        The result has ``dtype``, or float32 where devices merge their parts of it.
-        """
+        """Returns attention's output multiplied by W_UV, summed in float32: in ``dtype``, or in
+        float32 where devices merge their parts of it."""
         _, w_uv = self.up_projections(dtype)
         merged = self.layout is not None and self.layout.num_shards("cached_tokens") > 1
         return per_head_matmul(out, w_uv, contracted=2, dtype=jnp.float32 if merged else dtype)
@@ -348,7 +315,7 @@ class MultiHeadLatentAttention(nnx.Module):
         latent, pages = batch.entries["latent"], batch.cache.pages["latent"]
 
         def keys_values(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.expand(latent_cache.read(self.config, stored, q.dtype))
+            return self.expand(read_latents(self.config, stored, q.dtype))
 
         scale = self.config.softmax_scale
         return attend_by_heads(q, latent, pages, batch.cache, batch.shard, keys_values, scale=scale)
@@ -360,19 +327,16 @@ class MultiHeadLatentAttention(nnx.Module):
         batch: AppendedTokens,
         schedule: Schedule | None = None,
     ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-        """Returns attention to the latents on this device, and its log-sum-exp.
-
-        Args:
-          schedule: that of mla_decode, if the caller has computed it.
-        """
+        """Returns attention to the latents on this device, and its log-sum-exp. ``schedule`` is
+        that of mla_decode, if the caller has computed it."""
         scale = self.config.softmax_scale
         cache, shard = batch.cache, batch.shard
         pages, tables, starts = cache.pages["latent"], cache.block_tables, cache.starts
         if shard.num_shards == 1:
-            arrays, own = self._decode_arguments(q_latent, q_rope, cache)
+            arrays, own = self.decode_arguments(q_latent, q_rope, cache)
             schedule = schedule if own is None else own
             groups = mla_decode(*arrays, scale=scale, schedule=schedule)
-            out, lse = (query_groups.join(each, q_latent.shape[1]) for each in groups)
+            out, lse = (join_groups(each, q_latent.shape[1]) for each in groups)
         else:
             latent = batch.entries["latent"]
             out, lse = attend_local(
@@ -380,17 +344,13 @@ class MultiHeadLatentAttention(nnx.Module):
             )
         return out, lse
 
-    def _decode_arguments(
-        self,
-        q_latent: Float[Array, "B T H C"],
-        q_rope: Float[Array, "B T H R"],
-        cache: LayerCache,
+    def decode_arguments(
+        self, q_latent: Float[Array, "B T H C"], q_rope: Float[Array, "B T H R"], cache: LayerCache
     ) -> tuple[tuple[Array, ...], Schedule | None]:
         """Returns the arrays for mla_decode, and its schedule, or None for its own."""
-        arguments = cache.block_tables, cache.starts, cache.valid
-        tables, lengths = query_groups.tables_and_lengths(*arguments)
+        tables, lengths = group_tables(cache.block_tables, cache.starts, cache.valid)
         schedule = None
         if self.whole_sequences:
             schedule = mla_decode_whole_sequences(lengths, max_pages=tables.shape[1])
-        split = query_groups.split(q_latent), query_groups.split(q_rope)
+        split = split_groups(q_latent), split_groups(q_rope)
         return (*split, cache.pages["latent"], tables, lengths), schedule

@@ -53,9 +53,7 @@ class IndexQueries(NamedTuple):
 def index_cache_spec(
     config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
 ) -> LayerCacheSpec:
-    """Returns what an indexer caches: nothing in models without one.
-
-    In float8 they are a scaled array.
+    """Returns what an indexer caches, a scaled array in float8: nothing in models without one.
 
     Raises:
       ValueError: ``index_head_dim`` is not a power of two, so that there is no Hadamard matrix for
@@ -94,10 +92,8 @@ class Indexer(nnx.Module):
         self.weights_proj = Linear(config.hidden_size, J, **kwargs)  # never quantized
 
     def use_float8_keys(self) -> None:
-        """Makes queries and keys float8, with one scale per vector, as in DeepSeek's inference.
-
-        They are multiplied by a Hadamard matrix first. It spreads outliers over all dimensions, and
-        leaves exact dot products as they are.
+        """Makes queries and keys float8, with one scale per vector, as in DeepSeek's inference. A
+        Hadamard matrix spreads outliers first, and leaves exact dot products as they are.
 
         Raises:
           ValueError: see :func:`index_cache_spec`.
@@ -162,7 +158,6 @@ class Indexer(nnx.Module):
           pages, block_tables: the page arrays on this device, with the T new tokens.
           starts: tokens per sequence before the new ones, on all devices that share a sequence.
           shard: this device's part of each sequence. Every device returns the same positions.
-          layout: the layout of the device, or None.
         """
         queries, pages = jax.lax.stop_gradient((queries, pages))
         B, T = queries.weights.shape[:2]

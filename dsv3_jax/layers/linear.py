@@ -65,10 +65,7 @@ class Weight(nnx.Module):
     @property
     def can_take_float8_activations(self) -> bool:
         """Whether activations can be rounded to float8: for float8 weights, and for stacks of int4
-        weights.
-
-        Single int4 matrices of many tokens are multiplied in bfloat16, which XLA does as fast.
-        """
+        weights. Single int4 matrices are multiplied in bfloat16, which XLA does as fast."""
         match self.quantization:
             case BlockQuantization():
                 return True
@@ -83,11 +80,8 @@ class Weight(nnx.Module):
         return (self.weight_scale_inv if float8 else self.weight_scale)[...]
 
     def uses_float8_activations(self, rows: int) -> bool:
-        """Returns whether activations of ``rows`` rows are rounded to float8 before the matmul.
-
-        Args:
-          rows: number of rows of all matrices of the stack together.
-        """
+        """Returns whether activations are rounded to float8 before the matmul, for this number of
+        rows of all matrices of the stack together."""
         matrices = math.prod(self.weight.shape[:-2])
         return self.float8_activations and rows > FEW_TOKENS * matrices
 

@@ -43,12 +43,8 @@ class Experts(nnx.Module):
         quantization: Quantization | None,
     ):
         E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        kwargs = {
-            "std": config.initializer_range,
-            "rngs": rngs,
-            "dtype": dtype,
-            "quantization": quantization,
-        }
+        kwargs: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
+        kwargs["std"] = config.initializer_range
         self.gate_proj = Weight((E, F, D), **kwargs)
         self.up_proj = Weight((E, F, D), **kwargs)
         self.down_proj = Weight((E, D, F), **kwargs)
@@ -142,17 +138,16 @@ class MoE(nnx.Module):
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.replicas: Replicas | None = None  # see place; None: slot p holds expert p
         self.gate = Router(config, rngs=rngs, dtype=dtype)
-        self.experts = Experts(config, rngs=rngs, dtype=dtype, quantization=quantization)
+        kwargs: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
+        self.experts = Experts(config, **kwargs)
         if config.n_shared_experts:
             # Several shared experts are published as one MLP of their summed width.
-            self.shared_experts = MLP(
-                config.hidden_size,
+            F, std = (
                 config.n_shared_experts * config.moe_intermediate_size,
-                std=config.initializer_range,
-                rngs=rngs,
-                dtype=dtype,
-                quantization=quantization,
-                hidden_axis="shared_ffn",
+                config.initializer_range,
+            )
+            self.shared_experts = MLP(
+                config.hidden_size, F, std=std, hidden_axis="shared_ffn", **kwargs
             )
 
     def __call__(
@@ -216,7 +211,8 @@ class MoE(nnx.Module):
         """
         K = self.config.num_experts_per_tok
         if self.replicas is not None:
-            routes = _sorted_by_slot(routes, self._slots(routes), valid, self.num_slots)
+            order, inverse, sizes = sort_pairs(self._slots(routes), valid, self.num_slots)
+            routes = routes._replace(order=order, inverse=inverse, group_sizes=sizes)
         out = self.experts(tokens, routes.order // K, routes.group_sizes)
         # Back in token order, so that every token sums its experts in the same order.
         out = out[routes.inverse].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
@@ -252,11 +248,3 @@ class MoE(nnx.Module):
             combine_dtype=layout.combine_dtype,
         )
         return layout.psum(mixed, "expert_ffn")
-
-
-def _sorted_by_slot(
-    routes: Routes, slots: Int[Array, "M K"], valid: Bool[Array, " M"] | None, num_slots: int
-) -> Routes:
-    """Returns the routes with pairs and group sizes by slot instead of by expert."""
-    order, inverse, group_sizes = sort_pairs(slots, valid, num_slots)
-    return routes._replace(order=order, inverse=inverse, group_sizes=group_sizes)

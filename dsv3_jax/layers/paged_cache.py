@@ -11,16 +11,20 @@ values of all tokens of a page, then their scales, see
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, Shaped, UInt8
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt8
 
-from pallas_kernels import page_width
+from dsv3_jax.config import ModelConfig
+from pallas_kernels import dequantize_latent, float8_token_bytes, page_width, quantize_latent
 from pallas_kernels.sparse_index.scaled_pages import SCALE_BYTES, padded_rows, scale_rows
 from sharding import Layout
+
+Form = Literal["expanded", "absorbed"]
+"""Order of the sums of latent attention, see :mod:`dsv3_jax.layers.attention`."""
 
 PAGE_AXES = (("batch", "cached_tokens"),)
 """Logical axes of a page array. Its first dimension, the pages, is sharded like the sequences, and
@@ -128,10 +132,8 @@ class PageShard(NamedTuple):
         )
 
     def local_lengths(self, lengths: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-        """Returns how many of the first ``lengths`` tokens are on this device.
-
-        They are the first tokens of its own pages, without gaps.
-        """
+        """Returns how many of the first ``lengths`` tokens are on this device. They are the first
+        tokens of its own pages, without gaps."""
         rounds, rest = jnp.divmod(lengths, self.num_shards * self.page_size)
         partial = jnp.clip(rest - self.shard * self.page_size, 0, self.page_size)
         return rounds * self.page_size + partial
@@ -139,10 +141,8 @@ class PageShard(NamedTuple):
     def local_positions(
         self, positions: Int[Array, "*batch"]
     ) -> tuple[Bool[Array, "*batch"], Int[Array, "*batch"]]:
-        """Returns which tokens are on this device, and their positions among its own tokens.
-
-        The positions of tokens on other devices are undefined.
-        """
+        """Returns which tokens are on this device, and their positions among its own tokens, which
+        are undefined for others."""
         page, slot = jnp.divmod(positions, self.page_size)
         is_local = page % self.num_shards == self.shard
         return is_local, page // self.num_shards * self.page_size + slot
@@ -153,13 +153,11 @@ def append(
 ) -> tuple[LayerCache, PageShard]:
     """Writes T new tokens per sequence after the cached ones, if they belong to this device.
 
+    Returns the cache with the new tokens, and this device's part of each sequence.
+
     Args:
       new: what each page array stores for the new tokens. For a scaled array these are the bytes
         that :func:`~pallas_kernels.sparse_index.scaled_pages.token_bytes` returns.
-      layout: the layout of the device, or None.
-
-    Returns:
-      The cache with the new tokens, and this device's part of each sequence.
     """
     shard = PageShard.of_device(layout, cache.page_size)
     T = cache.valid.shape[1]
@@ -193,14 +191,10 @@ def append_batches(
     caches: Sequence[LayerCache],
     layout: Layout | None,
 ) -> list[AppendedTokens]:
-    """Writes the new tokens of several batches, see :func:`append`.
+    """Writes the new tokens of all batches, joined in ``entries``, see :func:`append`.
 
     A sequence may have tokens in several batches or entries of one: all of them are written before
     any is read.
-
-    Args:
-      entries: what each page array stores for the tokens of all batches, joined.
-      caches: one for each batch, with the same page arrays.
     """
     by_batch = [
         dict(zip(entries, values, strict=True))
@@ -275,11 +269,48 @@ def _page_numbers(
 
 
 def new_slots(cache: LayerCache) -> Int[Array, "B T"]:
-    """Returns where :func:`append` stores the new tokens of a cache that is not sharded.
-
-    They are numbers of slots, page by page. The slot of a token that is dropped is -1.
-    """
+    """Returns the slots, numbered page by page, in which :func:`append` stores the new tokens of a
+    cache that is not sharded. The slot of a token that is dropped is -1."""
     P, page_size = len(next(iter(cache.pages.values()))), cache.page_size
     positions = cache.starts[:, None] + jnp.arange(cache.valid.shape[1])
     page = _page_numbers(P, page_size, cache.block_tables, positions, cache.valid)
     return jnp.where(page >= P, -1, page * page_size + positions % page_size)
+
+
+# ---- latents -------------------------------------------------------------------------------------
+
+
+def latent_cache_spec(
+    config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
+) -> LayerCacheSpec:
+    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key.
+
+    In float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns.
+
+    Raises:
+      ValueError: float8 needs latents of another width.
+    """
+    if not float8:
+        return {"latent": CachedArray(config.latent_dim, dtype)}
+    width = float8_token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
+    return {"latent": CachedArray(width, jnp.uint8)}
+
+
+def float8_latents(
+    config: ModelConfig, latents: Float[Array, "B T CR"]
+) -> UInt8[Array, "B T bytes"]:
+    """Returns latents and rope keys as a float8 cache stores them."""
+    C = config.kv_lora_rank
+    return quantize_latent(latents[..., :C], latents[..., C:])
+
+
+def read_latents(
+    config: ModelConfig,
+    stored: Float[Array, "B S columns"] | UInt8[Array, "B S bytes"],
+    dtype: DTypeLike,
+) -> Float[Array, "B S CR"]:
+    """Returns the latents and rope keys that either kind of cache stores."""
+    if stored.dtype != jnp.uint8:
+        return stored[..., : config.latent_dim].astype(dtype)
+    columns = config.kv_lora_rank, config.qk_rope_head_dim
+    return jnp.concatenate(dequantize_latent(stored, dtype, columns=columns), axis=-1)

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers import latent_cache, query_groups
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.cached_attention import group_tables, split_groups
 from dsv3_jax.layers.indexer import Indexer, IndexQueries
 from dsv3_jax.layers.paged_cache import (
     AppendedTokens,
@@ -25,6 +25,7 @@ from dsv3_jax.layers.paged_cache import (
     LayerCacheSpec,
     PageShard,
     append_batches,
+    read_latents,
     split_tokens,
 )
 from dsv3_jax.layers.rope import Rotation
@@ -58,7 +59,7 @@ class SparseAttention(MultiHeadLatentAttention):
         if self.is_dense or self.indexer.topk >= T:
             return super().__call__(x, rotation)
         query_latent = self.query_latent(x)
-        latent = latent_cache.read(self.config, self.stored_latents(x, rotation), x.dtype)
+        latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
         q_nope, q_rope = self.queries(query_latent, rotation)
         indices = self.indexer.select(
             self.indexer.queries(x, query_latent, rotation),
@@ -118,10 +119,8 @@ class SparseAttention(MultiHeadLatentAttention):
         dense, cache = super()._attend_absorbed, batch.cache
         if batch.shard.num_shards == 1 and schedule is None:
             # All layers have the same. XLA would not notice that inside of a conditional.
-            tables, lengths = query_groups.tables_and_lengths(
-                cache.block_tables, cache.starts, cache.valid
-            )
-            _, queries, heads, _ = query_groups.split(q_latent).shape
+            tables, lengths = group_tables(cache.block_tables, cache.starts, cache.valid)
+            _, queries, heads, _ = split_groups(q_latent).shape
             schedule = mla_decode_schedule(
                 lengths, queries=queries, heads=heads, max_pages=tables.shape[1]
             )

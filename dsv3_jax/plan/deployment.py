@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, CacheSpec
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.plan.target import Target
 from dsv3_jax.quantization import QUANTIZATIONS, CacheDtype
 from sharding import PRESETS, Exchange, Layout, abstract_layout

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from dsv3_jax.layers.attention_interface import Form
 from dsv3_jax.layers.indexer import SCORE_BYTES
+from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ModelShard
 from pallas_kernels.grouped_matmul.mosaic_gpu import has_many_rows

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.layers.block import DecoderLayer, LayerRunner
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
-from dsv3_jax.layers.runner import LayerRunner
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.training.config import IndexerStage
 from pallas_kernels import sparse_index, top_k

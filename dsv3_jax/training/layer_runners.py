@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.layers.block import DecoderLayer, LayerRunner
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
-from dsv3_jax.layers.runner import LayerRunner
 from sharding import Layout
 from sharding.fsdp import save_all_but_gathered
 

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float32, Int
 
 from dsv3_jax.layers.moe import RoutingStats
-from dsv3_jax.outputs import Aux
+from dsv3_jax.model_io import Aux
 from dsv3_jax.training.corpus import EndToken
 from dsv3_jax.training.tree import Tree
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from dsv3_jax import compile_cache
 from dsv3_jax.compile_cache import CompileProgress
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.runner import run_in_order
+from dsv3_jax.layers.block import run_in_order
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training.corpus import check_document_tokens

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from dsv3_jax import tokenizer as tokenizers
+from dsv3_jax import tokenizer_files
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, publish_directory
 from sharding.distributed import barrier
@@ -225,7 +225,7 @@ def _copy_tokenizer(source: Path | None, out: Path) -> None:
         return
     if partial.exists():
         shutil.rmtree(partial)
-    tokenizers.copy(source, partial)
+    tokenizer_files.copy(source, partial)
     publish_directory(partial, copy)
 
 

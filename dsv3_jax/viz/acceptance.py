@@ -36,11 +36,7 @@ def acceptance_by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
     deepest = max(map(len, acceptance.values()))
     for name, values in acceptance.items():
         axes.plot(range(1, len(values) + 1), values, "o-", label=name)
-    axes.set(
-        xlabel="position of the draft in its step",
-        ylabel="acceptance rate",
-        ylim=(0, 1),
-    )
+    axes.set(xlabel="position of the draft in its step", ylabel="acceptance rate", ylim=(0, 1))
     axes.set_xticks(range(1, deepest + 1))
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.grid(alpha=0.3)

@@ -182,9 +182,7 @@ def bias_updates(
 
 
 def gpu_loads(
-    load: Real[np.ndarray, " E"],
-    placements: Mapping[str, Integer[np.ndarray, " P"]],
-    num_gpus: int,
+    load: Real[np.ndarray, " E"], placements: Mapping[str, Integer[np.ndarray, " P"]], num_gpus: int
 ) -> Figure:
     """Plots the load of each GPU in one layer, with one panel per placement and one bar per expert
     slot. The load of an expert is divided evenly among its replicas.

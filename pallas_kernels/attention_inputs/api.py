@@ -12,7 +12,7 @@ from pallas_kernels.decoder_layer.reference import scales_shape, shape_of
 from pallas_kernels.dispatch import Implementation, dispatch
 
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster
-# depends on the whole layer, see dsv3_jax.layers.around_attention.
+# depends on the whole layer, see dsv3_jax.overrides.few_tokens.
 BACKENDS = {"reference": reference.attention_inputs, "mosaic_gpu": mosaic_gpu.attention_inputs}
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster
-# depends on the whole layer, see dsv3_jax.layers.around_attention.
+# depends on the whole layer, see dsv3_jax.overrides.few_tokens.
 BACKENDS = {"reference": reference.feed_forward, "mosaic_gpu": mosaic_gpu.feed_forward}
 
 

@@ -21,7 +21,7 @@ from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.tensor_table import tensor_table
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.parameter_count import parameter_count
+from dsv3_jax.initialization import parameter_count
 from dsv3_jax.quantization import BlockQuantization
 from sharding import Placement, make_layout
 from tests.checkpoint.files import CONFIG, INDEX, read, read_directory

@@ -12,7 +12,7 @@ from dsv3_jax.client.completions import RequestRecord
 from dsv3_jax.client.results import details, results
 from dsv3_jax.client.workload import Workload
 from dsv3_jax.traces import TRACES
-from dsv3_jax.viz.sweep import LoadPoint, pareto, sweep
+from dsv3_jax.viz.serving import LoadPoint, pareto, sweep
 
 FIRST = RequestRecord(10, start=100.0, chunks=(0.5, 0.7, 1.0), output_tokens=6)
 SECOND = RequestRecord(30, start=100.5, chunks=(1.5,), output_tokens=1)

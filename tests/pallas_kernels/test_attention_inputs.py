@@ -11,8 +11,8 @@ from flax import nnx
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers import around_attention
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.overrides import few_tokens
 from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import attention_inputs
 from pallas_kernels.attention_inputs import kernel, mosaic_gpu, reference
@@ -374,7 +374,7 @@ def test_a_models_tokens_are_those_of_the_plain_path(
     plain, plain_newest, plain_cache = two_steps()
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
     monkeypatch.setitem(LAYER_BACKENDS, "mosaic_gpu", second_half)
-    monkeypatch.setattr(around_attention, "MOST_MERGED", most_merged)  # 64 are in the block tables
+    monkeypatch.setattr(few_tokens, "MOST_MERGED", most_merged)  # 64 are in the block tables
     model.use_feed_forward("mosaic_gpu")
     got, newest, cached = two_steps()
     assert calls == [(2, nope, rank)] * 2

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,13 @@ from flax import nnx
 
 from benchmarks.feed_forward import chain, exact, plain
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.around_attention import arguments as arguments_of
+from dsv3_jax.kv_cache import LatentKVCache, TokenBatch
 from dsv3_jax.layers.block import DecoderLayer
+from dsv3_jax.layers.paged_cache import LayerCache
+from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.overrides.few_tokens import FewTokens
+from dsv3_jax.overrides.few_tokens import arguments as arguments_of
 from dsv3_jax.quantization import IntegerQuantization
 from pallas_kernels import feed_forward
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
@@ -74,7 +78,7 @@ def test_reference_is_the_models_layer(dense):
         1 + jax.random.normal(jax.random.key(1), (config.hidden_size,)) * 0.1
     )
     h = jax.random.normal(jax.random.key(0), (1, 5, config.hidden_size))
-    want, stats = layer._feed_forward(h, jnp.zeros_like(h), None)
+    want, stats = layer.feed_forward(h, jnp.zeros_like(h))
     arrays, options = arguments_of(layer)
     got, chosen = feed_forward(h[0], **arrays, **options)
     check(got, want[0], tolerance(FLOAT32))
@@ -93,7 +97,7 @@ def test_the_benchmark_compares_equal_layers():
     )
     graph, state = nnx.split(layer)
     h = jax.random.normal(jax.random.key(0), (3, config.hidden_size), jnp.bfloat16)
-    want, _ = layer._feed_forward(h[None], jnp.zeros_like(h[None]), None)
+    want, _ = layer.feed_forward(h[None], jnp.zeros_like(h[None]))
     states = [state, state]
     np.testing.assert_array_equal(chain(plain(graph), 1)(h, None, states[:1]), want[0])
     got, wanted = (chain(half(graph), 2)(h, None, states) for half in (plain, exact))
@@ -249,12 +253,16 @@ def test_layers_that_the_kernel_does_not_take():
         quantization=IntegerQuantization(bits=4, group_size=64),
     )
     x = jax.random.normal(jax.random.key(0), (1, 2, config.hidden_size))
-    plain, _ = layer._feed_forward(x, x, None)
-    layer.feed_forward = "mosaic_gpu"
+    rotation = rotation_at(config, jnp.arange(2)[None])
+    pages = {"latent": jnp.zeros((1, 64, config.latent_dim))}
+    cache = LayerCache(pages, jnp.zeros((1, 1), int), jnp.zeros((1,), int), jnp.ones((1, 2), bool))
+    step: Any = layer, x, rotation, [cache], ["absorbed"]
+    plain, _, _ = layer.forward_cached(*step[1:])
     with pytest.raises(NotImplementedError, match="int4 with blocks of 1x128, got Integer"):
-        layer._feed_forward(x, x, None)
-    layer.feed_forward = ("mosaic_gpu", "separate")
-    np.testing.assert_array_equal(layer._feed_forward(x, x, None)[0], plain)
+        FewTokens("mosaic_gpu").forward_cached(*step)
+    np.testing.assert_array_equal(
+        FewTokens(("mosaic_gpu", "separate")).forward_cached(*step)[0], plain
+    )
 
 
 @pytest.mark.slow
@@ -421,10 +429,9 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
     dtype = jnp.bfloat16 if ON_GPU else jnp.float32
     model = DeepSeekV3(ModelConfig.from_hf(raw), rngs=nnx.Rngs(0), dtype=dtype)
     tokens = jnp.asarray([[3, 17]], jnp.int32)
-    plain, plain_aux = model(tokens, return_aux=True)
     cache = LatentKVCache.init(model.cache_spec(), 1, 64)
-    step = tokens, jnp.full((1,), 2, jnp.int32), cache, "absorbed"
-    plain_hidden, _ = model.extend(*step)
+    batch = TokenBatch(tokens, jnp.full((1,), 2, jnp.int32), cache.sequences, "absorbed")
+    (plain_hidden,), _, plain_counts = model.extend_batches([batch], cache.pool)
     calls = []
 
     def by_kernel(*arrays, rule, **options):
@@ -435,13 +442,14 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
     # The kernel before attention refuses these widths.
     model.use_feed_forward(("mosaic_gpu", "separate"))
-    got, aux = model(tokens, return_aux=True)
-    hidden, _ = model.extend(*step)
-    # A step with a cache leaves attention's projection to the kernel.
-    assert calls == [(False, False), (True, False), (False, True), (True, True)]
+    (hidden,), _, counts = model.extend_batches([batch], cache.pool)
+    # Attention's projection is left to the kernel.
+    assert calls == [(False, True), (True, True)]
     bound = 8 * tolerance(FLOAT32 if dtype == jnp.float32 else BFLOAT16)
     check(hidden.pre_norm[0], plain_hidden.pre_norm[0], bound)
-    np.testing.assert_array_equal(aux.routing_counts, plain_aux.routing_counts)
+    for ours, want in zip(counts, plain_counts, strict=True):
+        np.testing.assert_array_equal(ours, want)
+    got, plain = (model.logits(each.post_norm) for each in (hidden, plain_hidden))
     check(got[0], plain[0], bound)
     if dtype == jnp.float32:
         np.testing.assert_array_equal(jnp.argmax(got, -1), jnp.argmax(plain, -1))

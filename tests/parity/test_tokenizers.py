@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import dsv3_jax
-from dsv3_jax import tokenizer as tokenizer_files
+from dsv3_jax import tokenizer_files
 from dsv3_jax.tokenizer import Tokenizer
 from tests.support.tokenizer_files import NAMES, SHAPES, TEXTS, Shape, token, write_shape
 

@@ -10,10 +10,10 @@ from flax import nnx
 
 from dsv3_jax.config import MTPHidden
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.model_io import Aux
 from dsv3_jax.offline.generator import Generator
-from dsv3_jax.outputs import Aux
 
 
 def forward(

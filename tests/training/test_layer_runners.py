@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dsv3_jax.layers.block import LayerRunner, run_in_order
 from dsv3_jax.layers.rope import rotation_at
-from dsv3_jax.layers.runner import LayerRunner, run_in_order
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.trainer import Trainer

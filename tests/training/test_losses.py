@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.outputs import Aux
+from dsv3_jax.model_io import Aux
 from dsv3_jax.training.corpus import EndToken
 from dsv3_jax.training.losses import count_targets, cross_entropy, losses, target_mask
 from tests.support.running import forward

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from dsv3_jax import tokenizer as tokenizers
+from dsv3_jax import tokenizer_files
 from dsv3_jax.initialization import random_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
@@ -189,7 +189,7 @@ def test_a_start_killed_after_its_record_can_be_resumed(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         if operation == "copy":
-            patch.setattr(tokenizers.shutil, "copyfile", killed)
+            patch.setattr(tokenizer_files.shutil, "copyfile", killed)
         else:
             patch.setattr(record, "publish_directory", killed)
         with pytest.raises(KilledError):

@@ -9,7 +9,7 @@ from typing import get_args
 from dsv3_jax.engine.device.step_input import StepShape
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.paged_cache import Form
 from pallas_kernels import target
 from sharding import Layout
 

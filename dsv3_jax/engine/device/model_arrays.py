@@ -75,6 +75,5 @@ def _prepared(model: DeepSeekV3, whole_sequences: bool) -> DeepSeekV3:
     if whole_sequences:
         model.attend_to_whole_sequences()
         # By default an engine for one request would compute other bits than one for several.
-        for layer in (*model.layers, *model.mtp):
-            layer.feed_forward = layer.feed_forward or "separate"
+        model.feed_forward = model.feed_forward or "separate"
     return model

@@ -28,7 +28,7 @@ from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.selection import NewTokens, select_tokens
 from dsv3_jax.kv_cache import LatentKVCache, SequenceTables, TokenBatch
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.outputs import Hidden
+from dsv3_jax.model_io import Hidden
 
 
 class StepOutput(NamedTuple):

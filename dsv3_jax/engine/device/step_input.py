@@ -21,7 +21,7 @@ from jaxtyping import Array, Float32, Int, Int32, UInt32
 from dsv3_jax.generation.adjustments import Adjustments, Penalties
 from dsv3_jax.generation.sampling import Sampling, SamplingMode
 from dsv3_jax.generation.settings import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.paged_cache import Form
 
 
 @dataclasses.dataclass(frozen=True)

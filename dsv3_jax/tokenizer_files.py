@@ -1,4 +1,4 @@
-"""The special tokens that a checkpoint's files declare, as transformers reads them.
+"""The files of a tokenizer: reading them, their special tokens as transformers reads them, copying.
 
 tokenizer.json marks special tokens in its list of added tokens. Published checkpoints also declare
 them elsewhere, and a declaration counts although tokenizer.json lacks the mark:
@@ -15,6 +15,7 @@ A declared token is text, or an object with ``content`` and the flags of an adde
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,16 @@ from tokenizers import AddedToken, processors
 CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
+
+FILES = (
+    "tokenizer.json",
+    CONFIG,
+    SPECIAL_MAP,
+    ADDED,
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a tokenizer, including those that only transformers reads."""
 
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -87,6 +98,19 @@ def read_special_tokens(directory: Path) -> SpecialTokens:
     return SpecialTokens(texts, by_id, list(special.values()))
 
 
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Reads tokenizer.json, without the settings that belong to its training."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path}: not a tokenizer: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, tokenizers.models.BPE):
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object, which is empty if the file does not exist.
 
@@ -128,6 +152,46 @@ def with_bos_processor(tokenizer_json: str, bos: str, bos_id: int | None = None)
         added if before is None else {"type": "Sequence", "processors": [before, added]}
     )
     return json.dumps(content, ensure_ascii=False, indent=2)
+
+
+def copy(source: Path, destination: Path) -> None:
+    """Copies a tokenizer's files into a directory, and creates the directory if necessary.
+
+    The copy of tokenizer.json is that of :func:`with_required_bos`.
+
+    Raises:
+      ValueError: a file is invalid.
+      OSError: a file cannot be read or written.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+    if (content := with_required_bos(source)) is not None:
+        (destination / FILES[0]).write_text(content, "utf-8")
+
+
+def with_required_bos(directory: Path) -> str | None:
+    """Returns tokenizer.json with a post-processor that adds BOS, if tokenizer_config.json requires
+    BOS and the file does not add it. None if the file is right as it is, or absent.
+
+    transformers ignores ``add_bos_token`` next to a tokenizer.json, and would encode text without
+    the BOS that :meth:`Tokenizer.encode` adds.
+
+    Raises:
+      ValueError: a file is invalid.
+    """
+    path = directory / FILES[0]
+    config = read_object(directory / CONFIG)
+    if not path.is_file() or not config.get("add_bos_token"):
+        return None
+    tokenizer, declared = read_tokenizer(path), read_special_tokens(directory)
+    declared.add_to(tokenizer)
+    if (bos := declared.names.get("bos_token")) is None:
+        return None
+    before = path.read_text("utf-8")
+    content = with_bos_processor(before, bos, tokenizer.token_to_id(bos))
+    return None if content == before else content
 
 
 def _by_id(config: Mapping[str, Any]) -> dict[int, AddedToken] | None:

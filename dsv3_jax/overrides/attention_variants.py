@@ -1,12 +1,13 @@
 """The five published attention variants of :mod:`dsv3_jax.attn_impl`, for comparison.
 
-All have equal results. The default attention uses ``CC`` for prefill and ``A_CC_ME`` for decode,
-so ``A_CC_ME`` is the default itself. Each other variant is a subclass of it that overrides
-``extend``, and has the same parameters.
+All compute the same function. The default attention uses ``CC`` for prefill and ``A_CC_ME`` for
+decode, so ``A_CC_ME`` is the default itself. Each other variant is a subclass of it with the same
+parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,14 +18,16 @@ from jaxtyping import Array, Float
 from dsv3_jax.attn_impl import AttnImpl, cached_numbers, check_attn_impl
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
-from dsv3_jax.layers.attention_by_heads import attend_by_heads
-from dsv3_jax.layers.attention_interface import Form
+from dsv3_jax.layers.cached_attention import attend_by_heads
 from dsv3_jax.layers.paged_cache import (
     CachedArray,
+    Form,
     LayerCache,
     LayerCacheSpec,
     LayerPages,
     append,
+    join_tokens,
+    split_tokens,
 )
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import mla_decode
@@ -35,56 +38,89 @@ from sharding import Layout
 _STEP_TOKENS = 256
 
 
-class ExpandingAttention(MultiHeadLatentAttention):
-    """``CC``: decode computes all keys and values again from the cached latents."""
+class _Variant(MultiHeadLatentAttention):
+    """An attention that runs one batch at a time, and prefills as the default does."""
 
-    def extend(
+    def extend_batches(
+        self,
+        x: Float[Array, "_ _ D"],
+        rotation: Rotation,
+        caches: Sequence[LayerCache],
+        forms: Sequence[Form],
+    ) -> tuple[Float[Array, "_ _ D"], LayerPages]:
+        """Runs the batches one after the other. No sequence may have tokens in two of them."""
+        xs, cosines, sines = (split_tokens(each, caches) for each in (x, *rotation))
+        pages, outputs = caches[0].pages, []
+        for x, cos, sin, cache, form in zip(xs, cosines, sines, caches, forms, strict=True):
+            out, pages = self._extend(x, Rotation(cos, sin), cache._replace(pages=pages), form)
+            outputs.append(out)
+        return join_tokens(outputs), pages
+
+    def _extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        """Returns attention of one batch, and the page arrays with its tokens."""
         if form == "expanded":
-            return super().extend(x, rotation, cache, form)
-        latent = self.latents(x, rotation)
-        cache, shard = append({"latent": latent}, cache, None)
-        q = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
+            return super().extend_batches(x, rotation, (cache,), (form,))
+        return self._decode(x, rotation, cache)
+
+    def _decode(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        """Does :meth:`_extend` for a decode step."""
+        raise NotImplementedError
+
+    def _attend(
+        self,
+        q: Float[Array, "B T H K"],
+        name: str,
+        new: Float[Array, "B T _"],
+        cache: LayerCache,
+        keys_values: Callable[[Array], tuple[Array, Array]],
+        block_tokens: int | None,
+    ) -> tuple[Float[Array, "B T H V"], LayerPages]:
+        """Caches ``new`` in the array of that name, and attends with a key and a value per head.
+
+        Args:
+          keys_values, block_tokens: see :func:`attend_by_heads`.
+        """
+        cache, shard = append({name: new}, cache, None)
+        scale, pages = self.config.softmax_scale, cache.pages
         out, _ = attend_by_heads(
-            q,
-            latent,
-            cache.pages["latent"],
-            cache,
-            shard,
-            self.expand,
-            scale=self.config.softmax_scale,
-            block_tokens=_STEP_TOKENS * len(x),
+            q, new, pages[name], cache, shard, keys_values, scale=scale, block_tokens=block_tokens
         )
-        return self.output(out.astype(x.dtype)), cache.pages
+        return out, pages
+
+
+class ExpandingAttention(_Variant):
+    """``CC``: decode computes all keys and values again from the cached latents."""
+
+    def _decode(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        latent = self.latents(x, rotation)
+        q = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
+        block_tokens = _STEP_TOKENS * len(x)
+        out, pages = self._attend(q, "latent", latent, cache, self.expand, block_tokens)
+        return self.output(out.astype(x.dtype)), pages
 
     def precompute_for_decode(self, dtype: DTypeLike) -> None:
         """Does nothing: no step uses the absorbed projections."""
 
 
-class DecompressedAttention(MultiHeadLatentAttention):
+class DecompressedAttention(_Variant):
     """``CD``: every head's key and value are cached, in one array "keys_values"."""
 
-    def extend(
+    def _extend(
         self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
     ) -> tuple[Float[Array, "B T D"], LayerPages]:
         keys, values = self.expand(self.latents(x, rotation))
         q = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
         B, T, _, _ = q.shape
         new = jnp.concatenate([keys.reshape(B, T, -1), values.reshape(B, T, -1)], axis=-1)
-        cache, shard = append({"keys_values": new}, cache, None)
         block_tokens = None if form == "expanded" else _STEP_TOKENS * B
-        out, _ = attend_by_heads(
-            q,
-            new,
-            cache.pages["keys_values"],
-            cache,
-            shard,
-            self._split_heads,
-            scale=self.config.softmax_scale,
-            block_tokens=block_tokens,
-        )
-        return self.output(out.astype(x.dtype)), cache.pages
+        out, pages = self._attend(q, "keys_values", new, cache, self._split_heads, block_tokens)
+        return self.output(out.astype(x.dtype)), pages
 
     def cache_spec(self, dtype: DTypeLike) -> LayerCacheSpec:
         """Returns one array: all heads' keys [H K], then all heads' values [H V]."""
@@ -102,33 +138,22 @@ class DecompressedAttention(MultiHeadLatentAttention):
         return keys.reshape(B, S, H, -1), values.reshape(B, S, H, -1)
 
 
-class CopyingAttention(MultiHeadLatentAttention):
+class CopyingAttention(_Variant):
     """``A_CC``: absorbed, with a copy of the cached latents for each head."""
 
-    def extend(
-        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    def _decode(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache
     ) -> tuple[Float[Array, "B T D"], LayerPages]:
-        if form == "expanded":
-            return super().extend(x, rotation, cache, form)
         f32 = jnp.float32
         latent = self.latents(x, rotation)
         q_nope, q_rope = self.queries(self.query_latent(x), rotation)
         w_uk, w_uv = self.up_projections(x.dtype)
         q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, w_uk, preferred_element_type=f32)
-        cache, shard = append({"latent": latent}, cache, None)
         q = jnp.concatenate([q_latent.astype(x.dtype), q_rope], axis=-1)
-        out, _ = attend_by_heads(
-            q,
-            latent,
-            cache.pages["latent"],
-            cache,
-            shard,
-            self._copies,
-            scale=self.config.softmax_scale,
-            block_tokens=_STEP_TOKENS * len(x),
-        )
+        block_tokens = _STEP_TOKENS * len(x)
+        out, pages = self._attend(q, "latent", latent, cache, self._copies, block_tokens)
         out = jnp.einsum("bthc,hvc->bthv", out, w_uv, preferred_element_type=f32)
-        return self.output(out.astype(x.dtype)), cache.pages
+        return self.output(out.astype(x.dtype)), pages
 
     def _copies(
         self, latent: Float[Array, "B S CR"]
@@ -154,16 +179,14 @@ class MaterializedProjections(NamedTuple):
     """W_O W_UV: from the attended latents to the layer's output."""
 
 
-class MaterializedAttention(MultiHeadLatentAttention):
+class MaterializedAttention(_Variant):
     """``AM_CC_ME``: absorbed, with neighbouring projections multiplied into one matrix."""
 
     _materialized: MaterializedProjections | None = None
 
-    def extend(
-        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache, form: Form
+    def _decode(
+        self, x: Float[Array, "B T D"], rotation: Rotation, cache: LayerCache
     ) -> tuple[Float[Array, "B T D"], LayerPages]:
-        if form == "expanded":
-            return super().extend(x, rotation, cache, form)
         f32, dtype = jnp.float32, x.dtype
         latent = self.latents(x, rotation)
         w_qk, w_q_rope, w_vo = self._materialized or materialize(self, dtype)
