@@ -28,11 +28,11 @@ from dsv3_jax.engine.checks import (
     check_tiers,
 )
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.cache_size import pages_per_device
 from dsv3_jax.engine.device.executor import Executor
+from dsv3_jax.engine.device.model_arrays import ModelSignature
+from dsv3_jax.engine.device.page_pool import PoolLayout, pages_per_device
 from dsv3_jax.engine.device.page_swap import RequestCopier
 from dsv3_jax.engine.device.page_transfer import PageTransfer
-from dsv3_jax.engine.device.pool_layout import PoolLayout
 from dsv3_jax.engine.device.processes import (
     Follower,
     Leader,
@@ -56,7 +56,6 @@ from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request
 from dsv3_jax.generation.settings import check
-from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3

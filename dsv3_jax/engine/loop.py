@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsv3_jax.engine.device.plan_executor import PlanExecutor
+from dsv3_jax.engine.device.step_results import PlanExecutor
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.fair_lock import FairLock
 from dsv3_jax.engine.requests.open_requests import End, OpenRequests

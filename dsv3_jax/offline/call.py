@@ -11,10 +11,9 @@ import numpy as np
 from jaxtyping import Int64
 
 from dsv3_jax.engine.device.executor import Executor
-from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_input import StepShape
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
@@ -201,12 +200,10 @@ def _shapes(
     buckets = programs.buckets
     if buckets.separate:
         pairs = itertools.product(plan.depths, decodes)
-        shapes = (programs.shape(1, 0, depth=d, options=options) for d, options in pairs)
-        return [programs.shape(0, 1, options=prefill), *shapes]
+        shapes = (programs.shape(1, 0, options, depth=d) for d, options in pairs)
+        return [programs.shape(0, 1, prefill), *shapes]
     sizes_of_steps = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
-    return list(
-        dict.fromkeys(programs.shape(B, C, depth=d, options=prefill) for B, C, d in sizes_of_steps)
-    )
+    return list(dict.fromkeys(programs.shape(B, C, prefill, depth=d) for B, C, d in sizes_of_steps))
 
 
 def _completion(output: RequestOutput) -> Completion:

@@ -13,7 +13,7 @@ from flax import nnx
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.launcher import Launcher
+from dsv3_jax.engine.device.executor import Launcher
 from dsv3_jax.engine.device.page_swap import PageCopier, page_arrays
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.kv_cache import CacheSpec, PagePool

@@ -77,9 +77,9 @@ def test_requests_without_adjustments_beside_others(tiny_mtp, alone):
     penalized: Asked = ([5, 6, 7], 12, {"ignore_eos": True, "presence_penalty": -2.0})
     check(engine, alone, [plain])
     programs = engine._executor.programs
-    assert not any(shape.penalties or shape.mask_words for shape in programs._compiled)
+    assert not any(shape.options.penalties or shape.options.masks for shape in programs._compiled)
     check(engine, alone, [plain, penalized])
-    assert any(shape.penalties and not shape.mask_words for shape in programs._compiled)
+    assert any(shape.options.penalties and not shape.options.masks for shape in programs._compiled)
 
 
 class TestPromptLogprobs:

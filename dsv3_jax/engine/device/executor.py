@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.engine.device.dispatch_times import DispatchTimes
-from dsv3_jax.engine.device.launcher import Launcher
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.page_swap import RequestCopier, SwappedRequest
 from dsv3_jax.engine.device.page_transfer import PageTransfer
-from dsv3_jax.engine.device.pool_layout import PoolLayout
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import REWIND_SEED, SlotState
 from dsv3_jax.engine.device.step import StepOutput
-from dsv3_jax.engine.device.step_input import StepInput, StepShape, empty_input
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepInput, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.device.step_results import RequestResult, StepResults
+from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
     PageSave,
@@ -37,6 +39,8 @@ from dsv3_jax.engine.scheduling.step_plan import (
 )
 from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
+
+_T = TypeVar("_T")
 
 _CLOSE_SECONDS = 30.0
 """Longest time that pages are written to the tiers when the engine ends."""
@@ -144,9 +148,8 @@ class Executor:
         shape = self.programs.shape(
             max(len(shard.decodes) for shard in plan.shards),
             max(len(shard.chunks) for shard in plan.shards),
-            steps=plan.decode_steps,
+            self._options_of(plan),
             depth=plan.depth,
-            options=self._options_of(plan),
         )
         buffer, inputs = empty_input(shape, self.programs.slots_per_shard)
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
@@ -193,7 +196,7 @@ class Executor:
             first = number * shape.rows + shape.decodes
             for i, chunk in enumerate(shard.chunks):
                 prompt = None
-                if shape.prompt_logprobs and self._has_prompt_logprobs(chunk):
+                if shape.options.prompt_logprobs and self._has_prompt_logprobs(chunk):
                     prompt = read.prompt(number * shape.chunks + i, chunk)
                 if chunk.is_last:
                     result = self._result(read, first + i, chunk.request, is_decode=False)
@@ -305,7 +308,7 @@ class Executor:
 
     def _fill_adjustments(self, inputs: StepInput, plan: ShardPlan, shape: StepShape) -> None:
         """Writes what changes the logits of each request."""
-        if not (shape.penalties or shape.mask_words):
+        if not (shape.options.penalties or shape.options.masks):
             return
         arrays: Any = inputs
         rows = [*enumerate(plan.decodes)]
@@ -320,7 +323,7 @@ class Executor:
             if settings.allowed is not None:
                 arrays.allowed[row] = settings.allowed.words
                 arrays.masks_next_only[row] = request.is_serial
-        if shape.mask_words:
+        if shape.options.masks:
             arrays.rewinds[: len(plan.rewinds)] = plan.rewinds
 
     def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
@@ -334,3 +337,95 @@ class Executor:
             getattr(arrays, name)[i] = getattr(settings, name)
         arrays.seed[i] = (settings.seed + request.rewinds * REWIND_SEED) % 2**32
         arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
+
+
+class Launcher:
+    """Owns the state, and applies functions to it one after the other in the order of their launch.
+
+    A launch can block: XLA's GPU runtime waits for the device where a program has a loop whose
+    length is known on the device alone, and a long queue of kernels blocks as well. In a thread it
+    does not keep the engine from planning the next step and processing earlier results.
+
+    Args:
+      state: the initial state. Functions may donate it, so nobody else keeps it.
+      background: whether a thread runs them. Otherwise each has run when :meth:`launch` returns.
+    """
+
+    def __init__(self, state: SlotState, *, background: bool):
+        self._state = state
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if background:
+            # A daemon, unlike the threads of a pool: while the interpreter waits for threads that
+            # read results, the engine goes on. The engine's own thread ends this one.
+            self._thread = threading.Thread(target=self._work, name="dsv3-launcher", daemon=True)
+            self._thread.start()
+
+    @property
+    def state(self) -> SlotState:
+        """The newest state. A launch under way may delete its arrays; their shapes stay."""
+        return self._state
+
+    def launch(self, function: Callable[[SlotState], tuple[SlotState, _T]]) -> Future[_T]:
+        """Applies a function that takes the state, and returns the next state and a result.
+
+        The future has the result or the error. After an error the state may be lost, so all later
+        launches fail.
+
+        Raises:
+          EngineError: the launcher is closed.
+        """
+        future: Future[_T] = Future()
+        with self._closing:  # a launch behind the end of the queue would wait for ever
+            if self._is_closed:
+                raise _closed()
+            if self._thread is not None:
+                self._queue.put((future, function))
+                return future
+        self._run(future, function)
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the launch under way, and frees the state's arrays. Launches behind
+        it fail with an EngineError."""
+        with self._closing:
+            self._is_closed = True
+            self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        for array in jax.tree.leaves(self._state):
+            if isinstance(array, jax.Array):
+                array.delete()
+
+    def _work(self) -> None:
+        """The body of the thread."""
+        while (launch := self._queue.get()) is not None:
+            with contextlib.suppress(BaseException):  # the future has it, and later ones wait
+                self._run(*launch)
+
+    def _run(
+        self, future: Future[_T], function: Callable[[SlotState], tuple[SlotState, _T]]
+    ) -> None:
+        if self._is_closed:
+            # Not cancelled: `concurrent.futures.wait` would not see that.
+            future.set_exception(_closed())
+            return
+        try:
+            if self._error is not None:
+                raise EngineError("launch: an earlier one failed") from self._error
+            self._state, result = function(self._state)
+        except BaseException as error:
+            self._error = self._error or error
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            future.set_result(result)
+
+
+def _closed() -> EngineError:
+    return EngineError("launch: expected one before the shutdown")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.device.prompt_logprobs import PromptLogprobs, PromptRecord
+from dsv3_jax.engine.device.step import PromptLogprobs
 from dsv3_jax.engine.device.step_results import NewTokens
 from dsv3_jax.engine.errors import RequestError
 from dsv3_jax.engine.requests.grammar import GrammarTracker
-from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.requests.request import EngineRequest, PromptRecord
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.generation.completion import (
     Completion,
