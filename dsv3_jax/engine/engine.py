@@ -30,8 +30,8 @@ from dsv3_jax.engine.checks import (
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.executor import Executor
 from dsv3_jax.engine.device.model_arrays import ModelSignature
+from dsv3_jax.engine.device.page_packing import PagePacker, RequestCopier
 from dsv3_jax.engine.device.page_pool import PoolLayout, pages_per_device
-from dsv3_jax.engine.device.page_swap import RequestCopier
 from dsv3_jax.engine.device.page_transfer import PageTransfer
 from dsv3_jax.engine.device.processes import (
     Follower,
@@ -60,7 +60,7 @@ from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
-from dsv3_jax.pages import CacheTiers
+from dsv3_jax.pages import CacheTiers, PageFormat
 from dsv3_jax.tokenizer import Tokenizer
 
 
@@ -201,13 +201,17 @@ class Engine:
             load_seconds=math.inf if tiers is None else tiers.load_seconds,
             load_bytes=math.inf if tiers is None else tiers.most_load_bytes,
         )
+        copier = None
+        if deterministic:
+            format = PageFormat.of(model.cache_spec(mtp=mtp), page_size)
+            copier = RequestCopier(state, PagePacker(state.pool, format, layout))
         requests: dict[ScheduledRequest, Request] = {}
         self._executor = Executor(
             programs,
             state,
             pool,
             requests.get,
-            copier=RequestCopier(state) if deterministic else None,
+            copier=copier,
             transfer=self._transfer,
             # Without overlap, every launch is waited for at once.
             background=background and overlap,

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.engine.device.dispatch_times import DispatchTimes
+from dsv3_jax.engine.device.page_packing import RequestCopier, SavedRequest
 from dsv3_jax.engine.device.page_pool import PoolLayout
-from dsv3_jax.engine.device.page_swap import RequestCopier, SwappedRequest
 from dsv3_jax.engine.device.page_transfer import PageTransfer
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import REWIND_SEED, SlotState
@@ -34,8 +34,6 @@ from dsv3_jax.engine.scheduling.step_plan import (
     ScheduledRequest,
     ShardPlan,
     StepPlan,
-    SwapIn,
-    SwapOut,
 )
 from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
@@ -46,35 +44,13 @@ _CLOSE_SECONDS = 30.0
 """Longest time that pages are written to the tiers when the engine ends."""
 
 
-class _Swaps(NamedTuple):
-    """Copies of requests between the device and the host, before a step."""
-
-    copier: RequestCopier
-    outs: list[tuple[SwapOut, SwappedRequest]]
-    ins: list[tuple[SwapIn, SwappedRequest]]
-
-    def run(self, state: SlotState) -> SlotState:
-        """Returns the state after the copies, in the order of the device's work."""
-        for out, swapped in self.outs:
-            swapped.saved = self.copier.save(state, out.slot, out.pages)
-        for back, swapped in self.ins:
-            pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
-            assert swapped.saved is not None
-            state = self.copier.restore(state, back.slot, pages, swapped.saved)
-        return state
-
-    def free_device(self) -> None:
-        """Moves the copies that were made to the host. It does not wait if the step is done."""
-        for _, swapped in self.outs:
-            swapped.free_device()
-
-
 class _Dispatched(NamedTuple):
     """A step whose results have not been read."""
 
     plan: StepPlan
     shape: StepShape
-    swaps: _Swaps | None
+    saved: list[SavedRequest]
+    """Copies of the requests that it preempts."""
     output: Future[StepOutput]
 
 
@@ -113,7 +89,7 @@ class Executor:
         self._transfer = transfer
         self._saving: Future[None] | None = None
         self._replayed: Future[StepOutput] | None = None
-        self._swapped: dict[ScheduledRequest, SwappedRequest] = {}
+        self._saved: dict[ScheduledRequest, SavedRequest] = {}
 
     @property
     def steps_in_flight(self) -> int:
@@ -155,10 +131,14 @@ class Executor:
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
             self._fill(arguments, number, shard, plan.decode_steps)
             self._fill_adjustments(arguments, shard, shape)
-        swaps = self._swaps(plan)
-        launch = functools.partial(self._launch, plan, buffer, shape, swaps)
+        saved = [SavedRequest() for _ in plan.swap_outs]
+        self._saved |= {
+            swap.request: each for swap, each in zip(plan.swap_outs, saved, strict=True)
+        }
+        restored = [self._saved.pop(swap.request) for swap in plan.swap_ins]
+        launch = functools.partial(self._launch, plan, buffer, shape, saved, restored)
         output = self._launcher.launch(launch)
-        self._in_flight.append(_Dispatched(plan, shape, swaps, output))
+        self._in_flight.append(_Dispatched(plan, shape, saved, output))
 
     def _asked_options(self, plan: StepPlan) -> StepOptions:
         settings = [s for r in plan.requests if (s := self._settings_of(r)) is not None]
@@ -186,7 +166,7 @@ class Executor:
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each chunk and each
         request that decoded."""
-        plan, shape, swaps, future = self._in_flight.popleft()
+        plan, shape, saved, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
         read = StepResults(output)
@@ -208,8 +188,8 @@ class Executor:
         for number, shard in enumerate(plan.shards):
             for row, request in enumerate(shard.decodes, number * shape.rows):
                 results.append(self._result(read, row, request, is_decode=True))
-        if swaps is not None:
-            swaps.free_device()
+        for each in saved:
+            each.free_device()
         return plan, results
 
     def _result(
@@ -242,7 +222,7 @@ class Executor:
 
     def forget(self, request: ScheduledRequest) -> None:
         """Frees the host memory of a request that has ended."""
-        self._swapped.pop(request, None)
+        self._saved.pop(request, None)
 
     def close(self) -> None:
         """Ends the thread that launches programs, and frees the engine's memory on the device.
@@ -253,28 +233,24 @@ class Executor:
         if self._transfer is not None:
             self._transfer.close(_CLOSE_SECONDS)
         self._in_flight.clear()
-        self._swapped.clear()
-
-    def _swaps(self, plan: StepPlan) -> _Swaps | None:
-        """Returns the copies between device and host that come before a plan's step."""
-        if self._copier is None or not (plan.swap_outs or plan.swap_ins):
-            return None
-        outs = [(swap, SwappedRequest()) for swap in plan.swap_outs]
-        self._swapped |= {swap.request: swapped for swap, swapped in outs}
-        ins = [(swap, self._swapped.pop(swap.request)) for swap in plan.swap_ins]
-        return _Swaps(self._copier, outs, ins)
+        self._saved.clear()
 
     def _launch(
         self,
         plan: StepPlan,
         buffer: np.ndarray,
         shape: StepShape,
-        swaps: _Swaps | None,
+        saved: list[SavedRequest],
+        restored: list[SavedRequest],
         state: SlotState,
     ) -> tuple[SlotState, StepOutput]:
         began = self.times.launches()
-        if swaps is not None:
-            state = swaps.run(state)
+        if self._copier is not None:
+            for out, each in zip(plan.swap_outs, saved, strict=True):
+                self._copier.save(state, out.slot, out.pages, each)
+            for back, each in zip(plan.swap_ins, restored, strict=True):
+                pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
+                state = self._copier.restore(state, back.slot, pages, each)
         if self._transfer is not None:
             if plan.saves:
                 self._transfer.save(state.pool, plan.saves)
