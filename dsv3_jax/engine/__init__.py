@@ -18,7 +18,6 @@ buckets.py           the sizes that programs are compiled for
 cache_size.py        the number of pages that fit on the devices
 pool_layout.py       division of the pages over shards and devices
 swap_space.py        host memory for preempted requests in deterministic mode; pure Python
-draft_depth.py       drafts per step of one request; pure Python
 sla_controller.py    limits of the scheduler that keep latencies; pure Python
 decode_pace.py       decode steps per dispatch, from their time; pure Python
 step_options.py      options of a step that decide which program runs

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
+from dsv3_jax.generation.depth import DraftDepth
+from dsv3_jax.generation.request import Request
 
 
 class Phase(enum.Enum):
@@ -23,10 +24,14 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class ScheduledRequest:
-    """A request as the scheduler sees it. The scheduler writes all fields but the first nine."""
+    """A request on its way through the engine: one object for all of its rooms.
+
+    Its fields have three writers: who submits it writes what was asked, once; the scheduler writes
+    its progress; and who reads its results writes what the next step needs to know of them.
+    """
 
     tokens: list[int]
-    """The prompt, then the generated tokens that the host has read."""
+    """The prompt, then the generated tokens that the host has read: the scheduler adds them."""
     max_length: int
     """Length at which the request ends: prompt tokens and the most new ones."""
     drafts: int = 0
@@ -45,6 +50,19 @@ class ScheduledRequest:
     depth: DraftDepth | None = None
     """Chooses the drafts of each step, up to ``drafts``. None: always ``drafts``."""
 
+    # Written by who reads its results. The scheduler looks at `rewind` alone.
+    settings: Request | None = None
+    """What the device's programs need: sampling, stop tokens, the mask of a grammar's next token.
+    None if the device is simulated."""
+    output: object = None
+    """Takes its results: text, log-probabilities, the caller's handle."""
+    rewind: int = 0
+    """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
+    The next decode step removes them."""
+    rewinds: int = 0
+    """Number of steps whose tokens were refused."""
+
+    # Written by the scheduler.
     phase: Phase = Phase.WAITING
     shard: int | None = None
     """The data-parallel shard that runs it, while it has a slot."""
@@ -75,11 +93,6 @@ class ScheduledRequest:
     is_cancelled: bool = False
     is_slot_ready: bool = False
     """Whether a dispatched step has initialised its slot."""
-    rewind: int = 0
-    """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
-    The next decode step removes them. The caller writes it before :meth:`Scheduler.report`."""
-    rewinds: int = 0
-    """Number of steps whose tokens were refused."""
 
     @property
     def is_running(self) -> bool:
