@@ -6,19 +6,14 @@ In the order a request moves through it:
 request.py           the handle that the caller holds
 intake.py            what callers ask for, checked
 scheduler.py         what the next step computes: queue, admission, plan; pure Python
-scheduler_config.py  limits of the scheduler; pure Python
-admission.py         which waiting request comes next, and to which shard; pure Python
-dispatch_length.py   decode steps per dispatch, from pages and waiting requests; pure Python
-scheduler_shard.py   slots, pages and running requests of one data-parallel shard; pure Python
-balancers.py         the shard of each request; pure Python
+scheduler_shard.py   slots and pages of a data-parallel shard, its choice; pure Python
 forecast.py          how long a dispatch will take; pure Python
 page_allocator.py    cache pages and the prefix index; pure Python
-step_plan.py         requests and plans as the scheduler passes them on
+step_plan.py         requests, limits and plans as the scheduler passes them on
 buckets.py           the sizes that programs are compiled for
 cache_size.py        the number of pages that fit on the devices
 pool_layout.py       division of the pages over shards and devices
 swap_space.py        host memory for preempted requests in deterministic mode; pure Python
-draft_depth.py       drafts per step of one request; pure Python
 sla_controller.py    limits of the scheduler that keep latencies; pure Python
 decode_pace.py       decode steps per dispatch, from their time; pure Python
 step_options.py      options of a step that decide which program runs
@@ -31,8 +26,7 @@ programs.py          one compiled program for each bucket of sizes
 model_arrays.py      a model as a flat list of arrays, the programs' argument
 program_store.py     compiled programs in a directory, for later processes
 page_swap.py         copies of pages and slots between the device and the host
-prefix_loads.py      prompts whose pages are loaded from the store; pure Python
-page_saves.py        pages that are to be saved to it; pure Python
+stored_pages.py      pages that are loaded from the store, or saved to it; pure Python
 page_packing.py      copies of pages between the pool and records that leave the engine
 page_transfer.py     the store of pages: tiers of dsv3_jax.pages, and threads that move pages
 plan_executor.py     the part that runs plans, as the loop sees it
@@ -61,7 +55,7 @@ from dsv3_jax.engine.engine import Engine
 from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.request import EngineRequest
-from dsv3_jax.engine.scheduling.scheduler_config import QueueFullError
+from dsv3_jax.engine.scheduling.scheduler import QueueFullError
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.pages import CacheTiers

@@ -47,9 +47,8 @@ from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig, StepLimits
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.generation.drafters import Drafter

@@ -18,8 +18,7 @@ from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.plan import DraftPlan

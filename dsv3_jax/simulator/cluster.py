@@ -263,7 +263,6 @@ class _DecodePool(_Pool):
                 arrived.append(request)
                 continue
             swap = shards[shard].swap
-            assert swap is not None
             # The scheduler admits it as it admits a preempted request from host memory.
             request.resumes_in = Phase.DECODE
             swap.put(request, 0, range(shards[shard].pages.pages_for(len(request.tokens))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment

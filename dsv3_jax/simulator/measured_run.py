@@ -10,7 +10,7 @@ from typing import Any
 
 from dsv3_jax import presets
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target

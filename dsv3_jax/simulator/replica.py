@@ -17,14 +17,19 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv3_jax.engine.loop import LEAD_SECONDS
-from dsv3_jax.engine.scheduling.balancers import shard_load
 from dsv3_jax.engine.scheduling.decode_pace import DecodePace
 from dsv3_jax.engine.scheduling.forecast import Forecast
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.scheduler_shard import shard_load
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest, StepLimits, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    Phase,
+    ScheduledRequest,
+    SchedulerConfig,
+    StepLimits,
+    StepPlan,
+)
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.simulator.step_times import StepTimes
 from dsv3_jax.simulator.step_work import StepWork

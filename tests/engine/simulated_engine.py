@@ -15,8 +15,12 @@ from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    PageSave,
+    ScheduledRequest,
+    SchedulerConfig,
+    StepPlan,
+)
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.request import Request

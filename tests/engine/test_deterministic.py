@@ -23,6 +23,7 @@ from dsv3_jax.engine.device.page_packing import (
 )
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.kv_cache import CacheSpec, PagePool
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import PageFormat
@@ -169,7 +170,7 @@ class TestBits:
     def test_differ_if_requests_are_prefilled_again(self, drafting):
         """The tests above would notice it."""
         engine = drafting.engine()
-        engine._loop._scheduler.shards[0].swap = None
+        engine._loop._scheduler.shards[0].swap = SwapSpace()
         got = drafting.serve_all(engine, VARIANTS["preempted"])
         assert engine.stats().preemptions > 0
         assert got != drafting.alone

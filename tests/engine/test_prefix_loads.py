@@ -13,8 +13,7 @@ from hypothesis.stateful import rule
 from dsv3_jax.engine import CacheTiers, Engine
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig
 from tests.engine.simulated_device import Simulation, completion
 from tests.engine.simulated_store import LOAD_SECONDS, SimulatedStore
 from tests.engine.test_scheduler import RandomOperations, request

@@ -12,9 +12,8 @@ import pytest
 from dsv3_jax.engine.scheduling import sla_controller
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig, StepLimits
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
 from dsv3_jax.simulator.workload import Lengths, poisson
 from tests.engine.simulated_engine import SimulatedEngine

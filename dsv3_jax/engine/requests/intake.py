@@ -15,8 +15,8 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine.requests.grammar import Grammar, GrammarTracker, allows_drafts, check_grammars
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
-from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.generation.depth import DraftDepth
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.stop_scope import ReasoningMarkers

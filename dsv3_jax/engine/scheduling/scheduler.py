@@ -24,37 +24,39 @@ that a low priority delays a request and cannot starve it.
 
 With data-parallel attention every shard has its own slots, pages and budget, see
 :class:`SchedulerShard`. There is one waiting queue. A request gets its shard when it is admitted,
-from :mod:`dsv3_jax.engine.scheduling.balancers`; after a preemption it may get another one.
+from :func:`choose_shard`; after a preemption it may get another one.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Literal
 
-from dsv3_jax.engine.scheduling.admission import next_admission, shard_with_room
-from dsv3_jax.engine.scheduling.dispatch_length import decode_steps
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.page_saves import PageSaves
-from dsv3_jax.engine.scheduling.prefix_loads import PageStore, PrefixLoads
-from dsv3_jax.engine.scheduling.scheduler_config import QueueFullError, SchedulerConfig
-from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard
+from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard, choose_shard
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
     PageSave,
     Phase,
     ScheduledRequest,
+    SchedulerConfig,
     StepLimits,
     StepPlan,
 )
+from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PageStore, PrefixLoads
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 
 EndReason = Literal["cancelled", "timeout"]
 """Reason for which the scheduler itself ended a request."""
+
+
+class QueueFullError(RuntimeError):
+    """The waiting queue holds as many requests as it may."""
 
 
 class Scheduler:
@@ -81,27 +83,16 @@ class Scheduler:
         load_bytes: float = math.inf,
     ):
         self.config = config
-        self._loads = (
-            None if store is None else PrefixLoads(store, load_seconds, load_bytes, self._order)
-        )
-        self._saves = None if store is None else PageSaves(store)
+        self._loads = PrefixLoads(store, load_seconds, load_bytes, self._order)
+        self._saves = PageSaves(store)
         self._limits = StepLimits(config.max_running, config.max_chunks)
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
             SchedulerShard(
-                number,
-                config.max_running,
-                allocator,
-                chunk_tokens=config.chunk_tokens,
-                aligned_prefixes=config.aligned_prefixes,
-                swap=swap,
-                order=self._order,
-                requeue=self._enqueue,
-                loads=self._loads,
-                saves=self._saves,
+                number, config, each, swap, self._loads, self._saves, self._order, self._enqueue
             )
-            for number, (allocator, swap) in enumerate(
-                zip(pages, swaps or [None] * len(pages), strict=True)
+            for number, (each, swap) in enumerate(
+                zip(pages, swaps or [SwapSpace() for _ in pages], strict=True)
             )
         ]
         self._next_deadline = math.inf  # no unfinished request has an earlier one
@@ -159,10 +150,9 @@ class Scheduler:
                 f"{len(self.waiting)}; try again later"
             )
         with contextlib.ExitStack() as unless_added:
-            if self._loads is not None:
-                for request in requests:
-                    unless_added.callback(self._loads.end, request)
-                    self._loads.begin(request, [shard.pages for shard in self.shards])
+            for request in requests:
+                unless_added.callback(self._loads.end, request)
+                self._loads.begin(request, [shard.pages for shard in self.shards])
             unless_added.pop_all()
         for request in requests:
             self._enqueue(request)
@@ -207,8 +197,7 @@ class Scheduler:
           The plan, or None if there is nothing to compute, and the requests that ended here.
         """
         ended = self._end_overdue(now)
-        # Pages that this plan's own chunks fill are saved by the next one.
-        unsaved = len(self._saves or ())
+        unsaved = self._saves.count  # pages that this plan's own chunks fill are saved by the next
         separate = self.config.separate
         decodes = [[] if separate else shard.plan_decodes() for shard in self.shards]
         chunks = [shard.plan_prefills(self._limits.chunks) for shard in self.shards]
@@ -218,17 +207,12 @@ class Scheduler:
         if not any(decodes) and not any(chunks):
             self._drop_saves()
             return None, ended
-        steps = 1
-        if not any(chunks):
-            has_waiting = bool(self.waiting)
-            steps = decode_steps(
-                self.shards, decodes, max_decode_steps, self.config, has_waiting=has_waiting
-            )
+        steps = 1 if any(chunks) else self._extend(decodes, max_decode_steps)
         plan = StepPlan(
-            tuple(shard.plan(decodes[shard.number], chunks[shard.number]) for shard in self.shards),
+            tuple(map(SchedulerShard.plan, self.shards, decodes, chunks)),
             steps,
             depth,
-            self._saves.take(unsaved) if self._saves else (),
+            self._saves.take(unsaved),
             tuple(load for shard in self.shards for load in shard.take_loads()),
         )
         self._drop_saves()
@@ -265,7 +249,7 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.is_last:
                 chunk.request.decodes_in_flight -= 1
-            if chunk.is_first and self._loads is not None:
+            if chunk.is_first:
                 self._loads.written(chunk.request)
         for request in broken:
             self._shard_of(request).retract(request)
@@ -293,39 +277,36 @@ class Scheduler:
         elif request.is_running:
             self._shard_of(request).end(request)
         request.phase = Phase.ENDED
-        if self._loads is not None:
-            self._loads.end(request)
+        self._loads.end(request)
         for shard in self.shards:
-            if shard.swap:
-                shard.swap.drop(request)
+            shard.swap.drop(request)
             shard.retire()
 
     def take_saves(self) -> tuple[PageSave, ...]:
         """Returns the pages to copy to the store if there is no plan to include them."""
-        return self._saves.take(len(self._saves)) if self._saves is not None else ()
+        return self._saves.take(self._saves.count)
 
     @property
     def has_loads(self) -> bool:
         """Whether pages are or were loaded for a waiting request."""
-        return bool(self._loads)
+        return self._loads.count > 0
 
     def loading(self, now: float) -> int:
         """Returns the number of waiting requests whose pages are being loaded from the store."""
-        return self._loads.loading(now) if self._loads is not None else 0
+        return self._loads.loading(now)
 
     @property
     def loading_bytes(self) -> int | None:
         """Bytes in host memory of the pages that are loaded for waiting requests. None without a
         store."""
-        return None if self._loads is None else self._loads.num_bytes
+        return self._loads.num_bytes if self._loads.has_store else None
 
     def clear_prefix_cache(self) -> None:
         """Empties the prefix index of every shard. Waiting requests load no pages."""
         for shard in self.shards:
             shard.pages.clear()
-        if self._loads is not None and self._saves is not None:
-            self._loads.clear()
-            self._saves.clear()
+        self._loads.clear()
+        self._saves.clear()
 
     def end_all(self) -> None:
         """Ends every request and frees all slots and pages, for example because the device failed.
@@ -334,9 +315,8 @@ class Scheduler:
         for request in [*self.unfinished, *retiring]:
             request.steps_in_flight = request.decodes_in_flight = 0
             self.end(request)
-        if self._loads is not None and self._saves is not None:
-            self._loads.forget_steps()
-            self._saves.clear()
+        self._loads.forget_steps()
+        self._saves.clear()
 
     def check_idle(self) -> None:
         """Raises AssertionError if a slot or page is in use though no request is left. It counts
@@ -344,23 +324,20 @@ class Scheduler:
         assert self.is_idle, "an idle engine has requests"
         for shard in self.shards:
             shard.check_idle()
-        if self._loads is not None:
-            self._loads.check_idle()
+        self._loads.check_idle()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot or page is lost, owned twice or owned by the wrong shard,
         or if a queue contradicts a request's state."""
         for shard in self.shards:
             shard.check_integrity()
-            if shard.swap:
-                shard.swap.check_integrity(self.waiting)
+            shard.swap.check_integrity(self.waiting)
         for request in self.waiting:
             assert request.phase is Phase.WAITING
             assert request.shard is request.slot is None, "a waiting request has a slot"
             assert not request.pages, "a waiting request has pages"
-        if self._loads is not None and self._saves is not None:
-            self._loads.check_integrity(self.waiting)
-            self._saves.check_integrity(shard.pages for shard in self.shards)
+        self._loads.check_integrity(self.waiting)
+        self._saves.check_integrity([shard.pages for shard in self.shards])
         orders = [self._order(request) for request in self.waiting]
         assert orders == sorted(orders), "the waiting queue is out of order"
 
@@ -391,8 +368,7 @@ class Scheduler:
 
     def _drop_saves(self) -> None:
         """Drops the saves of pages that have left the prefix index for the pages of this plan."""
-        if self._saves is not None:
-            self._saves.drop_evicted(shard.pages for shard in self.shards)
+        self._saves.drop_evicted([shard.pages for shard in self.shards])
 
     def _preempted(self) -> list[ScheduledRequest]:
         """Returns the preempted requests that wait for the results of their last steps."""
@@ -406,25 +382,23 @@ class Scheduler:
         now: float,
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
-        if self._loads is not None:
-            self._loads.begin_queued([shard.pages for shard in self.shards], now)
-        while (request := next_admission(self.waiting, self.shards, self._loads, now)) is not None:
+        self._loads.begin_queued([shard.pages for shard in self.shards], now)
+        while (request := self._next_waiting(now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
             rooms = [self._limits.chunks - len(planned) for planned in chunks]
-            choice = shard_with_room(request, self.shards, rooms, self._limits.running)
+            choice = self._shard_with_room(request, rooms)
             if choice is None:
                 return
             shard, hit = choice
-            size, loads = shard.pages.page_size, self._loads
-            if loads is not None and loads.begin_again(request, len(hit), size, now):
+            if self._loads.begin_again(request, len(hit), shard.pages.page_size, now):
                 continue
             self.waiting.remove(request)
-            shard.admit(request, hit)
+            loaded = shard.admit(request, hit) * shard.pages.page_size
             if request.preemptions:
-                self.reloaded_tokens += 0 if loads is None else request.computed - len(hit) * size
+                self.reloaded_tokens += loaded
             else:
-                self.loaded_tokens += request.computed - len(hit) * size
+                self.loaded_tokens += loaded
                 request.cached_tokens = request.computed
                 self.prefix_hit_tokens += request.computed
                 self.prefix_queried_tokens += len(request.tokens)
@@ -434,3 +408,70 @@ class Scheduler:
                     decodes[shard.number].append(request)
                 continue
             chunks[shard.number].extend(shard.plan_chunks(request, rooms[shard.number]))
+
+    def _next_waiting(self, now: float) -> ScheduledRequest | None:
+        """Returns the first waiting request whose pages are not being loaded, or the first one in
+        host memory if that one lacks room there on every shard that has a slot for it."""
+        first = next((r for r in self.waiting if not self._loads.is_loading(r, now)), None)
+        free = [shard for shard in self.shards if shard.has_free_slot]
+        if first is None or not free or any(shard.can_be_swapped(first) for shard in free):
+            return first
+        return next((r for r in self.waiting if any(r in shard.swap for shard in free)), first)
+
+    def _shard_with_room(
+        self, request: ScheduledRequest, rooms: Sequence[int]
+    ) -> tuple[SchedulerShard, list[int]] | None:
+        """Returns the shard for a request, and the cached pages that it reuses there, or None if no
+        shard has room.
+
+        Args:
+          rooms: number of chunks that each shard can still prefill in this step.
+        """
+        home = [shard.number for shard in self.shards if request in shard.swap]
+        hits: dict[int, list[int]] = {}
+
+        def hit_with_room(number: int) -> int | None:
+            shard = self.shards[number]
+            is_full = rooms[number] < 1 or len(shard.running) >= self._limits.running
+            if is_full or (home and number not in home):
+                return None
+            hit = shard.hit_with_room(request)
+            if hit is None:
+                return None
+            hits[number] = hit
+            return len(hit) * shard.pages.page_size
+
+        loads = [shard.load for shard in self.shards]
+        number = choose_shard(loads, hit_with_room, len(request.tokens))
+        return None if number is None else (self.shards[number], hits[number])
+
+    def _extend(self, decodes: Sequence[Sequence[ScheduledRequest]], most: int) -> int:
+        """Gives the requests that decode on each shard pages for several steps, in a dispatch that
+        prefills nothing. Returns the number of steps, at most ``most``.
+
+        While requests wait, for a slot or for pages, no dispatch goes past the step in which one of
+        its requests may reach its limit, unless ``refill_steps`` allows it or it is the only one: a
+        dispatch ends with its last request.
+        """
+        requests = list(itertools.chain.from_iterable(decodes))
+        multi_step = self.config.multi_step_decodes
+        is_single = multi_step is not None and max(map(len, decodes)) > multi_step
+        if is_single or any(request.is_serial for request in requests):
+            return 1
+        remaining = [request.max_length - request.least_length for request in requests]
+        if self.waiting:
+            running = sum(len(shard.running) for shard in self.shards)
+            if any(shard.retiring for shard in self.shards) or len(requests) < running:
+                return 1  # results in flight will free a slot
+            if len(requests) > 1:
+                # A step adds up to 1 + drafts tokens.
+                least = [-(-n // (1 + r.drafts)) for n, r in zip(remaining, requests, strict=True)]
+                most = min(most, max(min(least), self.config.refill_steps))
+        steps = max(1, min(most, max(remaining)))
+        work = list(zip(self.shards, decodes, strict=True))
+        while steps > 1 and not all(shard.has_pages(each, steps) for shard, each in work):
+            steps //= 2
+        if steps > 1:
+            for shard, each in work:
+                shard.add_pages(each, steps)
+        return steps

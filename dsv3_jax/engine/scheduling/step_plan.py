@@ -1,4 +1,4 @@
-"""Requests as the scheduler sees them, and the plan of one step. Pure Python."""
+"""Requests as the scheduler sees them, its limits, and the plan of one step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
+from dsv3_jax.generation.depth import DraftDepth
+from dsv3_jax.generation.request import Request
 
 
 class Phase(enum.Enum):
@@ -23,10 +24,14 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class ScheduledRequest:
-    """A request as the scheduler sees it. The scheduler writes all fields but the first nine."""
+    """A request on its way through the engine: one object for all of its rooms.
+
+    Its fields have three writers: who submits it writes what was asked, once; the scheduler writes
+    its progress; and who reads its results writes what the next step needs to know of them.
+    """
 
     tokens: list[int]
-    """The prompt, then the generated tokens that the host has read."""
+    """The prompt, then the generated tokens that the host has read: the scheduler adds them."""
     max_length: int
     """Length at which the request ends: prompt tokens and the most new ones."""
     drafts: int = 0
@@ -45,6 +50,19 @@ class ScheduledRequest:
     depth: DraftDepth | None = None
     """Chooses the drafts of each step, up to ``drafts``. None: always ``drafts``."""
 
+    # Written by who reads its results. The scheduler looks at `rewind` alone.
+    settings: Request | None = None
+    """What the device's programs need: sampling, stop tokens, the mask of a grammar's next token.
+    None if the device is simulated."""
+    output: object = None
+    """Takes its results: text, log-probabilities, the caller's handle."""
+    rewind: int = 0
+    """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
+    The next decode step removes them."""
+    rewinds: int = 0
+    """Number of steps whose tokens were refused."""
+
+    # Written by the scheduler.
     phase: Phase = Phase.WAITING
     shard: int | None = None
     """The data-parallel shard that runs it, while it has a slot."""
@@ -75,11 +93,6 @@ class ScheduledRequest:
     is_cancelled: bool = False
     is_slot_ready: bool = False
     """Whether a dispatched step has initialised its slot."""
-    rewind: int = 0
-    """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
-    The next decode step removes them. The caller writes it before :meth:`Scheduler.report`."""
-    rewinds: int = 0
-    """Number of steps whose tokens were refused."""
 
     @property
     def is_running(self) -> bool:
@@ -149,6 +162,40 @@ class PageLoad(NamedTuple):
     page: int
     contents: tuple[Any, ...]
     """As the store gave them, one for each device that has a part of the page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a scheduler."""
+
+    max_running: int
+    """Number of slots of each shard."""
+    chunk_tokens: int
+    """Most tokens in a chunk; one chunk is one segment of the compiled step."""
+    max_chunks: int
+    """Most chunks of each shard in a step. Its product with ``chunk_tokens`` is the shard's prefill
+    budget of a step."""
+    multi_step_decodes: int | None = None
+    """Most requests on a shard that decode several steps in a dispatch; None for no limit."""
+    max_waiting: int = 4096
+    priority_seconds: float = 10.0
+    """Head start, in seconds, that a request has over one with the next higher priority number."""
+
+    separate: bool = False
+    """Whether a step either prefills or decodes. Prompts come first."""
+    refill_steps: int = 1
+    """While requests wait: decode steps of a dispatch during which the slot of a request that has
+    ended may stay empty."""
+
+    aligned_prefixes: bool = False
+    """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
+    no part of a chunk, and no tokens that were generated."""
+
+    def __post_init__(self) -> None:
+        names = ("max_running", "chunk_tokens", "max_chunks", "max_waiting", "refill_steps")
+        for name in names:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {value}")
 
 
 class StepLimits(NamedTuple):

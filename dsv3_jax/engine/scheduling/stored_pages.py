@@ -1,4 +1,4 @@
-"""Pages of prompts that a store outside of the device has: which are loaded, and for whom.
+"""Pages in a store outside of the device: which are loaded, and for whom, and which are saved.
 
 While the pages of a waiting request are loaded, requests behind it are admitted before it. When
 they have come, the request is admitted as usual. The device writes them to the first of its new
@@ -15,20 +15,25 @@ further ahead, and one further ahead takes the bytes of loads behind it. Request
 wait for bytes count as loading, and what they lack is looked up anew when it begins. Of a prefix
 that is larger than the whole budget, the beginning is loaded.
 
-Loads own no pages of the device: only a request that is admitted has pages. Pure Python: addresses
-and contents are the store's own.
+Loads own no pages of the device: only a request that is admitted has pages. Addresses and contents
+are the store's own.
+
+Every page that the prefix cache indexes is saved once, when logits that depend on it are known to
+be finite. Its copy is launched before the step that is planned next, and so before any other
+request can get the page. Nothing waits for it, and an evicted page needs no copy.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest
 
 
 class Load(Protocol):
@@ -85,6 +90,8 @@ class _SharedLoad:
     first: int
     """Number of the first page that is loaded. Those before it were in the prefix cache."""
     num_bytes: int
+    parts: int
+    """Pages of the store in a page."""
     requests: dict[ScheduledRequest, float] = dataclasses.field(default_factory=dict)
     """With the time until which each waits."""
     writing: int = 0
@@ -95,6 +102,7 @@ class PrefixLoads:
     """The loads of waiting requests.
 
     Args:
+      store: None if there is none, so that nothing is loaded.
       seconds: longest time that a request waits for its pages, from the beginning of its load.
       most_bytes: most bytes of all loads, at least those of a page.
       order: returns the number that orders requests in the queue.
@@ -102,10 +110,10 @@ class PrefixLoads:
 
     def __init__(
         self,
-        store: PageStore,
+        store: PageStore | None,
         seconds: float,
-        most_bytes: float = math.inf,
-        order: Callable[[ScheduledRequest], float] = lambda request: request.arrival,
+        most_bytes: float,
+        order: Callable[[ScheduledRequest], float],
     ):
         self._store = store
         self._seconds = seconds
@@ -120,7 +128,13 @@ class PrefixLoads:
         self._writing: dict[ScheduledRequest, _SharedLoad] = {}
         self._may_begin = False  # whether bytes or the head of the queue have changed
 
-    def __len__(self) -> int:
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store."""
+        return self._store is not None
+
+    @property
+    def count(self) -> int:
         """Number of requests that have a load, or wait for its beginning."""
         return len(self._of)
 
@@ -131,7 +145,7 @@ class PrefixLoads:
         Args:
           pages: the pages of all shards.
         """
-        if not request.reuses_prefix:
+        if self._store is None or not request.reuses_prefix:
             return
         pages = list(pages)
         first = _cached_everywhere(request, pages)
@@ -148,7 +162,7 @@ class PrefixLoads:
         come. If meanwhile the cache has lost pages before those that were loaded, it loads from
         there; that ends, since each load begins at an earlier page.
         """
-        if not request.preemptions or not request.reuses_prefix:
+        if self._store is None or not request.preemptions or not request.reuses_prefix:
             return False
         shared = self._of.get(request)
         if shared is not None and shared.first <= cached:
@@ -177,24 +191,26 @@ class PrefixLoads:
     def _begin(self, request: ScheduledRequest, first: int, page_size: int, now: float) -> bool:
         """Starts to load what the store has of a request from page ``first`` on, or queues the
         request for that. Returns False if there is nothing to load."""
-        parts = self._store.parts
-        request.addresses = self._store.addresses(request.tokens, request.addresses)
+        store = self._store
+        assert store is not None
+        parts = store.parts
+        request.addresses = store.addresses(request.tokens, request.addresses)
         # The model has to run on at least one token.
         most = (len(request.tokens) - 1) // page_size
         wanted = request.addresses[first * parts : most * parts]
-        page_bytes = parts * self._store.page_bytes
-        count = int(min(self._store.lookup(wanted) // parts, self._most_bytes / page_bytes))
+        page_bytes = parts * store.page_bytes
+        count = int(min(store.lookup(wanted) // parts, self._most_bytes / page_bytes))
         if not count:
             return False
         wanted = wanted[: count * parts]
         key = (first, wanted[-1])
         shared = self._by_key.get(key)
         if shared is None:
-            num_bytes = len(wanted) * self._store.page_bytes
+            num_bytes = len(wanted) * store.page_bytes
             if not self._take_bytes(request, num_bytes):
                 self._enqueue(request)
                 return True
-            shared = _SharedLoad(key, self._store.load(wanted), first, num_bytes)
+            shared = _SharedLoad(key, store.load(wanted), first, num_bytes, parts)
             self._by_key[key] = shared
             self.num_bytes += num_bytes
         shared.requests[request] = now + self._seconds
@@ -251,7 +267,7 @@ class PrefixLoads:
         if shared is None:
             self.end(request)
             return []
-        contents, parts = shared.load.contents or (), self._store.parts
+        contents, parts = shared.load.contents or (), shared.parts
         loaded = [
             tuple(contents[begin : begin + parts])
             for begin in range(0, len(contents) - parts + 1, parts)
@@ -325,3 +341,67 @@ class PrefixLoads:
 def _cached_everywhere(request: ScheduledRequest, pages: Sequence[PageAllocator]) -> int:
     """Returns how many leading pages of a request the prefix caches of all shards have."""
     return min(len(each.cached_prefix(request.tokens)) for each in pages)
+
+
+class PageSaves:
+    """Pages that were verified since the last plan, and are to be copied to the store.
+
+    Args:
+      store: None if there is none, so that nothing is saved.
+    """
+
+    def __init__(self, store: PageStore | None):
+        self._store = store
+        self._pending: list[PageSave] = []
+
+    @property
+    def count(self) -> int:
+        """Number of pages that no plan has included yet."""
+        return len(self._pending)
+
+    def add(
+        self,
+        request: ScheduledRequest,
+        tokens: Sequence[int],
+        numbers: range,
+        verified: Collection[int],
+    ) -> None:
+        """Adds the pages of a request that have just been verified.
+
+        Args:
+          tokens: its first tokens: all that these pages depend on.
+          numbers: numbers of its pages that were verified.
+          verified: pages to add. The others were verified before, or are copies of another
+            request's pages.
+        """
+        if self._store is None:
+            return
+        request.addresses = self._store.addresses(tokens, request.addresses)
+        parts = self._store.parts
+        for number in numbers:
+            if (page := request.pages[number]) in verified:
+                addresses = request.addresses[number * parts : (number + 1) * parts]
+                save = PageSave(page, tuple(addresses), self._store.identity)
+                self._pending.append(save)
+
+    def take(self, count: int) -> tuple[PageSave, ...]:
+        """Returns the first ``count`` pages. The caller launches their copies."""
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        return tuple(taken)
+
+    def drop_evicted(self, shards: Sequence[PageAllocator]) -> None:
+        """Gives up copies of pages that have left the index: nothing can be found after them."""
+        if self._pending:
+            is_indexed = [any(s.is_indexed(save.page) for s in shards) for save in self._pending]
+            self._pending = list(itertools.compress(self._pending, is_indexed))
+
+    def clear(self) -> None:
+        """Gives up all copies that were not launched."""
+        self._pending.clear()
+
+    def check_integrity(self, shards: Sequence[PageAllocator]) -> None:
+        """Raises AssertionError if a page lost its contents before its copy was launched."""
+        for save in self._pending:
+            assert any(pages.is_indexed(save.page) for pages in shards), "a page was evicted"
+            assert self._store is not None
+            assert len(save.addresses) == self._store.parts, "a page lacks an address"
