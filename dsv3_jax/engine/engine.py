@@ -43,12 +43,13 @@ from dsv3_jax.engine.device.processes import (
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.loop import EngineLoop
+from dsv3_jax.engine.requests.delivery import output_of
 from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig, StepLimits
+from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig, StepLimits
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.generation.drafters import Drafter
@@ -204,12 +205,10 @@ class Engine:
         if deterministic:
             format = PageFormat.of(model.cache_spec(mtp=mtp), page_size)
             copier = RequestCopier(state, PagePacker(state.pool, format, layout))
-        requests: dict[ScheduledRequest, Request] = {}
         self._executor = Executor(
             programs,
             state,
             pool,
-            requests.get,
             copier=copier,
             transfer=self._transfer,
             # Without overlap, every launch is waited for at once.
@@ -223,7 +222,6 @@ class Engine:
         self._loop = EngineLoop(
             scheduler,
             self._executor,
-            requests,
             overlap=overlap,
             controller=controller,
             compilations=programs.compilations,
@@ -321,9 +319,9 @@ class Engine:
     ) -> list[EngineRequest]:
         if isinstance(self._process, Follower):
             raise EngineError("request: expected the leader's engine, got a follower's")
-        outputs = self._intake.outputs(requests, grammars, options)
-        self._loop.add(*outputs)
-        return [output.handle for output in outputs]
+        scheduled = self._intake.scheduled(requests, grammars, options)
+        self._loop.add(*scheduled)
+        return [output_of(request).handle for request in scheduled]
 
     @property
     def vocab_size(self) -> int:
@@ -343,7 +341,7 @@ class Engine:
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
-        self._loop.cancel(handle)
+        handle.cancel()
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> float:
         """Compiles the programs of the default options. Returns the seconds it took.

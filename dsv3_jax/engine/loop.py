@@ -18,13 +18,11 @@ from typing import TypeVar
 from dsv3_jax.engine.device.step_results import PlanExecutor
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.fair_lock import FairLock
-from dsv3_jax.engine.requests.open_requests import End, OpenRequests
-from dsv3_jax.engine.requests.output import RequestOutput
-from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.requests.delivery import Delivery
 from dsv3_jax.engine.scheduling.decode_pace import DecodePace, Pace
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
+from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest, StepLimits
 from dsv3_jax.engine.stats import (
     COMPILE_SECONDS,
     CompileTimes,
@@ -32,8 +30,7 @@ from dsv3_jax.engine.stats import (
     HostTimes,
     ShardStats,
 )
-from dsv3_jax.generation.finished import NON_FINITE
-from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.completion import NON_FINITE
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +52,6 @@ class EngineLoop:
     Args:
       scheduler: plans the steps.
       executor: runs them.
-      settings: settings of the requests that are not at their end. The loop keeps it up to date,
-        and the executor reads it.
       overlap: whether a step is dispatched before the results of the step before it are read.
       controller: changes the scheduler's limits; None leaves them as configured.
       pace: chooses the steps of dispatches that only decode; None for a :class:`DecodePace`.
@@ -67,7 +62,6 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         executor: PlanExecutor,
-        settings: dict[ScheduledRequest, Request],
         *,
         overlap: bool,
         controller: SlaController | None = None,
@@ -80,7 +74,7 @@ class EngineLoop:
         self._controller = controller
         self._host_times = HostTimes()
         self._pace: Pace = DecodePace() if pace is None else pace
-        self._open = OpenRequests(settings, self._host_times)
+        self._delivery = Delivery(self._host_times)
         self._error: EngineError | None = None
         self._compilations = compilations or CompileTimes()
         # Time, and seconds of compilations, at which the step under way began. Written by the
@@ -95,10 +89,11 @@ class EngineLoop:
         """Starts a thread that runs the steps."""
         # A daemon thread that is still inside XLA when the interpreter ends can abort the process.
         atexit.register(self._stop)
+        self._delivery.start()
         self._thread = threading.Thread(target=self._run, name="dsv3-engine", daemon=True)
         self._thread.start()
 
-    def add(self, *outputs: RequestOutput) -> None:
+    def add(self, *requests: ScheduledRequest) -> None:
         """Puts requests into the waiting queue: all of them, or none if it raises.
 
         Raises:
@@ -108,17 +103,16 @@ class EngineLoop:
         """
         with self._changed:
             self._check_open()
-            self._scheduler.add(*(output.scheduled for output in outputs))
-            for output in outputs:
-                self._open.add(output)
+            self._scheduler.add(*requests)
+            for request in requests:
+                self._delivery.add(request)
             self._changed.notify_all()
 
-    def cancel(self, handle: EngineRequest) -> None:
+    def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
         with self._changed:
-            scheduled = self._open.of_handle(handle)
-            if scheduled is not None:
-                self._scheduler.cancel(scheduled)
+            if request.phase != Phase.ENDED:
+                self._scheduler.cancel(request)
                 self._changed.notify_all()
 
     def step(self) -> bool:
@@ -244,7 +238,7 @@ class EngineLoop:
         """Raises AssertionError if pages, slots, queues or handles contradict each other."""
         with self._changed:
             self._scheduler.check_integrity()
-            self._open.check_integrity(self._scheduler.unfinished)
+            self._delivery.check_integrity(self._scheduler.unfinished)
 
     def shutdown(
         self,
@@ -302,8 +296,8 @@ class EngineLoop:
 
     def _cancel_all(self) -> None:
         with self._changed:
-            for scheduled in self._open:
-                self._scheduler.cancel(scheduled)
+            for request in self._scheduler.unfinished:
+                self._scheduler.cancel(request)
 
     def _stop(self) -> None:
         """Ends the thread at the end of the interpreter."""
@@ -323,7 +317,7 @@ class EngineLoop:
 
     def _close_parts(self) -> None:
         self._executor.close()
-        self._open.close()
+        self._delivery.close()
 
     def _wait_for_pages(self) -> bool:
         """Waits a moment if requests wait for pages. Returns False if none does."""
@@ -337,8 +331,8 @@ class EngineLoop:
     def _wait_for_requests(self) -> bool:
         """Waits while there are none. Returns False if there will never be one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._open or self._is_closed)
-            return bool(self._open)
+            self._changed.wait_for(lambda: self._scheduler.unfinished or self._is_closed)
+            return bool(self._scheduler.unfinished)
 
     def _guarded_step(self) -> bool:
         try:
@@ -364,7 +358,8 @@ class EngineLoop:
             if self._error is not None:
                 return False
             self._error = failure
-            self._open.fail_all(lambda: copy_of(failure))
+            for request in self._scheduler.unfinished:
+                self._delivery.end(request, copy_of(failure))
             self._scheduler.end_all()
         return True
 
@@ -385,9 +380,9 @@ class EngineLoop:
         self._wait_for_arrivals()
         with self._changed:
             self._check_failed()
-            for request, end in self._open.start_grammars().items():
+            for request, end in self._delivery.take_ended().items():
                 self._scheduler.end(request)
-                self._finish(request, end)
+                self._delivery.end(request, end)
             with self._host_times.planning():
                 if self._controller is not None:
                     self._scheduler.limit(self._new_limits(self._controller))
@@ -396,8 +391,7 @@ class EngineLoop:
                     time.monotonic(), max_decode_steps=steps, depth=depth
                 )
                 for request, reason in ended:
-                    self._open.end(request, reason)
-                    self._executor.forget(request)
+                    self._delivery.end(request, reason)
         if plan is not None:
             with self._host_times.dispatching():
                 self._executor.dispatch(plan)
@@ -417,14 +411,13 @@ class EngineLoop:
         if plan is not None or has_read or ended:
             return True
         with self._changed:
-            if not self._open:
+            if not self._scheduler.unfinished:
                 self._check_idle()
         return False
 
     def _check_idle(self) -> None:
         """Raises AssertionError if anything is left of requests that have ended."""
         self._scheduler.check_idle()
-        self._open.check_idle()
         assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
 
     def _check_failed(self) -> None:
@@ -435,9 +428,10 @@ class EngineLoop:
         """Waits for the results of the oldest step, and hands them to its requests."""
         with self._host_times.waiting():
             plan, results = self._executor.wait()
+            self._delivery.wait_for_room()
         with self._changed, self._host_times.processing():
             self._check_failed()  # the step may have been given up
-            gained, ends = self._open.take(results)
+            gained, ends = self._delivery.take(results)
             new_tokens = sum(map(len, gained.values()))
             self._host_times.count(plan, new_tokens)
             self._pace.read(plan, results, time.perf_counter())
@@ -449,12 +443,8 @@ class EngineLoop:
             }
             self._scheduler.report(plan, gained, ends.keys(), broken, finite)
             for request, end in ends.items():
-                self._finish(request, end)
+                self._delivery.end(request, end)
 
     def _new_limits(self, controller: SlaController) -> StepLimits:
         waiting = self._scheduler.waiting
         return controller.update(time.monotonic(), waiting[0].arrival if waiting else None)
-
-    def _finish(self, request: ScheduledRequest, end: End) -> None:
-        self._open.finish(request, end)
-        self._executor.forget(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import NamedTuple
 
 import jax
@@ -129,7 +130,12 @@ class Served:
         assert stats.prompt_tokens == prompt_tokens - stats.prefix_hit_tokens
         assert stats.cache_usage == 0.0
         assert stats.compiled_after_warm_up == 0
-        assert not engine._executor._saved
+        assert not saved_requests()
+
+
+def saved_requests() -> list[SavedRequest]:
+    """The requests in host memory."""
+    return [each for each in gc.get_objects() if isinstance(each, SavedRequest)]
 
 
 def make(model: DeepSeekV3, *, deterministic: bool = True, **options) -> Engine:
@@ -192,13 +198,13 @@ def test_a_launch_with_a_preemption_transfers_nothing_implicitly(plain, monkeypa
 def test_a_cancelled_request_leaves_host_memory(plain):
     engine = plain.engine()
     handles = [engine.submit([i] * 40, max_new_tokens=70, ignore_eos=True) for i in range(2, 6)]
-    while not engine._executor._saved:
+    while not saved_requests():
         assert engine.step()
     for handle in handles:
         handle.cancel()
     while engine.step():
         engine.check_integrity()
-    assert not engine._executor._saved
+    assert not saved_requests()
 
 
 def test_an_engine_with_threads(plain):
@@ -221,7 +227,7 @@ class TestRequestCopier:
         filled = [jnp.asarray(100 * random.normal(size=x.shape), x.dtype) for x in leaves]
         state = jax.tree.unflatten(structure, filled)
         assert len(arrays_by_name(state.pool)) == 12
-        before = jax.device_get((arrays_by_name(state.pool), state.slots))
+        before = jax.device_get((arrays_by_name(state.pool), jax.tree.leaves(state.slots)))
         copier = RequestCopier(state, PagePacker(state.pool, PageFormat.of(spec, 4), None))
         source = [*range(7, 7 + PAGES_PER_COPY), 2, 9]  # more than one copy
         target: list = [*range(39, 39 - PAGES_PER_COPY, -1), None, 0]
@@ -230,14 +236,14 @@ class TestRequestCopier:
         saved.free_device()
         assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((saved.slot, saved.pages)))
         state = copier.restore(state, 1, target, saved)
-        pages, slots = jax.device_get((arrays_by_name(state.pool), state.slots))
+        pages, slots = jax.device_get((arrays_by_name(state.pool), jax.tree.leaves(state.slots)))
         for name, x in before[0].items():
             wanted = x.copy()
             for page, copy in zip(source, target, strict=True):
                 if copy is not None:
                     wanted[copy] = x[page]
             np.testing.assert_array_equal(pages[name], wanted)
-        for got, x in zip(*map(jax.tree.leaves, (slots, before[1])), strict=True):
+        for got, x in zip(slots, before[1], strict=True):
             x = x.copy()
             x[1] = x[2]
             np.testing.assert_array_equal(got, x)

@@ -22,8 +22,8 @@ from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotRows, SlotState
 from dsv3_jax.engine.device.step import _decode_batch, _Requests
 from dsv3_jax.engine.device.step_input import StepOptions, StepShape
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import Drafts
-from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.engine_state import default_buckets

@@ -11,7 +11,7 @@ from flax import nnx
 from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.engine.device.step import step
 from dsv3_jax.engine.device.step_input import StepOptions, StepShape, empty_input
-from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
+from dsv3_jax.generation.completion import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, sample
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from dsv3_jax.kv_cache import PagePool

@@ -35,7 +35,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     ShardPlan,
     StepPlan,
 )
-from dsv3_jax.generation.finished import NON_FINITE, RUNNING
+from dsv3_jax.generation.completion import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
 
 _T = TypeVar("_T")
@@ -58,7 +58,6 @@ class Executor:
     """Dispatches plans and reads their results in the same order.
 
     Args:
-      settings_of: returns the settings of a scheduled request, or None if it has ended.
       copier: copies preempted requests, if the scheduler has a swap space.
       transfer: copies pages from and to the tiers, if the scheduler has a store.
       background: whether a thread launches the programs, see :class:`Launcher`.
@@ -71,7 +70,6 @@ class Executor:
         programs: Programs,
         state: SlotState,
         pool: PoolLayout,
-        settings_of: Callable[[ScheduledRequest], Request | None],
         *,
         copier: RequestCopier | None = None,
         transfer: PageTransfer | None = None,
@@ -83,13 +81,11 @@ class Executor:
         self.times = DispatchTimes()
         self._launcher = Launcher(state, background=background)
         self._pool = pool
-        self._settings_of = settings_of
         self._in_flight: deque[_Dispatched] = deque()
         self._copier = copier
         self._transfer = transfer
         self._saving: Future[None] | None = None
         self._replayed: Future[StepOutput] | None = None
-        self._saved: dict[ScheduledRequest, SavedRequest] = {}
 
     @property
     def steps_in_flight(self) -> int:
@@ -132,18 +128,19 @@ class Executor:
             self._fill(arguments, number, shard, plan.decode_steps)
             self._fill_adjustments(arguments, shard, shape)
         saved = [SavedRequest() for _ in plan.swap_outs]
-        self._saved |= {
-            swap.request: each for swap, each in zip(plan.swap_outs, saved, strict=True)
-        }
-        restored = [self._saved.pop(swap.request) for swap in plan.swap_ins]
+        for out, each in zip(plan.swap_outs, saved, strict=True):
+            out.request.saved = each
+        restored = [back.request.saved for back in plan.swap_ins]
+        for back in plan.swap_ins:
+            back.request.saved = None
         launch = functools.partial(self._launch, plan, buffer, shape, saved, restored)
         output = self._launcher.launch(launch)
         self._in_flight.append(_Dispatched(plan, shape, saved, output))
 
-    def _asked_options(self, plan: StepPlan) -> StepOptions:
-        settings = [s for r in plan.requests if (s := self._settings_of(r)) is not None]
-        prompt_logprobs = any(self._has_prompt_logprobs(chunk) for chunk in plan.chunks)
-        return StepOptions.of(settings, prompt_logprobs=prompt_logprobs)
+    @staticmethod
+    def _asked_options(plan: StepPlan) -> StepOptions:
+        prompt_logprobs = any(map(_has_prompt_logprobs, plan.chunks))
+        return StepOptions.of(map(_settings, plan.requests), prompt_logprobs=prompt_logprobs)
 
     def replay(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Launches a step that the leader of a mesh of processes has planned. Its results are not
@@ -176,7 +173,7 @@ class Executor:
             first = number * shape.rows + shape.decodes
             for i, chunk in enumerate(shard.chunks):
                 prompt = None
-                if shape.options.prompt_logprobs and self._has_prompt_logprobs(chunk):
+                if shape.options.prompt_logprobs and _has_prompt_logprobs(chunk):
                     prompt = read.prompt(number * shape.chunks + i, chunk)
                 if chunk.is_last:
                     result = self._result(read, first + i, chunk.request, is_decode=False)
@@ -195,16 +192,8 @@ class Executor:
     def _result(
         self, read: StepResults, row: int, request: ScheduledRequest, *, is_decode: bool
     ) -> RequestResult:
-        new_tokens = read.new_tokens(row, top=read.has_top and self._asks_for_top(request))
+        new_tokens = read.new_tokens(row, top=read.has_top and _settings(request).logprobs > 0)
         return RequestResult(request, new_tokens, read.finished[row], is_decode)
-
-    def _asks_for_top(self, request: ScheduledRequest) -> bool:
-        settings = self._settings_of(request)
-        return settings is not None and settings.logprobs > 0
-
-    def _has_prompt_logprobs(self, chunk: Chunk) -> bool:
-        settings = self._settings_of(chunk.request)
-        return settings is not None and settings.prompt_logprobs is not None
 
     def take_routing_counts(self) -> Future[jax.Array]:
         """Returns the number of tokens that chose each expert, integers [L_moe, E], in the steps
@@ -220,10 +209,6 @@ class Executor:
 
         return self._launcher.launch(take)
 
-    def forget(self, request: ScheduledRequest) -> None:
-        """Frees the host memory of a request that has ended."""
-        self._saved.pop(request, None)
-
     def close(self) -> None:
         """Ends the thread that launches programs, and frees the engine's memory on the device.
         Nothing can be dispatched after it. Pages that were to be saved are written first."""
@@ -233,7 +218,6 @@ class Executor:
         if self._transfer is not None:
             self._transfer.close(_CLOSE_SECONDS)
         self._in_flight.clear()
-        self._saved.clear()
 
     def _launch(
         self,
@@ -291,9 +275,7 @@ class Executor:
         rows += [(shape.decodes + i, chunk.request) for i, chunk in enumerate(plan.chunks)]
         penalties = inputs.penalties
         for row, request in rows:
-            settings = self._settings_of(request)
-            if settings is None:
-                continue
+            settings = _settings(request)
             if penalties is not None and settings.has_penalties:
                 penalties.put(row, settings)
             if settings.allowed is not None:
@@ -303,8 +285,7 @@ class Executor:
             arrays.rewinds[: len(plan.rewinds)] = plan.rewinds
 
     def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
-        request, settings = chunk.request, self._settings_of(chunk.request)
-        assert settings is not None, "a request was planned after its end"
+        request, settings = chunk.request, _settings(chunk.request)
         arrays.admitted_slots[i] = chunk.slot
         arrays.prompts[i, : len(request.tokens)] = request.tokens
         arrays.lengths[i] = len(request.tokens)
@@ -313,6 +294,15 @@ class Executor:
             getattr(arrays, name)[i] = getattr(settings, name)
         arrays.seed[i] = (settings.seed + request.rewinds * REWIND_SEED) % 2**32
         arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
+
+
+def _settings(request: ScheduledRequest) -> Request:
+    assert request.settings is not None, "the request has no settings"
+    return request.settings
+
+
+def _has_prompt_logprobs(chunk: Chunk) -> bool:
+    return _settings(chunk.request).prompt_logprobs is not None
 
 
 class Launcher:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dsv3_jax.engine.device.step_input import StepInput
-from dsv3_jax.generation.finished import RUNNING, STOPPED
+from dsv3_jax.generation.completion import RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from dsv3_jax.kv_cache import PagePool
@@ -51,7 +51,7 @@ class SlotState:
     """Length at which the request ends."""
 
     finished: Int[Array, " R"]
-    """RUNNING, STOPPED, FULL or NON_FINITE, see :mod:`dsv3_jax.generation.finished`."""
+    """RUNNING, STOPPED, FULL or NON_FINITE, see :mod:`dsv3_jax.generation.completion`."""
 
     sampling: Sampling
     """Sampling settings of each request."""

@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from dsv3_jax.engine.device.state import SlotRows, SlotState
 from dsv3_jax.engine.device.step_input import StepInput, StepShape, unpack
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
-from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
 from dsv3_jax.generation.selection import NewTokens, select_tokens
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS

@@ -14,7 +14,7 @@ from dsv3_jax.engine.device.step import PromptLogprobs, StepOutput
 from dsv3_jax.engine.scheduling.step_plan import Chunk, PageSave, ScheduledRequest, StepPlan
 
 
-class NewTokens(NamedTuple):
+class StepTokens(NamedTuple):
     """Tokens that one step gave to a request."""
 
     tokens: list[int]
@@ -25,17 +25,17 @@ class NewTokens(NamedTuple):
     """The most probable tokens in the place of each, best first, and their log-probabilities:
     [t, n] each. None if the request does not ask for them."""
 
-    def first(self, count: int) -> NewTokens:
+    def first(self, count: int) -> StepTokens:
         """Returns the first of these tokens."""
         top = self.top and (self.top[0][:count], self.top[1][:count])
-        return NewTokens(self.tokens[:count], self.logprobs[:count], self.drafted, top)
+        return StepTokens(self.tokens[:count], self.logprobs[:count], self.drafted, top)
 
 
 class RequestResult(NamedTuple):
     """Tokens that a dispatch gave to one request."""
 
     request: ScheduledRequest
-    steps: list[NewTokens]
+    steps: list[StepTokens]
     """The steps that gained tokens."""
     finished: int
     """RUNNING, STOPPED, FULL or NON_FINITE."""
@@ -77,14 +77,14 @@ class StepResults:
         self._top = arrays.top_tokens, arrays.top_logprobs
         self._prompt = arrays.prompt
 
-    def new_tokens(self, row: int, *, top: bool) -> list[NewTokens]:
+    def new_tokens(self, row: int, *, top: bool) -> list[StepTokens]:
         """Returns the tokens of each step that gave some to a row.
 
         Args:
           top: whether to add the most probable tokens.
         """
         return [
-            NewTokens(
+            StepTokens(
                 self._tokens[step][row][:count],
                 self._logprobs[step][row][:count],
                 self._drafted[step][row],
@@ -139,10 +139,6 @@ class PlanExecutor(Protocol):
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest plan, and returns it with its results."""
-        ...
-
-    def forget(self, request: ScheduledRequest) -> None:
-        """Frees what it keeps of a request that has ended."""
         ...
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ class ScheduledRequest:
     None if the device is simulated."""
     output: object = None
     """Takes its results: text, log-probabilities, the caller's handle."""
+    saved: Any = None
+    """Its copy in host memory while it is preempted. The executor writes it."""
     rewind: int = 0
     """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
     The next decode step removes them."""
