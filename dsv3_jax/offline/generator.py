@@ -17,6 +17,7 @@ from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.model_arrays import ModelArrays
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.scheduling.step_times import StepTimes
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter
@@ -31,7 +32,6 @@ from dsv3_jax.offline.call import Call
 from dsv3_jax.offline.interruption import InterruptsDeferred
 from dsv3_jax.offline.pace import OfflinePace
 from dsv3_jax.offline.sizes import chunked_buckets, generator_buckets
-from dsv3_jax.offline.step_times import StepTimes
 from dsv3_jax.offline.tally import Tally
 from dsv3_jax.other_names import check_arguments, hints
 from dsv3_jax.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ class Generator:
             )
         self._arrays = ModelArrays.of(model)
         self._programs: dict[tuple[int, Drafter | None, int], Programs] = {}
-        self._step_times = StepTimes()
+        self._step_times = StepTimes(skips_first=True)
         self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
         self._routing_counts: np.ndarray | None = None
         if count_routing:

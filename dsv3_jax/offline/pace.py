@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.scheduling.step_plan import StepPlan
+from dsv3_jax.engine.scheduling.step_times import Result, StepTimes
 from dsv3_jax.generation.depth import AUTO_SECONDS, AUTO_STEPS, DepthChooser
-from dsv3_jax.offline.step_times import StepTimes
+
+DISPATCH_SECONDS = 0.5
+"""Target duration of a dispatch. A dispatch cannot be interrupted, and a stop string ends a
+sequence only after it. The host needs about a millisecond between two dispatches."""
 
 
 class OfflinePace:
@@ -61,18 +64,24 @@ class OfflinePace:
         if self._tokens is not None:
             steps = max(1, self._tokens // (depth + 1))
         elif self._chooser.is_fixed:
-            steps = self._times.steps_per_dispatch(program)
+            steps = self._steps_in(DISPATCH_SECONDS, program, default=1)
         else:
             steps, short = (
-                self._times.steps_per_dispatch(program, default=AUTO_STEPS, seconds=seconds)
-                for seconds in (None, AUTO_SECONDS)
+                self._steps_in(seconds, program, default=AUTO_STEPS)
+                for seconds in (DISPATCH_SECONDS, AUTO_SECONDS)
             )
             steps = min(steps, max(short, AUTO_STEPS))
         if not self._overlap:
             self._began = self._clock()
         return min(steps, most), depth
 
-    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+    def _steps_in(self, seconds: float, program: Hashable, *, default: int) -> int:
+        """Returns the number of steps, at least 1, that take about so many seconds; ``default`` if
+        the program has not been measured."""
+        each = self._times.per_step(program)
+        return default if each is None else int(max(seconds / max(each, 1e-9), 1))
+
+    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
         """Takes the results of a dispatch, and the time at which they were read."""
         began = self._began
         if self._overlap:  # the device begins a dispatch when it has ended the one before

@@ -35,7 +35,7 @@ def run(
 
     def record(limits: StepLimits) -> None:
         limit(limits)
-        history.append((replica._device_free, limits))
+        history.append((replica._device._free_at, limits))
 
     replica.scheduler.limit = record
     arrivals = poisson(

@@ -11,14 +11,10 @@ from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
-from dsv3_jax.engine.scheduling.scheduler import EndReason
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import End, ScheduledRequest, StepGains, StepPlan
 from dsv3_jax.engine.stats import HostTimes
 from dsv3_jax.generation.finished import NON_FINITE, RUNNING
 from dsv3_jax.generation.request import Request
-
-End = int | Exception
-"""Reason for which a request is at its end: a value of ``finished``, or an error of its own."""
 
 _MASK_THREADS = min(8, os.cpu_count() or 1)
 
@@ -57,19 +53,13 @@ class OpenRequests:
         """Returns the request of a handle, or None if it is at its end."""
         return self._by_handle.get(handle)
 
-    def start_grammars(self) -> dict[ScheduledRequest, End]:
+    def start(self) -> dict[ScheduledRequest, End]:
         """Gets the first masks of new requests. Returns those whose grammars failed."""
         outputs, self._without_mask = self._without_mask, []
         return self._update_masks([o for o in outputs if o.scheduled in self._outputs])
 
-    def take(
-        self, results: Sequence[RequestResult]
-    ) -> tuple[dict[ScheduledRequest, list[int]], dict[ScheduledRequest, End]]:
-        """Adds results to their requests' outputs, streams them, and gets the next masks.
-
-        Returns:
-          The tokens that each request gained, and the requests that are at their end.
-        """
+    def take(self, plan: StepPlan, results: Sequence[RequestResult]) -> StepGains:
+        """Adds results to their requests' outputs, streams them, and gets the next masks."""
         gained: dict[ScheduledRequest, list[int]] = {}
         ends: dict[ScheduledRequest, End] = {}
         in_need: list[RequestOutput] = []
@@ -91,27 +81,28 @@ class OpenRequests:
                 ends[request] = end
             elif output.grammar is not None and result.steps:
                 in_need.append(output)
-        return gained, ends | self._update_masks(in_need)
+        return StepGains(
+            gained,
+            ends | self._update_masks(in_need),
+            {r.request for r in results if r.finished == NON_FINITE or r.finite_tokens == 0},
+            {r.request: r.finite_tokens for r in results if r.finite_tokens},
+        )
 
-    def finish(self, request: ScheduledRequest, end: End) -> None:
+    def end(self, request: ScheduledRequest, reason: End) -> None:
         """Ends a request, and tells its holder."""
         output = self._pop(request)
-        if isinstance(end, Exception):
-            output.fail(end)
+        if isinstance(reason, Exception):
+            output.fail(reason)
             return
         with _own_errors(output):
-            if end == NON_FINITE and not output.is_stopped:
+            if reason == NON_FINITE and not output.is_stopped:
                 output.fail_non_finite()
+            elif isinstance(reason, int):
+                output.finish(reason)
             else:
-                output.finish(end)
+                output.end(reason)
 
-    def end(self, request: ScheduledRequest, reason: EndReason) -> None:
-        """Ends a request that the scheduler has ended."""
-        output = self._pop(request)
-        with _own_errors(output):
-            output.end(reason)
-
-    def fail_all(self, make_error: Callable[[], EngineError]) -> None:
+    def end_all(self, make_error: Callable[[], EngineError]) -> None:
         """Ends all requests with errors. Each gets its own, since raising changes an error."""
         for output in self._outputs.values():
             output.handle.fail(make_error())
