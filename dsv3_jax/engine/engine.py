@@ -28,11 +28,11 @@ from dsv3_jax.engine.checks import (
     check_tiers,
 )
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.cache_size import pages_per_device
 from dsv3_jax.engine.device.executor import Executor
-from dsv3_jax.engine.device.page_swap import RequestCopier
+from dsv3_jax.engine.device.model_arrays import ModelSignature
+from dsv3_jax.engine.device.page_packing import PagePacker, RequestCopier
+from dsv3_jax.engine.device.page_pool import PoolLayout, pages_per_device
 from dsv3_jax.engine.device.page_transfer import PageTransfer
-from dsv3_jax.engine.device.pool_layout import PoolLayout
 from dsv3_jax.engine.device.processes import (
     Follower,
     Leader,
@@ -43,24 +43,24 @@ from dsv3_jax.engine.device.processes import (
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.loop import EngineLoop
+from dsv3_jax.engine.requests.delivery import output_of
 from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request
 from dsv3_jax.generation.settings import check
-from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.generation.stop_scope import ReasoningMarkers
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
-from dsv3_jax.pages import CacheTiers
+from dsv3_jax.pages import CacheTiers, PageFormat
 from dsv3_jax.tokenizer import Tokenizer
 
 
@@ -201,13 +201,15 @@ class Engine:
             load_seconds=math.inf if tiers is None else tiers.load_seconds,
             load_bytes=math.inf if tiers is None else tiers.most_load_bytes,
         )
-        requests: dict[ScheduledRequest, Request] = {}
+        copier = None
+        if deterministic:
+            format = PageFormat.of(model.cache_spec(mtp=mtp), page_size)
+            copier = RequestCopier(state, PagePacker(state.pool, format, layout))
         self._executor = Executor(
             programs,
             state,
             pool,
-            requests.get,
-            copier=RequestCopier(state) if deterministic else None,
+            copier=copier,
             transfer=self._transfer,
             # Without overlap, every launch is waited for at once.
             background=background and overlap,
@@ -216,7 +218,6 @@ class Engine:
         self._loop = EngineLoop(
             scheduler,
             self._executor,
-            requests,
             overlap=overlap,
             limits=None if targets is None else SlaController(targets, limits),
             compilations=programs.compilations,
@@ -314,9 +315,9 @@ class Engine:
     ) -> list[EngineRequest]:
         if isinstance(self._process, Follower):
             raise EngineError("request: expected the leader's engine, got a follower's")
-        outputs = self._intake.outputs(requests, grammars, options)
-        self._loop.add(*outputs)
-        return [output.handle for output in outputs]
+        scheduled = self._intake.scheduled(requests, grammars, options)
+        self._loop.add(*scheduled)
+        return [output_of(request).handle for request in scheduled]
 
     @property
     def vocab_size(self) -> int:
@@ -336,7 +337,7 @@ class Engine:
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
-        self._loop.cancel(handle)
+        handle.cancel()
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> float:
         """Compiles the programs of the default options. Returns the seconds it took.

@@ -14,16 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from dsv3_jax.engine.device.step_results import PlanExecutor
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.fair_lock import FairLock
-from dsv3_jax.engine.requests.open_requests import OpenRequests
-from dsv3_jax.engine.requests.output import RequestOutput
-from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.requests.delivery import Delivery
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
 from dsv3_jax.engine.scheduling.step_times import Pace
 from dsv3_jax.engine.stats import (
     COMPILE_SECONDS,
@@ -32,8 +31,7 @@ from dsv3_jax.engine.stats import (
     HostTimes,
     ShardStats,
 )
-from dsv3_jax.engine.step_loop import PlanExecutor, StepLoop
-from dsv3_jax.generation.request import Request
+from dsv3_jax.engine.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +44,12 @@ _PAGES_SECONDS = 0.002
 """Time after which the engine looks for pages and deadlines, if nobody wakes it up before."""
 
 
-class Executor(PlanExecutor, Protocol):
-    """What the engine needs of an executor besides its turns."""
-
-    @property
-    def compiled_after_warm_up(self) -> int:
-        """Number of programs that were compiled while requests were waiting for them."""
-        ...
-
-    def close(self) -> None:
-        """Frees the memory. Nothing can be dispatched after it."""
-        ...
-
-
 class EngineLoop:
     """Moves requests from the waiting queue to their end.
 
     Args:
       scheduler: plans the steps.
       executor: runs them.
-      settings: settings of the requests that are not at their end. The loop keeps it up to date,
-        and the executor reads it.
       overlap: whether a step is dispatched before the results of the step before it are read.
       limits: changes the scheduler's limits; None leaves them as configured.
       pace: see :class:`StepLoop`.
@@ -77,8 +60,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
-        settings: dict[ScheduledRequest, Request],
+        executor: PlanExecutor,
         *,
         overlap: bool,
         limits: FixedLimits | None = None,
@@ -89,7 +71,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._host_times = HostTimes()
-        self._open = OpenRequests(settings, self._host_times)
+        self._delivery = Delivery(self._host_times)
         self._error: EngineError | None = None
         self._compilations = compilations or CompileTimes()
         # Time, and seconds of compilations, at which the step under way began. Written by the
@@ -100,7 +82,7 @@ class EngineLoop:
         self._steps = StepLoop(
             scheduler,
             executor,
-            self._open,
+            self._delivery,
             overlap=overlap,
             limits=limits or FixedLimits(scheduler.config.limits),
             pace=pace,
@@ -115,10 +97,11 @@ class EngineLoop:
         """Starts a thread that runs the steps."""
         # A daemon thread that is still inside XLA when the interpreter ends can abort the process.
         atexit.register(self._stop)
+        self._delivery.start()
         self._thread = threading.Thread(target=self._run, name="dsv3-engine", daemon=True)
         self._thread.start()
 
-    def add(self, *outputs: RequestOutput) -> None:
+    def add(self, *requests: ScheduledRequest) -> None:
         """Puts requests into the waiting queue: all of them, or none if it raises.
 
         Raises:
@@ -128,17 +111,16 @@ class EngineLoop:
         """
         with self._changed:
             self._check_open()
-            self._scheduler.add(*(output.scheduled for output in outputs))
-            for output in outputs:
-                self._open.add(output)
+            self._scheduler.add(*requests)
+            for request in requests:
+                self._delivery.add(request)
             self._changed.notify_all()
 
-    def cancel(self, handle: EngineRequest) -> None:
+    def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
         with self._changed:
-            scheduled = self._open.of_handle(handle)
-            if scheduled is not None:
-                self._scheduler.cancel(scheduled)
+            if request.phase is not Phase.ENDED:
+                self._scheduler.cancel(request)
                 self._changed.notify_all()
 
     def step(self) -> bool:
@@ -264,7 +246,7 @@ class EngineLoop:
         """Raises AssertionError if pages, slots, queues or handles contradict each other."""
         with self._changed:
             self._scheduler.check_integrity()
-            self._open.check_integrity(self._scheduler.unfinished)
+            self._delivery.check_integrity(self._scheduler.unfinished)
 
     def shutdown(
         self,
@@ -321,8 +303,8 @@ class EngineLoop:
 
     def _cancel_all(self) -> None:
         with self._changed:
-            for scheduled in self._open:
-                self._scheduler.cancel(scheduled)
+            for request in self._scheduler.unfinished:
+                self._scheduler.cancel(request)
 
     def _stop(self) -> None:
         """Ends the thread at the end of the interpreter."""
@@ -342,7 +324,7 @@ class EngineLoop:
 
     def _close_parts(self) -> None:
         self._executor.close()
-        self._open.close()
+        self._delivery.close()
 
     def _wait_for_pages(self) -> bool:
         """Waits a moment if requests wait for pages. Returns False if none does."""
@@ -356,8 +338,8 @@ class EngineLoop:
     def _wait_for_requests(self) -> bool:
         """Waits while there are none. Returns False if there will never be one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._open or self._is_closed)
-            return bool(self._open)
+            self._changed.wait_for(lambda: self._scheduler.unfinished or self._is_closed)
+            return bool(self._scheduler.unfinished)
 
     def _guarded_step(self) -> bool:
         try:
@@ -383,7 +365,8 @@ class EngineLoop:
             if self._error is not None:
                 return False
             self._error = failure
-            self._open.end_all(lambda: copy_of(failure))
+            for request in self._scheduler.unfinished:
+                self._delivery.end(request, copy_of(failure))
             self._scheduler.end_all()
         return True
 
@@ -397,9 +380,8 @@ class EngineLoop:
         if self._steps.step():
             return True
         with self._changed:
-            if not self._open:  # nothing may be left of requests that have ended
+            if not self._scheduler.unfinished:  # nothing may be left of requests that have ended
                 self._scheduler.check_idle()
-                self._open.check_idle()
                 assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
         return False
 

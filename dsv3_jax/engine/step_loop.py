@@ -10,16 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
-from dsv3_jax.engine.device.dispatch_times import DispatchTimes
-from dsv3_jax.engine.device.step_results import RequestResult
+from dsv3_jax.engine.device.step_results import PlanExecutor, RequestResult
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
 from dsv3_jax.engine.scheduling.step_plan import (
     End,
-    PageSave,
     ScheduledRequest,
     StepGains,
     StepPlan,
@@ -31,59 +28,22 @@ LEAD_SECONDS = 0.004
 """Time from planning a step to its first kernel on the device, with a margin."""
 
 
-class PlanExecutor(Protocol):
-    """Runs plans in order, as ``Executor`` in ``device/executor.py`` does on a device."""
-
-    @property
-    def steps_in_flight(self) -> int:
-        """Plans whose results have not been read."""
-        ...
-
-    @property
-    def seconds_left(self) -> float:
-        """Predicted time until the step in flight ends; 0 if there is none, or no forecast."""
-        ...
-
-    @property
-    def max_decode_steps(self) -> int:
-        """Most decode steps in a plan."""
-        ...
-
-    @property
-    def times(self) -> DispatchTimes:
-        """Times of the dispatches, by shape."""
-        ...
-
-    def dispatch(self, plan: StepPlan) -> None:
-        """Launches a plan. An error of the launch may be raised by :meth:`wait`."""
-        ...
-
-    def save(self, saves: Sequence[PageSave]) -> Future[None]:
-        """Launches copies of pages without a plan. The future is done when these and all earlier
-        ones are launched."""
-        ...
-
-    def wait(self) -> tuple[StepPlan, list[RequestResult]]:
-        """Waits for the oldest plan, and returns it with its results."""
-        ...
-
-    def forget(self, request: ScheduledRequest) -> None:
-        """Frees what it keeps of a request that has ended."""
-        ...
-
-
 class Requests(Protocol):
     """The requests that have not ended, as their turns see them."""
 
-    def start(self) -> Mapping[ScheduledRequest, End]:
-        """Prepares new requests for their first step. Returns those that cannot start."""
+    def take_ended(self) -> Mapping[ScheduledRequest, End]:
+        """Returns the requests that have ended since the last call, by their text for example."""
+        ...
+
+    def wait_for_room(self) -> None:
+        """Waits until :meth:`take` can be called."""
         ...
 
     def take(self, plan: StepPlan, results: Sequence[RequestResult]) -> StepGains:
         """Takes the results of a plan."""
         ...
 
-    def end(self, request: ScheduledRequest, reason: End) -> None:
+    def end(self, request: ScheduledRequest, end: End) -> None:
         """Ends a request, and tells its holder. The scheduler has ended it already."""
         ...
 
@@ -135,9 +95,9 @@ class StepLoop:
         nothing to do."""
         executor = self._executor
         with self._lock():
-            for request, end in self._requests.start().items():
+            for request, end in self._requests.take_ended().items():
                 self._scheduler.end(request)
-                self._end(request, end)
+                self._requests.end(request, end)
             with self.times.planning():
                 now, waiting = self._clock(), self._scheduler.waiting
                 since = waiting[0].arrival if waiting else None
@@ -145,7 +105,7 @@ class StepLoop:
                 steps, depth = self._pace.choose(executor.max_decode_steps)
                 plan, ended = self._scheduler.schedule(now, max_decode_steps=steps, depth=depth)
                 for request, reason in ended:
-                    self._end(request, reason)
+                    self._requests.end(request, reason)
             saves = self._scheduler.take_saves() if plan is None else ()
         if plan is not None:
             with self.times.dispatching():
@@ -165,6 +125,7 @@ class StepLoop:
         """Waits for the results of the oldest step, and hands them to its requests."""
         with self.times.waiting():
             plan, results = self._executor.wait()
+            self._requests.wait_for_room()
         with self._lock(), self.times.processing():
             gains = self._requests.take(plan, results)
             new_tokens, now = sum(map(len, gains.tokens.values())), self._clock()
@@ -173,8 +134,4 @@ class StepLoop:
             self._limits.read(plan, new_tokens, now)
             self._scheduler.report(plan, *gains)
             for request, end in gains.ends.items():
-                self._end(request, end)
-
-    def _end(self, request: ScheduledRequest, reason: End) -> None:
-        self._requests.end(request, reason)
-        self._executor.forget(request)
+                self._requests.end(request, end)

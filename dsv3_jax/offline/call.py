@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Int64
 
 from dsv3_jax.engine.device.executor import Executor
-from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_input import StepShape
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.engine.loop import EngineLoop
+from dsv3_jax.engine.requests.delivery import output_of
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
@@ -60,9 +60,8 @@ class Call:
     ):
         self.pace = pace
         self._routing_counts = routing_counts
-        self.outputs = [
-            _output(number, request, tokenizer, plan) for number, request in enumerate(requests)
-        ]
+        scheduled = [_scheduled(i, request, tokenizer, plan) for i, request in enumerate(requests)]
+        self.outputs = [output_of(request) for request in scheduled]
         """The results of the requests so far, in their order."""
         pool = _pool(programs)
         buckets = programs.buckets
@@ -82,17 +81,15 @@ class Call:
         prefill, *decodes = _options(programs, requests, all_modes=all_modes)
         state = programs.empty_state(pool.num_pages)
         programs.warm_up(state, _shapes(programs, prefill, decodes, plan))
-        settings: dict[ScheduledRequest, Request] = {}
         self._executor = Executor(
             programs,
             state,
             pool,
-            settings.get,
             options_of=lambda step: prefill if step.chunks else decodes[0],
             background=overlap,
         )
-        self._loop = EngineLoop(scheduler, self._executor, settings, overlap=overlap, pace=pace)
-        self._loop.add(*self.outputs)
+        self._loop = EngineLoop(scheduler, self._executor, overlap=overlap, pace=pace)
+        self._loop.add(*scheduled)
 
     def step(self) -> bool:
         """Runs one dispatch, and reads its results or those of the one before. Returns False if all
@@ -140,28 +137,24 @@ class Call:
         return [_completion(output) for output in self.outputs]
 
 
-def _output(
+def _scheduled(
     number: int, request: Request, tokenizer: Decoder | None, plan: DraftPlan
-) -> RequestOutput:
+) -> ScheduledRequest:
     drafter = plan.drafter
-    scheduled = ScheduledRequest(
+    return ScheduledRequest(
         tokens=list(request.prompt),
         max_length=len(request.prompt) + request.max_new_tokens,
         drafts=plan.max_depth,
         arrival=float(number),
+        settings=request,
+        output=RequestOutput(
+            EngineRequest(lambda _: None),  # nobody but the call itself has the handle
+            request,
+            tokenizer,
+            draft=None if drafter is None else drafter.name,
+            depth=plan.max_depth,
+        ),
     )
-    return RequestOutput(
-        EngineRequest(_nothing_to_cancel),
-        request,
-        scheduled,
-        tokenizer,
-        draft=None if drafter is None else drafter.name,
-        depth=plan.max_depth,
-    )
-
-
-def _nothing_to_cancel(handle: EngineRequest) -> None:
-    """Does nothing: nobody but the call itself has the handle."""
 
 
 def _pool(programs: Programs) -> PoolLayout:
@@ -200,12 +193,10 @@ def _shapes(
     buckets = programs.buckets
     if buckets.separate:
         pairs = itertools.product(plan.depths, decodes)
-        shapes = (programs.shape(1, 0, depth=d, options=options) for d, options in pairs)
-        return [programs.shape(0, 1, options=prefill), *shapes]
+        shapes = (programs.shape(1, 0, options, depth=d) for d, options in pairs)
+        return [programs.shape(0, 1, prefill), *shapes]
     sizes_of_steps = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
-    return list(
-        dict.fromkeys(programs.shape(B, C, depth=d, options=prefill) for B, C, d in sizes_of_steps)
-    )
+    return list(dict.fromkeys(programs.shape(B, C, prefill, depth=d) for B, C, d in sizes_of_steps))
 
 
 def _completion(output: RequestOutput) -> Completion:

@@ -14,9 +14,9 @@ import numpy as np
 
 from dsv3_jax import compile_cache, words
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.model_arrays import ModelArrays
+from dsv3_jax.engine.device.model_arrays import ModelArrays, ModelSignature
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepOptions
 from dsv3_jax.engine.scheduling.step_times import StepTimes
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
@@ -25,7 +25,6 @@ from dsv3_jax.generation.errors import Interrupted
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
-from dsv3_jax.generation.signature import ModelSignature
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.call import Call

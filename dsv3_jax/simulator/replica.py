@@ -36,7 +36,7 @@ from dsv3_jax.engine.scheduling.step_times import StepTimes as RecentTimes
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.engine.stats import HostTimes
 from dsv3_jax.engine.step_loop import StepLoop
-from dsv3_jax.generation.finished import FULL
+from dsv3_jax.generation.completion import FULL
 from dsv3_jax.simulator.step_times import StepTimes
 from dsv3_jax.simulator.step_work import StepWork
 from dsv3_jax.simulator.workload import SimulatedRequest
@@ -250,6 +250,7 @@ class _Device:
         self.figures = ReplicaFigures()
         self.times = DispatchTimes()
         self.max_decode_steps = settings.max_steps
+        self.compiled_after_warm_up = 0
         self._settings = settings
         self._step_times = step_times
         self._scheduler = scheduler
@@ -321,10 +322,13 @@ class _Device:
         self.now = max(self.now, end)
         return plan, []  # :meth:`take` draws the tokens
 
-    def forget(self, request: ScheduledRequest) -> None:
+    def close(self) -> None:
         pass
 
-    def start(self) -> Mapping[ScheduledRequest, End]:
+    def wait_for_room(self) -> None:
+        pass
+
+    def take_ended(self) -> Mapping[ScheduledRequest, End]:
         return {}
 
     def take(self, plan: StepPlan, results: Sequence[RequestResult]) -> StepGains:
@@ -343,7 +347,7 @@ class _Device:
                 ends[request] = FULL
         return StepGains(gained, ends)
 
-    def end(self, request: ScheduledRequest, reason: End) -> None:
+    def end(self, request: ScheduledRequest, end: End) -> None:
         assert isinstance(request, SimulatedRequest)
         self._finished(request)
 

@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_results import NewTokens, RequestResult
+from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepPlan
 from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.errors import Interrupted
-from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.offline import pace as offline_pace
 from dsv3_jax.offline.pace import OfflinePace
 from tests.generation.fragments import letters, watch_dispatches
@@ -169,7 +169,7 @@ class Clock:
 
 def decoded(steps: int) -> RequestResult:
     """Returns the result of a request that gained a token in every step."""
-    tokens = [NewTokens([7], [0.0], 0)] * steps
+    tokens = [StepTokens([7], [0.0], 0)] * steps
     return RequestResult(ScheduledRequest([5], 200), tokens, RUNNING, True)
 
 

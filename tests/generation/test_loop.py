@@ -10,8 +10,8 @@ from flax import nnx
 
 from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.engine.device.step import step
-from dsv3_jax.engine.device.step_input import StepShape, empty_input
-from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape, empty_input
+from dsv3_jax.generation.completion import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, sample
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from dsv3_jax.kv_cache import PagePool
@@ -315,7 +315,7 @@ class TestFinishedSequences:
             max_pages=self.PAGES,
             max_len=self.S,
             max_steps=100,
-            sampling=None,
+            options=StepOptions(sampling=None),
         )
 
         @jax.jit

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from dsv3_jax.engine.device.page_packing import PackedPage, PagePacker
-from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.scheduling.step_plan import PageLoad, PageSave
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
@@ -61,7 +61,7 @@ class _Gathered(NamedTuple):
 
 
 class StagedLoad:
-    """Pages on their way from the tiers, as ``Load`` in ``scheduling/prefix_loads.py``."""
+    """Pages on their way from the tiers, as ``Load`` in ``scheduling/stored_pages.py``."""
 
     def __init__(self, transfer: PageTransfer):
         self._transfer = transfer

@@ -16,19 +16,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from dsv3_jax.engine.device.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from dsv3_jax.engine.device.slot_rows import SlotRows
-from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.state import SlotRows, SlotState
 from dsv3_jax.engine.device.step_input import StepInput, StepShape, unpack
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
-from dsv3_jax.generation.finished import RUNNING
-from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
 from dsv3_jax.generation.selection import NewTokens, select_tokens
+from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.kv_cache import LatentKVCache, SequenceTables, TokenBatch
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.outputs import Hidden
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of the tokens after those of C chunks of T tokens."""
+
+    logprobs: Float32[Array, "*C T"]
+    top_tokens: Int[Array, "*C T k"]
+    """The k most probable tokens, best first."""
+    top_logprobs: Float32[Array, "*C T k"]
 
 
 class StepOutput(NamedTuple):
@@ -73,7 +81,7 @@ class _Requests(NamedTuple):
     ) -> _Requests:
         is_slot = rows.is_slot(slots, state.num_slots)
         is_running = is_slot & (rows.get(state.finished, slots) == RUNNING)
-        sampling = dataclasses.replace(rows.get(state.sampling, slots), mode=shape.sampling)
+        sampling = dataclasses.replace(rows.get(state.sampling, slots), mode=shape.options.sampling)
         lengths, limits = rows.get(state.lengths, slots), rows.get(state.limits, slots)
         return cls(slots, tables, is_running, lengths, limits, sampling)
 
@@ -203,9 +211,9 @@ def _step(
     cache = LatentKVCache(pool, batches[0].sequences, state.routing_counts)
     state = _with_cache(state, cache.add_routing_counts(0, expert_counts))
     prompt = None
-    if shape.prompt_logprobs:
+    if shape.options.prompt_logprobs:
         next_tokens = _next_tokens(state, rows, inputs, shape.chunk_tokens)
-        prompt = prompt_logprobs(model, hidden[-1].post_norm, next_tokens, options.vocab_size)
+        prompt = _prompt_logprobs(model, hidden[-1].post_norm, next_tokens, options.vocab_size)
     outputs = list(hidden)
     if shape.chunks:
         outputs[-1] = _at_last(hidden[-1], inputs.counts, 1 + drafts.tokens.shape[1])
@@ -222,7 +230,7 @@ def _step(
         num_top_logprobs=options.num_top_logprobs,
         acceptance=None if options.drafter is None else options.drafter.acceptance,
         adjustments=inputs.adjustments,
-        known_tokens=rows.get(state.tokens, requests.slots) if shape.penalties else None,
+        known_tokens=rows.get(state.tokens, requests.slots) if shape.options.penalties else None,
     )
     state = _append(state, rows, requests, new)
     drafter = options.drafter
@@ -381,6 +389,32 @@ def _next_tokens(
     """Returns the tokens one position after those of the chunks."""
     positions = inputs.starts[:, None] + 1 + jnp.arange(count)
     return rows.get(state.tokens, inputs.chunk_slots[:, None], positions)
+
+
+def _prompt_logprobs(
+    model: DeepSeekV3,
+    hidden: Float[Array, "C T D"],
+    next_tokens: Int[Array, "C T"],
+    vocab_size: int,
+) -> PromptLogprobs:
+    """Returns the log-probability of each next token, given those before it.
+
+    One chunk is computed after the other, so that the logits of a single one exist at a time.
+
+    Args:
+      hidden: hidden states after the final norm.
+      vocab_size: ids from here on are padding of the embedding.
+    """
+
+    def of_chunk(arguments: tuple[jax.Array, jax.Array]) -> PromptLogprobs:
+        hidden, tokens = arguments
+        logits = mask_vocab_padding(model.logits(hidden), vocab_size)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        top_logprobs, top_tokens = jax.lax.top_k(log_p, MAX_TOP_LOGPROBS)
+        logprobs = jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
+        return PromptLogprobs(logprobs, top_tokens, top_logprobs)
+
+    return jax.lax.map(of_chunk, (hidden, next_tokens))
 
 
 def _with_cache(state: SlotState, cache: LatentKVCache) -> SlotState:

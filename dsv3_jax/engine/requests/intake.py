@@ -45,7 +45,7 @@ class Intake:
       vocab_size: ids from here on are padding of the embedding and never generated.
       plan: the engine's drafter and its depths.
       deterministic: whether the engine is deterministic, and refuses what needs other programs.
-      cancel: called with the handle of a request that its holder cancels.
+      cancel: called with a request that its holder cancels.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Intake:
         vocab_size: int,
         plan: DraftPlan,
         deterministic: bool,
-        cancel: Callable[[EngineRequest], None],
+        cancel: Callable[[ScheduledRequest], None],
     ):
         self._tokenizer = tokenizer
         self._reader = RequestReader(config, tokenizer, max_len)
@@ -93,10 +93,10 @@ class Intake:
             return requests
         return [dataclasses.replace(r, seed=next(self._seeds) % 2**32) for r in requests]
 
-    def outputs(
+    def scheduled(
         self, requests: Sequence[Request], grammars: Sequence[Grammar], options: SubmitOptions
-    ) -> list[RequestOutput]:
-        """Returns the outputs of requests, which hold their handles.
+    ) -> list[ScheduledRequest]:
+        """Returns what the loop serves: each with its settings and its output.
 
         Args:
           grammars: one for each request, or none.
@@ -114,17 +114,17 @@ class Intake:
         if self._tokenizer is not None and not options.skip_special_tokens:
             decoder = SpecialTokenDecoder(self._tokenizer)
         return [
-            self._output(request, grammar, decoder, options)
+            self._scheduled(request, grammar, decoder, options)
             for request, grammar in zip(requests, grammars or [None] * len(requests), strict=True)
         ]
 
-    def _output(
+    def _scheduled(
         self,
         request: Request,
         grammar: Grammar | None,
         decoder: Decoder | None,
         options: SubmitOptions,
-    ) -> RequestOutput:
+    ) -> ScheduledRequest:
         drafter = self._plan.drafter if options.draft else None
         if grammar is not None and drafter is not None and not allows_drafts(request, drafter):
             drafter = None
@@ -140,15 +140,16 @@ class Intake:
             deadline=math.inf if options.timeout is None else now + options.timeout,
             is_serial=grammar is not None,
             reuses_prefix=request.prompt_logprobs is None,
+            settings=request,
         )
         tracker = None if grammar is None else GrammarTracker(grammar, request, self._selectable)
-        return RequestOutput(
-            EngineRequest(self._cancel),
+        scheduled.output = RequestOutput(
+            EngineRequest(lambda _: self._cancel(scheduled)),
             request,
-            scheduled,
             decoder,
             draft=None if drafter is None else drafter.name,
             depth=depth,
             grammar=tracker,
             reasoning=options.reasoning,
         )
+        return scheduled

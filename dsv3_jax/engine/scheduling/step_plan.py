@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from dsv3_jax.generation.depth import DraftDepth
 from dsv3_jax.generation.request import Request
 
-End = Literal["cancelled", "timeout"] | int | Exception
+End = Literal["cancelled", "timeout"] | int | BaseException
 """Why a request has ended: the scheduler's reason, a value of ``finished``, or an error of its own.
 """
 
@@ -61,6 +61,8 @@ class ScheduledRequest:
     None if the device is simulated."""
     output: object = None
     """Takes its results: text, log-probabilities, the caller's handle."""
+    saved: Any = None
+    """Its copy in host memory while it is preempted. The executor writes it."""
     rewind: int = 0
     """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
     The next decode step removes them."""
