@@ -37,8 +37,7 @@ from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.engine.stats import HostTimes
 from dsv3_jax.engine.step_loop import StepLoop
 from dsv3_jax.generation.completion import FULL
-from dsv3_jax.simulator.step_times import StepTimes
-from dsv3_jax.simulator.step_work import StepWork
+from dsv3_jax.simulator.step_times import StepTimes, StepWork
 from dsv3_jax.simulator.workload import SimulatedRequest
 
 
