@@ -7,7 +7,6 @@ request.py           the handle that the caller holds
 intake.py            what callers ask for, checked
 scheduler.py         what the next step computes: queue, admission, plan; pure Python
 scheduler_shard.py   slots and pages of a data-parallel shard, its choice; pure Python
-forecast.py          how long a dispatch will take; pure Python
 page_allocator.py    cache pages and the prefix index; pure Python
 step_plan.py         requests, limits and plans as the scheduler passes them on
 buckets.py           the sizes that programs are compiled for
@@ -15,7 +14,7 @@ cache_size.py        the number of pages that fit on the devices
 pool_layout.py       division of the pages over shards and devices
 swap_space.py        host memory for preempted requests in deterministic mode; pure Python
 sla_controller.py    limits of the scheduler that keep latencies; pure Python
-decode_pace.py       decode steps per dispatch, from their time; pure Python
+step_times.py        how long dispatches take, decode steps per dispatch; pure Python
 step_options.py      options of a step that decide which program runs
 step_input.py        what the host sends to the device for one step
 state.py             the device's state: page pool and request slots
@@ -29,7 +28,6 @@ page_swap.py         copies of pages and slots between the device and the host
 stored_pages.py      pages that are loaded from the store, or saved to it; pure Python
 page_packing.py      copies of pages between the pool and records that leave the engine
 page_transfer.py     the store of pages: tiers of dsv3_jax.pages, and threads that move pages
-plan_executor.py     the part that runs plans, as the loop sees it
 executor.py          dispatch of plans, and their results
 launcher.py          the thread that launches programs on the state
 step_results.py      results of a dispatch, request by request
@@ -39,7 +37,8 @@ grammar.py           which tokens of a request may come next, decided on the hos
 prompt_logprobs.py   log-probabilities of prompt tokens
 output.py            tokens, text and log-probabilities on the host
 open_requests.py     the requests that are not at their end
-loop.py              the loop that connects them, and its thread
+step_loop.py         its turns: plan, dispatch, read
+loop.py              their callers, and the thread that runs them
 fair_lock.py         a lock that the loop cannot keep from others
 errors.py            errors of an engine
 checks.py            checks of the model and of settings that contradict each other

@@ -49,7 +49,7 @@ from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig, StepLimits
+from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.generation.drafters import Drafter
@@ -214,16 +214,12 @@ class Engine:
             # Without overlap, every launch is waited for at once.
             background=background and overlap,
         )
-        controller = None
-        if targets is not None:
-            controller = SlaController(
-                targets, StepLimits(max_running // shards, buckets.chunks[-1])
-            )
+        limits = scheduler.config.limits
         self._loop = EngineLoop(
             scheduler,
             self._executor,
             overlap=overlap,
-            controller=controller,
+            limits=None if targets is None else SlaController(targets, limits),
             compilations=programs.compilations,
         )
         if self._transfer is not None:

@@ -1,17 +1,18 @@
-"""The loop of an engine: plan a step, dispatch it, read the results of the step before it.
+"""The loop of an engine: its callers, its thread, and what it does when a step fails.
 
-The loop knows requests, plans and results, and no arrays: an executor runs the plans. Its public
-methods can be called from any thread.
+:class:`~dsv3_jax.engine.step_loop.StepLoop` has the turns: a step is planned and dispatched, and
+the results of the one before are read. The public methods can be called from any thread.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -19,10 +20,10 @@ from dsv3_jax.engine.device.step_results import PlanExecutor
 from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
 from dsv3_jax.engine.fair_lock import FairLock
 from dsv3_jax.engine.requests.delivery import Delivery
-from dsv3_jax.engine.scheduling.decode_pace import DecodePace, Pace
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import SlaController
-from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest, StepLimits
+from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
+from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
+from dsv3_jax.engine.scheduling.step_times import Pace
 from dsv3_jax.engine.stats import (
     COMPILE_SECONDS,
     CompileTimes,
@@ -30,14 +31,11 @@ from dsv3_jax.engine.stats import (
     HostTimes,
     ShardStats,
 )
-from dsv3_jax.generation.completion import NON_FINITE
+from dsv3_jax.engine.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-LEAD_SECONDS = 0.004
-"""Time from planning a step to its first kernel on the device, with a margin."""
 
 _JOIN_SECONDS = 0.1
 """Time between two looks at what the engine's thread does when it is to end."""
@@ -53,9 +51,10 @@ class EngineLoop:
       scheduler: plans the steps.
       executor: runs them.
       overlap: whether a step is dispatched before the results of the step before it are read.
-      controller: changes the scheduler's limits; None leaves them as configured.
-      pace: chooses the steps of dispatches that only decode; None for a :class:`DecodePace`.
+      limits: changes the scheduler's limits; None leaves them as configured.
+      pace: see :class:`StepLoop`.
       compilations: those that steps wait for.
+      sleep: waits until the next step is to be planned.
     """
 
     def __init__(
@@ -64,16 +63,14 @@ class EngineLoop:
         executor: PlanExecutor,
         *,
         overlap: bool,
-        controller: SlaController | None = None,
+        limits: FixedLimits | None = None,
         pace: Pace | None = None,
         compilations: CompileTimes | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ):
         self._scheduler = scheduler
         self._executor = executor
-        self._overlap = overlap
-        self._controller = controller
         self._host_times = HostTimes()
-        self._pace: Pace = DecodePace() if pace is None else pace
         self._delivery = Delivery(self._host_times)
         self._error: EngineError | None = None
         self._compilations = compilations or CompileTimes()
@@ -82,6 +79,17 @@ class EngineLoop:
         self._step_began: tuple[float, float] | None = None
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
+        self._steps = StepLoop(
+            scheduler,
+            executor,
+            self._delivery,
+            overlap=overlap,
+            limits=limits or FixedLimits(scheduler.config.limits),
+            pace=pace,
+            lock=self._unless_failed,
+            times=self._host_times,
+        )
+        self.sleep = sleep
         self._stepping = FairLock()  # one step at a time
         self._thread: threading.Thread | None = None
 
@@ -111,7 +119,7 @@ class EngineLoop:
     def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
         with self._changed:
-            if request.phase != Phase.ENDED:
+            if request.phase is not Phase.ENDED:
                 self._scheduler.cancel(request)
                 self._changed.notify_all()
 
@@ -289,8 +297,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _check_open(self) -> None:
-        if self._error is not None:
-            raise EngineError(str(self._error)) from self._error
+        self._check_failed()
         if self._is_closed:
             raise EngineError("engine: expected a running one, but it was shut down")
 
@@ -363,88 +370,29 @@ class EngineLoop:
             self._scheduler.end_all()
         return True
 
-    def _wait_for_arrivals(self) -> None:
-        """Waits until the step in flight is about to end, if the next one can admit requests that
-        arrive meanwhile."""
-        if self._thread is None or not self._overlap:
-            return
-        with self._changed:
-            if not self._scheduler.has_room:
-                return
-        seconds = self._executor.seconds_left - LEAD_SECONDS - self._host_times.seconds_to_launch
-        if seconds > 0:
-            with self._host_times.waiting():
-                time.sleep(seconds)
-
     def _step(self) -> bool:
-        self._wait_for_arrivals()
-        with self._changed:
-            self._check_failed()
-            for request, end in self._delivery.take_ended().items():
-                self._scheduler.end(request)
-                self._delivery.end(request, end)
-            with self._host_times.planning():
-                if self._controller is not None:
-                    self._scheduler.limit(self._new_limits(self._controller))
-                steps, depth = self._pace.choose(self._executor.max_decode_steps)
-                plan, ended = self._scheduler.schedule(
-                    time.monotonic(), max_decode_steps=steps, depth=depth
-                )
-                for request, reason in ended:
-                    self._delivery.end(request, reason)
-        if plan is not None:
-            with self._host_times.dispatching():
-                self._executor.dispatch(plan)
-        else:
+        if self._thread is not None:
             with self._changed:
-                saves = self._scheduler.take_saves()
-            if saves:
-                self._executor.save(saves)
-            if not self._executor.steps_in_flight:
-                self._executor.times.rest()
-                if self._controller is not None:
-                    self._controller.rest()
-        in_flight = 1 if self._overlap and plan is not None else 0
-        has_read = self._executor.steps_in_flight > in_flight
-        while self._executor.steps_in_flight > in_flight:
-            self._read()
-        if plan is not None or has_read or ended:
+                seconds = self._steps.seconds_to_plan
+            if seconds > 0:
+                with self._host_times.waiting():
+                    self.sleep(seconds)
+        if self._steps.step():
             return True
         with self._changed:
-            if not self._scheduler.unfinished:
-                self._check_idle()
+            if not self._scheduler.unfinished:  # nothing may be left of requests that have ended
+                self._scheduler.check_idle()
+                assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
         return False
 
-    def _check_idle(self) -> None:
-        """Raises AssertionError if anything is left of requests that have ended."""
-        self._scheduler.check_idle()
-        assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
+    @contextlib.contextmanager
+    def _unless_failed(self) -> Iterator[None]:
+        """Holds the lock. Raises the error after which no request can be served, which another
+        thread may have found during a step."""
+        with self._changed:
+            self._check_failed()
+            yield
 
     def _check_failed(self) -> None:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error
-
-    def _read(self) -> None:
-        """Waits for the results of the oldest step, and hands them to its requests."""
-        with self._host_times.waiting():
-            plan, results = self._executor.wait()
-            self._delivery.wait_for_room()
-        with self._changed, self._host_times.processing():
-            self._check_failed()  # the step may have been given up
-            gained, ends = self._delivery.take(results)
-            new_tokens = sum(map(len, gained.values()))
-            self._host_times.count(plan, new_tokens)
-            self._pace.read(plan, results, time.perf_counter())
-            if self._controller is not None:
-                self._controller.read(plan, new_tokens, time.monotonic())
-            finite = {r.request: r.finite_tokens for r in results if r.finite_tokens}
-            broken = {
-                r.request for r in results if r.finished == NON_FINITE or r.finite_tokens == 0
-            }
-            self._scheduler.report(plan, gained, ends.keys(), broken, finite)
-            for request, end in ends.items():
-                self._delivery.end(request, end)
-
-    def _new_limits(self, controller: SlaController) -> StepLimits:
-        waiting = self._scheduler.waiting
-        return controller.update(time.monotonic(), waiting[0].arrival if waiting else None)

@@ -124,7 +124,8 @@ class EngineStats:
 class HostTimes:
     """Measures what the host's part of a step takes. Written by the engine's thread alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.steps = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -175,11 +176,11 @@ class HostTimes:
 
     @contextlib.contextmanager
     def _measure(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began = self._clock()
         try:
             yield
         finally:
-            self.seconds[part] += time.perf_counter() - began
+            self.seconds[part] += self._clock() - began
 
 
 COMPILE_SECONDS = 1800.0

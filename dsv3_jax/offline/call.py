@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Sequence
 from typing import get_args
 
@@ -20,14 +21,14 @@ from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig
-from dsv3_jax.generation.completion import Completion
+from dsv3_jax.generation.completion import Completion, Generation, Speculation, Stats
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.text import Decoder
-from dsv3_jax.offline import sizes
-from dsv3_jax.offline.pace import OfflinePace
+from dsv3_jax.offline.pace import REFILL_STEPS, OfflinePace
+from dsv3_jax.words import counted
 
 
 class Call:
@@ -74,7 +75,7 @@ class Call:
                 multi_step_decodes=buckets.most_multi_step_decodes if overlap else None,
                 max_waiting=len(requests),
                 separate=buckets.separate,
-                refill_steps=1 if overlap else sizes.REFILL_STEPS,
+                refill_steps=1 if overlap else REFILL_STEPS,
             ),
             pool.allocators(lookahead=0, prefix_cache=False),
         )
@@ -195,8 +196,8 @@ def _shapes(
         pairs = itertools.product(plan.depths, decodes)
         shapes = (programs.shape(1, 0, options, depth=d) for d, options in pairs)
         return [programs.shape(0, 1, prefill), *shapes]
-    sizes_of_steps = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
-    return list(dict.fromkeys(programs.shape(B, C, prefill, depth=d) for B, C, d in sizes_of_steps))
+    pairs_of_sizes = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
+    return list(dict.fromkeys(programs.shape(B, C, prefill, depth=d) for B, C, d in pairs_of_sizes))
 
 
 def _completion(output: RequestOutput) -> Completion:
@@ -206,3 +207,59 @@ def _completion(output: RequestOutput) -> Completion:
     if output.handle.is_done and error is None:
         return output.handle.result()
     return output.completion("interrupted")
+
+
+class Tally:
+    """Statistics of a call so far.
+
+    Args:
+      began: ``time.perf_counter()`` at the start of the call.
+      n: number of requests per prompt.
+    """
+
+    def __init__(self, call: Call, began: float, n: int = 1):
+        self._call = call
+        self._began = began
+        self._n = n
+        self._first_at: float | None = None  # when the first tokens were read
+        self._first_tokens = 0
+        self._last_at = began
+
+    def update(self) -> None:
+        """Takes the time after a dispatch."""
+        self._last_at = time.perf_counter()
+        if self._first_at is None and (tokens := self._call.new_tokens):
+            self._first_at, self._first_tokens = self._last_at, tokens
+
+    def generation(self) -> Generation:
+        """Returns a completion for every request. Requests that have not started have no tokens."""
+        completions = self._call.completions()
+        new_tokens = sum(len(c.tokens) for c in completions)
+        first_at = self._first_at or self._began
+        later_tokens, later_seconds = new_tokens - self._first_tokens, self._last_at - first_at
+        return Generation(
+            completions,
+            Stats(
+                steps=self._call.pace.steps,
+                new_tokens=new_tokens,
+                time_to_first_token=first_at - self._began,
+                seconds=time.perf_counter() - self._began,
+                tokens_per_second=later_tokens / later_seconds if later_tokens > 0 else 0.0,
+                speculation=Speculation.total([c.speculation for c in completions]),
+            ),
+        )
+
+    def raise_non_finite(self) -> None:
+        """Raises NonFiniteLogitsError if a request ended because its logits were not finite."""
+        if not (numbers := self._call.non_finite):
+            return
+        generation = self.generation()
+        completion = generation[numbers[0]]
+        others = f" (and {counted(len(numbers) - 1, 'other sequence')})" if numbers[1:] else ""
+        raise NonFiniteLogitsError(
+            f"prompt {numbers[0] // self._n}{others}: expected finite logits for position "
+            f"{completion.prompt_tokens + len(completion.tokens)} ({completion.prompt_tokens} "
+            f"prompt and {len(completion.tokens)} generated tokens before it), got NaN or an "
+            "infinity; a weight is not finite, or activations overflow",
+            generation,
+        )

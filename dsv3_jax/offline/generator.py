@@ -17,6 +17,7 @@ from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.model_arrays import ModelArrays, ModelSignature
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.step_input import StepOptions
+from dsv3_jax.engine.scheduling.step_times import StepTimes
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter
@@ -26,12 +27,9 @@ from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.offline.call import Call
+from dsv3_jax.offline.call import Call, Tally
 from dsv3_jax.offline.interruption import InterruptsDeferred
-from dsv3_jax.offline.pace import OfflinePace
-from dsv3_jax.offline.sizes import chunked_buckets, generator_buckets
-from dsv3_jax.offline.step_times import StepTimes
-from dsv3_jax.offline.tally import Tally
+from dsv3_jax.offline.pace import OfflinePace, chunked_buckets, generator_buckets
 from dsv3_jax.other_names import check_arguments, hints
 from dsv3_jax.tokenizer import Tokenizer
 from sharding.distributed import max_over_processes
@@ -65,7 +63,7 @@ class Generator:
         each starts when another has ended. If a mesh shards the batch, sizes are rounded up to
         multiples of its number of shards.
       prefill_chunk: number of prompt tokens of every request in one forward pass. By default a
-        pass has chunks of some of them, see :mod:`dsv3_jax.offline.sizes`.
+        pass has chunks of some of them, see :mod:`dsv3_jax.offline.call`.
       reproducible: whether a request's tokens never depend on the other requests, as above. False
         is meant for the throughput of many prompts, and takes the sizes of an Engine's programs. A
         step then prefills some requests while others decode, few requests run in small programs,
@@ -139,7 +137,7 @@ class Generator:
             )
         self._arrays = ModelArrays.of(model)
         self._programs: dict[tuple[int, Drafter | None, int], Programs] = {}
-        self._step_times = StepTimes()
+        self._step_times = StepTimes(skips_first=True)
         self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
         self._routing_counts: np.ndarray | None = None
         if count_routing:

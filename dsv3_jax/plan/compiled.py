@@ -22,7 +22,7 @@ from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.on_mesh import stored_shardings
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.offline.sizes import chunked_buckets
+from dsv3_jax.offline.pace import chunked_buckets
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import model_shapes

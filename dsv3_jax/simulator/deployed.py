@@ -10,9 +10,8 @@ from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.simulator.cluster import PoolSettings
-from dsv3_jax.simulator.efficiency import Efficiency
 from dsv3_jax.simulator.replica import ReplicaSettings
-from dsv3_jax.simulator.step_times import StepModel
+from dsv3_jax.simulator.step_times import Efficiency, StepModel
 
 _NODE_SIZE = 8
 """Devices of a node where all devices are joined by fast links, as in a TPU slice."""

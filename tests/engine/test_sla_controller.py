@@ -35,7 +35,7 @@ def run(
 
     def record(limits: StepLimits) -> None:
         limit(limits)
-        history.append((replica._device_free, limits))
+        history.append((replica._device._free_at, limits))
 
     replica.scheduler.limit = record
     arrivals = poisson(
@@ -152,7 +152,7 @@ def test_the_engine_obeys_its_controller(monkeypatch):
     slots = simulated.scheduler.config.max_running
     most = StepLimits(slots, simulated.scheduler.config.max_chunks)
     controller = SlaController(LatencyTargets(tpot=1e-6), most)
-    simulated.loop._controller = controller
+    simulated.loop._steps._limits = controller
     submitted = [simulated.submit([i % 7, 5, i % 4], 8) for i in range(4 * slots)]
     running = []
     while simulated.loop.step():

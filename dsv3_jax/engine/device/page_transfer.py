@@ -61,7 +61,7 @@ class _Gathered(NamedTuple):
 
 
 class StagedLoad:
-    """Pages on their way from the tiers, as ``Load`` in ``scheduling/prefix_loads.py``."""
+    """Pages on their way from the tiers, as ``Load`` in ``scheduling/stored_pages.py``."""
 
     def __init__(self, transfer: PageTransfer):
         self._transfer = transfer

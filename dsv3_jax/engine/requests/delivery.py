@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from dsv3_jax.engine.device.step_results import RequestResult
-from dsv3_jax.engine.requests.output import End, RequestOutput
-from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
+from dsv3_jax.engine.requests.output import RequestOutput
+from dsv3_jax.engine.scheduling.step_plan import End, Phase, ScheduledRequest, StepGains, StepPlan
 from dsv3_jax.engine.stats import HostTimes
-from dsv3_jax.generation.completion import RUNNING, STOPPED
+from dsv3_jax.generation.completion import NON_FINITE, RUNNING, STOPPED
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +81,8 @@ class Delivery:
         if self._thread is not None:
             self._room.acquire()
 
-    def take(
-        self, results: Sequence[RequestResult]
-    ) -> tuple[dict[ScheduledRequest, list[int]], dict[ScheduledRequest, End]]:
-        """Delivers results to their requests, and gets the next masks.
-
-        Returns:
-          The tokens that each request gained, and the requests that are at their end.
-        """
+    def take(self, plan: StepPlan, results: Sequence[RequestResult]) -> StepGains:
+        """Delivers results to their requests, and gets the next masks."""
         gained: dict[ScheduledRequest, list[int]] = {}
         ends: dict[ScheduledRequest, End] = {}
         kept: list[RequestResult] = []
@@ -113,7 +107,12 @@ class Delivery:
             ends |= self._ended
             self._ended.clear()
         in_need = [r.request for r in kept if output_of(r.request).grammar is not None and r.steps]
-        return gained, ends | self._update_masks([r for r in in_need if r not in ends])
+        return StepGains(
+            gained,
+            ends | self._update_masks([r for r in in_need if r not in ends]),
+            {r.request for r in results if r.finished == NON_FINITE or r.finite_tokens == 0},
+            {r.request: r.finite_tokens for r in results if r.finite_tokens},
+        )
 
     def end(self, request: ScheduledRequest, end: End) -> None:
         """Delivers the end of a request, unless its text has ended it before."""

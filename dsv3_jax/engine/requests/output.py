@@ -8,6 +8,7 @@ from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.requests.grammar import GrammarTracker
 from dsv3_jax.engine.requests.request import EngineRequest, PromptRecord
+from dsv3_jax.engine.scheduling.step_plan import End
 from dsv3_jax.generation.completion import (
     FINISH_REASONS,
     NON_FINITE,
@@ -24,9 +25,6 @@ from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.stop_scope import ReasoningMarkers, StopScope
 from dsv3_jax.generation.text import Decoder, TextTracker
 from dsv3_jax.tokenizer import SpecialTokenDecoder
-
-End = int | FinishReason | BaseException
-"""How a request ends: a value of ``finished``, a reason of the scheduler's, or an error."""
 
 # A sampled token was possible, so that its log-probability must not be reported as -inf.
 _LEAST = float(np.finfo(np.float32).min)
@@ -138,10 +136,11 @@ class RequestOutput:
             if not is_finite:
                 self._fail_non_finite(cached_tokens)
                 return
-            if isinstance(end, int):
-                end = "stop" if self.is_stopped else FINISH_REASONS[end]
+            reason = end
+            if isinstance(reason, int):
+                reason = "stop" if self.is_stopped else FINISH_REASONS[reason]
             text = self._tracker.piece(final=True)
-            self._deliver(text, self.completion(end, cached_tokens))
+            self._deliver(text, self.completion(reason, cached_tokens))
 
     def _deliver(self, text: str, completion: Completion | None = None) -> None:
         """Delivers text with all tokens since the piece before it."""

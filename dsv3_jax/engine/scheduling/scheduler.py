@@ -33,14 +33,14 @@ import bisect
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard, choose_shard
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
+    End,
     PageSave,
     Phase,
     ScheduledRequest,
@@ -50,9 +50,6 @@ from dsv3_jax.engine.scheduling.step_plan import (
 )
 from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PageStore, PrefixLoads
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
-
-EndReason = Literal["cancelled", "timeout"]
-"""Reason for which the scheduler itself ended a request."""
 
 
 class QueueFullError(RuntimeError):
@@ -85,7 +82,7 @@ class Scheduler:
         self.config = config
         self._loads = PrefixLoads(store, load_seconds, load_bytes, self._order)
         self._saves = PageSaves(store)
-        self._limits = StepLimits(config.max_running, config.max_chunks)
+        self._limits = config.limits
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
             SchedulerShard(
@@ -173,8 +170,7 @@ class Scheduler:
         Raises:
           ValueError: a limit is below 1 or above that of the configuration.
         """
-        most = StepLimits(self.config.max_running, self.config.max_chunks)
-        for name, value, largest in zip(limits._fields, limits, most, strict=True):
+        for name, value, largest in zip(limits._fields, limits, self.config.limits, strict=True):
             if not 1 <= value <= largest:
                 raise ValueError(f"{name}: expected 1 to {largest}, got {value}")
         self._limits = limits
@@ -185,7 +181,7 @@ class Scheduler:
 
     def schedule(
         self, now: float, *, max_decode_steps: int = 1, depth: int | None = None
-    ) -> tuple[StepPlan | None, list[tuple[ScheduledRequest, EndReason]]]:
+    ) -> tuple[StepPlan | None, list[tuple[ScheduledRequest, End]]]:
         """Plans the next dispatch. The caller has to dispatch the plan.
 
         Args:
@@ -229,8 +225,8 @@ class Scheduler:
         self,
         plan: StepPlan,
         new_tokens: Mapping[ScheduledRequest, Sequence[int]],
-        finished: Set[ScheduledRequest],
-        broken: Set[ScheduledRequest] = frozenset(),
+        finished: Collection[ScheduledRequest],
+        broken: Collection[ScheduledRequest] = (),
         finite: Mapping[ScheduledRequest, int] = MappingProxyType({}),
     ) -> None:
         """Takes the results of a dispatched plan.
@@ -351,8 +347,8 @@ class Scheduler:
         assert request.shard is not None, "the request has no shard"
         return self.shards[request.shard]
 
-    def _end_overdue(self, now: float) -> list[tuple[ScheduledRequest, EndReason]]:
-        ended: list[tuple[ScheduledRequest, EndReason]] = []
+    def _end_overdue(self, now: float) -> list[tuple[ScheduledRequest, End]]:
+        ended: list[tuple[ScheduledRequest, End]] = []
         if not self._has_cancelled and now < self._next_deadline:
             return ended  # without a look at every request
         for request in self.unfinished:

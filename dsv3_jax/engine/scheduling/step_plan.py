@@ -6,11 +6,16 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from dsv3_jax.generation.depth import DraftDepth
 from dsv3_jax.generation.request import Request
+
+End = Literal["cancelled", "timeout"] | int | BaseException
+"""Why a request has ended: the scheduler's reason, a value of ``finished``, or an error of its own.
+"""
 
 
 class Phase(enum.Enum):
@@ -193,6 +198,11 @@ class SchedulerConfig:
     """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
     no part of a chunk, and no tokens that were generated."""
 
+    @property
+    def limits(self) -> StepLimits:
+        """The limits of a step."""
+        return StepLimits(self.max_running, self.max_chunks)
+
     def __post_init__(self) -> None:
         names = ("max_running", "chunk_tokens", "max_chunks", "max_waiting", "refill_steps")
         for name in names:
@@ -292,3 +302,13 @@ class StepPlan:
     def requests(self) -> tuple[ScheduledRequest, ...]:
         """Every request of the plan, once."""
         return tuple(dict.fromkeys([*self.decodes, *(chunk.request for chunk in self.chunks)]))
+
+
+class StepGains(NamedTuple):
+    """What the requests of a plan have gained, as :meth:`Scheduler.report` takes it."""
+
+    tokens: Mapping[ScheduledRequest, Sequence[int]]
+    ends: Mapping[ScheduledRequest, End]
+    """The requests that are at their end."""
+    broken: Collection[ScheduledRequest] = ()
+    finite: Mapping[ScheduledRequest, int] = MappingProxyType({})
