@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.requests import delivery
 from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.generation.errors import EngineError, RequestError
 from tests.engine.simulated_engine import Letters, SimulatedEngine
 
 SECONDS = 60
