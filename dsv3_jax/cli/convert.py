@@ -13,9 +13,9 @@ from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, plan_conversion
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.manifest import Manifest
 from dsv3_jax.cli.byte_progress import ByteProgress
-from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.files import free_bytes
+from dsv3_jax.interrupts import report_interrupt
 from dsv3_jax.words import counted
 
 

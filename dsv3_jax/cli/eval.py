@@ -17,7 +17,6 @@ from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli.device_memory import refused_if_too_large
-from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.layout_flags import make_layout_from
 from dsv3_jax.cli.model_flags import check_weights
 from dsv3_jax.cli.output import json_text, print_json
@@ -25,6 +24,7 @@ from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation_config import with_absent_tokens
+from dsv3_jax.interrupts import report_interrupt
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training.corpus import read_documents
 from dsv3_jax.training.fingerprint import fingerprint

@@ -21,12 +21,12 @@ from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli import flags, hf_directory, training_flags
 from dsv3_jax.cli.device_memory import refused_if_too_large
 from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.stop_request import StopRequest
 from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
 from dsv3_jax.generation_config import with_absent_tokens
 from dsv3_jax.initialization import abstract_model, random_model
+from dsv3_jax.interrupts import StopRequest
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.parameter_count import parameter_count
 from dsv3_jax.tokenizer import Tokenizer
@@ -122,11 +122,11 @@ def run(arguments: argparse.Namespace) -> None:
                 _reduce_time_limit(settings, time.perf_counter() - began),
                 resume=arguments.resume,
                 report=progress.show if is_first else _ignore,
-                should_stop=request.is_made if is_alone else None,
+                should_stop=(lambda: request.is_made) if is_alone else None,
                 metadata={"plan": inputs | {"settings": dataclasses.asdict(settings)}},
                 tokenizer=tokenizer,
             )
-            if request.is_made() and not trained.finished:
+            if request.is_made and not trained.finished:
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             if is_first:

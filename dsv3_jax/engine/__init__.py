@@ -51,12 +51,12 @@ timeline.py          samples of these figures over time
 
 from dsv3_jax.engine.device.processes import Follower, Leader
 from dsv3_jax.engine.engine import Engine
-from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import QueueFullError
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets
 from dsv3_jax.engine.stats import EngineStats
+from dsv3_jax.generation.errors import EngineError, RequestError
 from dsv3_jax.pages import CacheTiers
 
 __all__ = [

@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from dsv3_jax.engine.device.step_results import PlanExecutor
-from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
-from dsv3_jax.engine.fair_lock import FairLock
 from dsv3_jax.engine.requests.delivery import Delivery
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
@@ -32,6 +30,7 @@ from dsv3_jax.engine.stats import (
     ShardStats,
 )
 from dsv3_jax.engine.step_loop import StepLoop
+from dsv3_jax.generation.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +355,7 @@ class EngineLoop:
 
     def _fail(self, error: BaseException) -> None:
         """Ends all requests after an error of the device or of the engine itself."""
-        if self._end_all(step_failed(error)):
+        if self._end_all(_step_failed(error)):
             self._close_parts()
 
     def _end_all(self, failure: EngineError) -> bool:
@@ -366,7 +365,7 @@ class EngineLoop:
                 return False
             self._error = failure
             for request in self._scheduler.unfinished:
-                self._delivery.end(request, copy_of(failure))
+                self._delivery.end(request, _copy_of(failure))
             self._scheduler.end_all()
         return True
 
@@ -396,3 +395,36 @@ class EngineLoop:
     def _check_failed(self) -> None:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error
+
+
+class FairLock:
+    """A lock that goes to a waiting thread before the thread that released it gets it again.
+
+    The loop takes it for every step and releases it only for a moment. An ordinary lock goes to the
+    thread that asks first, so that another one could wait for many steps.
+    """
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()  # of the thread that has the lock next
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def _step_failed(error: BaseException) -> EngineError:
+    """Returns the error of all requests after a step has failed."""
+    failed = EngineError(f"engine: a step failed: {str(error) or type(error).__name__}")
+    failed.__cause__ = error
+    return failed
+
+
+def _copy_of(failure: EngineError) -> EngineError:
+    """Returns an equal error. Raising an error changes it."""
+    error = EngineError(str(failure))
+    error.__cause__ = failure.__cause__
+    return error

@@ -25,10 +25,10 @@ from dsv3_jax.generation.errors import Interrupted
 from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
+from dsv3_jax.interrupts import DeferredInterrupt
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.call import Call, Tally
-from dsv3_jax.offline.interruption import InterruptsDeferred
 from dsv3_jax.offline.pace import OfflinePace, chunked_buckets, generator_buckets
 from dsv3_jax.other_names import check_arguments, hints
 from dsv3_jax.tokenizer import Tokenizer
@@ -259,7 +259,7 @@ class Generator:
             progress=progress,
         )
         plan = self._plan({"draft": draft, "draft_depth": draft_depth})
-        with InterruptsDeferred() as interrupts, self._call(requests, plan) as call:
+        with DeferredInterrupt() as interrupts, self._call(requests, plan) as call:
             tally = Tally(call, began, n)
             try:
                 while call.step():
@@ -270,7 +270,7 @@ class Generator:
                     tally.raise_non_finite()
                     # An interrupt stops all processes of a mesh. Otherwise some would wait forever.
                     in_any_process = (
-                        self._spans_processes and max_over_processes(interrupts.is_pending) > 0
+                        self._spans_processes and max_over_processes(interrupts.is_made) > 0
                     )
                     interrupts.deliver(in_other_process=in_any_process)
             except KeyboardInterrupt:

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError
-from dsv3_jax.engine.errors import RequestError
 from dsv3_jax.engine.step_loop import LEAD_SECONDS
-from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.generation.errors import NonFiniteLogitsError, RequestError
 from tests.engine.simulated_device import VOCABULARY
 from tests.engine.simulated_engine import BROKEN, SimulatedEngine, Submitted
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint

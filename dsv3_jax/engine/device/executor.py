@@ -27,7 +27,6 @@ from dsv3_jax.engine.device.state import REWIND_SEED, SlotState
 from dsv3_jax.engine.device.step import StepOutput
 from dsv3_jax.engine.device.step_input import StepInput, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.device.step_results import RequestResult, StepResults
-from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
     PageSave,
@@ -36,6 +35,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     StepPlan,
 )
 from dsv3_jax.generation.completion import NON_FINITE, RUNNING
+from dsv3_jax.generation.errors import EngineError
 from dsv3_jax.generation.request import Request
 
 _T = TypeVar("_T")

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
+from dsv3_jax.engine.device.processes import smallest_over_processes, spans_processes
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.kv_cache import CacheSpec
 from dsv3_jax.layers.paged_cache import PAGE_AXES
@@ -46,6 +47,23 @@ class PoolLayout:
             return cls(pages_per_device, page_size)
         shards, parts = (layout.num_shards(axis) for axis in ("batch", "cached_tokens"))
         return cls(pages_per_device, page_size, shards, parts)
+
+    @classmethod
+    def fitting(
+        cls,
+        model: DeepSeekV3,
+        cache_tokens: int | None,
+        most_tokens: int,
+        page_size: int,
+        *,
+        mtp: bool,
+    ) -> PoolLayout:
+        """Returns the division of a pool that is as large as :func:`pages_per_device` says, on
+        every process of the mesh."""
+        pages = pages_per_device(model, cache_tokens, most_tokens, page_size=page_size, mtp=mtp)
+        if spans_processes(model.layout):
+            pages = smallest_over_processes(pages)
+        return cls.of(model.layout, pages, page_size)
 
     @property
     def num_pages(self) -> int:

@@ -35,8 +35,8 @@ import numpy as np
 
 from dsv3_jax.connections import hang_up
 from dsv3_jax.engine.device.step_input import StepOptions, StepShape
-from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.stats import Compilation, CompileTimes
+from dsv3_jax.generation.errors import EngineError
 from sharding import Layout
 from sharding.distributed import max_over_processes
 

@@ -53,11 +53,11 @@ class Intake:
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         max_len: int,
-        *,
         vocab_size: int,
         plan: DraftPlan,
-        deterministic: bool,
         cancel: Callable[[ScheduledRequest], None],
+        *,
+        deterministic: bool,
     ):
         self._tokenizer = tokenizer
         self._reader = RequestReader(config, tokenizer, max_len)

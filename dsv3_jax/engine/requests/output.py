@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
-from dsv3_jax.engine.errors import EngineError, RequestError
 from dsv3_jax.engine.requests.grammar import GrammarTracker
 from dsv3_jax.engine.requests.request import EngineRequest, PromptRecord
 from dsv3_jax.engine.scheduling.step_plan import End
@@ -20,7 +19,7 @@ from dsv3_jax.generation.completion import (
     Stats,
     TopLogprobs,
 )
-from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.generation.errors import EngineError, NonFiniteLogitsError, RequestError
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.stop_scope import ReasoningMarkers, StopScope
 from dsv3_jax.generation.text import Decoder, TextTracker
