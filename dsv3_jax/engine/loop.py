@@ -277,11 +277,6 @@ class EngineLoop:
         self._thread.join(timeout if drain else 0.0)
         if self._thread.is_alive():
             self._cancel_all()
-            self._join(abandons_compilations=abandons_compilations)
-
-    def _join(self, *, abandons_compilations: bool) -> None:
-        """Waits for the end of the thread."""
-        assert self._thread is not None
         while self._thread.is_alive():
             compilation = self._compilations.current
             if abandons_compilations and compilation is not None:
@@ -350,13 +345,11 @@ class EngineLoop:
                     self._step_began = None
         except BaseException as error:
             # An interrupted step, too, leaves the device in an unknown state.
-            self._fail(error)
+            failure = EngineError(f"engine: a step failed: {str(error) or type(error).__name__}")
+            failure.__cause__ = error
+            if self._end_all(failure):
+                self._close_parts()
             raise
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends all requests after an error of the device or of the engine itself."""
-        if self._end_all(_step_failed(error)):
-            self._close_parts()
 
     def _end_all(self, failure: EngineError) -> bool:
         """Ends all requests with an error. Returns False if that has happened before."""
@@ -365,7 +358,9 @@ class EngineLoop:
                 return False
             self._error = failure
             for request in self._scheduler.unfinished:
-                self._delivery.end(request, _copy_of(failure))
+                each = EngineError(str(failure))  # of its own, since raising an error changes it
+                each.__cause__ = failure.__cause__
+                self._delivery.end(request, each)
             self._scheduler.end_all()
         return True
 
@@ -414,17 +409,3 @@ class FairLock:
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
-
-
-def _step_failed(error: BaseException) -> EngineError:
-    """Returns the error of all requests after a step has failed."""
-    failed = EngineError(f"engine: a step failed: {str(error) or type(error).__name__}")
-    failed.__cause__ = error
-    return failed
-
-
-def _copy_of(failure: EngineError) -> EngineError:
-    """Returns an equal error. Raising an error changes it."""
-    error = EngineError(str(failure))
-    error.__cause__ = failure.__cause__
-    return error

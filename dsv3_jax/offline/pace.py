@@ -85,7 +85,7 @@ class OfflinePace:
         max_over_processes: Callable[[float], float],
         overlap: bool = False,
         counts_drafts: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._chooser = chooser
         self._times = times

@@ -62,9 +62,7 @@ class Scheduler:
     Args:
       pages: the pages of each shard. All shards have equally many.
       swaps: host memory of each shard for preempted requests, which come back to the same shard.
-        Without it they are prefilled again.
-      store: pages outside of the device, from which prompts are loaded and to which indexed pages
-        are saved.
+      store: pages outside of the device, to load prompts from and to save indexed pages to.
       load_seconds: longest time that a request waits for pages of the store.
       load_bytes: most bytes in host memory of pages that are loaded for waiting requests.
     """
@@ -133,8 +131,14 @@ class Scheduler:
           ValueError: a request could never run, because it needs more pages than there are, or
             these are more requests than the queue can hold.
         """
+        pages = self.shards[0].pages
         for request in requests:
-            self._check_size(request)
+            if pages.pages_for(request.max_length + request.drafts) > pages.num_pages:
+                share = f", divided by {len(self.shards)} shards" if len(self.shards) > 1 else ""
+                raise ValueError(
+                    f"request: expected at most {pages.num_pages * pages.page_size} tokens "
+                    f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
+                )
         room = self.config.max_waiting - len(requests)
         if room < 0:
             raise ValueError(
@@ -154,15 +158,6 @@ class Scheduler:
         for request in requests:
             self._enqueue(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
-
-    def _check_size(self, request: ScheduledRequest) -> None:
-        pages = self.shards[0].pages
-        if pages.pages_for(request.max_length + request.drafts) > pages.num_pages:
-            share = f", divided by {len(self.shards)} shards" if len(self.shards) > 1 else ""
-            raise ValueError(
-                f"request: expected at most {pages.num_pages * pages.page_size} tokens "
-                f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
-            )
 
     def limit(self, limits: StepLimits) -> None:
         """Sets the limits of the next steps.
@@ -184,13 +179,11 @@ class Scheduler:
     ) -> tuple[StepPlan | None, list[tuple[ScheduledRequest, End]]]:
         """Plans the next dispatch. The caller has to dispatch the plan.
 
+        Returns the plan, or None if there is nothing to compute, and the requests that ended here.
+
         Args:
-          now: time on the caller's clock.
           max_decode_steps: most decode steps in the dispatch if it prefills nothing.
           depth: drafts per decode step that the dispatch has room for; None for the most.
-
-        Returns:
-          The plan, or None if there is nothing to compute, and the requests that ended here.
         """
         ended = self._end_overdue(now)
         unsaved = self._saves.count  # pages that this plan's own chunks fill are saved by the next
@@ -293,8 +286,7 @@ class Scheduler:
 
     @property
     def loading_bytes(self) -> int | None:
-        """Bytes in host memory of the pages that are loaded for waiting requests. None without a
-        store."""
+        """Bytes of the pages that are loaded for waiting requests. None without a store."""
         return self._loads.num_bytes if self._loads.has_store else None
 
     def clear_prefix_cache(self) -> None:
@@ -305,8 +297,7 @@ class Scheduler:
         self._saves.clear()
 
     def end_all(self) -> None:
-        """Ends every request and frees all slots and pages, for example because the device failed.
-        The results of steps in flight must not be reported any more."""
+        """Ends every request now. The results of steps in flight must not be reported any more."""
         retiring = [request for shard in self.shards for request in shard.retiring]
         for request in [*self.unfinished, *retiring]:
             request.steps_in_flight = request.decodes_in_flight = 0
@@ -315,16 +306,14 @@ class Scheduler:
         self._saves.clear()
 
     def check_idle(self) -> None:
-        """Raises AssertionError if a slot or page is in use though no request is left. It counts
-        them, so that it takes about a microsecond."""
+        """Raises AssertionError if a slot or page is in use though no request is left."""
         assert self.is_idle, "an idle engine has requests"
         for shard in self.shards:
             shard.check_idle()
         self._loads.check_idle()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot or page is lost, owned twice or owned by the wrong shard,
-        or if a queue contradicts a request's state."""
+        """Raises AssertionError if slots, pages, queues and the requests contradict each other."""
         for shard in self.shards:
             shard.check_integrity()
             shard.swap.check_integrity(self.waiting)

@@ -51,12 +51,7 @@ prefill than to read once, but it is read again in every later step."""
 
 
 def shard_load(used_tokens: int, running: int) -> int:
-    """Returns the load of a shard, in tokens of the cache.
-
-    Args:
-      used_tokens: size of the pages that requests refer to.
-      running: number of running requests.
-    """
+    """Returns the load of a shard with so many tokens in use, in tokens of the cache."""
     return used_tokens + REQUEST_TOKENS * running
 
 
@@ -183,10 +178,8 @@ class SchedulerShard:
         """Returns the requests that decode in the next step, each with pages for it."""
         planned: list[ScheduledRequest] = []
         for request in list(self.running):
-            # A request that reaches its limit with the steps in flight needs no other.
-            is_done = request.least_length >= request.max_length
-            if request.phase is not Phase.DECODE or is_done:
-                continue
+            if request.phase is not Phase.DECODE or request.least_length >= request.max_length:
+                continue  # it reaches its limit with the steps in flight
             if request.is_serial and request.decodes_in_flight:
                 continue
             if self._grow(request, request.greatest_length + request.drafts):
@@ -206,10 +199,9 @@ class SchedulerShard:
         chunks = []
         end = len(request.tokens)
         while len(chunks) < most and request.computed < end:
-            count = min(self._config.chunk_tokens, end - request.computed)
-            is_last = request.computed + count == end
-            is_first = not request.is_slot_ready
-            start = request.computed
+            start, is_first = request.computed, not request.is_slot_ready
+            count = min(self._config.chunk_tokens, end - start)
+            is_last = start + count == end
             chunks.append(Chunk(request, _slot(request), start, count, is_first, is_last))
             request.is_slot_ready = True
             request.computed += count
@@ -241,8 +233,7 @@ class SchedulerShard:
             self._add(request, [pages.pop() for _ in range(count)])
 
     def publish_decoded(self, request: ScheduledRequest) -> None:
-        """Indexes the pages that a decoding request has filled. The logits of its tokens are known
-        to be finite."""
+        """Indexes the pages that a decoding request has filled, from finite logits."""
         if self._config.aligned_prefixes:
             return  # a prefill would round the generated tokens otherwise
         # The newest token is not in the cache yet. With an MTP layer, neither are its entries of
@@ -264,14 +255,12 @@ class SchedulerShard:
             self._saves.add(request, tokens, range(first, last), verified)
 
     def retract(self, request: ScheduledRequest) -> None:
-        """Removes the pages of a request whose logits are not finite from the prefix index, except
-        for those from which finite ones have been computed."""
+        """Removes the unverified pages of a request whose logits are not finite from the index."""
         request.is_broken = True
         self.pages.retract(request.pages)
 
     def preempt(self, request: ScheduledRequest) -> None:
-        """Gives up a running request. Without swap space it is prefilled again later, generated
-        tokens included, except for pages that the prefix cache or a store still has."""
+        """Gives up a running request, which is queued again."""
         self._stop(request)
         request.resumes_in = request.phase
         request.phase = Phase.WAITING
@@ -309,15 +298,12 @@ class SchedulerShard:
         assert not self._page_loads, "an idle engine loads pages"
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot or page is lost or owned twice, or if a list contradicts
-        a request's state."""
+        """Raises AssertionError if slots, pages, lists and the requests contradict each other."""
         owners = [*self.running, *self.retiring]
         assert all(r.shard == self.number for r in owners), "a request is on another shard"
         self.pages.check_integrity([request.pages for request in owners])
-        slots = [_slot(request) for request in owners] + self._free_slots
-        assert sorted(slots) == list(range(self._config.max_running)), (
-            "a slot is lost or used twice"
-        )
+        slots = sorted([*map(_slot, owners), *self._free_slots])
+        assert slots == list(range(self._config.max_running)), "a slot is lost or used twice"
         assert all(request.is_running for request in self.running)
         assert all(not request.is_running for request in self.retiring)
         assert all(request.steps_in_flight > 0 for request in self.retiring)

@@ -138,16 +138,11 @@ class PrefixLoads:
         """Number of requests that have a load, or wait for its beginning."""
         return len(self._of)
 
-    def begin(self, request: ScheduledRequest, pages: Iterable[PageAllocator]) -> None:
-        """Starts to load what the store has of a new request's prompt and the prefix cache of some
-        shard has not.
-
-        Args:
-          pages: the pages of all shards.
-        """
+    def begin(self, request: ScheduledRequest, pages: Sequence[PageAllocator]) -> None:
+        """Starts to load what the store has of a new request's prompt, and the prefix cache of some
+        shard has not."""
         if self._store is None or not request.reuses_prefix:
             return
-        pages = list(pages)
         first = _cached_everywhere(request, pages)
         self._begin(request, first, pages[0].page_size, request.arrival)
 
@@ -170,16 +165,11 @@ class PrefixLoads:
         self.end(request)
         return self._begin(request, cached, page_size, now)
 
-    def begin_queued(self, pages: Iterable[PageAllocator], now: float) -> None:
-        """Starts the loads of requests that waited for bytes, as far as these last.
-
-        Args:
-          pages: the pages of all shards.
-        """
+    def begin_queued(self, pages: Sequence[PageAllocator], now: float) -> None:
+        """Starts the loads of requests that waited for bytes, as far as these last."""
         if not self._may_begin:
             return
         self._may_begin = False
-        pages = list(pages)
         while self._queue:
             request = self._queue.pop(0)
             del self._of[request]
@@ -299,7 +289,7 @@ class PrefixLoads:
             self._close_unused(shared)
 
     def clear(self) -> None:
-        """Ends all loads: the requests compute their prompts."""
+        """Ends all loads."""
         for request in list(self._of):
             self.end(request)
 
