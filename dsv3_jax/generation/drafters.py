@@ -7,7 +7,7 @@ else: :mod:`dsv3_jax.generation.verification` keeps the model's own distribution
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -253,9 +253,7 @@ class DraftPlan:
         return max(self.depths)
 
     @classmethod
-    def read(
-        cls, draft: str | Drafter | None, draft_depth: int | str, config: ModelConfig
-    ) -> DraftPlan:
+    def read(cls, draft: object, draft_depth: Any, config: ModelConfig) -> DraftPlan:
         """Interprets the arguments ``draft`` and ``draft_depth`` of :meth:`Generator.generate`.
 
         Raises:
