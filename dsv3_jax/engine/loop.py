@@ -163,8 +163,8 @@ class EngineLoop:
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
                 dispatches=self._executor.times.figures,
-                loading=scheduler.loading(time.monotonic()),
-                loading_bytes=scheduler.loading_bytes,
+                loading=scheduler.loads.loading(time.monotonic()),
+                loading_bytes=scheduler.loads.bytes_in_host,
                 loaded_tokens=scheduler.loaded_tokens,
                 reloaded_tokens=scheduler.reloaded_tokens,
             )
@@ -323,9 +323,9 @@ class EngineLoop:
     def _wait_for_pages(self) -> bool:
         """Waits a moment if requests wait for pages. Returns False if none does."""
         with self._changed:
-            if not self._scheduler.has_loads:
+            if not self._scheduler.loads.count:
                 return False
-            if self._scheduler.loading(time.monotonic()):
+            if self._scheduler.loads.loading(time.monotonic()):
                 self._changed.wait(_PAGES_SECONDS)
             return True
 

@@ -235,33 +235,8 @@ class ShardPlan:
     """Requests to copy to host memory before anything else."""
     swap_ins: tuple[SwapIn, ...] = ()
     """Requests to copy back, after that and before the step."""
-
-    @classmethod
-    def of(
-        cls,
-        decodes: Sequence[ScheduledRequest],
-        chunks: Sequence[Chunk],
-        swap_outs: Sequence[SwapOut] = (),
-        swap_ins: Sequence[SwapIn] = (),
-    ) -> ShardPlan:
-        """Returns the plan with the slots that the requests have now, and chooses their drafts. It
-        takes over what is to be removed from them."""
-        slots, drafts, rewinds = [], [], []
-        for request in decodes:
-            assert request.slot is not None, "the request has no slot"
-            slots.append(request.slot)
-            drafts.append(request.depth.choose() if request.depth else request.drafts)
-            rewinds.append(request.rewind)
-            request.rewind = 0
-        return cls(
-            tuple(decodes),
-            tuple(slots),
-            tuple(drafts),
-            tuple(rewinds),
-            tuple(chunks),
-            tuple(swap_outs),
-            tuple(swap_ins),
-        )
+    loads: tuple[PageLoad, ...] = ()
+    """Pages to copy from a store, after that and before the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,8 +250,6 @@ class StepPlan:
     """Drafts per decode step that the program has room for; None for the most."""
     saves: tuple[PageSave, ...] = ()
     """Pages to copy to a store before anything else."""
-    loads: tuple[PageLoad, ...] = ()
-    """Pages to copy from a store, after that and before the step."""
 
     @functools.cached_property
     def decodes(self) -> tuple[ScheduledRequest, ...]:
@@ -297,6 +270,11 @@ class StepPlan:
     def swap_ins(self) -> tuple[SwapIn, ...]:
         """The copies from host memory of all shards."""
         return tuple(swap for shard in self.shards for swap in shard.swap_ins)
+
+    @functools.cached_property
+    def loads(self) -> tuple[PageLoad, ...]:
+        """The copies from a store of all shards."""
+        return tuple(load for shard in self.shards for load in shard.loads)
 
     @functools.cached_property
     def requests(self) -> tuple[ScheduledRequest, ...]:
