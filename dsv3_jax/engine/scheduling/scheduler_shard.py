@@ -212,7 +212,7 @@ class SchedulerShard:
         return chunks
 
     def plan(self, decodes: Sequence[ScheduledRequest], chunks: Sequence[Chunk]) -> ShardPlan:
-        """Returns the plan of a step, with the requests' slots, drafts, and the copies before it."""
+        """Returns the plan of a step, with the slots and drafts of now and the copies before it."""
         swap_outs, swap_ins = self.swap.planned()
         plan = ShardPlan(
             decodes=tuple(decodes),
