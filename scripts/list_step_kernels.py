@@ -25,7 +25,7 @@ from benchmarks.decode import models, steps
 from benchmarks.profile.chain import last_loop
 from dsv3_jax.cli import allocator
 from dsv3_jax.engine.device.step_input import StepOptions
-from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.topology import topology

@@ -40,7 +40,7 @@ from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.errors import EngineError
 from dsv3_jax.generation.request import Prompt, Request
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
+from dsv3_jax.generation.text import ReasoningMarkers
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints

@@ -369,7 +369,7 @@ class EngineLoop:
             with self._changed:
                 seconds = self._steps.seconds_to_plan
             if seconds > 0:
-                with self._host_times.waiting():
+                with self._host_times.measure("waiting"):
                     self.sleep(seconds)
         if self._steps.step():
             return True

@@ -9,8 +9,7 @@ from typing import Any
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.processes import Follower, Leader, check_settings, spans_processes
 from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
-from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.drafters import Drafter, DraftPlan
 from dsv3_jax.generation.settings import check
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers

@@ -185,22 +185,6 @@ class HostTimes:
             return 0.0
         return (self.seconds["planning"] + self.seconds["dispatching"]) / self.steps
 
-    def planning(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the scheduler."""
-        return self._measure("planning")
-
-    def dispatching(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the launch of a step."""
-        return self._measure("dispatching")
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Measures how long the host waits for the device."""
-        return self._measure("waiting")
-
-    def processing(self) -> contextlib.AbstractContextManager[None]:
-        """Measures what is done with results."""
-        return self._measure("processing")
-
     def count(self, plan: StepPlan, output_tokens: int) -> None:
         """Counts a step whose results have been read."""
         self.steps += 1
@@ -208,7 +192,8 @@ class HostTimes:
         self.output_tokens += output_tokens
 
     @contextlib.contextmanager
-    def _measure(self, part: str) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
+        """Measures ``planning``, ``dispatching``, ``waiting`` or ``processing``."""
         began = self._clock()
         try:
             yield

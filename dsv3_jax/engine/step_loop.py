@@ -98,7 +98,7 @@ class StepLoop:
             for request, end in self._requests.take_ended().items():
                 self._scheduler.end(request)
                 self._requests.end(request, end)
-            with self.times.planning():
+            with self.times.measure("planning"):
                 now, waiting = self._clock(), self._scheduler.waiting
                 since = waiting[0].arrival if waiting else None
                 self._scheduler.limit(self._limits.update(now, since))
@@ -108,7 +108,7 @@ class StepLoop:
                     self._requests.end(request, reason)
             saves = self._scheduler.take_saves() if plan is None else ()
         if plan is not None:
-            with self.times.dispatching():
+            with self.times.measure("dispatching"):
                 executor.dispatch(plan)
         elif saves:
             executor.save(saves)
@@ -123,10 +123,10 @@ class StepLoop:
 
     def _read(self) -> None:
         """Waits for the results of the oldest step, and hands them to its requests."""
-        with self.times.waiting():
+        with self.times.measure("waiting"):
             plan, results = self._executor.wait()
             self._requests.wait_for_room()
-        with self._lock(), self.times.processing():
+        with self._lock(), self.times.measure("processing"):
             gains = self._requests.take(plan, results)
             new_tokens, now = sum(map(len, gains.tokens.values())), self._clock()
             self.times.count(plan, new_tokens)

@@ -22,8 +22,8 @@ from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig
 from dsv3_jax.generation.completion import Completion, Generation, Speculation, Stats
+from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.errors import NonFiniteLogitsError
-from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.text import Decoder

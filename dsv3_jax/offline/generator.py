@@ -19,9 +19,8 @@ from dsv3_jax.engine.device.step_input import StepOptions
 from dsv3_jax.engine.scheduling.step_times import StepTimes
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
-from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.drafters import Drafter, DraftPlan
 from dsv3_jax.generation.errors import Interrupted
-from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
 from dsv3_jax.interrupts import DeferredInterrupt

@@ -14,7 +14,7 @@ from dsv3_jax.engine.device.state import REWIND_SEED, SlotRows
 from dsv3_jax.engine.device.step_input import StepOptions, empty_input
 from dsv3_jax.engine.requests.grammar import GrammarTracker
 from dsv3_jax.generation.completion import FULL, RUNNING, STOPPED
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.request import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from tests.engine.conftest import BUCKETS
 from tests.engine.test_engine import make, run

@@ -20,12 +20,12 @@ from dsv3_jax.generation import plan, selection
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import (
     DraftContext,
+    DraftPlan,
     Drafts,
     MTPDrafter,
     NgramDrafter,
     SyntheticDrafter,
 )
-from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.verification import verify
 from dsv3_jax.kv_cache import LatentKVCache

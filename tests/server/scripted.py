@@ -19,7 +19,7 @@ from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.generation.completion import RUNNING, STOPPED, FinishReason
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
+from dsv3_jax.generation.text import ReasoningMarkers
 from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 from tests.server.conftest import RunningServer, running
 

@@ -28,7 +28,7 @@ from dsv3_jax.engine.device.step import StepOutput, step
 from dsv3_jax.engine.device.step_input import GREEDY, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.stats import CompileTimes
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.token_mask import num_words
+from dsv3_jax.generation.request import num_words
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target

@@ -60,6 +60,15 @@ class StepOutput(NamedTuple):
     them."""
 
 
+class _Options(NamedTuple):
+    """Static arguments of a step."""
+
+    shape: StepShape
+    drafter: Drafter | None
+    vocab_size: int
+    rows: SlotRows
+
+
 class _Requests(NamedTuple):
     """Rows of the state that take part in a step."""
 
@@ -74,11 +83,11 @@ class _Requests(NamedTuple):
     def of(
         cls,
         state: SlotState,
-        rows: SlotRows,
+        options: _Options,
         slots: Int[Array, " B"],
         tables: Int[Array, "B max_pages"],
-        shape: StepShape,
     ) -> _Requests:
+        shape, rows = options.shape, options.rows
         is_slot = rows.is_slot(slots, state.num_slots)
         is_running = is_slot & (rows.get(state.finished, slots) == RUNNING)
         sampling = dataclasses.replace(rows.get(state.sampling, slots), mode=shape.options.sampling)
@@ -113,41 +122,32 @@ def step(
     """
     inputs = unpack(buffer, shape)
     rows = SlotRows(model.layout)
-    options = _Options(drafter, shape.depth, vocab_size, shape.num_top_logprobs, rows)
+    options = _Options(shape, drafter, vocab_size, rows)
     state = state.rewind(inputs, rows)
     if shape.max_steps > 1:
-        return _decode(model, state, inputs, shape, options)
+        return _decode(model, state, inputs, options)
     state = state.admit(inputs, rows)
-    state, new, drafted, prompt = _step(model, state, inputs, shape, options)
+    state, new, drafted, prompt = _step(model, state, inputs, options)
     one = jax.tree.map(lambda x: x[None], new)
     return state, _output(one, drafted[None], new.finished, prompt)
 
 
-class _Options(NamedTuple):
-    """Static arguments of a step."""
-
-    drafter: Drafter | None
-    depth: int
-    vocab_size: int
-    num_top_logprobs: int
-    rows: SlotRows
-
-
 def _decode(
-    model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
+    model: DeepSeekV3, state: SlotState, inputs: StepInput, options: _Options
 ) -> tuple[SlotState, StepOutput]:
     """Runs up to ``inputs.steps`` decode steps. Ends early when no request is running."""
+    shape = options.shape
     steps = jnp.minimum(inputs.steps[0], shape.max_steps)
-    shapes = jax.eval_shape(lambda state: _step(model, state, inputs, shape, options)[1:], state)
+    shapes = jax.eval_shape(lambda state: _step(model, state, inputs, options)[1:], state)
     outputs = jax.tree.map(lambda x: jnp.zeros((shape.max_steps, *x.shape), x.dtype), shapes)
 
     def is_due(i: Int[Array, ""], state: SlotState) -> Bool[Array, ""]:
-        requests = _decoding(state, inputs, shape, options)
+        requests = _decoding(state, inputs, options)
         return (i < steps) & jnp.any(requests.is_running)
 
     def body(carry: tuple) -> tuple:
         i, _, state, outputs = carry
-        state, *new = _step(model, state, inputs, shape, options)
+        state, *new = _step(model, state, inputs, options)
         # Step i exists. On GPUs `.at[i].set` would check that in kernels of their own.
         outputs = jax.tree.map(
             lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, axis=0),
@@ -164,11 +164,9 @@ def _decode(
     return state, _output(new, drafted, finished)
 
 
-def _decoding(
-    state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
-) -> _Requests:
+def _decoding(state: SlotState, inputs: StepInput, options: _Options) -> _Requests:
     """Returns the requests that decode."""
-    return _Requests.of(state, options.rows, inputs.decode_slots, inputs.decode_tables, shape)
+    return _Requests.of(state, options, inputs.decode_slots, inputs.decode_tables)
 
 
 def _output(
@@ -177,32 +175,24 @@ def _output(
     finished: Int[Array, " R"],
     prompt: PromptLogprobs | None = None,
 ) -> StepOutput:
-    return StepOutput(
-        new.tokens,
-        new.counts,
-        finished,
-        drafted,
-        new.logprobs,
-        new.top_tokens,
-        new.top_logprobs,
-        prompt,
-    )
+    tops = new.top_tokens, new.top_logprobs
+    return StepOutput(new.tokens, new.counts, finished, drafted, new.logprobs, *tops, prompt)
 
 
 def _step(
-    model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
+    model: DeepSeekV3, state: SlotState, inputs: StepInput, options: _Options
 ) -> tuple[SlotState, NewTokens, Int[Array, " R"], PromptLogprobs | None]:
     """Runs one step. Also returns its new tokens, how many drafts each request had, and the
     log-probabilities of the chunks' tokens."""
-    rows = options.rows
-    decodes = _decoding(state, inputs, shape, options)
+    shape, rows = options.shape, options.rows
+    decodes = _decoding(state, inputs, options)
     drafts, state = _draft(model, state, decodes, inputs.max_drafts, options)
     batches, sampled = [], []
     if shape.decodes:
         batches.append(_decode_batch(state, rows, decodes, drafts))
         sampled.append(decodes)
     if shape.chunks:
-        chunks, chunk_batch = _chunk_batch(state, rows, inputs, shape)
+        chunks, chunk_batch = _chunk_batch(state, inputs, options)
         batches.append(chunk_batch)
         sampled.append(chunks)
         padding = jnp.zeros((len(chunk_batch.tokens), drafts.tokens.shape[1]), jnp.int32)
@@ -227,7 +217,7 @@ def _step(
         requests.limits,
         requests.is_running,
         vocab_size=options.vocab_size,
-        num_top_logprobs=options.num_top_logprobs,
+        num_top_logprobs=shape.num_top_logprobs,
         acceptance=None if options.drafter is None else options.drafter.acceptance,
         adjustments=inputs.adjustments,
         known_tokens=rows.get(state.tokens, requests.slots) if shape.options.penalties else None,
@@ -263,7 +253,7 @@ def _draft(
         num_mtp_inputs=jnp.where(requests.is_running, rows.get(state.num_mtp_inputs, slots), 0),
     )
     drafts, cache = options.drafter.draft(
-        model, context, requests.sampling, options.depth, options.vocab_size
+        model, context, requests.sampling, options.shape.depth, options.vocab_size
     )
     # Drafts past the limit are not checked. One position is reserved for the model's own token.
     room = jnp.where(requests.is_running, requests.limits - requests.lengths - 1, 0)
@@ -298,10 +288,11 @@ def _decode_batch(
 
 
 def _chunk_batch(
-    state: SlotState, rows: SlotRows, inputs: StepInput, shape: StepShape
+    state: SlotState, inputs: StepInput, options: _Options
 ) -> tuple[_Requests, TokenBatch]:
     """Returns the requests of the prefill chunks, which run if a token is to be sampled, and the
     chunks' tokens."""
+    shape, rows = options.shape, options.rows
     positions = inputs.starts[:, None] + jnp.arange(shape.chunk_tokens)
     batch = TokenBatch(
         tokens=rows.get(state.tokens, inputs.chunk_slots[:, None], positions),
@@ -309,7 +300,7 @@ def _chunk_batch(
         sequences=SequenceTables(inputs.chunk_tables, inputs.starts),
         form=shape.chunk_form,
     )
-    requests = _Requests.of(state, rows, inputs.chunk_slots, inputs.chunk_tables, shape)
+    requests = _Requests.of(state, options, inputs.chunk_slots, inputs.chunk_tables)
     return requests._replace(is_running=requests.is_running & (inputs.is_last > 0)), batch
 
 

@@ -17,11 +17,9 @@ from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.generation.depth import DraftDepth
-from dsv3_jax.generation.plan import DraftPlan
-from dsv3_jax.generation.request import Prompt, Request, RequestReader
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
-from dsv3_jax.generation.text import Decoder
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.drafters import DraftPlan
+from dsv3_jax.generation.request import Prompt, Request, RequestReader, TokenMask
+from dsv3_jax.generation.text import Decoder, ReasoningMarkers
 from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from dsv3_jax.generation.completion import (
 )
 from dsv3_jax.generation.errors import EngineError, NonFiniteLogitsError, RequestError
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.stop_scope import ReasoningMarkers, StopScope
-from dsv3_jax.generation.text import Decoder, TextTracker
+from dsv3_jax.generation.text import Decoder, ReasoningMarkers, StopScope, TextTracker
 from dsv3_jax.tokenizer import SpecialTokenDecoder
 
 # A sampled token was possible, so that its log-probability must not be reported as -inf.

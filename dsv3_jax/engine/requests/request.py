@@ -119,7 +119,7 @@ class EngineRequest:
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Has a function called whenever a piece, or the end, has arrived. It is called in the
-        thread that brings it, usually the engine's, which waits for it."""
+        thread that brings it, usually the one that decodes text, which waits for it."""
         with self._changed:
             self._listeners.append(listener)
 
