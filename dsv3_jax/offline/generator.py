@@ -382,8 +382,7 @@ class Generator:
             check_arguments(settings, signature.parameters)
             raise
         self._plan(settings)
-        progress = settings.get("progress")
-        if progress is not None and not callable(progress):
+        if (progress := settings.get("progress")) is not None and not callable(progress):
             raise ValueError(f"progress: expected a function or None, got {progress!r:.80}")
         call_settings = ("draft", "draft_depth", "progress")
         request_settings = {n: v for n, v in settings.items() if n not in call_settings}
