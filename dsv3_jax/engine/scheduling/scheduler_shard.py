@@ -51,7 +51,7 @@ prefill than to read once, but it is read again in every later step."""
 
 
 def shard_load(used_tokens: int, running: int) -> int:
-    """Returns the load of a shard with so many tokens in use, in tokens of the cache."""
+    """Returns the load of a shard by its used tokens and running requests, in tokens."""
     return used_tokens + REQUEST_TOKENS * running
 
 

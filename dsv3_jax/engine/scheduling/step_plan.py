@@ -14,8 +14,7 @@ from dsv3_jax.generation.depth import DraftDepth
 from dsv3_jax.generation.request import Request
 
 End = Literal["cancelled", "timeout"] | int | BaseException
-"""Why a request has ended: the scheduler's reason, a value of ``finished``, or an error of its own.
-"""
+"""Reason of a request's end: the scheduler's, a value of ``finished``, or an error of its own."""
 
 
 class Phase(enum.Enum):
@@ -57,7 +56,7 @@ class ScheduledRequest:
 
     # Written by who reads its results. The scheduler looks at `rewind` alone.
     settings: Request | None = None
-    """What the device's programs need: sampling, stop tokens, the mask of a grammar's next token.
+    """The settings that the device's programs read: sampling, stop tokens, the mask of a grammar's next token.
     None if the device is simulated."""
     output: object = None
     """Takes its results: text, log-probabilities, the caller's handle."""
@@ -283,7 +282,7 @@ class StepPlan:
 
 
 class StepGains(NamedTuple):
-    """What the requests of a plan have gained, as :meth:`Scheduler.report` takes it."""
+    """Gains of the requests of a plan, as :meth:`Scheduler.report` takes it."""
 
     tokens: Mapping[ScheduledRequest, Sequence[int]]
     ends: Mapping[ScheduledRequest, End]
