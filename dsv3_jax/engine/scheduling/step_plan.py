@@ -30,8 +30,8 @@ class Phase(enum.Enum):
 class ScheduledRequest:
     """A request on its way through the engine: one object for all of its rooms.
 
-    Its fields have three writers: who submits it writes what was asked, once; the scheduler writes
-    its progress; and who reads its results writes what the next step needs to know of them.
+    Its fields have three writers: the one that submits it writes what was asked, once; the scheduler writes
+    its progress; and the reader of its results writes what the next step needs to know of them.
     """
 
     tokens: list[int]
@@ -54,10 +54,10 @@ class ScheduledRequest:
     depth: DraftDepth | None = None
     """Chooses the drafts of each step, up to ``drafts``. None: always ``drafts``."""
 
-    # Written by who reads its results. The scheduler looks at `rewind` alone.
+    # Written by the reader of its results. The scheduler looks at `rewind` alone.
     settings: Request | None = None
-    """The settings that the device's programs read: sampling, stop tokens, the mask of a grammar's next token.
-    None if the device is simulated."""
+    """Sampling, stop tokens, the mask of a grammar's next token. None if the device is simulated.
+    """
     output: object = None
     """Takes its results: text, log-probabilities, the caller's handle."""
     saved: Any = None
