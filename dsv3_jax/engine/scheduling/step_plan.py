@@ -30,8 +30,8 @@ class Phase(enum.Enum):
 class ScheduledRequest:
     """A request on its way through the engine: one object for all of its rooms.
 
-    Its fields have three writers: the one that submits it writes what was asked, once; the scheduler writes
-    its progress; and the reader of its results writes what the next step needs to know of them.
+    The caller that submits it writes the first fields, once. The reader of its results and the
+    executor write what their next step needs. The scheduler writes all others, and ``tokens``.
     """
 
     tokens: list[int]
