@@ -91,7 +91,7 @@ class StepShape:
     mask_words: int = 0
     """Words of a mask of allowed tokens, which a step has if ``options.masks``."""
     options: StepOptions = GREEDY
-    """What the requests of the step ask for."""
+    """Options that the requests of the step ask for."""
 
     @property
     def rows(self) -> int:

@@ -85,7 +85,7 @@ class Delivery:
         """Delivers results to their requests, and gets the next masks."""
         gained: dict[ScheduledRequest, list[int]] = {}
         ends: dict[ScheduledRequest, End] = {}
-        kept: list[RequestResult] = []
+        open_results: list[RequestResult] = []
         for result in results:
             request = result.request
             gained[request] = result.tokens
@@ -97,16 +97,18 @@ class Delivery:
                 ends[request] = error
                 continue
             gained[request] = result.tokens
-            kept.append(result)
+            open_results.append(result)
             if result.finished != RUNNING:
                 ends[request] = result.finished
             if result.is_decode:
                 self._count_drafts(result)
-        self._run(functools.partial(self._add, kept))
+        self._run(functools.partial(self._add, open_results))
         if self._thread is None:
             ends |= self._ended
             self._ended.clear()
-        in_need = [r.request for r in kept if output_of(r.request).grammar is not None and r.steps]
+        in_need = [
+            r.request for r in open_results if output_of(r.request).grammar is not None and r.steps
+        ]
         return StepGains(
             gained,
             ends | self._update_masks([r for r in in_need if r not in ends]),
