@@ -1,20 +1,18 @@
-"""The second half of decoder layers: in one kernel, and as the model's own operations."""
+"""The second half of decoder layers as the model's own operations, and in float32."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from benchmarks.kernels.layer_inputs import in_float32
 from dsv3_jax.layers.around_attention import arguments, projection
-from pallas_kernels.decoder_layer import kernel, mosaic_gpu, reference
-from pallas_kernels.decoder_layer.plan import Config
+from pallas_kernels.decoder_layer import reference
 from pallas_kernels.hopper.grid_barrier import new_counter
 
 Half = Callable[[Float[Array, "M D"], Float[Array, "M HV"] | None, Any, Any], Float[Array, "M D"]]
@@ -35,20 +33,6 @@ def plain(graph: Any) -> Half:
             h, normed = layer.post_attention_layernorm.add_and_norm(h, attended)
         out = layer.mlp(normed[None], None)[0][0]
         return (h.astype(jnp.float32) + out.astype(jnp.float32)).astype(h.dtype)
-
-    return half
-
-
-def one_kernel(graph: Any, config: Config) -> Half:
-    """Returns the persistent kernel."""
-
-    def half(h: Any, heads: Any, state: Any, counter: Any) -> Float[Array, "M D"]:
-        layer = nnx.merge(graph, state)
-        arrays, options = arguments(layer)
-        if heads is not None:
-            options |= {"attended": heads, "o_proj": projection(layer.self_attn.o_proj)}
-        run = mosaic_gpu.feed_forward
-        return run(h, **arrays, **options, config=config, counter=counter)[0]
 
     return half
 
@@ -80,34 +64,3 @@ def chain(
         return x
 
     return run
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "config"))
-def stamps(
-    h: Float[Array, "M D"],
-    heads: Float[Array, "M HV"] | None,
-    states: Sequence[Any],
-    graph: Any,
-    config: Config,
-) -> Int32[Array, "L programs stamps"]:
-    """Runs layers one after the other. Returns what ``kernel.feed_forward`` measures in each."""
-    counter, measured = jax.new_ref(new_counter()), []
-    for state in states:
-        layer = nnx.merge(graph, state)
-        arrays, _ = arguments(layer)
-        plan = plan_of(h, heads, state, graph, config)
-        parts = arrays["norm"], arrays["router"], arrays["shared"], arrays["routed"]
-        o_proj = None if heads is None else projection(layer.self_attn.o_proj)
-        arguments_ = h, heads, o_proj, None, *parts, counter
-        h, _, clocks = kernel.feed_forward(*arguments_, plan=plan, interpret=None)
-        measured.append(clocks)
-    return jnp.stack(measured)
-
-
-def plan_of(h: Any, heads: Any, state: Any, graph: Any, config: Config) -> Any:
-    """Returns the kernel's plan for a layer."""
-    layer = nnx.merge(graph, state)
-    arrays, options = arguments(layer)
-    parts = arrays["router"], arrays["shared"], arrays["routed"]
-    o_proj = None if heads is None else projection(layer.self_attn.o_proj)
-    return mosaic_gpu.make_plan(h, *parts, **options, o_proj=o_proj, config=config)

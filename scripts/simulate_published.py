@@ -26,8 +26,8 @@ from benchmarks.decode import models
 from dsv3_jax import presets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings
 from dsv3_jax.simulator.deployed import PoolPlan
 from dsv3_jax.simulator.report import ServiceLevel, summary

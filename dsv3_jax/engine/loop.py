@@ -22,13 +22,7 @@ from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
 from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
 from dsv3_jax.engine.scheduling.step_times import Pace
-from dsv3_jax.engine.stats import (
-    COMPILE_SECONDS,
-    CompileTimes,
-    EngineStats,
-    HostTimes,
-    ShardStats,
-)
+from dsv3_jax.engine.stats import COMPILE_SECONDS, CompileTimes, EngineStats, HostTimes, ShardStats
 from dsv3_jax.engine.step_loop import StepLoop
 from dsv3_jax.generation.errors import EngineError
 
@@ -95,7 +89,7 @@ class EngineLoop:
     def start(self) -> None:
         """Starts a thread that runs the steps."""
         # A daemon thread that is still inside XLA when the interpreter ends can abort the process.
-        atexit.register(self._stop)
+        atexit.register(self.shutdown, drain=False)
         self._delivery.start()
         self._thread = threading.Thread(target=self._run, name="dsv3-engine", daemon=True)
         self._thread.start()
@@ -163,8 +157,8 @@ class EngineLoop:
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
                 dispatches=self._executor.times.figures,
-                loading=scheduler.loading(time.monotonic()),
-                loading_bytes=scheduler.loading_bytes,
+                loading=scheduler.loads.loading(time.monotonic()),
+                loading_bytes=scheduler.loads.bytes_in_host,
                 loaded_tokens=scheduler.loaded_tokens,
                 reloaded_tokens=scheduler.reloaded_tokens,
             )
@@ -191,11 +185,8 @@ class EngineLoop:
             return
         # The executor stays open: closing it would wait for the step.
         if self.step_seconds > seconds:
-            self._end_all(
-                EngineError(
-                    f"engine: a step has taken more than {seconds:g} s; its device is stuck"
-                )
-            )
+            message = f"engine: a step has taken more than {seconds:g} s; its device is stuck"
+            self._end_all(EngineError(message))
         compilation, most = self._compilations.current, max(seconds, COMPILE_SECONDS)
         if compilation is not None and compilation.seconds > most:
             self._end_all(
@@ -300,10 +291,6 @@ class EngineLoop:
             for request in self._scheduler.unfinished:
                 self._scheduler.cancel(request)
 
-    def _stop(self) -> None:
-        """Ends the thread at the end of the interpreter."""
-        self.shutdown(drain=False)
-
     def _run(self) -> None:
         """The body of the engine's thread."""
         try:
@@ -314,7 +301,7 @@ class EngineLoop:
         finally:
             with self._stepping:  # nobody else may be launching something
                 self._close_parts()
-            atexit.unregister(self._stop)
+            atexit.unregister(self.shutdown)
 
     def _close_parts(self) -> None:
         self._executor.close()
@@ -323,9 +310,9 @@ class EngineLoop:
     def _wait_for_pages(self) -> bool:
         """Waits a moment if requests wait for pages. Returns False if none does."""
         with self._changed:
-            if not self._scheduler.has_loads:
+            if not self._scheduler.loads.count:
                 return False
-            if self._scheduler.loading(time.monotonic()):
+            if self._scheduler.loads.loading(time.monotonic()):
                 self._changed.wait(_PAGES_SECONDS)
             return True
 
@@ -381,8 +368,7 @@ class EngineLoop:
 
     @contextlib.contextmanager
     def _unless_failed(self) -> Iterator[None]:
-        """Holds the lock. Raises the error after which no request can be served, which another
-        thread may have found during a step."""
+        """Holds the lock. Raises the error that another thread may have found during a step."""
         with self._changed:
             self._check_failed()
             yield

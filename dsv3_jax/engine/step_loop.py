@@ -1,7 +1,7 @@
 """The turns of an engine's loop: plan a step, dispatch it, read the results of the step before it.
 
-A turn knows plans and numbers, and neither arrays nor threads: an executor runs the plans, and
-whoever has the requests takes their results. :class:`dsv3_jax.engine.loop.EngineLoop` adds the
+A turn knows plans and numbers, and neither arrays nor threads: an executor runs the plans, and the
+owner of the requests takes their results. :class:`dsv3_jax.engine.loop.EngineLoop` adds the
 callers, the thread and the locks; the simulator runs the same turns in simulated time.
 """
 

@@ -102,6 +102,16 @@ class Call:
             self._take_routing_counts()
         return has_run
 
+    def decode_each(self, depths: list[int]) -> list[int]:
+        """Decodes with each of these depths in turn. Returns those for which the requests were too
+        short."""
+        for number, depth in enumerate(depths):
+            self.pace.depth, steps = depth, self.pace.steps
+            while self.pace.steps == steps:
+                if not self.step():
+                    return depths[max(1, number) :]
+        return []
+
     def close(self) -> None:
         """Frees the memory on the device. Results on the host stay."""
         if self._overlap and self._loop.failure is None:

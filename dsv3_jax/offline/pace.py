@@ -10,6 +10,7 @@ from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.scheduling.step_plan import StepPlan
 from dsv3_jax.engine.scheduling.step_times import Result, StepTimes
 from dsv3_jax.generation.depth import AUTO_SECONDS, AUTO_STEPS, DepthChooser
+from sharding import Layout
 
 DISPATCH_SECONDS = 0.5
 """Target duration of a dispatch. A dispatch cannot be interrupted, and a stop string ends a
@@ -21,6 +22,21 @@ MAX_STEPS = 256
 REFILL_STEPS = 8
 """While prompts wait: decode steps during which the slot of a finished request may stay empty. Each
 dispatch takes the host a few milliseconds, and a step with few prompts is mostly padding."""
+
+
+def buckets_of(
+    size: int, layout: Layout | None, prefill_chunk: int | None, *, reproducible: bool
+) -> Buckets:
+    """Returns the sizes of the programs for a batch size of a Generator with these settings."""
+    # Without a size for the last request of a batch, which would be compiled meanwhile.
+    default = Buckets.of_devices(size, layout, one_request=False)
+    if not reproducible:
+        return default
+    local_batch = size if layout is None else size // layout.num_shards("batch")
+    if prefill_chunk is not None:
+        return chunked_buckets(default, local_batch, prefill_chunk)
+    multiple = 1 if layout is None else layout.micro_batches
+    return generator_buckets(default, local_batch, multiple=multiple)
 
 
 def generator_buckets(default: Buckets, local_batch: int, *, multiple: int = 1) -> Buckets:

@@ -24,8 +24,8 @@ from dsv3_jax import presets
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, Outcome, PoolSettings
 from dsv3_jax.simulator.replica import HostCosts, ReplicaSettings
 from dsv3_jax.simulator.step_times import StepModel, StepTime, StepTimes, StepWork

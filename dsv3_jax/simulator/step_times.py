@@ -1,5 +1,4 @@
-"""What one step computes, and how long it takes by the planner's model: the roofline, and the
-shares of it that are reached.
+"""The work of one step, and its time by the planner's model: the roofline and its shares.
 
 :class:`StepModel` reads from :mod:`dsv3_jax.plan` how many bytes, FLOP and sent bytes one step
 needs on one device. Everything is linear in the tokens except the number of distinct

@@ -78,13 +78,13 @@ class Scheduler:
         load_bytes: float = math.inf,
     ):
         self.config = config
-        self._loads = PrefixLoads(store, load_seconds, load_bytes, self._order)
-        self._saves = PageSaves(store)
+        self.loads = PrefixLoads(store, pages, load_seconds, load_bytes, self._order)
+        self._saves = PageSaves(store, pages)
         self._limits = config.limits
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
             SchedulerShard(
-                number, config, each, swap, self._loads, self._saves, self._order, self._enqueue
+                number, config, each, swap, self.loads, self._saves, self._order, self._enqueue
             )
             for number, (each, swap) in enumerate(
                 zip(pages, swaps or [SwapSpace() for _ in pages], strict=True)
@@ -152,8 +152,8 @@ class Scheduler:
             )
         with contextlib.ExitStack() as unless_added:
             for request in requests:
-                unless_added.callback(self._loads.end, request)
-                self._loads.begin(request, [shard.pages for shard in self.shards])
+                unless_added.callback(self.loads.end, request)
+                self.loads.begin(request)
             unless_added.pop_all()
         for request in requests:
             self._enqueue(request)
@@ -194,7 +194,7 @@ class Scheduler:
         if separate and not any(chunks):
             decodes = [shard.plan_decodes() for shard in self.shards]
         if not any(decodes) and not any(chunks):
-            self._drop_saves()
+            self._saves.drop_evicted()
             return None, ended
         steps = 1 if any(chunks) else self._extend(decodes, max_decode_steps)
         plan = StepPlan(
@@ -202,9 +202,8 @@ class Scheduler:
             steps,
             depth,
             self._saves.take(unsaved),
-            tuple(load for shard in self.shards for load in shard.take_loads()),
         )
-        self._drop_saves()
+        self._saves.drop_evicted()
         for request in plan.decodes:
             request.decodes_in_flight += steps
         for chunk in plan.chunks:
@@ -239,7 +238,7 @@ class Scheduler:
             if chunk.is_last:
                 chunk.request.decodes_in_flight -= 1
             if chunk.is_first:
-                self._loads.written(chunk.request)
+                self.loads.written(chunk.request)
         for request in broken:
             self._shard_of(request).retract(request)
         ends = {chunk.request: len(chunk.request.tokens) for chunk in plan.chunks if chunk.is_last}
@@ -266,7 +265,7 @@ class Scheduler:
         elif request.is_running:
             self._shard_of(request).end(request)
         request.phase = Phase.ENDED
-        self._loads.end(request)
+        self.loads.end(request)
         for shard in self.shards:
             shard.swap.drop(request)
             shard.retire()
@@ -275,25 +274,11 @@ class Scheduler:
         """Returns the pages to copy to the store if there is no plan to include them."""
         return self._saves.take(self._saves.count)
 
-    @property
-    def has_loads(self) -> bool:
-        """Whether pages are or were loaded for a waiting request."""
-        return self._loads.count > 0
-
-    def loading(self, now: float) -> int:
-        """Returns the number of waiting requests whose pages are being loaded from the store."""
-        return self._loads.loading(now)
-
-    @property
-    def loading_bytes(self) -> int | None:
-        """Bytes of the pages that are loaded for waiting requests. None without a store."""
-        return self._loads.num_bytes if self._loads.has_store else None
-
     def clear_prefix_cache(self) -> None:
         """Empties the prefix index of every shard. Waiting requests load no pages."""
         for shard in self.shards:
             shard.pages.clear()
-        self._loads.clear()
+        self.loads.clear()
         self._saves.clear()
 
     def end_all(self) -> None:
@@ -302,7 +287,7 @@ class Scheduler:
         for request in [*self.unfinished, *retiring]:
             request.steps_in_flight = request.decodes_in_flight = 0
             self.end(request)
-        self._loads.forget_steps()
+        self.loads.forget_steps()
         self._saves.clear()
 
     def check_idle(self) -> None:
@@ -310,7 +295,7 @@ class Scheduler:
         assert self.is_idle, "an idle engine has requests"
         for shard in self.shards:
             shard.check_idle()
-        self._loads.check_idle()
+        self.loads.check_idle()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, pages, queues and the requests contradict each other."""
@@ -321,8 +306,8 @@ class Scheduler:
             assert request.phase is Phase.WAITING
             assert request.shard is request.slot is None, "a waiting request has a slot"
             assert not request.pages, "a waiting request has pages"
-        self._loads.check_integrity(self.waiting)
-        self._saves.check_integrity([shard.pages for shard in self.shards])
+        self.loads.check_integrity(self.waiting)
+        self._saves.check_integrity()
         orders = [self._order(request) for request in self.waiting]
         assert orders == sorted(orders), "the waiting queue is out of order"
 
@@ -351,10 +336,6 @@ class Scheduler:
         self._next_deadline = min((r.deadline for r in self.unfinished), default=math.inf)
         return ended
 
-    def _drop_saves(self) -> None:
-        """Drops the saves of pages that have left the prefix index for the pages of this plan."""
-        self._saves.drop_evicted([shard.pages for shard in self.shards])
-
     def _preempted(self) -> list[ScheduledRequest]:
         """Returns the preempted requests that wait for the results of their last steps."""
         retiring = [request for shard in self.shards for request in shard.retiring]
@@ -367,7 +348,7 @@ class Scheduler:
         now: float,
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
-        self._loads.begin_queued([shard.pages for shard in self.shards], now)
+        self.loads.begin_queued(now)
         while (request := self._next_waiting(now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
@@ -376,7 +357,7 @@ class Scheduler:
             if choice is None:
                 return
             shard, hit = choice
-            if self._loads.begin_again(request, len(hit), shard.pages.page_size, now):
+            if self.loads.begin_again(request, len(hit), now):
                 continue
             self.waiting.remove(request)
             loaded = shard.admit(request, hit) * shard.pages.page_size
@@ -397,7 +378,7 @@ class Scheduler:
     def _next_waiting(self, now: float) -> ScheduledRequest | None:
         """Returns the first waiting request whose pages are not being loaded, or the first one in
         host memory if that one lacks room there on every shard that has a slot for it."""
-        first = next((r for r in self.waiting if not self._loads.is_loading(r, now)), None)
+        first = next((r for r in self.waiting if not self.loads.is_loading(r, now)), None)
         free = [shard for shard in self.shards if shard.has_free_slot]
         if first is None or not free or any(shard.can_be_swapped(first) for shard in free):
             return first

@@ -51,7 +51,7 @@ prefill than to read once, but it is read again in every later step."""
 
 
 def shard_load(used_tokens: int, running: int) -> int:
-    """Returns the load of a shard with so many tokens in use, in tokens of the cache."""
+    """Returns the load of a shard by its used tokens and running requests, in tokens."""
     return used_tokens + REQUEST_TOKENS * running
 
 
@@ -212,13 +212,22 @@ class SchedulerShard:
         return chunks
 
     def plan(self, decodes: Sequence[ScheduledRequest], chunks: Sequence[Chunk]) -> ShardPlan:
-        """Returns the plan of a step, with the copies from and to host memory before it."""
-        return ShardPlan.of(decodes, chunks, *self.swap.planned())
-
-    def take_loads(self) -> list[PageLoad]:
-        """Returns the copies from the store for requests that were admitted in this step."""
-        loads, self._page_loads = self._page_loads, []
-        return loads
+        """Returns the plan of a step, with the slots and drafts of now and the copies before it."""
+        swap_outs, swap_ins = self.swap.planned()
+        plan = ShardPlan(
+            decodes=tuple(decodes),
+            slots=tuple(map(_slot, decodes)),
+            drafts=tuple(r.depth.choose() if r.depth else r.drafts for r in decodes),
+            rewinds=tuple(request.rewind for request in decodes),
+            chunks=tuple(chunks),
+            swap_outs=tuple(swap_outs),
+            swap_ins=tuple(swap_ins),
+            loads=tuple(self._page_loads),
+        )
+        for request in decodes:
+            request.rewind = 0
+        self._page_loads.clear()
+        return plan
 
     def has_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> bool:
         """Returns whether there are pages for ``steps`` decode steps of these requests."""

@@ -14,8 +14,7 @@ from dsv3_jax.generation.depth import DraftDepth
 from dsv3_jax.generation.request import Request
 
 End = Literal["cancelled", "timeout"] | int | BaseException
-"""Why a request has ended: the scheduler's reason, a value of ``finished``, or an error of its own.
-"""
+"""Reason of a request's end: the scheduler's, a value of ``finished``, or an error of its own."""
 
 
 class Phase(enum.Enum):
@@ -31,8 +30,8 @@ class Phase(enum.Enum):
 class ScheduledRequest:
     """A request on its way through the engine: one object for all of its rooms.
 
-    Its fields have three writers: who submits it writes what was asked, once; the scheduler writes
-    its progress; and who reads its results writes what the next step needs to know of them.
+    The caller that submits it writes the first fields, once. The reader of its results and the
+    executor write what their next step needs. The scheduler writes all others, and ``tokens``.
     """
 
     tokens: list[int]
@@ -55,10 +54,10 @@ class ScheduledRequest:
     depth: DraftDepth | None = None
     """Chooses the drafts of each step, up to ``drafts``. None: always ``drafts``."""
 
-    # Written by who reads its results. The scheduler looks at `rewind` alone.
+    # Written by the reader of its results. The scheduler looks at `rewind` alone.
     settings: Request | None = None
-    """What the device's programs need: sampling, stop tokens, the mask of a grammar's next token.
-    None if the device is simulated."""
+    """Sampling, stop tokens, the mask of a grammar's next token. None if the device is simulated.
+    """
     output: object = None
     """Takes its results: text, log-probabilities, the caller's handle."""
     saved: Any = None
@@ -235,33 +234,8 @@ class ShardPlan:
     """Requests to copy to host memory before anything else."""
     swap_ins: tuple[SwapIn, ...] = ()
     """Requests to copy back, after that and before the step."""
-
-    @classmethod
-    def of(
-        cls,
-        decodes: Sequence[ScheduledRequest],
-        chunks: Sequence[Chunk],
-        swap_outs: Sequence[SwapOut] = (),
-        swap_ins: Sequence[SwapIn] = (),
-    ) -> ShardPlan:
-        """Returns the plan with the slots that the requests have now, and chooses their drafts. It
-        takes over what is to be removed from them."""
-        slots, drafts, rewinds = [], [], []
-        for request in decodes:
-            assert request.slot is not None, "the request has no slot"
-            slots.append(request.slot)
-            drafts.append(request.depth.choose() if request.depth else request.drafts)
-            rewinds.append(request.rewind)
-            request.rewind = 0
-        return cls(
-            tuple(decodes),
-            tuple(slots),
-            tuple(drafts),
-            tuple(rewinds),
-            tuple(chunks),
-            tuple(swap_outs),
-            tuple(swap_ins),
-        )
+    loads: tuple[PageLoad, ...] = ()
+    """Pages to copy from a store, after that and before the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,8 +249,6 @@ class StepPlan:
     """Drafts per decode step that the program has room for; None for the most."""
     saves: tuple[PageSave, ...] = ()
     """Pages to copy to a store before anything else."""
-    loads: tuple[PageLoad, ...] = ()
-    """Pages to copy from a store, after that and before the step."""
 
     @functools.cached_property
     def decodes(self) -> tuple[ScheduledRequest, ...]:
@@ -299,13 +271,18 @@ class StepPlan:
         return tuple(swap for shard in self.shards for swap in shard.swap_ins)
 
     @functools.cached_property
+    def loads(self) -> tuple[PageLoad, ...]:
+        """The copies from a store of all shards."""
+        return tuple(load for shard in self.shards for load in shard.loads)
+
+    @functools.cached_property
     def requests(self) -> tuple[ScheduledRequest, ...]:
         """Every request of the plan, once."""
         return tuple(dict.fromkeys([*self.decodes, *(chunk.request for chunk in self.chunks)]))
 
 
 class StepGains(NamedTuple):
-    """What the requests of a plan have gained, as :meth:`Scheduler.report` takes it."""
+    """Gains of the requests of a plan, as :meth:`Scheduler.report` takes it."""
 
     tokens: Mapping[ScheduledRequest, Sequence[int]]
     ends: Mapping[ScheduledRequest, End]

@@ -36,7 +36,7 @@ class StepTimes:
         return work in self._known
 
     def record(self, work: Hashable, steps: int, seconds: float) -> None:
-        """Adds the time of a dispatch with so many decode steps."""
+        """Adds the time of a dispatch with this number of decode steps."""
         is_measured = not self._skips_first or work in self._known
         self._known.add(work)
         if is_measured:
@@ -65,7 +65,7 @@ class _Step(Protocol):
 
 
 class Result(Protocol):
-    """What a request has gained in a dispatch: the tokens and the number of drafts of each step."""
+    """A request's gain in a dispatch: the tokens and the number of drafts of each step."""
 
     @property
     def steps(self) -> Sequence[_Step]: ...

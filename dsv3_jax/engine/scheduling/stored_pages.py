@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
@@ -103,6 +102,7 @@ class PrefixLoads:
 
     Args:
       store: None if there is none, so that nothing is loaded.
+      pages: the pages of all shards.
       seconds: longest time that a request waits for its pages, from the beginning of its load.
       most_bytes: most bytes of all loads, at least those of a page.
       order: returns the number that orders requests in the queue.
@@ -111,11 +111,13 @@ class PrefixLoads:
     def __init__(
         self,
         store: PageStore | None,
+        pages: Sequence[PageAllocator],
         seconds: float,
         most_bytes: float,
         order: Callable[[ScheduledRequest], float],
     ):
         self._store = store
+        self._pages = pages
         self._seconds = seconds
         self._most_bytes = most_bytes
         self._order = order
@@ -129,26 +131,23 @@ class PrefixLoads:
         self._may_begin = False  # whether bytes or the head of the queue have changed
 
     @property
-    def has_store(self) -> bool:
-        """Whether there is a store."""
-        return self._store is not None
+    def bytes_in_host(self) -> int | None:
+        """Bytes of all loads now. None without a store."""
+        return None if self._store is None else self.num_bytes
 
     @property
     def count(self) -> int:
         """Number of requests that have a load, or wait for its beginning."""
         return len(self._of)
 
-    def begin(self, request: ScheduledRequest, pages: Sequence[PageAllocator]) -> None:
+    def begin(self, request: ScheduledRequest) -> None:
         """Starts to load what the store has of a new request's prompt, and the prefix cache of some
         shard has not."""
         if self._store is None or not request.reuses_prefix:
             return
-        first = _cached_everywhere(request, pages)
-        self._begin(request, first, pages[0].page_size, request.arrival)
+        self._begin(request, self._cached_everywhere(request), request.arrival)
 
-    def begin_again(
-        self, request: ScheduledRequest, cached: int, page_size: int, now: float
-    ) -> bool:
+    def begin_again(self, request: ScheduledRequest, cached: int, now: float) -> bool:
         """Starts to load what the store has of a preempted request's tokens, which is about to be
         admitted with ``cached`` pages of the prefix cache.
 
@@ -163,9 +162,9 @@ class PrefixLoads:
         if shared is not None and shared.first <= cached:
             return False
         self.end(request)
-        return self._begin(request, cached, page_size, now)
+        return self._begin(request, cached, now)
 
-    def begin_queued(self, pages: Sequence[PageAllocator], now: float) -> None:
+    def begin_queued(self, now: float) -> None:
         """Starts the loads of requests that waited for bytes, as far as these last."""
         if not self._may_begin:
             return
@@ -173,12 +172,11 @@ class PrefixLoads:
         while self._queue:
             request = self._queue.pop(0)
             del self._of[request]
-            first = _cached_everywhere(request, pages)
-            self._begin(request, first, pages[0].page_size, now)
+            self._begin(request, self._cached_everywhere(request), now)
             if self._of.get(request, self) is None:
                 return  # it is the first in the queue again
 
-    def _begin(self, request: ScheduledRequest, first: int, page_size: int, now: float) -> bool:
+    def _begin(self, request: ScheduledRequest, first: int, now: float) -> bool:
         """Starts to load what the store has of a request from page ``first`` on, or queues the
         request for that. Returns False if there is nothing to load."""
         store = self._store
@@ -186,7 +184,7 @@ class PrefixLoads:
         parts = store.parts
         request.addresses = store.addresses(request.tokens, request.addresses)
         # The model has to run on at least one token.
-        most = (len(request.tokens) - 1) // page_size
+        most = (len(request.tokens) - 1) // self._pages[0].page_size
         wanted = request.addresses[first * parts : most * parts]
         page_bytes = parts * store.page_bytes
         count = int(min(store.lookup(wanted) // parts, self._most_bytes / page_bytes))
@@ -206,6 +204,10 @@ class PrefixLoads:
         shared.requests[request] = now + self._seconds
         self._of[request] = shared
         return True
+
+    def _cached_everywhere(self, request: ScheduledRequest) -> int:
+        """Returns how many leading pages of a request the prefix caches of all shards have."""
+        return min(len(each.cached_prefix(request.tokens)) for each in self._pages)
 
     def _take_bytes(self, request: ScheduledRequest, count: int) -> bool:
         """Returns whether the load of a request can begin. Gives up loads of requests behind it if
@@ -328,20 +330,17 @@ class PrefixLoads:
         assert sum(each.num_bytes for each in loads.values()) == self.num_bytes <= self._most_bytes
 
 
-def _cached_everywhere(request: ScheduledRequest, pages: Sequence[PageAllocator]) -> int:
-    """Returns how many leading pages of a request the prefix caches of all shards have."""
-    return min(len(each.cached_prefix(request.tokens)) for each in pages)
-
-
 class PageSaves:
     """Pages that were verified since the last plan, and are to be copied to the store.
 
     Args:
       store: None if there is none, so that nothing is saved.
+      pages: the pages of all shards.
     """
 
-    def __init__(self, store: PageStore | None):
+    def __init__(self, store: PageStore | None, pages: Sequence[PageAllocator]):
         self._store = store
+        self._pages = pages
         self._pending: list[PageSave] = []
 
     @property
@@ -379,19 +378,21 @@ class PageSaves:
         taken, self._pending = self._pending[:count], self._pending[count:]
         return tuple(taken)
 
-    def drop_evicted(self, shards: Sequence[PageAllocator]) -> None:
+    def drop_evicted(self) -> None:
         """Gives up copies of pages that have left the index: nothing can be found after them."""
         if self._pending:
-            is_indexed = [any(s.is_indexed(save.page) for s in shards) for save in self._pending]
-            self._pending = list(itertools.compress(self._pending, is_indexed))
+            self._pending = [save for save in self._pending if self._is_indexed(save)]
+
+    def _is_indexed(self, save: PageSave) -> bool:
+        return any(pages.is_indexed(save.page) for pages in self._pages)
 
     def clear(self) -> None:
         """Gives up all copies that were not launched."""
         self._pending.clear()
 
-    def check_integrity(self, shards: Sequence[PageAllocator]) -> None:
+    def check_integrity(self) -> None:
         """Raises AssertionError if a page lost its contents before its copy was launched."""
         for save in self._pending:
-            assert any(pages.is_indexed(save.page) for pages in shards), "a page was evicted"
+            assert self._is_indexed(save), "a page was evicted"
             assert self._store is not None
             assert len(save.addresses) == self._store.parts, "a page lacks an address"
