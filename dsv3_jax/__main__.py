@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dsv3_jax.cli.interrupts import Interrupts
+from dsv3_jax.interrupts import Interrupts
 
 
 def main() -> int:

@@ -24,8 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.decode import models, steps
 from benchmarks.profile.chain import last_loop
 from dsv3_jax.cli import allocator
-from dsv3_jax.engine.device.step_options import StepOptions
-from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.engine.device.step_input import StepOptions
+from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.topology import topology
@@ -73,7 +73,7 @@ def compiled(arguments: argparse.Namespace, sampling: SamplingMode) -> str:
         programs = slots.programs
         programs.use([on_target(leaf) for leaf in programs.leaves])
         options = StepOptions(sampling)
-        shape = programs.shape(arguments.batch, 0, steps=steps.LONG, options=options)
+        shape = programs.shape(arguments.batch, 0, options)
         leaves, structure = programs.state_shapes(slots.num_pages)
         lowered = programs.lower([on_target(leaf) for leaf in leaves], structure, shape)
         return programs.compile(lowered, shape).as_text() or ""

@@ -22,12 +22,10 @@ from typing import Any
 import numpy as np
 
 from dsv3_jax.files import atomic_write
-from dsv3_jax.simulator.efficiency import measured
-from dsv3_jax.simulator.measured_run import MeasuredRun, label
-from dsv3_jax.simulator.measured_times import MeasuredTimes, programs_of
+from dsv3_jax.simulator.measured_run import MeasuredRun, MeasuredTimes, label, programs_of
 from dsv3_jax.simulator.replica import HostCosts
 from dsv3_jax.simulator.report import summary
-from dsv3_jax.simulator.step_times import StepTimes
+from dsv3_jax.simulator.step_times import StepTimes, measured
 from dsv3_jax.simulator.workload import SubmitCosts
 from scripts.marked_text import replace_between
 

@@ -30,10 +30,9 @@ from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings
 from dsv3_jax.simulator.deployed import PoolPlan
-from dsv3_jax.simulator.efficiency import Efficiency, measured
 from dsv3_jax.simulator.report import ServiceLevel, summary
 from dsv3_jax.simulator.scaling import Hour, Unit, day_curve, depth_of, scale
-from dsv3_jax.simulator.step_times import StepModel
+from dsv3_jax.simulator.step_times import Efficiency, StepModel, measured
 from dsv3_jax.simulator.workload import Lengths, poisson
 from dsv3_jax.viz.canvas import save
 from dsv3_jax.viz.scaling import scaled_day

@@ -13,7 +13,7 @@ import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.engine.device.cache_size import page_bytes
+from dsv3_jax.engine.device.page_pool import page_bytes
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool
 from dsv3_jax.layers.indexer import Indexer, hadamard

@@ -314,7 +314,7 @@ sys.meta_path.insert(0, Finder())
 def test_an_interrupt_while_a_command_runs(run):
     code = f"""
 import time, types
-from dsv3_jax.cli import interrupts
+from dsv3_jax import interrupts
 class Dropped:
     def __del__(self):
         interrupt()

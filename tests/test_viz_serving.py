@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine.loop import EngineLoop
-from dsv3_jax.engine.timeline import Timeline
+from dsv3_jax.engine.stats import Timeline
 from dsv3_jax.viz.canvas import save
 from dsv3_jax.viz.serving import timeline
 from tests.engine.simulated_engine import SimulatedEngine

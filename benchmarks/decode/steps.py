@@ -16,13 +16,12 @@ from flax import nnx
 
 from benchmarks.decode import random_cache
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.state import SlotState
-from dsv3_jax.engine.device.state_sharding import shard_state
+from dsv3_jax.engine.device.state import SlotState, shard_state
 from dsv3_jax.engine.device.step_input import StepInput, StepShape, empty_input
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.block import DecoderLayer
 from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages

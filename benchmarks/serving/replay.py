@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dsv3_jax.engine import Engine, EngineRequest
-from dsv3_jax.engine.timeline import Timeline
+from dsv3_jax.engine.stats import Timeline
 from dsv3_jax.traces import Trace
 
 SAMPLE_SECONDS = 0.05  # between two entries of a timeline
@@ -24,7 +24,7 @@ class Replay:
     """From the first submission to the last token."""
     requests: list[EngineRequest]
     timeline: dict[str, list[float]]
-    """Samples of the engine's figures by name, see :class:`dsv3_jax.engine.timeline.Timeline`."""
+    """Samples of the engine's figures by name, see :class:`dsv3_jax.engine.stats.Timeline`."""
     stats: dict[str, Any]
     """The engine's figures at the end."""
 

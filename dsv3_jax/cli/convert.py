@@ -11,10 +11,10 @@ from dsv3_jax.checkpoint import journal, manifest
 from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, plan_conversion
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import ByteProgress
 from dsv3_jax.files import free_bytes
+from dsv3_jax.interrupts import report_interrupt
 from dsv3_jax.words import counted
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from dsv3_jax import compile_cache
 from dsv3_jax.cli.flags import check_weights
-from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.loading import directory_of, load_model, make_layout_from, refused_if_too_large
 from dsv3_jax.cli.output import json_text, log, print_json
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation_config import with_absent_tokens
+from dsv3_jax.interrupts import report_interrupt
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training.corpus import read_documents
 from dsv3_jax.training.fingerprint import fingerprint

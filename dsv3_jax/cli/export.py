@@ -14,11 +14,11 @@ from dsv3_jax.checkpoint.kinds import check_new, describe, is_store
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.cli import flags, hf_directory
-from dsv3_jax.cli.interrupt_report import report_interrupt
 from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import ByteProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model, random_model
+from dsv3_jax.interrupts import report_interrupt
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import record
 from dsv3_jax.training.config import TrainingConfig

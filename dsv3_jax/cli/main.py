@@ -33,7 +33,7 @@ from dsv3_jax.cli.arguments import (
 )
 from dsv3_jax.cli.arguments import eval as evaluation
 from dsv3_jax.cli.arguments.parser import Parser
-from dsv3_jax.cli.interrupts import STATUS, Interrupts
+from dsv3_jax.interrupts import STATUS, Interrupts
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,8 +19,8 @@ from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.completion import Generation
+from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
-from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.offline.generator import Generator
 from dsv3_jax.words import counted
 from sharding import Layout

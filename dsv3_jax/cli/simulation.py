@@ -17,9 +17,9 @@ from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
 from dsv3_jax.simulator.deployed import PoolPlan
-from dsv3_jax.simulator.efficiency import Efficiency
 from dsv3_jax.simulator.measured_run import MeasuredRun
 from dsv3_jax.simulator.report import ServiceLevel, summary
+from dsv3_jax.simulator.step_times import Efficiency
 from dsv3_jax.simulator.workload import Arrival, Lengths, poisson, replayed
 from dsv3_jax.traces import TRACES
 

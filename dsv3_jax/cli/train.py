@@ -22,11 +22,11 @@ from dsv3_jax.cli.arguments.train import LEARNING_RATE
 from dsv3_jax.cli.loading import refused_if_too_large
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.cli.progress import TrainingProgress
-from dsv3_jax.cli.stop_request import StopRequest
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
 from dsv3_jax.generation_config import with_absent_tokens
 from dsv3_jax.initialization import abstract_model, parameter_count, random_model
+from dsv3_jax.interrupts import StopRequest
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training import record
@@ -121,11 +121,11 @@ def run(arguments: argparse.Namespace) -> None:
                 _reduce_time_limit(settings, time.perf_counter() - began),
                 resume=arguments.resume,
                 report=progress.show if is_first else _ignore,
-                should_stop=request.is_made if is_alone else None,
+                should_stop=(lambda: request.is_made) if is_alone else None,
                 metadata={"plan": inputs | {"settings": dataclasses.asdict(settings)}},
                 tokenizer=tokenizer,
             )
-            if request.is_made() and not trained.finished:
+            if request.is_made and not trained.finished:
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             if is_first:

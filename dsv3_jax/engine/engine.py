@@ -9,59 +9,42 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-import numbers
 import os
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 
 from dsv3_jax import compile_cache
-from dsv3_jax.engine.checks import (
-    check_deterministic,
-    check_model,
-    check_swap_tokens,
-    check_tiers,
-)
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.cache_size import pages_per_device
 from dsv3_jax.engine.device.executor import Executor
-from dsv3_jax.engine.device.page_swap import RequestCopier
+from dsv3_jax.engine.device.model_arrays import ModelSignature
+from dsv3_jax.engine.device.page_packing import PagePacker, RequestCopier
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.page_transfer import PageTransfer
-from dsv3_jax.engine.device.pool_layout import PoolLayout
-from dsv3_jax.engine.device.processes import (
-    Follower,
-    Leader,
-    check_settings,
-    smallest_over_processes,
-    spans_processes,
-)
+from dsv3_jax.engine.device.processes import Follower, Leader, check_settings
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.errors import EngineError
 from dsv3_jax.engine.loop import EngineLoop
+from dsv3_jax.engine.requests.delivery import output_of
 from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.settings import EngineSettings
 from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.errors import EngineError
 from dsv3_jax.generation.request import Prompt, Request
-from dsv3_jax.generation.settings import check
-from dsv3_jax.generation.signature import ModelSignature
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
+from dsv3_jax.generation.text import ReasoningMarkers
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
-from dsv3_jax.pages import CacheTiers
+from dsv3_jax.pages import CacheTiers, PageFormat
 from dsv3_jax.tokenizer import Tokenizer
 
 
@@ -127,115 +110,85 @@ class Engine:
         targets: LatencyTargets | None = None,
         process: Leader | Follower | None = None,
     ):
-        check_model(model, is_led=process is not None)
         self._process = process
-        if process is not None:
-            check_settings(tiers=tiers, deterministic=deterministic, count_routing=count_routing)
-        config = model.config
-        longest = config.max_position_embeddings
-        expected = f"2 to {longest} (max_position_embeddings)"
-        check("max_len", max_len, expected, numbers.Integral, 2, longest)
-        check("max_running", max_running, "an integer of at least 1", numbers.Integral, 1)
-        check("page_size", page_size, "1 or more", numbers.Integral, 1)
-        plan = DraftPlan.read(draft, draft_depth, config)
-        if deterministic:
-            check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
-        mtp = plan.drafter is not None and plan.drafter.mtp_hidden is not None
-        layout = model.layout
-        shards, micro_batches = 1, 1
-        if layout is not None:
-            shards, micro_batches = layout.num_shards("batch"), layout.micro_batches
-        if max_running % shards:
-            raise ValueError(
-                f"max_running: expected a multiple of {shards}, the shards of the batch, got"
-                f" {max_running}"
-            )
-        buckets = buckets or Buckets.of_devices(max_running, layout)
-        buckets.check(max_running // shards, micro_batches)
-        if deterministic:
-            buckets = buckets.single()
-        check_swap_tokens(swap_tokens, deterministic=deterministic)
-        check_tiers(tiers, deterministic=deterministic, prefix_cache=prefix_cache)
+        self._counts_routing = count_routing
+        settings = EngineSettings.read(
+            model,
+            tokenizer,
+            draft=draft,
+            draft_depth=draft_depth,
+            buckets=buckets,
+            max_len=max_len,
+            max_running=max_running,
+            cache_tokens=cache_tokens,
+            page_size=page_size,
+            prefix_cache=prefix_cache,
+            max_waiting=max_waiting,
+            deterministic=deterministic,
+            swap_tokens=swap_tokens,
+            tiers=tiers,
+            count_routing=count_routing,
+            process=process,
+        )
         compile_cache.enable()
-        self._vocab_size = vocab_size = config.vocab_size
-        if tokenizer is not None:
-            vocab_size = min(vocab_size, tokenizer.vocab_size)
+        self._vocab_size = model.config.vocab_size
         self._signature = ModelSignature.of(model)
+        plan = settings.plan
         self._programs = programs = Programs(
             model,
-            buckets,
+            settings.buckets,
             num_slots=max_running,
             max_len=max_len,
             page_size=page_size,
             drafter=plan.drafter,
             depth=plan.max_depth,
-            vocab_size=vocab_size,
+            vocab_size=settings.vocab_size,
             count_routing=count_routing,
         )
-        self._counts_routing = count_routing
         most_tokens = max_running * programs.max_pages * page_size
-        pages = pages_per_device(model, cache_tokens, most_tokens, page_size=page_size, mtp=mtp)
-        if spans_processes(layout):
-            pages = smallest_over_processes(pages)
-        pool = PoolLayout.of(layout, pages, page_size)
+        pool = PoolLayout.fitting(model, cache_tokens, most_tokens, page_size, mtp=settings.mtp)
         state = programs.new_state(pool.num_pages)
         if isinstance(process, Leader):
             programs.on_launch = process.send
             process.compilations = programs.compilations
-        self._transfer = (
-            None if tiers is None else PageTransfer.of(model, state.pool, pool, tiers, mtp=mtp)
-        )
+        transfer = copier = swaps = None
+        if tiers is not None:
+            transfer = PageTransfer.of(model, state.pool, pool, tiers, mtp=settings.mtp)
+        if deterministic:
+            format = PageFormat.of(model.cache_spec(mtp=settings.mtp), page_size)
+            copier = RequestCopier(state, PagePacker(state.pool, format, None))
+            swaps = [SwapSpace(pool.num_pages if swap_tokens is None else swap_tokens // page_size)]
+        self._transfer = transfer
         scheduler = Scheduler(
-            SchedulerConfig(
-                max_running=max_running // shards,
-                chunk_tokens=buckets.chunk_tokens,
-                max_chunks=buckets.chunks[-1],
-                multi_step_decodes=buckets.most_multi_step_decodes,
-                max_waiting=max_waiting,
-                aligned_prefixes=deterministic,
-            ),
-            pool.allocators(lookahead=int(mtp), prefix_cache=prefix_cache),
-            [SwapSpace(pool.num_pages if swap_tokens is None else swap_tokens // page_size)]
-            if deterministic
-            else None,
-            store=self._transfer,
+            settings.scheduler,
+            pool.allocators(lookahead=int(settings.mtp), prefix_cache=prefix_cache),
+            swaps,
+            store=transfer,
             load_seconds=math.inf if tiers is None else tiers.load_seconds,
             load_bytes=math.inf if tiers is None else tiers.most_load_bytes,
         )
-        requests: dict[ScheduledRequest, Request] = {}
+        # Without overlap, every launch is waited for at once.
+        in_thread = background and overlap
         self._executor = Executor(
-            programs,
-            state,
-            pool,
-            requests.get,
-            copier=RequestCopier(state) if deterministic else None,
-            transfer=self._transfer,
-            # Without overlap, every launch is waited for at once.
-            background=background and overlap,
+            programs, state, pool, copier=copier, transfer=transfer, background=in_thread
         )
-        controller = None
-        if targets is not None:
-            controller = SlaController(
-                targets, StepLimits(max_running // shards, buckets.chunks[-1])
-            )
         self._loop = EngineLoop(
             scheduler,
             self._executor,
-            requests,
             overlap=overlap,
-            controller=controller,
+            limits=targets and SlaController(targets, scheduler.config.limits),
             compilations=programs.compilations,
         )
-        if self._transfer is not None:
-            self._transfer.on_load = self._loop.notify
+        if transfer is not None:
+            transfer.on_load = self._loop.notify
         self._intake = Intake(
-            config,
+            model.config,
             tokenizer,
-            max_len,
-            vocab_size=vocab_size,
-            plan=plan,
+            settings.max_len,
+            settings.vocab_size,
+            plan,
+            self._loop.cancel,
             deterministic=deterministic,
-            cancel=self._loop.cancel,
         )
         if background:
             self._loop.start()
@@ -319,9 +272,9 @@ class Engine:
     ) -> list[EngineRequest]:
         if isinstance(self._process, Follower):
             raise EngineError("request: expected the leader's engine, got a follower's")
-        outputs = self._intake.outputs(requests, grammars, options)
-        self._loop.add(*outputs)
-        return [output.handle for output in outputs]
+        scheduled = self._intake.scheduled(requests, grammars, options)
+        self._loop.add(*scheduled)
+        return [output_of(request).handle for request in scheduled]
 
     @property
     def vocab_size(self) -> int:
@@ -341,7 +294,7 @@ class Engine:
 
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
-        self._loop.cancel(handle)
+        handle.cancel()
 
     def warm_up(self, directory: str | os.PathLike[str] | None = None) -> float:
         """Compiles the programs of the default options. Returns the seconds it took.
@@ -511,12 +464,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> Literal[False]:
         self.shutdown(drain=kind is None)
         return False
 

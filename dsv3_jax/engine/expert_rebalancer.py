@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dsv3_jax.engine.engine import Engine
-from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.generation.errors import EngineError
 from dsv3_jax.model import DeepSeekV3
 from sharding import Placement
 

@@ -1,46 +1,34 @@
-"""The loop of an engine: plan a step, dispatch it, read the results of the step before it.
+"""The loop of an engine: its callers, its thread, and what it does when a step fails.
 
-The loop knows requests, plans and results, and no arrays: an executor runs the plans. Its public
-methods can be called from any thread.
+:class:`~dsv3_jax.engine.step_loop.StepLoop` has the turns: a step is planned and dispatched, and
+the results of the one before are read. The public methods can be called from any thread.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsv3_jax.engine.device.plan_executor import PlanExecutor
-from dsv3_jax.engine.errors import EngineError, copy_of, step_failed
-from dsv3_jax.engine.fair_lock import FairLock
-from dsv3_jax.engine.requests.open_requests import End, OpenRequests
-from dsv3_jax.engine.requests.output import RequestOutput
-from dsv3_jax.engine.requests.request import EngineRequest
-from dsv3_jax.engine.scheduling.decode_pace import DecodePace, Pace
+from dsv3_jax.engine.device.step_results import PlanExecutor
+from dsv3_jax.engine.requests.delivery import Delivery
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
-from dsv3_jax.engine.stats import (
-    COMPILE_SECONDS,
-    CompileTimes,
-    EngineStats,
-    HostTimes,
-    ShardStats,
-)
-from dsv3_jax.generation.finished import NON_FINITE
-from dsv3_jax.generation.request import Request
+from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
+from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
+from dsv3_jax.engine.scheduling.step_times import Pace
+from dsv3_jax.engine.stats import COMPILE_SECONDS, CompileTimes, EngineStats, HostTimes, ShardStats
+from dsv3_jax.engine.step_loop import StepLoop
+from dsv3_jax.generation.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-LEAD_SECONDS = 0.004
-"""Time from planning a step to its first kernel on the device, with a margin."""
 
 _JOIN_SECONDS = 0.1
 """Time between two looks at what the engine's thread does when it is to end."""
@@ -55,32 +43,28 @@ class EngineLoop:
     Args:
       scheduler: plans the steps.
       executor: runs them.
-      settings: settings of the requests that are not at their end. The loop keeps it up to date,
-        and the executor reads it.
       overlap: whether a step is dispatched before the results of the step before it are read.
-      controller: changes the scheduler's limits; None leaves them as configured.
-      pace: chooses the steps of dispatches that only decode; None for a :class:`DecodePace`.
+      limits: changes the scheduler's limits; None leaves them as configured.
+      pace: see :class:`StepLoop`.
       compilations: those that steps wait for.
+      sleep: waits until the next step is to be planned.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: PlanExecutor,
-        settings: dict[ScheduledRequest, Request],
         *,
         overlap: bool,
-        controller: SlaController | None = None,
+        limits: FixedLimits | None = None,
         pace: Pace | None = None,
         compilations: CompileTimes | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ):
         self._scheduler = scheduler
         self._executor = executor
-        self._overlap = overlap
-        self._controller = controller
         self._host_times = HostTimes()
-        self._pace: Pace = DecodePace() if pace is None else pace
-        self._open = OpenRequests(settings, self._host_times)
+        self._delivery = Delivery(self._host_times)
         self._error: EngineError | None = None
         self._compilations = compilations or CompileTimes()
         # Time, and seconds of compilations, at which the step under way began. Written by the
@@ -88,17 +72,29 @@ class EngineLoop:
         self._step_began: tuple[float, float] | None = None
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
+        self._steps = StepLoop(
+            scheduler,
+            executor,
+            self._delivery,
+            overlap=overlap,
+            limits=limits or FixedLimits(scheduler.config.limits),
+            pace=pace,
+            lock=self._unless_failed,
+            times=self._host_times,
+        )
+        self.sleep = sleep
         self._stepping = FairLock()  # one step at a time
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts a thread that runs the steps."""
         # A daemon thread that is still inside XLA when the interpreter ends can abort the process.
-        atexit.register(self._stop)
+        atexit.register(self.shutdown, drain=False)
+        self._delivery.start()
         self._thread = threading.Thread(target=self._run, name="dsv3-engine", daemon=True)
         self._thread.start()
 
-    def add(self, *outputs: RequestOutput) -> None:
+    def add(self, *requests: ScheduledRequest) -> None:
         """Puts requests into the waiting queue: all of them, or none if it raises.
 
         Raises:
@@ -108,17 +104,16 @@ class EngineLoop:
         """
         with self._changed:
             self._check_open()
-            self._scheduler.add(*(output.scheduled for output in outputs))
-            for output in outputs:
-                self._open.add(output)
+            self._scheduler.add(*requests)
+            for request in requests:
+                self._delivery.add(request)
             self._changed.notify_all()
 
-    def cancel(self, handle: EngineRequest) -> None:
+    def cancel(self, request: ScheduledRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
         with self._changed:
-            scheduled = self._open.of_handle(handle)
-            if scheduled is not None:
-                self._scheduler.cancel(scheduled)
+            if request.phase is not Phase.ENDED:
+                self._scheduler.cancel(request)
                 self._changed.notify_all()
 
     def step(self) -> bool:
@@ -162,8 +157,8 @@ class EngineLoop:
                 host_us_per_step=self._host_times.us_per_step,
                 host_us=self._host_times.us,
                 dispatches=self._executor.times.figures,
-                loading=scheduler.loading(time.monotonic()),
-                loading_bytes=scheduler.loading_bytes,
+                loading=scheduler.loads.loading(time.monotonic()),
+                loading_bytes=scheduler.loads.bytes_in_host,
                 loaded_tokens=scheduler.loaded_tokens,
                 reloaded_tokens=scheduler.reloaded_tokens,
             )
@@ -190,11 +185,8 @@ class EngineLoop:
             return
         # The executor stays open: closing it would wait for the step.
         if self.step_seconds > seconds:
-            self._end_all(
-                EngineError(
-                    f"engine: a step has taken more than {seconds:g} s; its device is stuck"
-                )
-            )
+            message = f"engine: a step has taken more than {seconds:g} s; its device is stuck"
+            self._end_all(EngineError(message))
         compilation, most = self._compilations.current, max(seconds, COMPILE_SECONDS)
         if compilation is not None and compilation.seconds > most:
             self._end_all(
@@ -244,7 +236,7 @@ class EngineLoop:
         """Raises AssertionError if pages, slots, queues or handles contradict each other."""
         with self._changed:
             self._scheduler.check_integrity()
-            self._open.check_integrity(self._scheduler.unfinished)
+            self._delivery.check_integrity(self._scheduler.unfinished)
 
     def shutdown(
         self,
@@ -276,11 +268,6 @@ class EngineLoop:
         self._thread.join(timeout if drain else 0.0)
         if self._thread.is_alive():
             self._cancel_all()
-            self._join(abandons_compilations=abandons_compilations)
-
-    def _join(self, *, abandons_compilations: bool) -> None:
-        """Waits for the end of the thread."""
-        assert self._thread is not None
         while self._thread.is_alive():
             compilation = self._compilations.current
             if abandons_compilations and compilation is not None:
@@ -295,19 +282,14 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _check_open(self) -> None:
-        if self._error is not None:
-            raise EngineError(str(self._error)) from self._error
+        self._check_failed()
         if self._is_closed:
             raise EngineError("engine: expected a running one, but it was shut down")
 
     def _cancel_all(self) -> None:
         with self._changed:
-            for scheduled in self._open:
-                self._scheduler.cancel(scheduled)
-
-    def _stop(self) -> None:
-        """Ends the thread at the end of the interpreter."""
-        self.shutdown(drain=False)
+            for request in self._scheduler.unfinished:
+                self._scheduler.cancel(request)
 
     def _run(self) -> None:
         """The body of the engine's thread."""
@@ -319,26 +301,26 @@ class EngineLoop:
         finally:
             with self._stepping:  # nobody else may be launching something
                 self._close_parts()
-            atexit.unregister(self._stop)
+            atexit.unregister(self.shutdown)
 
     def _close_parts(self) -> None:
         self._executor.close()
-        self._open.close()
+        self._delivery.close()
 
     def _wait_for_pages(self) -> bool:
         """Waits a moment if requests wait for pages. Returns False if none does."""
         with self._changed:
-            if not self._scheduler.has_loads:
+            if not self._scheduler.loads.count:
                 return False
-            if self._scheduler.loading(time.monotonic()):
+            if self._scheduler.loads.loading(time.monotonic()):
                 self._changed.wait(_PAGES_SECONDS)
             return True
 
     def _wait_for_requests(self) -> bool:
         """Waits while there are none. Returns False if there will never be one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._open or self._is_closed)
-            return bool(self._open)
+            self._changed.wait_for(lambda: self._scheduler.unfinished or self._is_closed)
+            return bool(self._scheduler.unfinished)
 
     def _guarded_step(self) -> bool:
         try:
@@ -350,13 +332,11 @@ class EngineLoop:
                     self._step_began = None
         except BaseException as error:
             # An interrupted step, too, leaves the device in an unknown state.
-            self._fail(error)
+            failure = EngineError(f"engine: a step failed: {str(error) or type(error).__name__}")
+            failure.__cause__ = error
+            if self._end_all(failure):
+                self._close_parts()
             raise
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends all requests after an error of the device or of the engine itself."""
-        if self._end_all(step_failed(error)):
-            self._close_parts()
 
     def _end_all(self, failure: EngineError) -> bool:
         """Ends all requests with an error. Returns False if that has happened before."""
@@ -364,97 +344,54 @@ class EngineLoop:
             if self._error is not None:
                 return False
             self._error = failure
-            self._open.fail_all(lambda: copy_of(failure))
+            for request in self._scheduler.unfinished:
+                each = EngineError(str(failure))  # of its own, since raising an error changes it
+                each.__cause__ = failure.__cause__
+                self._delivery.end(request, each)
             self._scheduler.end_all()
         return True
 
-    def _wait_for_arrivals(self) -> None:
-        """Waits until the step in flight is about to end, if the next one can admit requests that
-        arrive meanwhile."""
-        if self._thread is None or not self._overlap:
-            return
-        with self._changed:
-            if not self._scheduler.has_room:
-                return
-        seconds = self._executor.seconds_left - LEAD_SECONDS - self._host_times.seconds_to_launch
-        if seconds > 0:
-            with self._host_times.waiting():
-                time.sleep(seconds)
-
     def _step(self) -> bool:
-        self._wait_for_arrivals()
-        with self._changed:
-            self._check_failed()
-            for request, end in self._open.start_grammars().items():
-                self._scheduler.end(request)
-                self._finish(request, end)
-            with self._host_times.planning():
-                if self._controller is not None:
-                    self._scheduler.limit(self._new_limits(self._controller))
-                steps, depth = self._pace.choose(self._executor.max_decode_steps)
-                plan, ended = self._scheduler.schedule(
-                    time.monotonic(), max_decode_steps=steps, depth=depth
-                )
-                for request, reason in ended:
-                    self._open.end(request, reason)
-                    self._executor.forget(request)
-        if plan is not None:
-            with self._host_times.dispatching():
-                self._executor.dispatch(plan)
-        else:
+        if self._thread is not None:
             with self._changed:
-                saves = self._scheduler.take_saves()
-            if saves:
-                self._executor.save(saves)
-            if not self._executor.steps_in_flight:
-                self._executor.times.rest()
-                if self._controller is not None:
-                    self._controller.rest()
-        in_flight = 1 if self._overlap and plan is not None else 0
-        has_read = self._executor.steps_in_flight > in_flight
-        while self._executor.steps_in_flight > in_flight:
-            self._read()
-        if plan is not None or has_read or ended:
+                seconds = self._steps.seconds_to_plan
+            if seconds > 0:
+                with self._host_times.measure("waiting"):
+                    self.sleep(seconds)
+        if self._steps.step():
             return True
         with self._changed:
-            if not self._open:
-                self._check_idle()
+            if not self._scheduler.unfinished:  # nothing may be left of requests that have ended
+                self._scheduler.check_idle()
+                assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
         return False
 
-    def _check_idle(self) -> None:
-        """Raises AssertionError if anything is left of requests that have ended."""
-        self._scheduler.check_idle()
-        self._open.check_idle()
-        assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
+    @contextlib.contextmanager
+    def _unless_failed(self) -> Iterator[None]:
+        """Holds the lock. Raises the error that another thread may have found during a step."""
+        with self._changed:
+            self._check_failed()
+            yield
 
     def _check_failed(self) -> None:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error
 
-    def _read(self) -> None:
-        """Waits for the results of the oldest step, and hands them to its requests."""
-        with self._host_times.waiting():
-            plan, results = self._executor.wait()
-        with self._changed, self._host_times.processing():
-            self._check_failed()  # the step may have been given up
-            gained, ends = self._open.take(results)
-            new_tokens = sum(map(len, gained.values()))
-            self._host_times.count(plan, new_tokens)
-            self._pace.read(plan, results, time.perf_counter())
-            if self._controller is not None:
-                self._controller.read(plan, new_tokens, time.monotonic())
-            finite = {r.request: r.finite_tokens for r in results if r.finite_tokens}
-            broken = {
-                r.request for r in results if r.finished == NON_FINITE or r.finite_tokens == 0
-            }
-            self._scheduler.report(plan, gained, ends.keys(), broken, finite)
-            for request, end in ends.items():
-                self._finish(request, end)
 
-    def _new_limits(self, controller: SlaController) -> StepLimits:
-        waiting = self._scheduler.waiting
-        return controller.update(time.monotonic(), waiting[0].arrival if waiting else None)
+class FairLock:
+    """A lock that goes to a waiting thread before the thread that released it gets it again.
 
-    def _finish(self, request: ScheduledRequest, end: End) -> None:
-        self._open.finish(request, end)
-        self._executor.forget(request)
+    The loop takes it for every step and releases it only for a moment. An ordinary lock goes to the
+    thread that asks first, so that another one could wait for many steps.
+    """
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()  # of the thread that has the lock next
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()

@@ -1,4 +1,4 @@
-"""Figures of a running engine."""
+"""Figures of a running engine, and samples of them over time."""
 
 from __future__ import annotations
 
@@ -121,10 +121,44 @@ class EngineStats:
         return {**dataclasses.asdict(self), "dispatches": self.dispatches.as_json()}
 
 
+_TOTALS = ("steps", "prompt_tokens", "output_tokens", "prefix_hit_tokens", "preemptions")
+
+
+class Timeline:
+    """Samples of an engine's figures, for :func:`dsv3_jax.viz.serving.timeline`.
+
+    Attributes:
+      columns: the samples by name: ``seconds`` since the first sample, ``running`` and ``waiting``
+        requests, ``cache_usage`` from 0 to 1, and the totals ``steps``, ``prompt_tokens``,
+        ``output_tokens``, ``prefix_hit_tokens`` and ``preemptions`` since the first sample.
+    """
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[float]] = {}
+        self._began: float | None = None
+        self._before: EngineStats | None = None
+
+    def sample(self, stats: EngineStats) -> None:
+        """Adds a sample."""
+        now = time.monotonic()
+        if self._began is None or self._before is None:
+            self._began, self._before = now, stats
+        entry = {
+            "seconds": round(now - self._began, 4),
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "cache_usage": round(stats.cache_usage, 4),
+        }
+        entry |= {name: getattr(stats, name) - getattr(self._before, name) for name in _TOTALS}
+        for name, value in entry.items():
+            self.columns.setdefault(name, []).append(value)
+
+
 class HostTimes:
     """Measures what the host's part of a step takes. Written by the engine's thread alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.steps = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -151,22 +185,6 @@ class HostTimes:
             return 0.0
         return (self.seconds["planning"] + self.seconds["dispatching"]) / self.steps
 
-    def planning(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the scheduler."""
-        return self._measure("planning")
-
-    def dispatching(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the launch of a step."""
-        return self._measure("dispatching")
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Measures how long the host waits for the device."""
-        return self._measure("waiting")
-
-    def processing(self) -> contextlib.AbstractContextManager[None]:
-        """Measures what is done with results."""
-        return self._measure("processing")
-
     def count(self, plan: StepPlan, output_tokens: int) -> None:
         """Counts a step whose results have been read."""
         self.steps += 1
@@ -174,12 +192,13 @@ class HostTimes:
         self.output_tokens += output_tokens
 
     @contextlib.contextmanager
-    def _measure(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
+    def measure(self, part: str) -> Iterator[None]:
+        """Measures ``planning``, ``dispatching``, ``waiting`` or ``processing``."""
+        began = self._clock()
         try:
             yield
         finally:
-            self.seconds[part] += time.perf_counter() - began
+            self.seconds[part] += self._clock() - began
 
 
 COMPILE_SECONDS = 1800.0

@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
-from dsv3_jax.generation.request import Request
+from dsv3_jax.generation.request import Request, num_words
 from dsv3_jax.generation.settings import MAX_LOGIT_BIAS
-from dsv3_jax.generation.token_mask import num_words
 
 
 class Penalties(NamedTuple):
@@ -77,7 +76,7 @@ class Adjustments(NamedTuple):
     penalties: Penalties | None = None
     allowed: UInt32[Array, "B n_words"] | None = None
     """Tokens that each sequence may generate, see
-    :class:`dsv3_jax.generation.token_mask.TokenMask`."""
+    :class:`dsv3_jax.generation.request.TokenMask`."""
     masks_next_only: Int[Array, " B"] | None = None
     """1 if ``allowed`` is for the next token of a sequence alone, and the tokens after it may be
     any; None if it is for all tokens of every sequence."""

@@ -8,6 +8,13 @@ from typing import Any, Literal, overload
 
 FinishReason = Literal["stop", "length", "interrupted", "error", "cancelled", "timeout"]
 
+RUNNING, STOPPED, FULL, NON_FINITE = range(4)
+"""Values of ``finished`` of a sequence on the device. RUNNING: it takes further steps. STOPPED: a
+stop token ended it. FULL: it has reached its limit. NON_FINITE: the logits after its last token
+contain NaN or an infinity."""
+
+FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", NON_FINITE: "error"}
+
 TopLogprobs = list[tuple[int, float]]
 """Most probable tokens of one position with their log-probabilities, best first."""
 

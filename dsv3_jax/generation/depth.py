@@ -1,10 +1,10 @@
-"""The number of drafts per step: fixed, or the one with the highest estimated throughput."""
+"""The number of drafts per step: of a request, or of a batch by its estimated throughput."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
 
 AUTO_DEPTHS = (0, 1, 2, 4)
 """Depths that ``draft_depth="auto"`` chooses from. Each has a compiled program."""
@@ -13,22 +13,81 @@ AUTO_STEPS, AUTO_SECONDS = 32, 0.05
 """A dispatch has at most this many steps, or those of this time if that is more, if the depth is
 chosen anew for each dispatch."""
 
-_ACCEPTANCE_DECAY = 0.9  # weight of earlier acceptance counts after another dispatch
+_ACCEPTANCE_DECAY = 0.9  # weight of earlier counts after another step or dispatch
 _COST_DECAY = 0.5  # the same for costs, which hardly vary except for an outlier at the start
 _ENOUGH = 0.95  # fraction of the best rate that suffices to prefer fewer drafts
-_PROBE_INTERVAL = 16  # every 16th dispatch tries the depth that is unused for longest
+_PROBE_INTERVAL = 16  # every 16th choice tries something else, to notice what has changed
+
+_WORTH = 0.2
+"""Least probability with which a request's draft must be accepted. A step reads weights for every
+token that it verifies: most of them once for all tokens, but experts for few tokens at a time."""
+
+
+class _Acceptance:
+    """Running estimate of the probability ``a_j`` that draft j of a step is accepted, given that
+    all before it were.
+
+    Args:
+      most: drafts of a step.
+      prior: acceptance of a draft that has not been checked yet, which counts as two checks.
+    """
+
+    def __init__(self, most: int, prior: float):
+        self._checked = [2.0] * most
+        self._accepted = [2.0 * prior] * most
+
+    def observe(self, position: int, checked: int, accepted: int) -> None:
+        """Takes the counts of one draft of a step or of a dispatch."""
+        for counts, count in ((self._checked, checked), (self._accepted, accepted)):
+            counts[position] = _ACCEPTANCE_DECAY * counts[position] + count
+
+    def __iter__(self) -> Iterator[float]:
+        """Yields ``a_1``, ``a_1 a_2``, and so on."""
+        each = map(operator.truediv, self._accepted, self._checked)
+        return itertools.accumulate(each, operator.mul)
+
+
+class DraftDepth:
+    """Chooses how many drafts a request verifies in its next step, from its own acceptance.
+
+    Drafts are verified as far as ``a_1 ... a_j`` is large enough. A request whose drafts are
+    rejected verifies none, except in probes, which verify one draft more.
+
+    Results may be observed any number of steps late. The choice depends only on tokens of the past,
+    and each depth preserves the model's distribution, so the choices do too.
+
+    Args:
+      most: greatest depth.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._acceptance = _Acceptance(most, 0.5)
+        self._steps = 0
+
+    def choose(self) -> int:
+        """Returns the depth of the next step."""
+        self._steps += 1
+        worth = itertools.takewhile(lambda probability: probability >= _WORTH, self._acceptance)
+        is_probe = self._steps % _PROBE_INTERVAL == 0
+        return min(sum(1 for _ in worth) + is_probe, self._most)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Takes the result of a step: the number of drafts, and how many of them were accepted."""
+        # Drafts after the first rejected one say nothing.
+        for j in range(min(drafted, accepted + 1)):
+            self._acceptance.observe(j, 1, j < accepted)
 
 
 class DepthChooser:
     """Chooses the number of drafts ("depth") of the next dispatch from a static set.
 
-    Let ``a_j`` be the running estimate of the probability that the j-th draft of a step is
-    accepted, given that all before it were, and ``c_d`` the measured seconds of a step with d
-    drafts. Depth d then generates ``(1 + a_1 + a_1 a_2 + ... + a_1 ... a_d) / c_d`` tokens per
-    second and sequence. The chooser takes the smallest depth whose rate is close to the best,
-    because sequences of a batch end at more similar times with fewer drafts. It first measures each
-    depth whose cost is unknown, assumes that drafts are accepted until one has been checked, and
-    probes every depth again now and then.
+    Let ``c_d`` be the measured seconds of a step with d drafts. Depth d generates
+    ``(1 + a_1 + a_1 a_2 + ... + a_1 ... a_d) / c_d`` tokens per second and sequence. The chooser
+    takes the smallest depth whose rate is close to the best, because sequences of a batch end at
+    more similar times with fewer drafts. It first measures each depth whose cost is unknown,
+    assumes that drafts are accepted until one has been checked, and probes every depth again now
+    and then.
 
     The choice depends only on the past. Every depth preserves the model's distribution, so any
     sequence of choices does.
@@ -36,11 +95,9 @@ class DepthChooser:
 
     def __init__(self, depths: Sequence[int]):
         self.depths = tuple(sorted(depths))
-        max_depth = self.depths[-1]
         # Until one at its position is checked, a draft counts as accepted. Otherwise a depth whose
         # last drafts have never been checked could look slow, and only a probe would try it.
-        self._checked = np.full(max_depth, 2.0)
-        self._accepted = np.full(max_depth, 2.0)
+        self._acceptance = _Acceptance(self.depths[-1], 1.0)
         self._cost: dict[int, tuple[float, float]] = {}  # decayed sums of seconds and steps
         self._last_dispatch = dict.fromkeys(self.depths, 0)
         self._dispatches = 0
@@ -88,8 +145,7 @@ class DepthChooser:
         checked = [drafted[0], *accepted[:-1]] if len(drafted) else []
         for position, (c, a) in enumerate(zip(checked, accepted, strict=True)):
             if position < depth and c:
-                self._checked[position] = _ACCEPTANCE_DECAY * self._checked[position] + c
-                self._accepted[position] = _ACCEPTANCE_DECAY * self._accepted[position] + a
+                self._acceptance.observe(position, c, a)
         if seconds is not None and steps:
             # Weighted by steps, so that the overhead of short dispatches has little influence.
             old_seconds, old_steps = self._cost.get(depth, (0.0, 0.0))
@@ -100,6 +156,5 @@ class DepthChooser:
 
     def _rate(self, depth: int) -> float:
         """Estimates tokens per second and sequence."""
-        acceptance = np.cumprod(self._accepted[:depth] / self._checked[:depth])
         seconds, steps = self._cost[depth]
-        return (1.0 + float(acceptance.sum())) * steps / seconds
+        return (1.0 + sum(itertools.islice(self._acceptance, depth))) * steps / seconds

@@ -1,4 +1,4 @@
-"""Exceptions that end generation early. They contain everything that was generated before."""
+"""Exceptions that end generation early, and errors of an engine and of its requests."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ class NonFiniteLogitsError(ValueError):
     def __init__(self, message: str, generation: Generation):
         super().__init__(message)
         self.generation = generation
+
+
+class EngineError(RuntimeError):
+    """The engine failed or was shut down, so that a request cannot be served."""
+
+
+class RequestError(RuntimeError):
+    """A single request failed: its grammar raised or allowed no token, or its tokens could not be
+    decoded. ``__cause__`` is the original error. Other requests go on."""

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
 from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
+from dsv3_jax.generation.completion import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.drafters import Drafts
-from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
 from dsv3_jax.generation.verification import num_leading_true, verify
 

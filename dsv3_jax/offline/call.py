@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Sequence
 from typing import get_args
 
@@ -11,24 +12,23 @@ import numpy as np
 from jaxtyping import Int64
 
 from dsv3_jax.engine.device.executor import Executor
-from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_input import StepShape
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.engine.loop import EngineLoop
+from dsv3_jax.engine.requests.delivery import output_of
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
-from dsv3_jax.generation.completion import Completion
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig
+from dsv3_jax.generation.completion import Completion, Generation, Speculation, Stats
+from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.errors import NonFiniteLogitsError
-from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.generation.text import Decoder
-from dsv3_jax.offline import sizes
-from dsv3_jax.offline.pace import OfflinePace
+from dsv3_jax.offline.pace import REFILL_STEPS, OfflinePace
+from dsv3_jax.words import counted
 
 
 class Call:
@@ -61,9 +61,8 @@ class Call:
     ):
         self.pace = pace
         self._routing_counts = routing_counts
-        self.outputs = [
-            _output(number, request, tokenizer, plan) for number, request in enumerate(requests)
-        ]
+        scheduled = [_scheduled(i, request, tokenizer, plan) for i, request in enumerate(requests)]
+        self.outputs = [output_of(request) for request in scheduled]
         """The results of the requests so far, in their order."""
         pool = _pool(programs)
         buckets = programs.buckets
@@ -76,24 +75,22 @@ class Call:
                 multi_step_decodes=buckets.most_multi_step_decodes if overlap else None,
                 max_waiting=len(requests),
                 separate=buckets.separate,
-                refill_steps=1 if overlap else sizes.REFILL_STEPS,
+                refill_steps=1 if overlap else REFILL_STEPS,
             ),
             pool.allocators(lookahead=0, prefix_cache=False),
         )
         prefill, *decodes = _options(programs, requests, all_modes=all_modes)
         state = programs.empty_state(pool.num_pages)
         programs.warm_up(state, _shapes(programs, prefill, decodes, plan))
-        settings: dict[ScheduledRequest, Request] = {}
         self._executor = Executor(
             programs,
             state,
             pool,
-            settings.get,
             options_of=lambda step: prefill if step.chunks else decodes[0],
             background=overlap,
         )
-        self._loop = EngineLoop(scheduler, self._executor, settings, overlap=overlap, pace=pace)
-        self._loop.add(*self.outputs)
+        self._loop = EngineLoop(scheduler, self._executor, overlap=overlap, pace=pace)
+        self._loop.add(*scheduled)
 
     def step(self) -> bool:
         """Runs one dispatch, and reads its results or those of the one before. Returns False if all
@@ -104,6 +101,16 @@ class Call:
         if not (self._overlap and has_run):
             self._take_routing_counts()
         return has_run
+
+    def decode_each(self, depths: list[int]) -> list[int]:
+        """Decodes with each of these depths in turn. Returns those for which the requests were too
+        short."""
+        for number, depth in enumerate(depths):
+            self.pace.depth, steps = depth, self.pace.steps
+            while self.pace.steps == steps:
+                if not self.step():
+                    return depths[max(1, number) :]
+        return []
 
     def close(self) -> None:
         """Frees the memory on the device. Results on the host stay."""
@@ -141,28 +148,24 @@ class Call:
         return [_completion(output) for output in self.outputs]
 
 
-def _output(
+def _scheduled(
     number: int, request: Request, tokenizer: Decoder | None, plan: DraftPlan
-) -> RequestOutput:
+) -> ScheduledRequest:
     drafter = plan.drafter
-    scheduled = ScheduledRequest(
+    return ScheduledRequest(
         tokens=list(request.prompt),
         max_length=len(request.prompt) + request.max_new_tokens,
         drafts=plan.max_depth,
         arrival=float(number),
+        settings=request,
+        output=RequestOutput(
+            EngineRequest(lambda _: None),  # nobody but the call itself has the handle
+            request,
+            tokenizer,
+            draft=None if drafter is None else drafter.name,
+            depth=plan.max_depth,
+        ),
     )
-    return RequestOutput(
-        EngineRequest(_nothing_to_cancel),
-        request,
-        scheduled,
-        tokenizer,
-        draft=None if drafter is None else drafter.name,
-        depth=plan.max_depth,
-    )
-
-
-def _nothing_to_cancel(handle: EngineRequest) -> None:
-    """Does nothing: nobody but the call itself has the handle."""
 
 
 def _pool(programs: Programs) -> PoolLayout:
@@ -201,12 +204,10 @@ def _shapes(
     buckets = programs.buckets
     if buckets.separate:
         pairs = itertools.product(plan.depths, decodes)
-        shapes = (programs.shape(1, 0, depth=d, options=options) for d, options in pairs)
-        return [programs.shape(0, 1, options=prefill), *shapes]
-    sizes_of_steps = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
-    return list(
-        dict.fromkeys(programs.shape(B, C, depth=d, options=prefill) for B, C, d in sizes_of_steps)
-    )
+        shapes = (programs.shape(1, 0, options, depth=d) for d, options in pairs)
+        return [programs.shape(0, 1, prefill), *shapes]
+    pairs_of_sizes = itertools.product(buckets.decodes, (0, *buckets.chunks), plan.depths)
+    return list(dict.fromkeys(programs.shape(B, C, prefill, depth=d) for B, C, d in pairs_of_sizes))
 
 
 def _completion(output: RequestOutput) -> Completion:
@@ -216,3 +217,59 @@ def _completion(output: RequestOutput) -> Completion:
     if output.handle.is_done and error is None:
         return output.handle.result()
     return output.completion("interrupted")
+
+
+class Tally:
+    """Statistics of a call so far.
+
+    Args:
+      began: ``time.perf_counter()`` at the start of the call.
+      n: number of requests per prompt.
+    """
+
+    def __init__(self, call: Call, began: float, n: int = 1):
+        self._call = call
+        self._began = began
+        self._n = n
+        self._first_at: float | None = None  # when the first tokens were read
+        self._first_tokens = 0
+        self._last_at = began
+
+    def update(self) -> None:
+        """Takes the time after a dispatch."""
+        self._last_at = time.perf_counter()
+        if self._first_at is None and (tokens := self._call.new_tokens):
+            self._first_at, self._first_tokens = self._last_at, tokens
+
+    def generation(self) -> Generation:
+        """Returns a completion for every request. Requests that have not started have no tokens."""
+        completions = self._call.completions()
+        new_tokens = sum(len(c.tokens) for c in completions)
+        first_at = self._first_at or self._began
+        later_tokens, later_seconds = new_tokens - self._first_tokens, self._last_at - first_at
+        return Generation(
+            completions,
+            Stats(
+                steps=self._call.pace.steps,
+                new_tokens=new_tokens,
+                time_to_first_token=first_at - self._began,
+                seconds=time.perf_counter() - self._began,
+                tokens_per_second=later_tokens / later_seconds if later_tokens > 0 else 0.0,
+                speculation=Speculation.total([c.speculation for c in completions]),
+            ),
+        )
+
+    def raise_non_finite(self) -> None:
+        """Raises NonFiniteLogitsError if a request ended because its logits were not finite."""
+        if not (numbers := self._call.non_finite):
+            return
+        generation = self.generation()
+        completion = generation[numbers[0]]
+        others = f" (and {counted(len(numbers) - 1, 'other sequence')})" if numbers[1:] else ""
+        raise NonFiniteLogitsError(
+            f"prompt {numbers[0] // self._n}{others}: expected finite logits for position "
+            f"{completion.prompt_tokens + len(completion.tokens)} ({completion.prompt_tokens} "
+            f"prompt and {len(completion.tokens)} generated tokens before it), got NaN or an "
+            "infinity; a weight is not finite, or activations overflow",
+            generation,
+        )

@@ -9,30 +9,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from dsv3_jax import compile_cache, words
-from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.model_arrays import ModelArrays
+from dsv3_jax.engine.device.model_arrays import ModelArrays, ModelSignature
+from dsv3_jax.engine.device.processes import spans_processes
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepOptions
+from dsv3_jax.engine.scheduling.step_times import StepTimes
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
-from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.drafters import Drafter, DraftPlan
 from dsv3_jax.generation.errors import Interrupted
-from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check
-from dsv3_jax.generation.signature import ModelSignature
+from dsv3_jax.interrupts import DeferredInterrupt
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.offline.call import Call
-from dsv3_jax.offline.interruption import InterruptsDeferred
-from dsv3_jax.offline.pace import OfflinePace
-from dsv3_jax.offline.sizes import chunked_buckets, generator_buckets
-from dsv3_jax.offline.step_times import StepTimes
-from dsv3_jax.offline.tally import Tally
+from dsv3_jax.offline.call import Call, Tally
+from dsv3_jax.offline.pace import OfflinePace, buckets_of
 from dsv3_jax.other_names import check_arguments, hints
 from dsv3_jax.tokenizer import Tokenizer
 from sharding.distributed import max_over_processes
@@ -66,7 +61,7 @@ class Generator:
         each starts when another has ended. If a mesh shards the batch, sizes are rounded up to
         multiples of its number of shards.
       prefill_chunk: number of prompt tokens of every request in one forward pass. By default a
-        pass has chunks of some of them, see :mod:`dsv3_jax.offline.sizes`.
+        pass has chunks of some of them, see :mod:`dsv3_jax.offline.call`.
       reproducible: whether a request's tokens never depend on the other requests, as above. False
         is meant for the throughput of many prompts, and takes the sizes of an Engine's programs. A
         step then prefills some requests while others decode, few requests run in small programs,
@@ -111,18 +106,18 @@ class Generator:
             raise ValueError("batch_sizes: expected sizes of at least 1, got none")
         for size in batch_sizes:
             check("batch_sizes", size, "sizes of at least 1", integer, 1)
+        check("stride", stride, "an integer of at least 1", integer, 1)
         if prefill_chunk is not None:
             check("prefill_chunk", prefill_chunk, "an integer of at least 1", integer, 1)
-        check("stride", stride, "an integer of at least 1", integer, 1)
-        if prefill_chunk is not None and not reproducible:
-            raise ValueError(
-                f"prefill_chunk: expected None with reproducible=False, got {prefill_chunk}"
-            )
+            if not reproducible:
+                raise ValueError(
+                    f"prefill_chunk: expected None with reproducible=False, got {prefill_chunk}"
+                )
         compile_cache.enable()
         self.tokenizer = tokenizer
         self.max_len = max_len
-        kind, layers = model.config.model_type, words.counted(len(model.layers), "layer")
-        self._model_description = f"{kind} model of {layers} in {model.dtype}"
+        layers = words.counted(len(model.layers), "layer")
+        self._model_description = f"{model.config.model_type} model of {layers} in {model.dtype}"
         # If a mesh shards the batch, all shards must be equal.
         shards = 1 if model.layout is None else model.layout.batch_multiple
         self.batch_sizes = tuple(sorted({-(-size // shards) * shards for size in batch_sizes}))
@@ -134,13 +129,14 @@ class Generator:
         if tokenizer is not None:
             self._vocab_size = min(self._vocab_size, tokenizer.vocab_size)
         self._signature = ModelSignature.of(model)
+        self._spans_processes = spans_processes(model.layout)
         if self._spans_processes and not reproducible:
             raise ValueError(
                 "reproducible: expected True on a mesh of several processes, got False"
             )
         self._arrays = ModelArrays.of(model)
         self._programs: dict[tuple[int, Drafter | None, int], Programs] = {}
-        self._step_times = StepTimes()
+        self._step_times = StepTimes(skips_first=True)
         self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
         self._routing_counts: np.ndarray | None = None
         if count_routing:
@@ -262,7 +258,7 @@ class Generator:
             progress=progress,
         )
         plan = self._plan({"draft": draft, "draft_depth": draft_depth})
-        with InterruptsDeferred() as interrupts, self._call(requests, plan) as call:
+        with DeferredInterrupt() as interrupts, self._call(requests, plan) as call:
             tally = Tally(call, began, n)
             try:
                 while call.step():
@@ -273,7 +269,7 @@ class Generator:
                     tally.raise_non_finite()
                     # An interrupt stops all processes of a mesh. Otherwise some would wait forever.
                     in_any_process = (
-                        self._spans_processes and max_over_processes(interrupts.is_pending) > 0
+                        self._spans_processes and max_over_processes(interrupts.is_made) > 0
                     )
                     interrupts.deliver(in_other_process=in_any_process)
             except KeyboardInterrupt:
@@ -336,21 +332,9 @@ class Generator:
         # To measure its cost, a depth runs a second time after its compilation.
         left = [d for d in plan.depths for _ in range(1 if len(plan.depths) == 1 else 2)]
         while left:
-            left = self._decode_each(requests[: self.batch_sizes[-1]], plan, left)
+            with self._call(requests[: self.batch_sizes[-1]], plan, is_warm_up=True) as call:
+                left = call.decode_each(left)
         return time.perf_counter() - began
-
-    def _decode_each(
-        self, requests: Sequence[Request], plan: DraftPlan, depths: list[int]
-    ) -> list[int]:
-        """Decodes made-up requests with each of these depths in turn. Returns the depths for which
-        they were too short."""
-        with self._call(requests, plan, is_warm_up=True) as call:
-            for number, depth in enumerate(depths):
-                call.pace.depth, steps = depth, call.pace.steps
-                while call.pace.steps == steps:
-                    if not call.step():
-                        return depths[max(1, number) :]
-        return []
 
     def use(self, model: DeepSeekV3) -> None:
         """Replaces the model by another one with the same config, options and array shapes.
@@ -398,8 +382,7 @@ class Generator:
             check_arguments(settings, signature.parameters)
             raise
         self._plan(settings)
-        progress = settings.get("progress")
-        if progress is not None and not callable(progress):
+        if (progress := settings.get("progress")) is not None and not callable(progress):
             raise ValueError(f"progress: expected a function or None, got {progress!r:.80}")
         call_settings = ("draft", "draft_depth", "progress")
         request_settings = {n: v for n, v in settings.items() if n not in call_settings}
@@ -408,12 +391,6 @@ class Generator:
     def _plan(self, settings: Mapping[str, Any]) -> DraftPlan:
         draft, depth = settings.get("draft"), settings.get("draft_depth", 1)
         return DraftPlan.read(draft, depth, self._signature.config)
-
-    @property
-    def _spans_processes(self) -> bool:
-        """Whether the model's mesh contains devices of several processes."""
-        mesh = None if self._signature.layout is None else self._signature.layout.mesh
-        return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
 
     @contextlib.contextmanager
     def _call(
@@ -456,9 +433,10 @@ class Generator:
         """Returns the programs for a batch size and a drafter. They compile when they are used."""
         key = (size, plan.drafter, plan.max_depth)
         if key not in self._programs:
+            layout, chunk = self._signature.layout, self._prefill_chunk
             self._programs[key] = Programs(
                 self._arrays.model(self._arrays.leaves),
-                self._buckets(size),
+                buckets_of(size, layout, chunk, reproducible=self._reproducible),
                 num_slots=size,
                 max_len=self.max_len,
                 page_size=DEFAULT_PAGE_SIZE,
@@ -469,16 +447,3 @@ class Generator:
                 arrays=self._arrays,
             )
         return self._programs[key]
-
-    def _buckets(self, size: int) -> Buckets:
-        """Returns the sizes of the programs for a batch size."""
-        layout = self._signature.layout
-        # Without a size for the last request of a batch, which would be compiled meanwhile.
-        default = Buckets.of_devices(size, layout, one_request=False)
-        if not self._reproducible:
-            return default
-        local_batch = size if layout is None else size // layout.num_shards("batch")
-        if self._prefill_chunk is not None:
-            return chunked_buckets(default, local_batch, self._prefill_chunk)
-        multiple = 1 if layout is None else layout.micro_batches
-        return generator_buckets(default, local_batch, multiple=multiple)

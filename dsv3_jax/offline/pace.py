@@ -1,14 +1,77 @@
-"""Chooses how many steps a dispatch of a Generator decodes, and how many drafts each has."""
+"""The sizes of a Generator's programs, and the steps and drafts of their dispatches."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from dsv3_jax.engine.device.step_results import RequestResult
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.scheduling.step_plan import StepPlan
+from dsv3_jax.engine.scheduling.step_times import Result, StepTimes
 from dsv3_jax.generation.depth import AUTO_SECONDS, AUTO_STEPS, DepthChooser
-from dsv3_jax.offline.step_times import StepTimes
+from sharding import Layout
+
+DISPATCH_SECONDS = 0.5
+"""Target duration of a dispatch. A dispatch cannot be interrupted, and a stop string ends a
+sequence only after it. The host needs about a millisecond between two dispatches."""
+
+MAX_STEPS = 256
+"""Most decode steps in a dispatch. Results of a dispatch have room for as many."""
+
+REFILL_STEPS = 8
+"""While prompts wait: decode steps during which the slot of a finished request may stay empty. Each
+dispatch takes the host a few milliseconds, and a step with few prompts is mostly padding."""
+
+
+def buckets_of(
+    size: int, layout: Layout | None, prefill_chunk: int | None, *, reproducible: bool
+) -> Buckets:
+    """Returns the sizes of the programs for a batch size of a Generator with these settings."""
+    # Without a size for the last request of a batch, which would be compiled meanwhile.
+    default = Buckets.of_devices(size, layout, one_request=False)
+    if not reproducible:
+        return default
+    local_batch = size if layout is None else size // layout.num_shards("batch")
+    if prefill_chunk is not None:
+        return chunked_buckets(default, local_batch, prefill_chunk)
+    multiple = 1 if layout is None else layout.micro_batches
+    return generator_buckets(default, local_batch, multiple=multiple)
+
+
+def generator_buckets(default: Buckets, local_batch: int, *, multiple: int = 1) -> Buckets:
+    """Returns the sizes for ``local_batch`` requests on each shard: one program that prefills and
+    one that decodes, so that a request's tokens do not depend on other requests.
+
+    A prefill takes about 512 tokens per request of a batch of up to four, and no more in larger
+    batches. Where chunks have no more than 32 tokens, it takes a chunk per request of a batch of up
+    to eight: these are the chunks of CPUs, on which padding costs more.
+
+    Args:
+      default: sizes of an engine on these devices.
+      multiple: number of micro-batches.
+    """
+    tokens = default.chunk_tokens
+    chunks = min(local_batch, 8) if tokens <= 32 else min(local_batch, 4) * -(-512 // tokens)
+    return _separate(default, local_batch, -(-chunks // multiple) * multiple)
+
+
+def chunked_buckets(default: Buckets, local_batch: int, prefill_chunk: int) -> Buckets:
+    """Returns sizes for prefills of up to ``prefill_chunk`` tokens of every request at once, in
+    expanded form."""
+    chunked = dataclasses.replace(default, chunk_tokens=prefill_chunk, chunk_form="expanded")
+    return _separate(chunked, local_batch, local_batch)
+
+
+def _separate(default: Buckets, local_batch: int, chunks: int) -> Buckets:
+    return dataclasses.replace(
+        default,
+        decodes=(local_batch,),
+        chunks=(chunks,),
+        max_steps=MAX_STEPS,
+        multi_step_decodes=None,
+        separate=True,
+    )
 
 
 class OfflinePace:
@@ -38,7 +101,7 @@ class OfflinePace:
         max_over_processes: Callable[[float], float],
         overlap: bool = False,
         counts_drafts: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._chooser = chooser
         self._times = times
@@ -61,18 +124,24 @@ class OfflinePace:
         if self._tokens is not None:
             steps = max(1, self._tokens // (depth + 1))
         elif self._chooser.is_fixed:
-            steps = self._times.steps_per_dispatch(program)
+            steps = self._steps_in(DISPATCH_SECONDS, program, default=1)
         else:
             steps, short = (
-                self._times.steps_per_dispatch(program, default=AUTO_STEPS, seconds=seconds)
-                for seconds in (None, AUTO_SECONDS)
+                self._steps_in(seconds, program, default=AUTO_STEPS)
+                for seconds in (DISPATCH_SECONDS, AUTO_SECONDS)
             )
             steps = min(steps, max(short, AUTO_STEPS))
         if not self._overlap:
             self._began = self._clock()
         return min(steps, most), depth
 
-    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+    def _steps_in(self, seconds: float, program: Hashable, *, default: int) -> int:
+        """Returns the number of steps, at least 1, that take about so many seconds; ``default`` if
+        the program has not been measured."""
+        each = self._times.per_step(program)
+        return default if each is None else int(max(seconds / max(each, 1e-9), 1))
+
+    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
         """Takes the results of a dispatch, and the time at which they were read."""
         began = self._began
         if self._overlap:  # the device begins a dispatch when it has ended the one before

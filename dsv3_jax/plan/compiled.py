@@ -16,13 +16,13 @@ from flax import nnx
 
 from dsv3_jax import compile_cache
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepOptions
 from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.on_mesh import stored_shardings
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.offline.sizes import chunked_buckets
+from dsv3_jax.offline.pace import chunked_buckets
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import model_shapes
@@ -129,8 +129,7 @@ def _lower(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
     shape = programs.shape(
         0 if is_prefill and buckets.separate else decodes,
         buckets.chunks[-1] if is_prefill else 0,
-        steps=buckets.max_steps,
-        options=StepOptions(sampling="sampled"),
+        StepOptions(sampling="sampled"),
     )
     lowered = programs.lower(*programs.state_shapes(pages), shape, keep_unused=True)
     return functools.partial(programs.compile, lowered, shape)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
-from dsv3_jax.engine.device.cache_size import default_pages, page_bytes
+from dsv3_jax.engine.device.page_pool import default_pages, page_bytes
 from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, PagePool
 from dsv3_jax.layers.paged_cache import PAGE_AXES

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsv3_jax.chat_template import strings_in
 from dsv3_jax.generation.request import Prompt, check_fits
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
+from dsv3_jax.generation.text import ReasoningMarkers
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.reasoning import BEGIN, END, ReasoningParser

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import llguidance
 import numpy as np
 
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.request import TokenMask
 from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import TOOL_PARSERS
 from dsv3_jax.server.schema_limits import MAX_PATTERN, MAX_TEXT, schema_text

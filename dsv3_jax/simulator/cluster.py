@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dsv3_jax.engine.scheduling.step_plan import Phase
-from dsv3_jax.simulator.replica import Replica, ReplicaFigures, ReplicaSettings
+from dsv3_jax.simulator.replica import Replica, ReplicaSettings
 from dsv3_jax.simulator.step_times import StepTimes
 from dsv3_jax.simulator.workload import Arrival, Served, SimulatedRequest
 from sharding.balancers import UNASSIGNED, assign_decode
@@ -129,7 +129,7 @@ class Cluster:
         self._served.clear()
         for pool in self._pools.values():
             for replica in pool.replicas:
-                replica.figures = ReplicaFigures()
+                replica.reset()
 
     def _at(self, seconds: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (seconds, next(self._numbers), action))
@@ -263,7 +263,6 @@ class _DecodePool(_Pool):
                 arrived.append(request)
                 continue
             swap = shards[shard].swap
-            assert swap is not None
             # The scheduler admits it as it admits a preempted request from host memory.
             request.resumes_in = Phase.DECODE
             swap.put(request, 0, range(shards[shard].pages.pages_for(len(request.tokens))))

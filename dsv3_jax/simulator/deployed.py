@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import PoolSettings
-from dsv3_jax.simulator.efficiency import Efficiency
 from dsv3_jax.simulator.replica import ReplicaSettings
-from dsv3_jax.simulator.step_times import StepModel
+from dsv3_jax.simulator.step_times import Efficiency, StepModel
 
 _NODE_SIZE = 8
 """Devices of a node where all devices are joined by fast links, as in a TPU slice."""

@@ -1,33 +1,43 @@
-"""One engine under simulated time: the engine's own scheduler, and a device that only takes time.
+"""One engine under simulated time: the engine's own loop and scheduler, and a device that only
+takes time.
 
-It follows :class:`dsv3_jax.engine.loop.EngineLoop`: the scheduler plans a step, shortly before the
-one in flight ends; the step is dispatched while that one still runs; then the results of that one
-are read. The host's own work takes time too, which the device's work hides if it is longer. While a
-client in the same process submits requests, the loop stands still: Python's threads share one
-interpreter, and the loop would need it many times for each step.
+The host's own work takes time too, which the device's work hides if it is longer. While a client in
+the same process submits requests, the loop stands still: Python's threads share one interpreter,
+and the loop would need it many times for each step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 
-from dsv3_jax.engine.loop import LEAD_SECONDS
-from dsv3_jax.engine.scheduling.balancers import shard_load
-from dsv3_jax.engine.scheduling.decode_pace import DecodePace
-from dsv3_jax.engine.scheduling.forecast import Forecast
+from dsv3_jax.engine.device.dispatch_times import DispatchTimes
+from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest, StepLimits, StepPlan
+from dsv3_jax.engine.scheduling.scheduler_shard import shard_load
+from dsv3_jax.engine.scheduling.sla_controller import FixedLimits, LatencyTargets, SlaController
+from dsv3_jax.engine.scheduling.step_plan import (
+    End,
+    PageSave,
+    Phase,
+    ScheduledRequest,
+    SchedulerConfig,
+    StepGains,
+    StepPlan,
+)
+from dsv3_jax.engine.scheduling.step_times import DecodePace, Result
+from dsv3_jax.engine.scheduling.step_times import StepTimes as RecentTimes
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
-from dsv3_jax.simulator.step_times import StepTimes
-from dsv3_jax.simulator.step_work import StepWork
+from dsv3_jax.engine.stats import HostTimes
+from dsv3_jax.engine.step_loop import StepLoop
+from dsv3_jax.generation.completion import FULL
+from dsv3_jax.simulator.step_times import StepTimes, StepWork
 from dsv3_jax.simulator.workload import SimulatedRequest
 
 
@@ -79,8 +89,8 @@ class ReplicaSettings:
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    work: Hashable
-    """Program and number of decode steps, by which its time is forecast."""
+    program: Hashable
+    """By which its time is forecast."""
     begin: float
     """Time at which the device begins."""
     end: float
@@ -125,32 +135,58 @@ class Replica:
         seed: int = 0,
     ):
         self.settings = settings
-        self.times = times
-        self.figures = ReplicaFigures()
         allocators = [
             PageAllocator(settings.pages, settings.page_size, prefix_cache=settings.prefix_cache)
             for _ in range(settings.shards)
         ]
         # Host memory that never runs full: requests of a decode pool come from there.
         swaps = [SwapSpace(1000 * settings.pages) for _ in allocators] if settings.resumes else None
-        self.scheduler = Scheduler(settings.scheduler, allocators, swaps)
         config = settings.scheduler
-        self.controller: SlaController | None = None
+        self.scheduler = Scheduler(config, allocators, swaps)
+        self._device = _Device(settings, times, self.scheduler, finished, seed)
+        limits = FixedLimits(config.limits)
         if settings.targets is not None:
-            most = StepLimits(config.max_running, config.max_chunks)
-            self.controller = SlaController(settings.targets, most)
-        self._finished = finished
-        self._pace = DecodePace()
-        self._forecast = Forecast()
-        self._in_flight: deque[_InFlight] = deque()
-        self._device_free = 0.0
+            limits = SlaController(settings.targets, config.limits)
+        self._loop = StepLoop(
+            self.scheduler,
+            self._device,
+            self._device,
+            overlap=True,
+            limits=limits,
+            pace=DecodePace() if settings.adaptive_steps else _MostSteps(),
+            times=_HostTimes(self._device),
+            clock=self._device.clock,
+        )
         self._client_busy = 0.0
-        self._random = np.random.default_rng(seed)
+
+    @property
+    def figures(self) -> ReplicaFigures:
+        """Totals so far."""
+        return self._device.figures
+
+    def reset(self) -> None:
+        """Begins new totals."""
+        self._device.figures = ReplicaFigures()
 
     def add(self, request: SimulatedRequest) -> None:
         """Puts a request into the waiting queue."""
         self._client_busy = max(self._client_busy, request.client_busy)
         self.scheduler.add(request)
+
+    def advance(self, now: float) -> float | None:
+        """Runs one turn of the loop, which begins at ``now``.
+
+        Returns when the next one begins, or None if there is nothing to do before another request
+        arrives.
+        """
+        if self._client_busy > now:
+            return self._client_busy  # the client has the interpreter
+        self._device.now = now
+        if self.settings.plans_late and (late := now + self._loop.seconds_to_plan) > now:
+            return late
+        if self.settings.stored_prompts:
+            self._promote()
+        return self._device.now if self._loop.step() else None
 
     def _promote(self) -> None:
         """Reads the stored beginnings of the prompts that the next plan admits from disk, into the
@@ -186,48 +222,75 @@ class Replica:
             return 0
         return -(-(len(request.tokens) - computed) // self.settings.scheduler.chunk_tokens)
 
-    def advance(self, now: float) -> float | None:
-        """Runs one iteration of the loop, which begins at ``now``.
 
-        Returns when the next one begins, or None if there is nothing to do before another request
-        arrives.
-        """
-        if self._client_busy > now:
-            return self._client_busy  # the client has the interpreter
-        if self._in_flight and self.settings.plans_late and self.scheduler.has_room:
-            newest = self._in_flight[-1]
-            lead = LEAD_SECONDS + self._host_seconds(newest.plan)
-            late = newest.begin + self._forecast.seconds(newest.work) - lead
-            if late > now:
-                return late
-        most = self.settings.max_steps
-        if self.settings.stored_prompts:
-            self._promote()
-        steps = self._pace.choose(most)[0] if self.settings.adaptive_steps else most
-        if self.controller is not None:
-            waiting = self.scheduler.waiting
-            since = waiting[0].arrival if waiting else None
-            self.scheduler.limit(self.controller.update(now, since))
-        plan, _ = self.scheduler.schedule(now, max_decode_steps=steps)
-        if plan is not None:
-            now = self._dispatch(plan, now)
-        in_flight = 0 if plan is None else 1
-        has_read = len(self._in_flight) > in_flight
-        while len(self._in_flight) > in_flight:
-            now = self._read(now)
-        if plan is None and not has_read:
-            if self.controller is not None:
-                self.controller.rest()
-            return None
-        return now
+class _MostSteps:
+    """Gives every dispatch as many steps as it can have."""
 
-    def _dispatch(self, plan: StepPlan, now: float) -> float:
-        now += self._host_seconds(plan)
-        step = self.times.of(StepWork.of(plan), plan.decode_steps)
-        begin = max(now, self._device_free)
-        self._device_free = begin + step.seconds
-        work = step.program, bool(plan.chunks), plan.decode_steps
-        self._in_flight.append(_InFlight(plan, work, begin, self._device_free))
+    def choose(self, most: int) -> tuple[int, None]:
+        return most, None
+
+    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
+        pass
+
+
+class _Device:
+    """Runs plans by letting time pass, and counts what requests gain: executor and requests of a
+    :class:`StepLoop`."""
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        step_times: StepTimes,
+        scheduler: Scheduler,
+        finished: Callable[[SimulatedRequest], None],
+        seed: int,
+    ):
+        self.now = 0.0
+        self.figures = ReplicaFigures()
+        self.times = DispatchTimes()
+        self.max_decode_steps = settings.max_steps
+        self.compiled_after_warm_up = 0
+        self._settings = settings
+        self._step_times = step_times
+        self._scheduler = scheduler
+        self._finished = finished
+        self._recent = RecentTimes()
+        self._in_flight: deque[_InFlight] = deque()
+        self._free_at = 0.0
+        self._random = np.random.default_rng(seed)
+
+    def clock(self) -> float:
+        """Returns the simulated time."""
+        return self.now
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def seconds_left(self) -> float:
+        if not self._in_flight:
+            return 0.0
+        newest = self._in_flight[-1]
+        least = self._recent.least(newest.program, newest.plan.decode_steps)
+        return max(0.0, newest.begin + least - self.now)
+
+    @property
+    def launch_seconds(self) -> float:
+        """Time of planning and dispatching the step in flight."""
+        return self._host_seconds(self._in_flight[-1].plan) if self._in_flight else 0.0
+
+    def _host_seconds(self, plan: StepPlan) -> float:
+        host = self._settings.host
+        return host.plan + host.plan_request * len(plan.requests)
+
+    def dispatch(self, plan: StepPlan) -> None:
+        self.now += self._host_seconds(plan)
+        step = self._step_times.of(StepWork.of(plan), plan.decode_steps)
+        begin = max(self.now, self._free_at)
+        self._free_at = begin + step.seconds
+        program = step.program, bool(plan.chunks)
+        self._in_flight.append(_InFlight(plan, program, begin, self._free_at))
         figures = self.figures
         figures.dispatches += 1
         figures.steps += plan.decode_steps
@@ -238,62 +301,68 @@ class Replica:
             figures.prompt_tokens += chunk.count
             if chunk.is_first:
                 figures.hit_tokens += chunk.start
-        if self.scheduler.waiting:
+        if self._scheduler.waiting:
             figures.waits_for[self._lack(plan)] += step.seconds
-        return now
-
-    def _host_seconds(self, plan: StepPlan) -> float:
-        """Returns the time of planning and dispatching a step."""
-        return self.settings.host.plan + self.settings.host.plan_request * len(plan.requests)
 
     def _lack(self, plan: StepPlan) -> str:
         """Returns what keeps the first waiting request from being admitted."""
-        shards = self.scheduler.shards
-        if not any(shard.has_free_slot for shard in shards):
+        if not any(shard.has_free_slot for shard in self._scheduler.shards):
             return "slots"
-        if all(len(each.chunks) >= self.scheduler.config.max_chunks for each in plan.shards):
+        if all(len(each.chunks) >= self._scheduler.config.max_chunks for each in plan.shards):
             return "budget"
         return "pages"
 
-    def _read(self, now: float) -> float:
-        plan, work, begin, end = self._in_flight.popleft()
-        self._forecast.record(work, end - begin)
-        now = max(now, end)
-        gained = self._gains(plan)
-        host = self.settings.host
-        now += host.read + host.read_request * len(plan.requests)
-        self._pace.read(plan, (), now)
-        if self.controller is not None:
-            self.controller.read(plan, sum(map(len, gained.values())), now)
-        finished: set[SimulatedRequest] = set()
+    def save(self, saves: Sequence[PageSave]) -> Future[None]:
+        raise NotImplementedError("there is no store of pages")
+
+    def wait(self) -> tuple[StepPlan, list[RequestResult]]:
+        plan, program, begin, end = self._in_flight.popleft()
+        self._recent.record(program, plan.decode_steps, end - begin)
+        self.now = max(self.now, end)
+        return plan, []  # :meth:`take` draws the tokens
+
+    def close(self) -> None:
+        pass
+
+    def wait_for_room(self) -> None:
+        pass
+
+    def take_ended(self) -> Mapping[ScheduledRequest, End]:
+        return {}
+
+    def take(self, plan: StepPlan, results: Sequence[RequestResult]) -> StepGains:
+        host = self._settings.host
+        self.now += host.read + host.read_request * len(plan.requests)
+        gained, ends = self._gains(plan), {}
         for request, tokens in gained.items():
             assert isinstance(request, SimulatedRequest)
             if request.phase is Phase.ENDED:
                 continue
             if request.first_token != request.first_token:  # NaN
-                request.first_token = now
+                request.first_token = self.now
             self.figures.output_tokens += len(tokens)
             if len(request.tokens) + len(tokens) >= request.max_length:
-                request.end = now
-                finished.add(request)
-        self.scheduler.report(plan, gained, finished)
-        for request in finished:
-            self._finished(request)
-        return now
+                request.end = self.now
+                ends[request] = FULL
+        return StepGains(gained, ends)
+
+    def end(self, request: ScheduledRequest, end: End) -> None:
+        assert isinstance(request, SimulatedRequest)
+        self._finished(request)
 
     def _gains(self, plan: StepPlan) -> dict[ScheduledRequest, list[int]]:
         """Returns the tokens that each request of a plan has gained."""
         gained: dict[ScheduledRequest, list[int]] = {
             chunk.request: _ONE for chunk in plan.chunks if chunk.is_last
         }
-        if not self.settings.drafts:
+        if not self._settings.drafts:
             steps = plan.decode_steps
             for request in plan.decodes:
                 left = request.max_length - len(request.tokens)
                 gained[request] = _ONE if steps == 1 and left else [0] * min(steps, left)
             return gained
-        chances = self._random.random((len(plan.decodes), plan.decode_steps, self.settings.drafts))
-        accepted = np.cumprod(chances < self.settings.acceptance, axis=2).sum(axis=(1, 2))
+        chances = self._random.random((len(plan.decodes), plan.decode_steps, self._settings.drafts))
+        accepted = np.cumprod(chances < self._settings.acceptance, axis=2).sum(axis=(1, 2))
         for request, more in zip(plan.decodes, accepted.tolist(), strict=True):
             left = request.max_length - len(request.tokens)
             gained[request] = [0] * min(plan.decode_steps + more, left)
@@ -301,3 +370,15 @@ class Replica:
 
 
 _ONE = [0]
+
+
+class _HostTimes(HostTimes):
+    """The engine's mean time from a plan to its launch is here that of the last plan."""
+
+    def __init__(self, device: _Device):
+        super().__init__(device.clock)
+        self._device = device
+
+    @property
+    def seconds_to_launch(self) -> float:
+        return self._device.launch_seconds

@@ -1,4 +1,4 @@
-"""The time of a step by the planner's model: the roofline, and the shares of it that are reached.
+"""The work of one step, and its time by the planner's model: the roofline and its shares.
 
 :class:`StepModel` reads from :mod:`dsv3_jax.plan` how many bytes, FLOP and sent bytes one step
 needs on one device. Everything is linear in the tokens except the number of distinct
@@ -8,18 +8,178 @@ experts, so that a step costs a few multiplications and no JAX.
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, Protocol
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from dsv3_jax.accounting import distinct_experts, flops_per_token
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, ShardPlan, StepPlan
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.network import traffic
 from dsv3_jax.plan.roofline import cached_token_bytes
 from dsv3_jax.plan.weights import ModelShard, read_bytes
-from dsv3_jax.simulator.efficiency import Efficiency
-from dsv3_jax.simulator.step_work import StepWork
+from dsv3_jax.simulator.workload import SimulatedRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """Amounts of one decode step, or of one step that prefills. Unless noted they are those of the
+    data-parallel shard that has most, because all shards wait for it."""
+
+    decodes: int
+    """Requests that decode."""
+    decode_queries: int
+    """Tokens that decoding requests compute, their drafts included."""
+    decode_keys: int
+    """Cached tokens of the decoding requests."""
+    decode_pairs: int
+    """Pairs of a decoding query and a key that it attends to."""
+    chunks: int
+    """Prefill chunks."""
+    prompt_tokens: int
+    """Tokens of these chunks."""
+    prompt_keys: int
+    """Cached tokens that the chunks read, their own included."""
+    prompt_pairs: int
+    """Pairs of a prompt token and a key that it attends to."""
+    all_tokens: int
+    """Tokens of all shards, of decoding requests and of chunks."""
+    repeated_keys: int = 0
+    """Tokens of shared prefixes in ``decode_keys`` and ``prompt_keys``, beyond the first request of
+    the step that reads them."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the fullest shard."""
+        return self.decode_queries + self.prompt_tokens
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepWork:
+        """Returns the work of each step of a plan."""
+        shards = [_amounts(shard) for shard in plan.shards if shard.decodes or shard.chunks]
+        most = {name: max(amounts[name] for amounts in shards) for name in shards[0]}
+        all_tokens = sum(each["decode_queries"] + each["prompt_tokens"] for each in shards)
+        return cls(**most, all_tokens=all_tokens)
+
+
+def _amounts(plan: ShardPlan) -> dict[str, int]:
+    """Returns the amounts of one shard by the names of the fields above."""
+    queries = keys = pairs = repeated = 0
+    families: set[int] = set()
+    for request, drafts in zip(plan.decodes, plan.drafts, strict=True):
+        length = len(request.tokens)
+        queries += 1 + drafts
+        keys += length
+        repeated += _repeated(request, length, families)
+        pairs += (1 + drafts) * length
+    prompt_tokens = prompt_keys = prompt_pairs = 0
+    for chunk in plan.chunks:
+        prompt_tokens += chunk.count
+        prompt_keys += chunk.start + chunk.count
+        repeated += _repeated(chunk.request, chunk.start, families)
+        prompt_pairs += chunk.count * (2 * chunk.start + chunk.count + 1) // 2
+    return {
+        "decodes": len(plan.decodes),
+        "decode_queries": queries,
+        "decode_keys": keys,
+        "decode_pairs": pairs,
+        "chunks": len(plan.chunks),
+        "prompt_tokens": prompt_tokens,
+        "prompt_keys": prompt_keys,
+        "prompt_pairs": prompt_pairs,
+        "repeated_keys": repeated,
+    }
+
+
+def _repeated(request: ScheduledRequest, cached: int, families: set[int]) -> int:
+    """Returns the tokens of a shared prefix among the cached tokens of a request, if another one in
+    ``families`` has the same prefix. Adds its own."""
+    if not isinstance(request, SimulatedRequest) or cached < request.prefix or not request.prefix:
+        return 0
+    if request.family in families:
+        return request.prefix
+    families.add(request.family)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peak rates that its programs reach, and what they take besides.
+
+    The default is the roofline itself: a lower bound on time.
+    """
+
+    memory: float = 1.0
+    arithmetic: float = 1.0
+    network: float = 1.0
+    pass_seconds: float = 0.0
+    """Time of a pass over the layers in which nothing of the above happens: launches, latencies."""
+    hides_network: bool = True
+    """Whether sending overlaps with the rest, as with two micro-batches. Otherwise it adds to
+    it."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "arithmetic", "network"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name}: expected a share above 0 and at most 1, got {value}")
+        if not self.pass_seconds >= 0:
+            raise ValueError(f"pass_seconds: expected 0 or more, got {self.pass_seconds}")
+
+
+class PeakTimes(Protocol):
+    """Step times at peak rates, as :class:`dsv3_jax.simulator.step_times.StepModel` has them."""
+
+    def parts(self, work: StepWork) -> dict[str, float]: ...
+
+
+def measured(
+    model: PeakTimes, decode: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, Any]]
+) -> Efficiency:
+    """Returns what one device reached in results of ``scripts/bench_decode.py``.
+
+    Decode gives the share of the memory bandwidth and the time of a pass, by least squares of
+    relative errors over batch sizes and contexts. Prefill gives the mean share of the arithmetic.
+
+    Args:
+      model: step times of the measured model on the measured device at peak rates.
+      decode: rows of the phase ``decode`` without drafts.
+      prefill: rows of the phase ``prefill``.
+    """
+    seconds = np.array([1e-3 * row["ms"] for row in decode])
+    bounds = np.array([_bound(model.parts(_decode_work(row))) for row in decode])
+    terms = np.stack([np.ones_like(bounds), bounds], axis=1) / seconds[:, None]
+    (pass_seconds, inverse), *_ = np.linalg.lstsq(terms, np.ones(len(decode)), rcond=None)
+    arithmetic = []
+    for row in prefill:
+        starts = range(0, row["context"], row["chunk"])
+        passes = [model.parts(_prefill_work(row, start))["arithmetic"] for start in starts]
+        arithmetic.append(sum(passes) / (1e-3 * row["ms"]))
+    return Efficiency(
+        memory=min(1.0, float(1 / inverse)),
+        arithmetic=min(1.0, float(np.mean(arithmetic))),
+        pass_seconds=max(0.0, float(pass_seconds)),
+    )
+
+
+def _bound(parts: Mapping[str, float]) -> float:
+    return max(parts["weights"] + parts["cache"], parts["arithmetic"])
+
+
+def _decode_work(row: Mapping[str, Any]) -> StepWork:
+    batch, keys = row["batch"], row["batch"] * row["context"]
+    return StepWork(batch, batch, keys, keys, 0, 0, 0, 0, batch)
+
+
+def _prefill_work(row: Mapping[str, Any], start: int) -> StepWork:
+    batch, count = row["batch"], min(row["chunk"], row["context"] - start)
+    pairs = batch * count * (2 * start + count + 1) // 2
+    tokens, keys = batch * count, batch * (start + count)
+    return StepWork(0, 0, 0, 0, batch, tokens, keys, pairs, tokens)
+
 
 _MANY = 1000  # tokens from which the traffic of one is computed
 

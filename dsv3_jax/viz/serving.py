@@ -34,7 +34,7 @@ def timeline(columns: Mapping[str, Sequence[float]], title: str = "") -> Figure:
     cache that requests use, and a triangle for each interval with preemptions, with their number.
 
     Args:
-      columns: samples of an engine, as ``Timeline.columns`` of :mod:`dsv3_jax.engine.timeline`.
+      columns: samples of an engine, as ``Timeline.columns`` of :mod:`dsv3_jax.engine.stats`.
         There are at least two.
 
     Raises:

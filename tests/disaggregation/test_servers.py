@@ -27,7 +27,7 @@ from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender
 from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.request import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers
 from dsv3_jax.tokenizer import Tokenizer

@@ -18,8 +18,13 @@ from typing import Any
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, ShardPlan, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    PageSave,
+    ScheduledRequest,
+    SchedulerConfig,
+    ShardPlan,
+    StepPlan,
+)
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from tests.engine.simulated_store import LOAD_SECONDS, SimulatedStore
 
@@ -315,7 +320,7 @@ class Simulation:
         assert self.scheduler.is_idle, "requests are left"
         used = [shard.pages.used for shard in self.scheduler.shards]
         assert not any(used), "an idle engine holds pages"
-        swapped = [shard.swap.used for shard in self.scheduler.shards if shard.swap]
+        swapped = [shard.swap.used for shard in self.scheduler.shards]
         assert not any(swapped), "an idle engine holds host memory"
         assert not self.device.saved, "host memory is lost"
         assert all(load.is_closed for load in self.store.loads), "a load is lost"

@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from dsv3_jax.engine.device.dispatch_times import DispatchTimes
-from dsv3_jax.engine.device.step_results import NewTokens, RequestResult
+from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    PageSave,
+    ScheduledRequest,
+    SchedulerConfig,
+    StepPlan,
+)
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
-from dsv3_jax.generation.finished import FULL, NON_FINITE, RUNNING, STOPPED
+from dsv3_jax.generation.completion import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.request import Request
 from tests.engine.simulated_device import SimulatedDevice, completion, shard_pages
 
@@ -46,7 +50,6 @@ class SimulatedExecutor:
     """Runs plans on a simulated device.
 
     Args:
-      settings: of the requests that have not ended, as the loop keeps them.
       latency: seconds that the results of a step take.
     """
 
@@ -57,7 +60,6 @@ class SimulatedExecutor:
     def __init__(
         self,
         device: SimulatedDevice,
-        settings: dict[ScheduledRequest, Request],
         latency: Callable[[], float],
     ):
         self.device = device
@@ -65,7 +67,6 @@ class SimulatedExecutor:
         self.fails_at: str | None = None
         """``dispatch`` or ``wait``: the next call of it raises DeviceError."""
         self.is_closed = False
-        self._settings = settings
         self._latency = latency
         self._in_flight: deque[tuple[StepPlan, dict, set]] = deque()
 
@@ -76,7 +77,7 @@ class SimulatedExecutor:
     def dispatch(self, plan: StepPlan) -> None:
         assert not self.is_closed, "a step after the end"
         # As in the real executor, results are late, so that a request can have ended by now.
-        assert all(chunk.request in self._settings for chunk in plan.chunks if chunk.is_first)
+        assert all(chunk.request.is_running for chunk in plan.chunks if chunk.is_first)
         self._maybe_fail("dispatch")
         self._in_flight.append((plan, *self.device.run(plan)))
 
@@ -99,14 +100,11 @@ class SimulatedExecutor:
                 results.append(RequestResult(request, steps, reason, request in decodes))
         return plan, results
 
-    def forget(self, request: ScheduledRequest) -> None:
-        assert request not in self._settings, "a request is forgotten before its end"
-
     def close(self) -> None:
         self.is_closed = True
         self._in_flight.clear()
 
-    def _reason(self, request: ScheduledRequest, steps: list[NewTokens]) -> int:
+    def _reason(self, request: ScheduledRequest, steps: list[StepTokens]) -> int:
         if request.tokens[0] == BROKEN:
             return NON_FINITE
         is_stopped = steps and steps[-1].tokens[-1] == self.device.stop
@@ -117,8 +115,8 @@ class SimulatedExecutor:
             raise DeviceError(f"the device failed in {name}")
 
 
-def _new_tokens(tokens: list[int]) -> NewTokens:
-    return NewTokens(tokens, [0.0] * len(tokens), drafted=len(tokens) - 1)
+def _new_tokens(tokens: list[int]) -> StepTokens:
+    return StepTokens(tokens, [0.0] * len(tokens), drafted=len(tokens) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,15 +179,14 @@ class SimulatedEngine:
             aligned_prefixes=swap_pages is not None,
         )
         swaps = None if swap_pages is None else [SwapSpace(swap_pages) for _ in pages]
-        settings: dict[ScheduledRequest, Request] = {}
         self.stop = stop
         self._tokenizer = Letters(undecodable)
         self.drafts = drafts
         self.scheduler = Scheduler(config, pages, swaps)
         self.executor = SimulatedExecutor(
-            SimulatedDevice(num_pages, page_size, stop, lookahead, broken=BROKEN), settings, latency
+            SimulatedDevice(num_pages, page_size, stop, lookahead, broken=BROKEN), latency
         )
-        self.loop = EngineLoop(self.scheduler, self.executor, settings, overlap=overlap)
+        self.loop = EngineLoop(self.scheduler, self.executor, overlap=overlap)
         if background:
             self.loop.start()
 
@@ -213,16 +210,11 @@ class SimulatedEngine:
             priority=priority,
             arrival=now,
             deadline=now + timeout,
+            settings=request,
         )
-        handle = EngineRequest(self.loop.cancel)
-        self.loop.add(
-            RequestOutput(
-                handle,
-                request,
-                scheduled,
-                self._tokenizer,
-                draft="ngram" if drafts else None,
-                depth=drafts,
-            )
+        handle = EngineRequest(lambda _: self.loop.cancel(scheduled))
+        scheduled.output = RequestOutput(
+            handle, request, self._tokenizer, draft="ngram" if drafts else None, depth=drafts
         )
+        self.loop.add(scheduled)
         return Submitted(handle, request, self.stop, timeout < math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from dsv3_jax.engine.scheduling.balancers import HIT_WORTH, choose_shard, shard_load
+from dsv3_jax.engine.scheduling.scheduler_shard import HIT_WORTH, choose_shard, shard_load
 
 
 def choose(loads: list[int], hits: list[int | None], most_hit: int = 10_000) -> int | None:

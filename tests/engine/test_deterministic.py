@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,20 @@ from flax import nnx
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.launcher import Launcher
-from dsv3_jax.engine.device.page_swap import PageCopier, page_arrays
+from dsv3_jax.engine.device.executor import Launcher
+from dsv3_jax.engine.device.page_packing import (
+    PAGES_PER_COPY,
+    PagePacker,
+    RequestCopier,
+    SavedRequest,
+    arrays_by_name,
+)
 from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 from dsv3_jax.kv_cache import CacheSpec, PagePool
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import PageFormat
 from sharding import make_layout
 from tests.engine.conftest import MAX_LEN
 from tests.support.checkpoints import tiny_config
@@ -120,7 +130,12 @@ class Served:
         assert stats.prompt_tokens == prompt_tokens - stats.prefix_hit_tokens
         assert stats.cache_usage == 0.0
         assert stats.compiled_after_warm_up == 0
-        assert not engine._executor._swapped
+        assert not saved_requests()
+
+
+def saved_requests() -> list[SavedRequest]:
+    """The requests in host memory."""
+    return [each for each in gc.get_objects() if isinstance(each, SavedRequest)]
 
 
 def make(model: DeepSeekV3, *, deterministic: bool = True, **options) -> Engine:
@@ -161,7 +176,7 @@ class TestBits:
     def test_differ_if_requests_are_prefilled_again(self, drafting):
         """The tests above would notice it."""
         engine = drafting.engine()
-        engine._loop._scheduler.shards[0].swap = None
+        engine._loop._scheduler.shards[0].swap = SwapSpace()
         got = drafting.serve_all(engine, VARIANTS["preempted"])
         assert engine.stats().preemptions > 0
         assert got != drafting.alone
@@ -183,13 +198,13 @@ def test_a_launch_with_a_preemption_transfers_nothing_implicitly(plain, monkeypa
 def test_a_cancelled_request_leaves_host_memory(plain):
     engine = plain.engine()
     handles = [engine.submit([i] * 40, max_new_tokens=70, ignore_eos=True) for i in range(2, 6)]
-    while not engine._executor._swapped:
+    while not saved_requests():
         assert engine.step()
     for handle in handles:
         handle.cancel()
     while engine.step():
         engine.check_integrity()
-    assert not engine._executor._swapped
+    assert not saved_requests()
 
 
 def test_an_engine_with_threads(plain):
@@ -200,25 +215,38 @@ def test_an_engine_with_threads(plain):
     assert engine.stats().preemptions > 0
 
 
-class TestPageCopier:
-    def test_copies_any_pages(self):
+class TestRequestCopier:
+    def test_copies_any_slot_and_pages(self):
         # The tenth layer's name sorts before that of the third.
         config = tiny_config(num_hidden_layers=11)
         spec = CacheSpec.of_config(ModelConfig.from_hf(config), jnp.float32, mtp=True)
-        pool = PagePool.empty(spec, 12, page_size=4)
+        pool = PagePool.empty(spec, 40, page_size=4)
+        state = SlotState.empty(pool, 3, 8, mtp_inputs=(2, 5), dtype=jnp.float32)
         random = np.random.default_rng(0)
-        leaves, structure = jax.tree.flatten(pool)
-        filled = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in leaves]
-        pool = jax.tree.unflatten(structure, filled)
-        assert len(page_arrays(pool)) == 12
-        before = jax.device_get(page_arrays(pool))
-        copier = PageCopier(pool, pages_per_copy=2)
-        contents = jax.device_get(copier.gather(pool, [7, 2, 9]))
-        after = jax.device_get(page_arrays(copier.scatter(pool, [4, None, 0], contents)))
-        for name, x in before.items():
+        leaves, structure = jax.tree.flatten(state)
+        filled = [jnp.asarray(100 * random.normal(size=x.shape), x.dtype) for x in leaves]
+        state = jax.tree.unflatten(structure, filled)
+        assert len(arrays_by_name(state.pool)) == 12
+        before = jax.device_get((arrays_by_name(state.pool), jax.tree.leaves(state.slots)))
+        copier = RequestCopier(state, PagePacker(state.pool, PageFormat.of(spec, 4), None))
+        source = [*range(7, 7 + PAGES_PER_COPY), 2, 9]  # more than one copy
+        target: list = [*range(39, 39 - PAGES_PER_COPY, -1), None, 0]
+        saved = SavedRequest()
+        copier.save(state, 2, source, saved)
+        saved.free_device()
+        assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((saved.slot, saved.pages)))
+        state = copier.restore(state, 1, target, saved)
+        pages, slots = jax.device_get((arrays_by_name(state.pool), jax.tree.leaves(state.slots)))
+        for name, x in before[0].items():
             wanted = x.copy()
-            wanted[4], wanted[0] = x[7], x[9]
-            np.testing.assert_array_equal(after[name], wanted)
+            for page, copy in zip(source, target, strict=True):
+                if copy is not None:
+                    wanted[copy] = x[page]
+            np.testing.assert_array_equal(pages[name], wanted)
+        for got, x in zip(slots, before[1], strict=True):
+            x = x.copy()
+            x[1] = x[2]
+            np.testing.assert_array_equal(got, x)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
-from dsv3_jax.engine.device.launcher import Launcher
+from dsv3_jax.engine.device.executor import Launcher
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.offline.generator import Generator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from dsv3_jax.engine.fair_lock import FairLock
+from dsv3_jax.engine.loop import FairLock
 
 SECONDS = 30
 

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, RequestError
-from dsv3_jax.engine.device.slot_rows import SlotRows
-from dsv3_jax.engine.device.state import REWIND_SEED
-from dsv3_jax.engine.device.step_input import empty_input
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.state import REWIND_SEED, SlotRows
+from dsv3_jax.engine.device.step_input import StepOptions, empty_input
 from dsv3_jax.engine.requests.grammar import GrammarTracker
-from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.completion import FULL, RUNNING, STOPPED
+from dsv3_jax.generation.request import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from tests.engine.conftest import BUCKETS
 from tests.engine.test_engine import make, run
@@ -241,7 +239,7 @@ def test_refusals(engine):
 def test_rewind_changes_its_requests_alone(small):
     """Slots 1 and 3 of four lose one and two tokens. They run on, with another seed."""
     engine = make_small(small, draft="mtp", draft_depth=2)
-    shape = engine._executor.programs.shape(4, 0, options=StepOptions(masks=True))
+    shape = engine._executor.programs.shape(4, 0, StepOptions(masks=True))
     rows = jnp.arange(4)
     state = dataclasses.replace(
         engine._executor._launcher.state,

@@ -12,7 +12,7 @@ import pytest
 
 from dsv3_jax.engine import Engine, EngineError
 from dsv3_jax.engine.device.dispatch_times import DispatchTimes
-from dsv3_jax.engine.device.launcher import Launcher
+from dsv3_jax.engine.device.executor import Launcher
 from dsv3_jax.engine.device.programs import Programs
 from tests.engine.conftest import BUCKETS, MAX_LEN
 

@@ -12,15 +12,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError
-from dsv3_jax.engine.errors import RequestError
-from dsv3_jax.engine.loop import LEAD_SECONDS
-from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.engine.step_loop import LEAD_SECONDS
+from dsv3_jax.generation.errors import NonFiniteLogitsError, RequestError
 from tests.engine.simulated_device import VOCABULARY
 from tests.engine.simulated_engine import BROKEN, SimulatedEngine, Submitted
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -349,13 +347,7 @@ def test_the_end_waits_for_no_compilation_unless_it_has_to():
     assert handle.result(0).finish_reason == "cancelled"
 
 
-def on_sleep(monkeypatch, action) -> None:
-    """Has the loop call ``action(seconds)`` where it would sleep before it plans a step."""
-    clock = SimpleNamespace(sleep=action, monotonic=time.monotonic, perf_counter=time.perf_counter)
-    monkeypatch.setattr("dsv3_jax.engine.loop.time", clock)
-
-
-def test_a_request_that_arrives_during_a_step_is_in_the_next_one(monkeypatch):
+def test_a_request_that_arrives_during_a_step_is_in_the_next_one():
     """A step is planned when the one in flight is about to end, while there are free slots."""
     engine = make(background=False, stop=None)
     dispatch, sleeps = engine.executor.dispatch, []
@@ -371,7 +363,7 @@ def test_a_request_that_arrives_during_a_step_is_in_the_next_one(monkeypatch):
             arrivals.append((len(planned), engine.executor.steps_in_flight))
             submit(engine, 2, 2)
 
-    on_sleep(monkeypatch, sleep)
+    engine.loop.sleep = sleep
     engine.executor.dispatch = record
     engine.executor.seconds_left = 100.0
     engine.loop.start()
@@ -384,12 +376,12 @@ def test_a_request_that_arrives_during_a_step_is_in_the_next_one(monkeypatch):
 
 
 @pytest.mark.parametrize(("max_running", "seconds_left"), [(1, 100.0), (4, 0.0)])
-def test_planning_does_not_wait_for_nothing(monkeypatch, max_running, seconds_left):
+def test_planning_does_not_wait_for_nothing(max_running, seconds_left):
     """It does not without a free slot, or without a forecast."""
     sleeps = []
     engine = make(background=False, max_running=max_running, stop=None)
     # Before the request is admitted, and after its end, there are free slots.
-    on_sleep(monkeypatch, lambda seconds: sleeps.append(len(engine.scheduler.running)))
+    engine.loop.sleep = lambda seconds: sleeps.append(len(engine.scheduler.running))
     engine.executor.seconds_left = seconds_left
     engine.loop.start()
     submit(engine, 1, 40).handle.result(SECONDS)

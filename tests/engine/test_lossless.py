@@ -10,7 +10,7 @@ import pytest
 
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.request import TokenMask
 from dsv3_jax.model import DeepSeekV3
 from tests.generation.test_lossless import (
     PROMPT,

@@ -13,8 +13,7 @@ from hypothesis.stateful import rule
 from dsv3_jax.engine import CacheTiers, Engine
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig
 from tests.engine.simulated_device import Simulation, completion
 from tests.engine.simulated_store import LOAD_SECONDS, SimulatedStore
 from tests.engine.test_scheduler import RandomOperations, request
@@ -45,7 +44,7 @@ def test_a_prompt_is_loaded_except_its_last_token(lookahead):
     simulation = make(lookahead=lookahead)
     one = request(PROMPT, 6, arrival=simulation.now)
     simulation.scheduler.add(one)
-    assert simulation.scheduler.loading(simulation.now) == 1
+    assert simulation.scheduler.loads.loading(simulation.now) == 1
     simulation.run()
     check(one)
     assert one.cached_tokens == simulation.scheduler.loaded_tokens == 16
@@ -53,7 +52,7 @@ def test_a_prompt_is_loaded_except_its_last_token(lookahead):
     # It was published like any other: the next one needs no store.
     again = request(PROMPT, 6, arrival=simulation.now)
     simulation.scheduler.add(again)
-    assert not simulation.scheduler.loading(simulation.now)
+    assert not simulation.scheduler.loads.loading(simulation.now)
     simulation.run()
     assert again.cached_tokens == 16
     assert simulation.scheduler.loaded_tokens == 16
@@ -182,7 +181,7 @@ def test_a_store_that_raises_adds_nothing(method, monkeypatch):
             scheduler.add(*both)
         assert scheduler.waiting == [waiting]
         assert all(load.is_closed for load in store.loads), "a load is lost"
-        assert not scheduler.loading(simulation.now)
+        assert not scheduler.loads.loading(simulation.now)
         assert [shard.pages.used for shard in scheduler.shards] == used
         assert scheduler._next_deadline == math.inf
         scheduler.check_integrity()
@@ -303,7 +302,7 @@ class TestPreempted:
         self.preempt()
         self.evict(4)
         self.simulation.step()
-        assert self.simulation.scheduler.loading(self.simulation.now) == 1
+        assert self.simulation.scheduler.loads.loading(self.simulation.now) == 1
         self.simulation.store.identity += 1
         self.simulation.scheduler.clear_prefix_cache()
         assert self.run() == (0, 26)
@@ -385,7 +384,7 @@ class TestBudget:
             if plan is not None:
                 unread.append(plan)
             scheduler.check_integrity()
-            assert self.store.num_bytes <= scheduler.loading_bytes <= budget
+            assert self.store.num_bytes <= scheduler.loads.num_bytes <= budget
             largest = max(largest, self.store.num_bytes)
             if unread and (plan is None or len(unread) > 1):  # results are one step late
                 plan = unread.pop(0)
@@ -396,7 +395,7 @@ class TestBudget:
             if scheduler.is_idle:
                 break
         scheduler.check_idle()
-        assert scheduler.loading_bytes == self.store.num_bytes == 0
+        assert scheduler.loads.num_bytes == self.store.num_bytes == 0
         self.largest = largest
         return ended
 
@@ -406,7 +405,7 @@ class TestBudget:
         scheduler = self.scheduler(budget)
         requests = [request([n] * (self.PROMPT + 1), 2, arrival=n / 1000) for n in range(256)]
         scheduler.add(*requests)
-        assert scheduler.loading(0.0) == 256
+        assert scheduler.loads.loading(0.0) == 256
         assert self.run(scheduler, budget) == list(range(256))
         assert self.store.begun == list(range(256)), "not in the order of the queue"
         assert scheduler.loaded_tokens == 256 * self.PROMPT, "a page that was stored is computed"
@@ -440,8 +439,8 @@ class TestBudget:
         urgent = request([9] * (4 * self.PAGE + 1), 2, arrival=4, priority=-1)
         scheduler.add(urgent)
         assert self.store.begun == [1, 2, 9]
-        assert scheduler.loading_bytes == self.store.num_bytes == 9 * CountingStore.page_bytes
-        assert scheduler.loading(5.0) == 4
+        assert scheduler.loads.num_bytes == self.store.num_bytes == 9 * CountingStore.page_bytes
+        assert scheduler.loads.loading(5.0) == 4
         scheduler.check_integrity()
         scheduler.cancel(urgent)
         scheduler.schedule(5.0)
@@ -455,7 +454,7 @@ class TestBudget:
             request([n] * (6 * self.PAGE + 1), 2, arrival=n, deadline=1e9) for n in range(3)
         )
         scheduler.add(first, second, third)
-        assert (self.store.begun, scheduler.loading_bytes) == ([0], 6 * self.store.page_bytes)
+        assert (self.store.begun, scheduler.loads.num_bytes) == ([0], 6 * self.store.page_bytes)
         if reason == "cancelled":
             scheduler.cancel(first)
         elif reason == "timeout":
@@ -469,13 +468,13 @@ class TestBudget:
         scheduler.schedule(2.0)
         scheduler.check_integrity()
         if reason in ("clear", "device"):
-            assert scheduler.loading_bytes == self.store.num_bytes == 0
+            assert scheduler.loads.num_bytes == self.store.num_bytes == 0
             return
-        assert (self.store.begun, scheduler.loading(2.0)) == ([0, 1], 2)
+        assert (self.store.begun, scheduler.loads.loading(2.0)) == ([0, 1], 2)
         scheduler.cancel(third)  # which waits for bytes
         scheduler.cancel(second)
         scheduler.schedule(3.0)
-        assert scheduler.loading_bytes == self.store.num_bytes == 0
+        assert scheduler.loads.num_bytes == self.store.num_bytes == 0
         scheduler.check_idle()
 
     def test_a_preempted_request_loads_within_them(self):

@@ -17,13 +17,13 @@ import pytest
 import dsv3_jax
 from dsv3_jax.engine.device import processes
 from dsv3_jax.engine.device.processes import Follower, Leader, ProcessLostError, check_settings
-from dsv3_jax.engine.device.step_input import StepShape
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.engine.stats import CompileTimes
 from tests.engine.process_member import make_engine, tokens_of
 from tests.sharding.test_distributed import launch
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 
-SHAPE = StepShape(2, 1, 8, 12, 48, 1, sampling="sampled", penalties=True)
+SHAPE = StepShape(2, 1, 8, 12, 48, 1, options=StepOptions("sampled", penalties=True))
 
 
 @pytest.fixture(scope="module")

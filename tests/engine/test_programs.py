@@ -19,13 +19,11 @@ from hypothesis import strategies as st
 from dsv3_jax.engine.device import buckets as buckets_module
 from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.slot_rows import SlotRows
-from dsv3_jax.engine.device.state import SlotState
-from dsv3_jax.engine.device.step import _decode_batch, _Requests
-from dsv3_jax.engine.device.step_input import StepShape
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.state import SlotRows, SlotState
+from dsv3_jax.engine.device.step import _decode_batch, _Options, _Requests
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import Drafts
-from dsv3_jax.generation.finished import RUNNING
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.engine_state import default_buckets
@@ -64,7 +62,7 @@ def operations(programs: Programs, state: SlotState, shape: StepShape) -> Counte
 @pytest.mark.parametrize(("decodes", "chunks"), [(1, 0), (1, 1)])
 def test_only_steps_with_filters_sort(programs, state, decodes, chunks):
     greedy, unfiltered, sampled = (
-        operations(programs, state, programs.shape(decodes, chunks, options=StepOptions(mode)))
+        operations(programs, state, programs.shape(decodes, chunks, StepOptions(mode)))
         for mode in get_args(SamplingMode)
     )
     # The experts of the CPU sort tokens too.
@@ -99,9 +97,7 @@ def test_a_program_is_named_for_its_shape(programs, state):
 
 @pytest.mark.parametrize("chunks", [0, 1])
 def test_sampled_steps_have_no_branch(programs, state, chunks):
-    shape = dataclasses.replace(
-        programs.shape(1, chunks, options=StepOptions("sampled")), **LIKE_GPUS
-    )
+    shape = dataclasses.replace(programs.shape(1, chunks, StepOptions("sampled")), **LIKE_GPUS)
     assert operations(programs, state, shape)["case"] == 0
 
 
@@ -138,7 +134,8 @@ def test_padding_has_no_context(state):
     shape = BUCKETS.shape(3, 0, max_len=MAX_LEN, max_pages=2)
     tables = np.zeros((3, 2), np.int32)
     rows = SlotRows(None)
-    requests = _Requests.of(full, rows, *map(jnp.asarray, (slots, tables)), shape)
+    options = _Options(shape, None, 160, rows)
+    requests = _Requests.of(full, options, *map(jnp.asarray, (slots, tables)))
     batch = _decode_batch(full, rows, requests, Drafts.empty(3))
     assert batch.sequences.lengths.tolist() == [8, 0, 0]
     assert batch.counts.tolist() == [1, 0, 0]
@@ -244,7 +241,7 @@ class TestBuckets:
             steps = 1
         elif not decodes:
             return
-        shape = self.DEFAULT.shape(decodes, chunks, steps=steps, sampling=mode, **self.LIMITS)
+        shape = self.DEFAULT.shape(decodes, chunks, StepOptions(mode), **self.LIMITS)
         assert shape in self.DEFAULT.shapes(**self.LIMITS)
         assert shape.decodes >= decodes
         assert shape.chunks >= chunks

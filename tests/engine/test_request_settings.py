@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, QueueFullError, RequestError
+from dsv3_jax.engine.requests.delivery import output_of
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.offline.generator import Generator
 from tests.engine.conftest import MAX_LEN
@@ -77,9 +78,9 @@ def test_requests_without_adjustments_beside_others(tiny_mtp, alone):
     penalized: Asked = ([5, 6, 7], 12, {"ignore_eos": True, "presence_penalty": -2.0})
     check(engine, alone, [plain])
     programs = engine._executor.programs
-    assert not any(shape.penalties or shape.mask_words for shape in programs._compiled)
+    assert not any(shape.options.penalties or shape.options.masks for shape in programs._compiled)
     check(engine, alone, [plain, penalized])
-    assert any(shape.penalties and not shape.mask_words for shape in programs._compiled)
+    assert any(shape.options.penalties and not shape.options.masks for shape in programs._compiled)
 
 
 class TestPromptLogprobs:
@@ -224,8 +225,8 @@ class TestIsolation:
     def test_a_tokenizer_that_fails_on_one_request(self, tiny_mtp, alone, monkeypatch):
         engine = make(tiny_mtp)
         good, bad = [engine.submit(p, max_new_tokens=6, ignore_eos=True) for p in ([5], [9, 9])]
-        requests = engine._loop._open
-        output = requests._outputs[requests.of_handle(bad)]
+        outputs = map(output_of, engine._loop._scheduler.unfinished)
+        (output,) = (each for each in outputs if each.handle is bad)
         monkeypatch.setattr(output._tracker, "extend", lambda tokens: 1 / 0)
         run(engine)
         with pytest.raises(RequestError, match="division by zero"):

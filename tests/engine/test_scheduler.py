@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import QueueFullError, SchedulerConfig
-from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
+from dsv3_jax.engine.scheduling.scheduler import QueueFullError, Scheduler
+from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest, SchedulerConfig
+from dsv3_jax.generation.depth import DraftDepth
 from tests.engine.simulated_device import VOCABULARY, Simulation, completion
 
 STOP = 3

@@ -19,7 +19,7 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.layer_collectives import COLLECTIVES
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator

@@ -12,9 +12,8 @@ import pytest
 from dsv3_jax.engine.scheduling import sla_controller
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepLimits
+from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig, StepLimits
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
 from dsv3_jax.simulator.workload import Lengths, poisson
 from tests.engine.simulated_engine import SimulatedEngine
@@ -36,7 +35,7 @@ def run(
 
     def record(limits: StepLimits) -> None:
         limit(limits)
-        history.append((replica._device_free, limits))
+        history.append((replica._device._free_at, limits))
 
     replica.scheduler.limit = record
     arrivals = poisson(
@@ -153,7 +152,7 @@ def test_the_engine_obeys_its_controller(monkeypatch):
     slots = simulated.scheduler.config.max_running
     most = StepLimits(slots, simulated.scheduler.config.max_chunks)
     controller = SlaController(LatencyTargets(tpot=1e-6), most)
-    simulated.loop._controller = controller
+    simulated.loop._steps._limits = controller
     submitted = [simulated.submit([i % 7, 5, i % 4], 8) for i in range(4 * slots)]
     running = []
     while simulated.loop.step():

@@ -16,7 +16,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax.engine import CacheTiers, Engine, EngineRequest
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.device.page_swap import page_arrays
+from dsv3_jax.engine.device.page_packing import arrays_by_name
 from dsv3_jax.model import DeepSeekV3
 from sharding import make_layout
 from tests.engine.conftest import MAX_LEN
@@ -90,8 +90,8 @@ def test_tokens_are_those_of_the_whole_text(directory, layout, draft, cache_dtyp
         # A shard has room for the longest request and little else.
         cache_tokens=(MAX_LEN + 2 * PAGE_SIZE) * shards,
     )
-    pool = page_arrays(engine._executor._launcher.state.pool)
-    stored = {name.split("'")[1]: array.dtype for name, array in pool.items()}
+    pool = arrays_by_name(engine._executor._launcher.state.pool)
+    stored = {name.split(".")[-1]: array.dtype for name, array in pool.items()}
     assert {"latent", "index_key"} <= stored.keys()
     assert (stored["index_key"].itemsize == 1) == (cache_dtype is not None)
     handles = submit_trace(engine)

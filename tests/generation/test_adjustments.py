@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.generation.adjustments import Adjustments, Penalties, adjust_logits
-from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.request import Request, TokenMask
 
 PROMPT = [5, 6, 7, 8, 5]
 # Random weights repeat nothing by themselves, so that penalties reward repetition here.

@@ -11,8 +11,7 @@ from jax.extend.core import jaxprs_in_params
 import dsv3_jax
 from dsv3_jax.engine.device.programs import GPU_OPTIONS, Programs
 from dsv3_jax.engine.device.step_input import empty_input
-from dsv3_jax.generation.drafters import MTPDrafter
-from dsv3_jax.generation.plan import DraftPlan
+from dsv3_jax.generation.drafters import DraftPlan, MTPDrafter
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline.generator import Generator
 from sharding import make_layout

@@ -10,7 +10,7 @@ import pytest
 from dsv3_jax.generation.depth import AUTO_DEPTHS
 from dsv3_jax.generation.settings import MAX_DEPTH
 from dsv3_jax.offline.generator import BATCH_SIZES, Generator
-from dsv3_jax.offline.step_times import DISPATCH_SECONDS
+from dsv3_jax.offline.pace import DISPATCH_SECONDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 WORDS = {"none": None, "no": False, "": ()}

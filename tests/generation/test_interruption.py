@@ -8,14 +8,14 @@ import jax
 import pytest
 
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_results import NewTokens, RequestResult
+from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepPlan
+from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.errors import Interrupted
-from dsv3_jax.generation.finished import RUNNING
-from dsv3_jax.offline import step_times
+from dsv3_jax.offline import pace as offline_pace
 from dsv3_jax.offline.pace import OfflinePace
-from dsv3_jax.offline.step_times import StepTimes
 from tests.generation.fragments import letters, watch_dispatches
 
 PROMPTS = [letters(text) for text in ("one", "another", "a third", "four", "and the last")]
@@ -39,7 +39,7 @@ def signal_at(monkeypatch, *dispatches: int, program: str = "decode") -> None:
 @pytest.fixture
 def short_dispatches(monkeypatch):
     """Makes every dispatch one step long."""
-    monkeypatch.setattr(step_times, "DISPATCH_SECONDS", 0.0)
+    monkeypatch.setattr(offline_pace, "DISPATCH_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,12 @@ def test_dispatches_take_as_long_as_they_should():
     """The number of steps follows from the seconds per step that were measured last."""
     chooser, clock = DepthChooser((0,)), Clock()
     pace = OfflinePace(
-        chooser, StepTimes(), "program", tokens=None, max_over_processes=float, clock=clock
+        chooser,
+        StepTimes(skips_first=True),
+        "program",
+        tokens=None,
+        max_over_processes=float,
+        clock=clock,
     )
     asked = []
     for seconds in (9.0, 0.1, 0.1, 0.1):
@@ -139,7 +144,7 @@ def test_dispatches_take_as_long_as_they_should():
 
 def test_dispatches_that_choose_a_depth_are_short():
     """At most 32 steps, or 50 ms of them, or half a second."""
-    times = StepTimes()
+    times = StepTimes(skips_first=True)
     pace = OfflinePace(
         DepthChooser((0, 1)), times, "program", tokens=None, max_over_processes=float
     )
@@ -164,7 +169,7 @@ class Clock:
 
 def decoded(steps: int) -> RequestResult:
     """Returns the result of a request that gained a token in every step."""
-    tokens = [NewTokens([7], [0.0], 0)] * steps
+    tokens = [StepTokens([7], [0.0], 0)] * steps
     return RequestResult(ScheduledRequest([5], 200), tokens, RUNNING, True)
 
 

@@ -10,12 +10,12 @@ from flax import nnx
 
 from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.engine.device.step import step
-from dsv3_jax.engine.device.step_input import StepShape, empty_input
-from dsv3_jax.generation.finished import FULL, RUNNING, STOPPED
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape, empty_input
+from dsv3_jax.generation.completion import FULL, RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling, sample
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from dsv3_jax.kv_cache import PagePool
-from dsv3_jax.offline import sizes
+from dsv3_jax.offline import call
 from dsv3_jax.offline.generator import Generator
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
 from tests.support.covering import slow_except
@@ -315,7 +315,7 @@ class TestFinishedSequences:
             max_pages=self.PAGES,
             max_len=self.S,
             max_steps=100,
-            sampling=None,
+            options=StepOptions(sampling=None),
         )
 
         @jax.jit
@@ -362,7 +362,7 @@ class TestRefill:
 
     def test_a_slot_is_used_again_as_soon_as_it_is_free(self, generator, monkeypatch):
         """The long completion runs at the same time as all the short ones."""
-        monkeypatch.setattr(sizes, "REFILL_STEPS", 1)
+        monkeypatch.setattr(call, "REFILL_STEPS", 1)
         prompts = [PROMPTS[i % 3] for i in range(len(self.LENGTHS))]
         out = generator.generate(prompts, max_new_tokens=self.LENGTHS, ignore_eos=True)
         assert [len(c.tokens) for c in out] == list(self.LENGTHS)

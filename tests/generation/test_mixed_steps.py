@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import dsv3_jax
+from dsv3_jax.engine.scheduling.step_times import StepTimes
 from dsv3_jax.generation.errors import Interrupted
 from dsv3_jax.offline.generator import Generator
 from dsv3_jax.offline.pace import OfflinePace
-from dsv3_jax.offline.step_times import StepTimes
 from sharding import make_layout
 from tests.engine.conftest import tiny_mtp  # noqa: F401
 from tests.generation import test_loop
@@ -154,7 +154,7 @@ def test_the_time_of_a_dispatch_begins_with_the_end_of_the_one_before():
     chooser = Chooser()
     pace = OfflinePace(
         chooser,
-        StepTimes(),
+        StepTimes(skips_first=True),
         "program",
         tokens=None,
         max_over_processes=float,

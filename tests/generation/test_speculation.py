@@ -15,23 +15,23 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.engine.scheduling.step_times import StepTimes
 from dsv3_jax.generation import plan, selection
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import (
     DraftContext,
+    DraftPlan,
     Drafts,
     MTPDrafter,
     NgramDrafter,
     SyntheticDrafter,
 )
-from dsv3_jax.generation.plan import DraftPlan
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.verification import verify
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.offline import step_times
+from dsv3_jax.offline import pace as offline_pace
 from dsv3_jax.offline.generator import Generator
-from dsv3_jax.offline.step_times import StepTimes
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
 from tests.generation.test_loop import LOGPROB_TOLERANCE, PROMPTS
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -341,8 +341,8 @@ class TestDrafts:
         monkeypatch.setattr(selection, "verify", spy)
         monkeypatch.setattr(plain, "_programs", {})
         # All steps after two in one dispatch, so that the same requests are in all of its rows.
-        monkeypatch.setattr(plain, "_step_times", StepTimes())
-        monkeypatch.setattr(step_times, "DISPATCH_SECONDS", 1e9)
+        monkeypatch.setattr(plain, "_step_times", StepTimes(skips_first=True))
+        monkeypatch.setattr(offline_pace, "DISPATCH_SECONDS", 1e9)
         out = plain.generate(PROMPTS, **SETTINGS, draft=MTPDrafter(mtp_hidden), draft_depth=2)
         sequences = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, out, strict=True)]
         padded = np.array([[*seq, *[0] * (MAX_LEN - len(seq))] for seq in sequences])
@@ -472,7 +472,7 @@ def test_only_mtp_drafts_have_an_mtp_cache(plain):
 def test_a_warm_up_measures_costs_and_learns_no_acceptance(right, monkeypatch):
     """Its prompt is made up. The MTP layer of this model is always right."""
     # Other tests share this Generator. The number of steps must not depend on what they measured.
-    monkeypatch.setattr(right, "_step_times", StepTimes())
+    monkeypatch.setattr(right, "_step_times", StepTimes(skips_first=True))
     seen = []
     observe = DepthChooser.observe
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv3_jax.generation.stop_scope import ReasoningMarkers, StopScope
-from dsv3_jax.generation.text import TextTracker
+from dsv3_jax.generation.text import ReasoningMarkers, StopScope, TextTracker
 from tests.generation.test_text import Bytes, Words
 
 ENDS = ("</think>", "<call>")

@@ -13,13 +13,13 @@ from typing import Any
 import dsv3_jax
 from dsv3_jax import chat_formats
 from dsv3_jax.engine import EngineError, EngineRequest
-from dsv3_jax.engine.device.step_results import NewTokens
+from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
 from dsv3_jax.engine.stats import EngineStats
-from dsv3_jax.generation.completion import FinishReason
+from dsv3_jax.generation.completion import RUNNING, STOPPED, FinishReason
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
+from dsv3_jax.generation.text import ReasoningMarkers
 from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 from tests.server.conftest import RunningServer, running
 
@@ -107,16 +107,13 @@ class ScriptedEngine:
         )
         decoder = self.tokenizer if skip_special_tokens else SpecialTokenDecoder(self.tokenizer)
         handle = EngineRequest(lambda request: None)
-        scheduled = ScheduledRequest(list(prompt), len(prompt) + len(ids), cached_tokens=2)
-        output = RequestOutput(
-            handle, request, scheduled, decoder, draft=None, depth=0, reasoning=reasoning
-        )
+        scheduled = ScheduledRequest(list(prompt), len(prompt) + len(ids))
+        output = RequestOutput(handle, request, decoder, reasoning=reasoning)
         while ids and not output.is_stopped:
             new, ids = ids[: self.piece_tokens], ids[self.piece_tokens :]
-            output.add(NewTokens(new, [0.0] * len(new), 0, None), is_decode=False)
-            if ids and not output.is_stopped:
-                output.stream()
-        output.end("stop" if output.is_stopped else self.finish_reason)
+            steps = [StepTokens(new, [0.0] * len(new), 0, None)]
+            output.add(RequestResult(scheduled, steps, RUNNING if ids else STOPPED, False))
+        output.end("stop" if output.is_stopped else self.finish_reason, cached_tokens=2)
         return handle
 
 

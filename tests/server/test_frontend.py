@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError, RequestError
-from dsv3_jax.engine.device.prompt_logprobs import PromptRecord
+from dsv3_jax.engine.requests.request import PromptRecord
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.server.frontend.host import EngineHost, _OpenRequest, _Outbox

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import EngineRequest
-from dsv3_jax.engine.device.step_results import NewTokens
+from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
-from dsv3_jax.generation.finished import STOPPED
+from dsv3_jax.generation.completion import RUNNING, STOPPED
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
+from dsv3_jax.generation.text import ReasoningMarkers
 from dsv3_jax.tokenizer import SpecialTokenDecoder
 from tests.server.conftest import RunningServer, running
 from tests.server.scripted import ScriptedEngine, family_tokenizer
@@ -75,18 +75,15 @@ class TokenEngine(ScriptedEngine):
         decoder = self.tokenizer if skip_special_tokens else SpecialTokenDecoder(self.tokenizer)
         handle = EngineRequest(lambda request: None)
         scheduled = ScheduledRequest(list(prompt), len(prompt) + len(ids))
-        output = RequestOutput(
-            handle, request, scheduled, decoder, draft=None, depth=0, reasoning=reasoning
-        )
+        output = RequestOutput(handle, request, decoder, reasoning=reasoning)
         while ids and not output.is_stopped:
             count = rng.randrange(1, 5)
             new, ids = ids[:count], ids[count:]
             values = [rng.uniform(-9, 0) for _ in new]
             top = (np.array([[i, 7] for i in new]), np.array([[v, v - 1] for v in values]))
-            output.add(NewTokens(new, values, 0, top), is_decode=False)
-            if not output.is_stopped:
-                output.stream()
-        output.finish(STOPPED)
+            steps = [StepTokens(new, values, 0, top)]
+            output.add(RequestResult(scheduled, steps, RUNNING, False))
+        output.end(STOPPED)
         return handle
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
+from dsv3_jax.engine.scheduling.step_plan import SchedulerConfig
 from dsv3_jax.simulator.replica import ReplicaSettings
-from dsv3_jax.simulator.step_times import StepTime
-from dsv3_jax.simulator.step_work import StepWork
+from dsv3_jax.simulator.step_times import StepTime, StepWork
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from dsv3_jax.simulator.efficiency import Efficiency, measured
 from dsv3_jax.simulator.measured_run import MeasuredRun
 from dsv3_jax.simulator.replica import HostCosts
+from dsv3_jax.simulator.step_times import Efficiency, measured
 from scripts import simulate_measured, simulate_published
 from scripts.simulate_measured import CALIBRATION, METRICS, MORE, RESULTS, RUNS
 

@@ -12,9 +12,7 @@ from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import ShardCache
-from dsv3_jax.simulator.efficiency import Efficiency
-from dsv3_jax.simulator.step_times import StepModel
-from dsv3_jax.simulator.step_work import StepWork
+from dsv3_jax.simulator.step_times import Efficiency, StepModel, StepWork
 from dsv3_jax.simulator.workload import Arrival, SimulatedRequest
 
 SHARDS = ShardCache()

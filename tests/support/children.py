@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsv3_jax.cli.interrupts import Interrupts
 from dsv3_jax.cli.main import main
+from dsv3_jax.interrupts import Interrupts
 
 Hook = Callable[[], object]
 """Function that the child calls before the command. It must be picklable."""

@@ -6,9 +6,8 @@ import dataclasses
 import itertools
 from typing import get_args
 
-from dsv3_jax.engine.device.step_input import StepShape
+from dsv3_jax.engine.device.step_input import GREEDY, StepOptions, StepShape
 from dsv3_jax.generation.sampling import SamplingMode
-from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.layers.paged_cache import Form
 from pallas_kernels import target
 from sharding import Layout
@@ -165,30 +164,24 @@ class Buckets:
         self,
         decodes: int,
         chunks: int,
+        options: StepOptions = GREEDY,
         *,
-        max_len: int,
-        max_pages: int,
-        steps: int = 1,
         depth: int = 0,
-        sampling: SamplingMode | None = "greedy",
-        num_top_logprobs: int = 0,
-        shards: int = 1,
+        **sizes: int,
     ) -> StepShape:
         """Returns the smallest shape that holds a step.
 
         Args:
-          max_len: most tokens of a request.
-          max_pages: most pages of a request.
-          steps: decode steps of the dispatch, no more than such a program has.
+          options: what its requests ask for.
           depth: drafts of each request that decodes.
-          shards: number of data-parallel shards.
+          sizes: fields of the shape that are the same for all steps of an engine.
         """
         if self.single_shape:
             decodes, chunks = self.decodes[-1], self.chunks[-1]
-            sampling, num_top_logprobs = "sampled", MAX_TOP_LOGPROBS
-        if chunks and sampling == "unfiltered":  # to save programs: prefill takes far longer
-            sampling = "sampled"
-        chunk_sizes = self.chunks if sampling == "greedy" else self.sampled_chunks
+            options = StepOptions("sampled", True, True, True, options.prompt_logprobs)
+        if chunks and options.sampling == "unfiltered":  # to save programs: prefill takes longer
+            options = dataclasses.replace(options, sampling="sampled")
+        chunk_sizes = self.chunks if options.sampling == "greedy" else self.sampled_chunks
         if self.separate and chunks:
             assert not decodes, "a step prefills and decodes"
             B = 0
@@ -199,23 +192,18 @@ class Buckets:
             decodes=B,
             chunks=_round_up(chunks, chunk_sizes) if chunks else 0,
             chunk_tokens=self.chunk_tokens if chunks else 0,
-            max_pages=max_pages,
-            max_len=max_len,
             max_steps=self.max_steps if is_multi_step else 1,
             chunk_form=self.chunk_form,
             depth=depth if B else 0,
-            sampling=sampling,
-            num_top_logprobs=num_top_logprobs,
-            shards=shards,
+            options=options,
+            **sizes,
         )
 
-    def shapes(
-        self, *, max_len: int, max_pages: int, depth: int = 0, shards: int = 1
-    ) -> list[StepShape]:
-        """Returns every shape that a step without top log-probabilities can have."""
-        limits = {"max_len": max_len, "max_pages": max_pages, "depth": depth, "shards": shards}
+    def shapes(self, *, depth: int = 0, **sizes: int) -> list[StepShape]:
+        """Returns every shape that a step can have whose requests ask for no more than sampling,
+        see :meth:`shape`."""
         shapes = [
-            self.shape(B, C, sampling=sampling, **limits)
+            self.shape(B, C, StepOptions(sampling), depth=depth, **sizes)
             for B, C in itertools.product(self.decodes, (0, *self.chunks))
             for sampling in get_args(SamplingMode)
         ]

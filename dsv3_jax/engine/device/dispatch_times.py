@@ -6,10 +6,10 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dsv3_jax.engine.scheduling.forecast import Forecast
+from dsv3_jax.engine.scheduling.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DispatchTimes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._figures = DispatchFigures()
-        self._forecast = Forecast()
+        self._times = StepTimes()
         self._launches: deque[float] = deque()
         """Beginning of the launch of each dispatch in flight."""
         self._last_end: float | None = None
@@ -123,7 +123,7 @@ class DispatchTimes:
                 self._figures, shapes={**self._figures.shapes, shape: times}
             )
             self._add(seconds_in_flight=now - began)
-            self._forecast.record((shape, decode_steps), now - began)
+            self._times.record(shape, decode_steps, now - began)
 
     def seconds_left(self, shape: str, decode_steps: int = 1) -> float:
         """Returns the predicted time until the only dispatch in flight ends. It is 0 if there is
@@ -137,8 +137,8 @@ class DispatchTimes:
             if len(self._launches) != 1:
                 return 0.0
             began = max(self._launches[0], self._last_end or 0.0)
-            work: Hashable = (shape, decode_steps)
-            return max(0.0, began + self._forecast.seconds(work) - time.perf_counter())
+            ends = began + self._times.least(shape, decode_steps)
+            return max(0.0, ends - time.perf_counter())
 
     def rest(self) -> None:
         """Marks that there is nothing to do until the next launch."""

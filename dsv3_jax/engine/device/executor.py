@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv3_jax.engine.device.dispatch_times import DispatchTimes
-from dsv3_jax.engine.device.launcher import Launcher
-from dsv3_jax.engine.device.page_swap import RequestCopier, SwappedRequest
+from dsv3_jax.engine.device.page_packing import RequestCopier, SavedRequest
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.page_transfer import PageTransfer
-from dsv3_jax.engine.device.pool_layout import PoolLayout
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import REWIND_SEED, SlotState
 from dsv3_jax.engine.device.step import StepOutput
-from dsv3_jax.engine.device.step_input import StepInput, StepShape, empty_input
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import StepInput, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.device.step_results import RequestResult, StepResults
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
@@ -32,37 +33,15 @@ from dsv3_jax.engine.scheduling.step_plan import (
     ScheduledRequest,
     ShardPlan,
     StepPlan,
-    SwapIn,
-    SwapOut,
 )
-from dsv3_jax.generation.finished import NON_FINITE, RUNNING
+from dsv3_jax.generation.completion import NON_FINITE, RUNNING
+from dsv3_jax.generation.errors import EngineError
 from dsv3_jax.generation.request import Request
+
+_T = TypeVar("_T")
 
 _CLOSE_SECONDS = 30.0
 """Longest time that pages are written to the tiers when the engine ends."""
-
-
-class _Swaps(NamedTuple):
-    """Copies of requests between the device and the host, before a step."""
-
-    copier: RequestCopier
-    outs: list[tuple[SwapOut, SwappedRequest]]
-    ins: list[tuple[SwapIn, SwappedRequest]]
-
-    def run(self, state: SlotState) -> SlotState:
-        """Returns the state after the copies, in the order of the device's work."""
-        for out, swapped in self.outs:
-            swapped.saved = self.copier.save(state, out.slot, out.pages)
-        for back, swapped in self.ins:
-            pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
-            assert swapped.saved is not None
-            state = self.copier.restore(state, back.slot, pages, swapped.saved)
-        return state
-
-    def free_device(self) -> None:
-        """Moves the copies that were made to the host. It does not wait if the step is done."""
-        for _, swapped in self.outs:
-            swapped.free_device()
 
 
 class _Dispatched(NamedTuple):
@@ -70,7 +49,8 @@ class _Dispatched(NamedTuple):
 
     plan: StepPlan
     shape: StepShape
-    swaps: _Swaps | None
+    saved: list[SavedRequest]
+    """Copies of the requests that it preempts."""
     output: Future[StepOutput]
 
 
@@ -78,7 +58,6 @@ class Executor:
     """Dispatches plans and reads their results in the same order.
 
     Args:
-      settings_of: returns the settings of a scheduled request, or None if it has ended.
       copier: copies preempted requests, if the scheduler has a swap space.
       transfer: copies pages from and to the tiers, if the scheduler has a store.
       background: whether a thread launches the programs, see :class:`Launcher`.
@@ -91,7 +70,6 @@ class Executor:
         programs: Programs,
         state: SlotState,
         pool: PoolLayout,
-        settings_of: Callable[[ScheduledRequest], Request | None],
         *,
         copier: RequestCopier | None = None,
         transfer: PageTransfer | None = None,
@@ -103,13 +81,11 @@ class Executor:
         self.times = DispatchTimes()
         self._launcher = Launcher(state, background=background)
         self._pool = pool
-        self._settings_of = settings_of
         self._in_flight: deque[_Dispatched] = deque()
         self._copier = copier
         self._transfer = transfer
         self._saving: Future[None] | None = None
         self._replayed: Future[StepOutput] | None = None
-        self._swapped: dict[ScheduledRequest, SwappedRequest] = {}
 
     @property
     def steps_in_flight(self) -> int:
@@ -144,23 +120,27 @@ class Executor:
         shape = self.programs.shape(
             max(len(shard.decodes) for shard in plan.shards),
             max(len(shard.chunks) for shard in plan.shards),
-            steps=plan.decode_steps,
+            self._options_of(plan),
             depth=plan.depth,
-            options=self._options_of(plan),
         )
         buffer, inputs = empty_input(shape, self.programs.slots_per_shard)
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
             self._fill(arguments, number, shard, plan.decode_steps)
             self._fill_adjustments(arguments, shard, shape)
-        swaps = self._swaps(plan)
-        launch = functools.partial(self._launch, plan, buffer, shape, swaps)
+        saved = [SavedRequest() for _ in plan.swap_outs]
+        for out, each in zip(plan.swap_outs, saved, strict=True):
+            out.request.saved = each
+        restored = [back.request.saved for back in plan.swap_ins]
+        for back in plan.swap_ins:
+            back.request.saved = None
+        launch = functools.partial(self._launch, plan, buffer, shape, saved, restored)
         output = self._launcher.launch(launch)
-        self._in_flight.append(_Dispatched(plan, shape, swaps, output))
+        self._in_flight.append(_Dispatched(plan, shape, saved, output))
 
-    def _asked_options(self, plan: StepPlan) -> StepOptions:
-        settings = [s for r in plan.requests if (s := self._settings_of(r)) is not None]
-        prompt_logprobs = any(self._has_prompt_logprobs(chunk) for chunk in plan.chunks)
-        return StepOptions.of(settings, prompt_logprobs=prompt_logprobs)
+    @staticmethod
+    def _asked_options(plan: StepPlan) -> StepOptions:
+        prompt_logprobs = any(map(_has_prompt_logprobs, plan.chunks))
+        return StepOptions.of(map(_settings, plan.requests), prompt_logprobs=prompt_logprobs)
 
     def replay(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Launches a step that the leader of a mesh of processes has planned. Its results are not
@@ -183,7 +163,7 @@ class Executor:
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each chunk and each
         request that decoded."""
-        plan, shape, swaps, future = self._in_flight.popleft()
+        plan, shape, saved, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
         read = StepResults(output)
@@ -193,7 +173,7 @@ class Executor:
             first = number * shape.rows + shape.decodes
             for i, chunk in enumerate(shard.chunks):
                 prompt = None
-                if shape.prompt_logprobs and self._has_prompt_logprobs(chunk):
+                if shape.options.prompt_logprobs and _has_prompt_logprobs(chunk):
                     prompt = read.prompt(number * shape.chunks + i, chunk)
                 if chunk.is_last:
                     result = self._result(read, first + i, chunk.request, is_decode=False)
@@ -205,23 +185,15 @@ class Executor:
         for number, shard in enumerate(plan.shards):
             for row, request in enumerate(shard.decodes, number * shape.rows):
                 results.append(self._result(read, row, request, is_decode=True))
-        if swaps is not None:
-            swaps.free_device()
+        for each in saved:
+            each.free_device()
         return plan, results
 
     def _result(
         self, read: StepResults, row: int, request: ScheduledRequest, *, is_decode: bool
     ) -> RequestResult:
-        new_tokens = read.new_tokens(row, top=read.has_top and self._asks_for_top(request))
+        new_tokens = read.new_tokens(row, top=read.has_top and _settings(request).logprobs > 0)
         return RequestResult(request, new_tokens, read.finished[row], is_decode)
-
-    def _asks_for_top(self, request: ScheduledRequest) -> bool:
-        settings = self._settings_of(request)
-        return settings is not None and settings.logprobs > 0
-
-    def _has_prompt_logprobs(self, chunk: Chunk) -> bool:
-        settings = self._settings_of(chunk.request)
-        return settings is not None and settings.prompt_logprobs is not None
 
     def take_routing_counts(self) -> Future[jax.Array]:
         """Returns the number of tokens that chose each expert, integers [L_moe, E], in the steps
@@ -237,10 +209,6 @@ class Executor:
 
         return self._launcher.launch(take)
 
-    def forget(self, request: ScheduledRequest) -> None:
-        """Frees the host memory of a request that has ended."""
-        self._swapped.pop(request, None)
-
     def close(self) -> None:
         """Ends the thread that launches programs, and frees the engine's memory on the device.
         Nothing can be dispatched after it. Pages that were to be saved are written first."""
@@ -250,28 +218,23 @@ class Executor:
         if self._transfer is not None:
             self._transfer.close(_CLOSE_SECONDS)
         self._in_flight.clear()
-        self._swapped.clear()
-
-    def _swaps(self, plan: StepPlan) -> _Swaps | None:
-        """Returns the copies between device and host that come before a plan's step."""
-        if self._copier is None or not (plan.swap_outs or plan.swap_ins):
-            return None
-        outs = [(swap, SwappedRequest()) for swap in plan.swap_outs]
-        self._swapped |= {swap.request: swapped for swap, swapped in outs}
-        ins = [(swap, self._swapped.pop(swap.request)) for swap in plan.swap_ins]
-        return _Swaps(self._copier, outs, ins)
 
     def _launch(
         self,
         plan: StepPlan,
         buffer: np.ndarray,
         shape: StepShape,
-        swaps: _Swaps | None,
+        saved: list[SavedRequest],
+        restored: list[SavedRequest],
         state: SlotState,
     ) -> tuple[SlotState, StepOutput]:
         began = self.times.launches()
-        if swaps is not None:
-            state = swaps.run(state)
+        if self._copier is not None:
+            for out, each in zip(plan.swap_outs, saved, strict=True):
+                self._copier.save(state, out.slot, out.pages, each)
+            for back, each in zip(plan.swap_ins, restored, strict=True):
+                pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
+                state = self._copier.restore(state, back.slot, pages, each)
         if self._transfer is not None:
             if plan.saves:
                 self._transfer.save(state.pool, plan.saves)
@@ -305,27 +268,24 @@ class Executor:
 
     def _fill_adjustments(self, inputs: StepInput, plan: ShardPlan, shape: StepShape) -> None:
         """Writes what changes the logits of each request."""
-        if not (shape.penalties or shape.mask_words):
+        if not (shape.options.penalties or shape.options.masks):
             return
         arrays: Any = inputs
         rows = [*enumerate(plan.decodes)]
         rows += [(shape.decodes + i, chunk.request) for i, chunk in enumerate(plan.chunks)]
         penalties = inputs.penalties
         for row, request in rows:
-            settings = self._settings_of(request)
-            if settings is None:
-                continue
+            settings = _settings(request)
             if penalties is not None and settings.has_penalties:
                 penalties.put(row, settings)
             if settings.allowed is not None:
                 arrays.allowed[row] = settings.allowed.words
                 arrays.masks_next_only[row] = request.is_serial
-        if shape.mask_words:
+        if shape.options.masks:
             arrays.rewinds[: len(plan.rewinds)] = plan.rewinds
 
     def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
-        request, settings = chunk.request, self._settings_of(chunk.request)
-        assert settings is not None, "a request was planned after its end"
+        request, settings = chunk.request, _settings(chunk.request)
         arrays.admitted_slots[i] = chunk.slot
         arrays.prompts[i, : len(request.tokens)] = request.tokens
         arrays.lengths[i] = len(request.tokens)
@@ -334,3 +294,104 @@ class Executor:
             getattr(arrays, name)[i] = getattr(settings, name)
         arrays.seed[i] = (settings.seed + request.rewinds * REWIND_SEED) % 2**32
         arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
+
+
+def _settings(request: ScheduledRequest) -> Request:
+    assert request.settings is not None, "the request has no settings"
+    return request.settings
+
+
+def _has_prompt_logprobs(chunk: Chunk) -> bool:
+    return _settings(chunk.request).prompt_logprobs is not None
+
+
+class Launcher:
+    """Owns the state, and applies functions to it one after the other in the order of their launch.
+
+    A launch can block: XLA's GPU runtime waits for the device where a program has a loop whose
+    length is known on the device alone, and a long queue of kernels blocks as well. In a thread it
+    does not keep the engine from planning the next step and processing earlier results.
+
+    Args:
+      state: the initial state. Functions may donate it, so nobody else keeps it.
+      background: whether a thread runs them. Otherwise each has run when :meth:`launch` returns.
+    """
+
+    def __init__(self, state: SlotState, *, background: bool):
+        self._state = state
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if background:
+            # A daemon, unlike the threads of a pool: while the interpreter waits for threads that
+            # read results, the engine goes on. The engine's own thread ends this one.
+            self._thread = threading.Thread(target=self._work, name="dsv3-launcher", daemon=True)
+            self._thread.start()
+
+    @property
+    def state(self) -> SlotState:
+        """The newest state. A launch under way may delete its arrays; their shapes stay."""
+        return self._state
+
+    def launch(self, function: Callable[[SlotState], tuple[SlotState, _T]]) -> Future[_T]:
+        """Applies a function that takes the state, and returns the next state and a result.
+
+        The future has the result or the error. After an error the state may be lost, so all later
+        launches fail.
+
+        Raises:
+          EngineError: the launcher is closed.
+        """
+        future: Future[_T] = Future()
+        with self._closing:  # a launch behind the end of the queue would wait for ever
+            if self._is_closed:
+                raise _closed()
+            if self._thread is not None:
+                self._queue.put((future, function))
+                return future
+        self._run(future, function)
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the launch under way, and frees the state's arrays. Launches behind
+        it fail with an EngineError."""
+        with self._closing:
+            self._is_closed = True
+            self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        for array in jax.tree.leaves(self._state):
+            if isinstance(array, jax.Array):
+                array.delete()
+
+    def _work(self) -> None:
+        """The body of the thread."""
+        while (launch := self._queue.get()) is not None:
+            with contextlib.suppress(BaseException):  # the future has it, and later ones wait
+                self._run(*launch)
+
+    def _run(
+        self, future: Future[_T], function: Callable[[SlotState], tuple[SlotState, _T]]
+    ) -> None:
+        if self._is_closed:
+            # Not cancelled: `concurrent.futures.wait` would not see that.
+            future.set_exception(_closed())
+            return
+        try:
+            if self._error is not None:
+                raise EngineError("launch: an earlier one failed") from self._error
+            self._state, result = function(self._state)
+        except BaseException as error:
+            self._error = self._error or error
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            future.set_result(result)
+
+
+def _closed() -> EngineError:
+    return EngineError("launch: expected one before the shutdown")

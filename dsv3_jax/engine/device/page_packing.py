@@ -1,4 +1,4 @@
-"""Copies pages between the engine's pool and records.
+"""Copies pages between the engine's pool and records, and whole requests to the host and back.
 
 A page is in one array for each array of each layer, and the pool may be wider than what is cached
 and divided over devices. On the device, a page is packed into one vector of its logical contents in
@@ -11,14 +11,17 @@ nothing is exchanged between devices.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
+from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.pages import PageFormat
@@ -206,6 +209,68 @@ class PagePacker:
         return written
 
 
+@dataclasses.dataclass
+class SavedRequest:
+    """A preempted request in host memory, or on its way there. Empty until it is launched."""
+
+    slot: list[Any] = dataclasses.field(default_factory=list)
+    """Its row of each array of :attr:`SlotState.slots`."""
+    pages: list[PackedPage] = dataclasses.field(default_factory=list)
+
+    def free_device(self) -> None:
+        """Keeps the copy in host memory alone. Waits for it."""
+        self.slot, self.pages = jax.device_get((self.slot, self.pages))
+
+
+class RequestCopier:
+    """Saves requests, and restores them in other slots and pages.
+
+    A copy is read in the order of the device's work: steps that were dispatched before it are in
+    it, and later ones, which may write to the same pages, are not.
+
+    Args:
+      state: a state of the shapes and shardings to compile for, on one device.
+      packer: copies its pages.
+    """
+
+    def __init__(self, state: SlotState, packer: PagePacker):
+        self._packer = packer
+        rows, self._structure = jax.tree.flatten(state.slots)
+        slot = jax.ShapeDtypeStruct((), np.int32)
+        self._read = jax.jit(_read_row).lower(rows, slot).compile()
+        shardings = [array.sharding for array in rows]
+        write = jax.jit(_write_row, donate_argnums=0, out_shardings=shardings)
+        self._write = write.lower(rows, slot, jax.eval_shape(_read_row, rows, slot)).compile()
+
+    def save(self, state: SlotState, slot: int, pages: Sequence[int], saved: SavedRequest) -> None:
+        """Copies a request to ``saved``, still on the device, and starts its transfer."""
+        saved.slot = self._read(jax.tree.leaves(state.slots), jax.device_put(np.int32(slot)))
+        for array in saved.slot:
+            array.copy_to_host_async()
+        saved.pages = self._packer.gather(state.pool, pages)
+
+    def restore(
+        self, state: SlotState, slot: int, pages: Sequence[int | None], saved: SavedRequest
+    ) -> SlotState:
+        """Returns the state, which is donated, with a saved request.
+
+        Args:
+          pages: page that each saved page goes to. None leaves it out.
+        """
+        rows = self._write(
+            jax.tree.leaves(state.slots),
+            jax.device_put(np.int32(slot)),
+            jax.device_put(saved.slot),
+        )
+        pairs = zip(pages, saved.pages, strict=True)
+        contents = {
+            page: self._packer.stage(of.payload()) for page, of in pairs if page is not None
+        }
+        pool = self._packer.scatter(state.pool, [*contents], [*contents.values()])
+        slots = jax.tree.unflatten(self._structure, rows)
+        return dataclasses.replace(state, pool=pool, **slots)
+
+
 def _check_pinned(pool: PagePool, format: PageFormat) -> None:
     """Raises ValueError if devices have no pinned host memory, or a page has several parts, which a
     record would have to copy."""
@@ -236,3 +301,13 @@ def arrays_by_name(pool: PagePool) -> dict[str, jax.Array]:
         f"{group.name}.{layer.idx}.{name.key}": array  # pyright: ignore[reportAttributeAccessIssue]
         for (group, layer, name), array in leaves
     }
+
+
+def _read_row(rows: list[jax.Array], slot: Int[Array, ""]) -> list[jax.Array]:
+    return [array[slot] for array in rows]
+
+
+def _write_row(
+    rows: list[jax.Array], slot: Int[Array, ""], values: list[jax.Array]
+) -> list[jax.Array]:
+    return [array.at[slot].set(v) for array, v in zip(rows, values, strict=True)]

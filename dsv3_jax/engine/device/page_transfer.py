@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from dsv3_jax.engine.device.page_packing import PackedPage, PagePacker
-from dsv3_jax.engine.device.pool_layout import PoolLayout
+from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.scheduling.step_plan import PageLoad, PageSave
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
@@ -61,7 +61,7 @@ class _Gathered(NamedTuple):
 
 
 class StagedLoad:
-    """Pages on their way from the tiers, as ``Load`` in ``scheduling/prefix_loads.py``."""
+    """Pages on their way from the tiers, as ``Load`` in ``scheduling/stored_pages.py``."""
 
     def __init__(self, transfer: PageTransfer):
         self._transfer = transfer
@@ -164,21 +164,21 @@ class PageTransfer:
     def addresses(
         self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
     ) -> list[PageAddress]:
-        """See :class:`~dsv3_jax.engine.scheduling.prefix_loads.PageStore`."""
+        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
         is_current = bool(known) and known[0].parent == self.identity.digest
         return self.identity.addresses(tokens, known if is_current else ())
 
     @property
     def page_bytes(self) -> int:
-        """See :class:`~dsv3_jax.engine.scheduling.prefix_loads.PageStore`."""
+        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
         return self.identity.format.num_bytes
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :class:`~dsv3_jax.engine.scheduling.prefix_loads.PageStore`."""
+        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
         return self._tiers.lookup(addresses)
 
     def load(self, addresses: Sequence[PageAddress]) -> StagedLoad:
-        """See :class:`~dsv3_jax.engine.scheduling.prefix_loads.PageStore`."""
+        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
         load, identity = StagedLoad(self), self.identity
         load.future = self._tiers.fetch(addresses)
 

@@ -34,9 +34,9 @@ import jax
 import numpy as np
 
 from dsv3_jax.connections import hang_up
-from dsv3_jax.engine.device.step_input import StepShape
-from dsv3_jax.engine.errors import EngineError
+from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.engine.stats import Compilation, CompileTimes
+from dsv3_jax.generation.errors import EngineError
 from sharding import Layout
 from sharding.distributed import max_over_processes
 
@@ -224,7 +224,8 @@ class Follower:
                     fields = json.loads(header)
                     buffer_shape = fields.pop("_buffer")
                     buffer = np.frombuffer(connection.recv_bytes(), np.int32).reshape(buffer_shape)
-                    replay(buffer, StepShape(**fields))
+                    options = StepOptions(**fields.pop("options"))
+                    replay(buffer, StepShape(**fields, options=options))
             except (EOFError, OSError):
                 exit_process(1)
 

@@ -23,15 +23,12 @@ from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.model_arrays import ModelArrays
 from dsv3_jax.engine.device.processes import global_arrays, spans_processes
 from dsv3_jax.engine.device.program_store import ProgramStore, environment
-from dsv3_jax.engine.device.state import SlotState
-from dsv3_jax.engine.device.state_sharding import shard_state, state_shapes
+from dsv3_jax.engine.device.state import SlotState, shard_state, state_shapes
 from dsv3_jax.engine.device.step import StepOutput, step
-from dsv3_jax.engine.device.step_input import StepShape, empty_input
-from dsv3_jax.engine.device.step_options import StepOptions
+from dsv3_jax.engine.device.step_input import GREEDY, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.stats import CompileTimes
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
-from dsv3_jax.generation.token_mask import num_words
+from dsv3_jax.generation.request import num_words
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
@@ -91,9 +88,7 @@ class Programs:
         self._is_warm = False
         self.vocab_size = vocab_size
         """Number of token ids that a step can select."""
-        self._max_len = max_len
         self._depth = depth
-        self._mask_words = num_words(model.config.vocab_size)
         parts = 1 if model.layout is None else model.layout.num_shards("cached_tokens")
         self.max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
         """Pages of the longest request, on all devices that share its tokens."""
@@ -106,6 +101,12 @@ class Programs:
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
         layout = self.layout = model.layout
         shards = self._shards = 1 if layout is None else layout.num_shards("batch")
+        self._sizes = {
+            "max_len": max_len,
+            "max_pages": self.max_pages,
+            "shards": shards,
+            "mask_words": num_words(model.config.vocab_size),
+        }
         if layout is None:
             self._buffer_sharding = None
         else:
@@ -158,36 +159,17 @@ class Programs:
         self,
         decodes: int,
         chunks: int,
+        options: StepOptions = GREEDY,
         *,
-        steps: int = 1,
         depth: int | None = None,
-        options: StepOptions | None = None,
     ) -> StepShape:
         """Returns the smallest shape that holds a step, see :meth:`Buckets.shape`.
 
         Args:
           depth: drafts per decode step; None for the most.
-          options: what the step's requests ask for; None for greedy ones without further wishes.
         """
-        options = options or StepOptions()
-        shape = self.buckets.shape(
-            decodes,
-            chunks,
-            max_len=self._max_len,
-            max_pages=self.max_pages,
-            steps=steps,
-            depth=self._depth if depth is None else depth,
-            sampling=options.sampling,
-            num_top_logprobs=MAX_TOP_LOGPROBS if options.top_logprobs else 0,
-            shards=self._shards,
-        )
-        all_options = self.buckets.single_shape
-        return dataclasses.replace(
-            shape,
-            penalties=options.penalties or all_options,
-            mask_words=self._mask_words if options.masks or all_options else 0,
-            prompt_logprobs=options.prompt_logprobs,
-        )
+        depth = self._depth if depth is None else depth
+        return self.buckets.shape(decodes, chunks, options, depth=depth, **self._sizes)
 
     @property
     def slots_per_shard(self) -> int:
@@ -200,12 +182,7 @@ class Programs:
         adjustments."""
         if self.buckets.single_shape:
             return [self.shape(0, 0)]
-        return self.buckets.shapes(
-            max_len=self._max_len,
-            max_pages=self.max_pages,
-            depth=self._depth,
-            shards=self._shards,
-        )
+        return self.buckets.shapes(depth=self._depth, **self._sizes)
 
     def warm_up(
         self,
@@ -304,7 +281,7 @@ class Programs:
                 self._cache_spec, num_pages, page_size=self.page_size, layout=self.layout
             ),
             self.num_slots,
-            self._max_len,
+            self._sizes["max_len"],
             mtp_inputs=(self._num_mtp_inputs, self._hidden_size),
             dtype=self._dtype,
             routing_counts=None

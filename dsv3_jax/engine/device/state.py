@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dsv3_jax.engine.device.slot_rows import SlotRows
 from dsv3_jax.engine.device.step_input import StepInput
-from dsv3_jax.generation.finished import RUNNING, STOPPED
+from dsv3_jax.generation.completion import RUNNING, STOPPED
 from dsv3_jax.generation.sampling import Sampling
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from dsv3_jax.kv_cache import PagePool
+from dsv3_jax.layers.paged_cache import PAGE_AXES
+from sharding import Layout, LogicalAxes
+
+_Tree = TypeVar("_Tree")
 
 REWIND_SEED = 0x9E3779B9
 """Added to a request's seed, modulo 2**32, whenever tokens are removed. A position that is sampled
@@ -46,7 +51,7 @@ class SlotState:
     """Length at which the request ends."""
 
     finished: Int[Array, " R"]
-    """RUNNING, STOPPED, FULL or NON_FINITE, see :mod:`dsv3_jax.generation.finished`."""
+    """RUNNING, STOPPED, FULL or NON_FINITE, see :mod:`dsv3_jax.generation.completion`."""
 
     sampling: Sampling
     """Sampling settings of each request."""
@@ -155,3 +160,146 @@ class SlotState:
             ),
             num_mtp_inputs=less(self.num_mtp_inputs),
         )
+
+
+class SlotRows:
+    """Reads and writes rows of a :class:`SlotState` by slot number.
+
+    Rows are sharded like the batch, so that no token, hidden state or setting of a request leaves
+    the devices that run it: with V3 on 144 devices, copies of all rows would take hundreds of
+    megabytes of every device, and each step would broadcast its hidden states. Slots are numbered
+    from 0 on every shard. An array [B, ...] of requests has B / shards entries of each shard, in
+    order.
+
+    Without a layout that shards the batch, these are plain indexing operations.
+    """
+
+    def __init__(self, layout: Layout | None):
+        self._layout = layout
+        self.shards = 1 if layout is None else layout.num_shards("batch")
+
+    def is_slot(self, slots: Int[Array, " B"], num_slots: int) -> Bool[Array, " B"]:
+        """Returns False for entries that are unused.
+
+        Args:
+          num_slots: number of slots of all shards.
+        """
+        return slots < num_slots // self.shards
+
+    def only(
+        self, mask: Bool[Array, " B"], slots: Int[Array, " B"], num_slots: int
+    ) -> Int[Array, " B"]:
+        """Returns the slots where ``mask`` is set. The other entries become unused."""
+        return jnp.where(mask, slots, num_slots // self.shards)
+
+    def get(self, rows: _Tree, slots: Int[Array, " B *_"], *columns: Int[Array, " B *_"]) -> _Tree:
+        """Returns ``rows[slots, *columns]`` of each array of a tree. Indices of unused entries are
+        clipped."""
+
+        def local(rows: _Tree, *indices: jax.Array) -> _Tree:
+            return jax.tree.map(lambda array: array.at[indices].get(mode="clip"), rows)
+
+        return self._on_each_shard(local)(rows, slots, *columns)
+
+    def set(
+        self,
+        rows: Shaped[Array, " R *_"],
+        values: Shaped[Array, " B *_"] | int,
+        slots: Int[Array, " B *_"],
+        *columns: Int[Array, " B *_"],
+    ) -> Shaped[Array, " R *_"]:
+        """Returns rows in which ``rows[slots, *columns]`` are ``values``. Indices of unused entries
+        and columns out of bounds are dropped."""
+        if isinstance(values, int):
+            constant = values
+
+            def fill(rows: jax.Array, *indices: jax.Array) -> jax.Array:
+                return rows.at[indices].set(constant, mode="drop")
+
+            return self._on_each_shard(fill)(rows, slots, *columns)
+
+        def local(rows: jax.Array, values: jax.Array, *indices: jax.Array) -> jax.Array:
+            return rows.at[indices].set(values, mode="drop")
+
+        return self._on_each_shard(local)(rows, values, slots, *columns)
+
+    def concatenate(self, *arrays: Shaped[Array, " _ *rest"]) -> Shaped[Array, " _ *rest"]:
+        """Concatenates arrays of requests, shard by shard."""
+        if self.shards == 1:
+            return jnp.concatenate(arrays)
+        return self._joined(jnp.concatenate([self._by_shard(x) for x in arrays], axis=1))
+
+    def pad(self, array: Shaped[Array, " B *rest"], count: int) -> Shaped[Array, " _ *rest"]:
+        """Appends ``count`` zeros in all, equally many to each shard's entries."""
+        if self.shards == 1:
+            return jnp.pad(array, ((0, count), *[(0, 0)] * (array.ndim - 1)))
+        widths = ((0, 0), (0, count // self.shards), *[(0, 0)] * (array.ndim - 1))
+        return self._joined(jnp.pad(self._by_shard(array), widths))
+
+    def _by_shard(self, array: jax.Array) -> jax.Array:
+        return array.reshape(self.shards, len(array) // self.shards, *array.shape[1:])
+
+    def _joined(self, array: jax.Array) -> jax.Array:
+        return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+
+    def _on_each_shard(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        layout = self._layout
+        if layout is None or self.shards == 1:
+            return body
+        batch = layout.partition_spec(("batch",))
+        return lambda *args: layout.shard_map(body, (batch,) * len(args), batch)(*args)
+
+
+def shard_state(state: _Tree, layout: Layout | None) -> _Tree:
+    """Constrains every array of a state to its sharding, inside or outside of ``jax.jit``.
+
+    A program compiles once per sharding of its arguments. With this function it gets the same
+    shardings from the code that creates a state and from its own previous dispatch.
+    """
+    if layout is None:
+        return state
+    leaves, structure = jax.tree.flatten(state)
+    shardings = state_shardings(state, layout)
+    return jax.tree.unflatten(structure, map(jax.lax.with_sharding_constraint, leaves, shardings))
+
+
+def state_shardings(state: Any, layout: Layout) -> list[NamedSharding]:
+    """Returns the sharding of each array of the state, in flattening order.
+
+    A state is a dataclass whose arrays have a row for each sequence, except the page arrays of its
+    ``pool`` and ``routing_counts``.
+    """
+
+    def axes(path: tuple[Any, ...]) -> LogicalAxes:
+        names = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
+        if "routing_counts" in names:  # summed over all sequences
+            return ()
+        return PAGE_AXES if "pool" in names else ("batch",)
+
+    paths_and_leaves, _ = jax.tree.flatten_with_path(state)
+    return [layout.sharding(axes(path)[: leaf.ndim]) for path, leaf in paths_and_leaves]
+
+
+def state_shapes(
+    empty_state: Callable[[], Any], layout: Layout | None
+) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+    """Returns shape, dtype and sharding of each array of a new state, and its tree structure.
+
+    ``empty_state`` creates the state. It is traced, so that no memory is allocated.
+    """
+    structure: Any = None
+    shardings: list[Any] = []
+
+    # The state is flattened inside, because its class rejects shapes in place of arrays.
+    def leaves() -> list[jax.Array]:
+        nonlocal structure, shardings
+        state = empty_state()
+        leaves, structure = jax.tree.flatten(state)
+        shardings = [None] * len(leaves) if layout is None else state_shardings(state, layout)
+        return leaves
+
+    shapes = jax.eval_shape(leaves)
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(shapes, shardings, strict=True)
+    ], structure

@@ -16,19 +16,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from dsv3_jax.engine.device.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from dsv3_jax.engine.device.slot_rows import SlotRows
-from dsv3_jax.engine.device.state import SlotState
+from dsv3_jax.engine.device.state import SlotRows, SlotState
 from dsv3_jax.engine.device.step_input import StepInput, StepShape, unpack
+from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import DraftContext, Drafter, Drafts
-from dsv3_jax.generation.finished import RUNNING
-from dsv3_jax.generation.sampling import Sampling
+from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
 from dsv3_jax.generation.selection import NewTokens, select_tokens
+from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.kv_cache import LatentKVCache, SequenceTables, TokenBatch
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.model_io import Hidden
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of the tokens after those of C chunks of T tokens."""
+
+    logprobs: Float32[Array, "*C T"]
+    top_tokens: Int[Array, "*C T k"]
+    """The k most probable tokens, best first."""
+    top_logprobs: Float32[Array, "*C T k"]
 
 
 class StepOutput(NamedTuple):
@@ -52,6 +60,15 @@ class StepOutput(NamedTuple):
     them."""
 
 
+class _Options(NamedTuple):
+    """Static arguments of a step."""
+
+    shape: StepShape
+    drafter: Drafter | None
+    vocab_size: int
+    rows: SlotRows
+
+
 class _Requests(NamedTuple):
     """Rows of the state that take part in a step."""
 
@@ -66,14 +83,14 @@ class _Requests(NamedTuple):
     def of(
         cls,
         state: SlotState,
-        rows: SlotRows,
+        options: _Options,
         slots: Int[Array, " B"],
         tables: Int[Array, "B max_pages"],
-        shape: StepShape,
     ) -> _Requests:
+        shape, rows = options.shape, options.rows
         is_slot = rows.is_slot(slots, state.num_slots)
         is_running = is_slot & (rows.get(state.finished, slots) == RUNNING)
-        sampling = dataclasses.replace(rows.get(state.sampling, slots), mode=shape.sampling)
+        sampling = dataclasses.replace(rows.get(state.sampling, slots), mode=shape.options.sampling)
         lengths, limits = rows.get(state.lengths, slots), rows.get(state.limits, slots)
         return cls(slots, tables, is_running, lengths, limits, sampling)
 
@@ -105,41 +122,32 @@ def step(
     """
     inputs = unpack(buffer, shape)
     rows = SlotRows(model.layout)
-    options = _Options(drafter, shape.depth, vocab_size, shape.num_top_logprobs, rows)
+    options = _Options(shape, drafter, vocab_size, rows)
     state = state.rewind(inputs, rows)
     if shape.max_steps > 1:
-        return _decode(model, state, inputs, shape, options)
+        return _decode(model, state, inputs, options)
     state = state.admit(inputs, rows)
-    state, new, drafted, prompt = _step(model, state, inputs, shape, options)
+    state, new, drafted, prompt = _step(model, state, inputs, options)
     one = jax.tree.map(lambda x: x[None], new)
     return state, _output(one, drafted[None], new.finished, prompt)
 
 
-class _Options(NamedTuple):
-    """Static arguments of a step."""
-
-    drafter: Drafter | None
-    depth: int
-    vocab_size: int
-    num_top_logprobs: int
-    rows: SlotRows
-
-
 def _decode(
-    model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
+    model: DeepSeekV3, state: SlotState, inputs: StepInput, options: _Options
 ) -> tuple[SlotState, StepOutput]:
     """Runs up to ``inputs.steps`` decode steps. Ends early when no request is running."""
+    shape = options.shape
     steps = jnp.minimum(inputs.steps[0], shape.max_steps)
-    shapes = jax.eval_shape(lambda state: _step(model, state, inputs, shape, options)[1:], state)
+    shapes = jax.eval_shape(lambda state: _step(model, state, inputs, options)[1:], state)
     outputs = jax.tree.map(lambda x: jnp.zeros((shape.max_steps, *x.shape), x.dtype), shapes)
 
     def is_due(i: Int[Array, ""], state: SlotState) -> Bool[Array, ""]:
-        requests = _decoding(state, inputs, shape, options)
+        requests = _decoding(state, inputs, options)
         return (i < steps) & jnp.any(requests.is_running)
 
     def body(carry: tuple) -> tuple:
         i, _, state, outputs = carry
-        state, *new = _step(model, state, inputs, shape, options)
+        state, *new = _step(model, state, inputs, options)
         # Step i exists. On GPUs `.at[i].set` would check that in kernels of their own.
         outputs = jax.tree.map(
             lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, axis=0),
@@ -156,11 +164,9 @@ def _decode(
     return state, _output(new, drafted, finished)
 
 
-def _decoding(
-    state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
-) -> _Requests:
+def _decoding(state: SlotState, inputs: StepInput, options: _Options) -> _Requests:
     """Returns the requests that decode."""
-    return _Requests.of(state, options.rows, inputs.decode_slots, inputs.decode_tables, shape)
+    return _Requests.of(state, options, inputs.decode_slots, inputs.decode_tables)
 
 
 def _output(
@@ -169,32 +175,24 @@ def _output(
     finished: Int[Array, " R"],
     prompt: PromptLogprobs | None = None,
 ) -> StepOutput:
-    return StepOutput(
-        new.tokens,
-        new.counts,
-        finished,
-        drafted,
-        new.logprobs,
-        new.top_tokens,
-        new.top_logprobs,
-        prompt,
-    )
+    tops = new.top_tokens, new.top_logprobs
+    return StepOutput(new.tokens, new.counts, finished, drafted, new.logprobs, *tops, prompt)
 
 
 def _step(
-    model: DeepSeekV3, state: SlotState, inputs: StepInput, shape: StepShape, options: _Options
+    model: DeepSeekV3, state: SlotState, inputs: StepInput, options: _Options
 ) -> tuple[SlotState, NewTokens, Int[Array, " R"], PromptLogprobs | None]:
     """Runs one step. Also returns its new tokens, how many drafts each request had, and the
     log-probabilities of the chunks' tokens."""
-    rows = options.rows
-    decodes = _decoding(state, inputs, shape, options)
+    shape, rows = options.shape, options.rows
+    decodes = _decoding(state, inputs, options)
     drafts, state = _draft(model, state, decodes, inputs.max_drafts, options)
     batches, sampled = [], []
     if shape.decodes:
         batches.append(_decode_batch(state, rows, decodes, drafts))
         sampled.append(decodes)
     if shape.chunks:
-        chunks, chunk_batch = _chunk_batch(state, rows, inputs, shape)
+        chunks, chunk_batch = _chunk_batch(state, inputs, options)
         batches.append(chunk_batch)
         sampled.append(chunks)
         padding = jnp.zeros((len(chunk_batch.tokens), drafts.tokens.shape[1]), jnp.int32)
@@ -203,9 +201,9 @@ def _step(
     cache = LatentKVCache(pool, batches[0].sequences, state.routing_counts)
     state = _with_cache(state, cache.add_routing_counts(0, expert_counts))
     prompt = None
-    if shape.prompt_logprobs:
+    if shape.options.prompt_logprobs:
         next_tokens = _next_tokens(state, rows, inputs, shape.chunk_tokens)
-        prompt = prompt_logprobs(model, hidden[-1].post_norm, next_tokens, options.vocab_size)
+        prompt = _prompt_logprobs(model, hidden[-1].post_norm, next_tokens, options.vocab_size)
     outputs = list(hidden)
     if shape.chunks:
         outputs[-1] = _at_last(hidden[-1], inputs.counts, 1 + drafts.tokens.shape[1])
@@ -219,10 +217,10 @@ def _step(
         requests.limits,
         requests.is_running,
         vocab_size=options.vocab_size,
-        num_top_logprobs=options.num_top_logprobs,
+        num_top_logprobs=shape.num_top_logprobs,
         acceptance=None if options.drafter is None else options.drafter.acceptance,
         adjustments=inputs.adjustments,
-        known_tokens=rows.get(state.tokens, requests.slots) if shape.penalties else None,
+        known_tokens=rows.get(state.tokens, requests.slots) if shape.options.penalties else None,
     )
     state = _append(state, rows, requests, new)
     drafter = options.drafter
@@ -255,7 +253,7 @@ def _draft(
         num_mtp_inputs=jnp.where(requests.is_running, rows.get(state.num_mtp_inputs, slots), 0),
     )
     drafts, cache = options.drafter.draft(
-        model, context, requests.sampling, options.depth, options.vocab_size
+        model, context, requests.sampling, options.shape.depth, options.vocab_size
     )
     # Drafts past the limit are not checked. One position is reserved for the model's own token.
     room = jnp.where(requests.is_running, requests.limits - requests.lengths - 1, 0)
@@ -290,10 +288,11 @@ def _decode_batch(
 
 
 def _chunk_batch(
-    state: SlotState, rows: SlotRows, inputs: StepInput, shape: StepShape
+    state: SlotState, inputs: StepInput, options: _Options
 ) -> tuple[_Requests, TokenBatch]:
     """Returns the requests of the prefill chunks, which run if a token is to be sampled, and the
     chunks' tokens."""
+    shape, rows = options.shape, options.rows
     positions = inputs.starts[:, None] + jnp.arange(shape.chunk_tokens)
     batch = TokenBatch(
         tokens=rows.get(state.tokens, inputs.chunk_slots[:, None], positions),
@@ -301,7 +300,7 @@ def _chunk_batch(
         sequences=SequenceTables(inputs.chunk_tables, inputs.starts),
         form=shape.chunk_form,
     )
-    requests = _Requests.of(state, rows, inputs.chunk_slots, inputs.chunk_tables, shape)
+    requests = _Requests.of(state, options, inputs.chunk_slots, inputs.chunk_tables)
     return requests._replace(is_running=requests.is_running & (inputs.is_last > 0)), batch
 
 
@@ -381,6 +380,32 @@ def _next_tokens(
     """Returns the tokens one position after those of the chunks."""
     positions = inputs.starts[:, None] + 1 + jnp.arange(count)
     return rows.get(state.tokens, inputs.chunk_slots[:, None], positions)
+
+
+def _prompt_logprobs(
+    model: DeepSeekV3,
+    hidden: Float[Array, "C T D"],
+    next_tokens: Int[Array, "C T"],
+    vocab_size: int,
+) -> PromptLogprobs:
+    """Returns the log-probability of each next token, given those before it.
+
+    One chunk is computed after the other, so that the logits of a single one exist at a time.
+
+    Args:
+      hidden: hidden states after the final norm.
+      vocab_size: ids from here on are padding of the embedding.
+    """
+
+    def of_chunk(arguments: tuple[jax.Array, jax.Array]) -> PromptLogprobs:
+        hidden, tokens = arguments
+        logits = mask_vocab_padding(model.logits(hidden), vocab_size)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        top_logprobs, top_tokens = jax.lax.top_k(log_p, MAX_TOP_LOGPROBS)
+        logprobs = jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
+        return PromptLogprobs(logprobs, top_tokens, top_logprobs)
+
+    return jax.lax.map(of_chunk, (hidden, next_tokens))
 
 
 def _with_cache(state: SlotState, cache: LatentKVCache) -> SlotState:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,49 @@ import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 from dsv3_jax.generation.adjustments import Adjustments, Penalties
+from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import Sampling, SamplingMode
-from dsv3_jax.generation.settings import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from dsv3_jax.generation.settings import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from dsv3_jax.layers.paged_cache import Form
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Options of a step that another program computes."""
+
+    sampling: SamplingMode | None = "greedy"
+    """The program serves requests of this kind. None lets the program read the temperatures."""
+    top_logprobs: bool = False
+    """Whether some requests ask for the most probable tokens."""
+    penalties: bool = False
+    """Whether some requests have penalties, biases or ``min_tokens``."""
+    masks: bool = False
+    """Whether some requests may not generate all tokens."""
+    prompt_logprobs: bool = False
+    """Whether some chunks need the log-probabilities of their tokens."""
+
+    @classmethod
+    def of(cls, requests: Iterable[Request], *, prompt_logprobs: bool = False) -> StepOptions:
+        """Returns the options that serve all of these requests."""
+        requests = list(requests)
+        return cls(
+            sampling=_sampling_mode(requests),
+            top_logprobs=any(r.logprobs for r in requests),
+            penalties=any(r.has_penalties for r in requests),
+            masks=any(r.allowed is not None for r in requests),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _sampling_mode(requests: list[Request]) -> SamplingMode:
+    sampled = [request for request in requests if request.temperature]
+    if not sampled:
+        return "greedy"
+    return "sampled" if any(request.has_filters for request in sampled) else "unfiltered"
+
+
+GREEDY = StepOptions()
+"""Options of a step whose requests ask for nothing that needs another program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +86,12 @@ class StepShape:
     """Form of the chunks' attention."""
     depth: int = 0
     """Drafts of each request that decodes; 0 without a drafter."""
-    sampling: SamplingMode | None = "greedy"
-    """The program serves requests of this kind. None serves all requests: the program reads
-    their temperatures."""
-    num_top_logprobs: int = 0
-    """Most probable tokens that the step reports at each position."""
     shards: int = 1
     """Number of data-parallel shards."""
-    penalties: bool = False
-    """Whether a request of the step has penalties, biases or ``min_tokens``."""
     mask_words: int = 0
-    """Words of the masks of allowed tokens; 0 if every request may generate all tokens."""
-    prompt_logprobs: bool = False
-    """Whether a chunk's request asks for the log-probabilities of its prompt."""
+    """Words of a mask of allowed tokens, which a step has if ``options.masks``."""
+    options: StepOptions = GREEDY
+    """Options that the requests of the step ask for."""
 
     @property
     def rows(self) -> int:
@@ -67,9 +101,14 @@ class StepShape:
     @property
     def name(self) -> str:
         """The sizes and settings that distinguish the shapes of an engine."""
-        common = ("chunk_tokens", "chunk_form", "max_pages", "max_len", "depth", "shards")
-        values = {n: v for n, v in dataclasses.asdict(self).items() if v and n not in common}
+        sizes = {n: getattr(self, n) for n in ("decodes", "chunks", "max_steps")}
+        values = {n: v for n, v in (sizes | dataclasses.asdict(self.options)).items() if v}
         return " ".join(f"{name}={value}" for name, value in values.items())
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Most probable tokens that the step reports at each position."""
+        return MAX_TOP_LOGPROBS if self.options.top_logprobs else 0
 
 
 class StepInput(NamedTuple):
@@ -200,8 +239,8 @@ def _fields(shape: StepShape) -> dict[str, _Field]:
         "masks_next_only": (N,),
         "rewinds": (B,),
     }
-    absent = set() if shape.penalties else set(Penalties._fields)
-    if not shape.mask_words:
+    absent = set() if shape.options.penalties else set(Penalties._fields)
+    if not shape.options.masks:
         absent |= {"allowed", "masks_next_only", "rewinds"}
     fields, begin = {}, 0
     for name in StepInput._fields:
@@ -232,9 +271,9 @@ def empty_input(shape: StepShape, num_slots: int) -> tuple[np.ndarray, list[Step
         for name in ("decode_slots", "chunk_slots", "admitted_slots"):
             views[name][...] = num_slots
         views["stop_tokens"][...] = -1
-        if shape.penalties:
+        if shape.options.penalties:
             views["repetition_penalty"][...] = 1.0
-        if shape.mask_words:
+        if shape.options.masks:
             views["allowed"][...] = ~np.uint32(0)
         inputs.append(StepInput(**views))
     return buffer if shape.shards > 1 else buffer[0], inputs

@@ -1,17 +1,20 @@
-"""Results of a dispatch, request by request, as Python's numbers and lists."""
+"""Results of a dispatch, request by request, as Python's numbers and lists, and the interface of
+what runs plans."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dsv3_jax.engine.device.prompt_logprobs import PromptLogprobs
-from dsv3_jax.engine.device.step import StepOutput
-from dsv3_jax.engine.scheduling.step_plan import Chunk, ScheduledRequest
+from dsv3_jax.engine.device.dispatch_times import DispatchTimes
+from dsv3_jax.engine.device.step import PromptLogprobs, StepOutput
+from dsv3_jax.engine.scheduling.step_plan import Chunk, PageSave, ScheduledRequest, StepPlan
 
 
-class NewTokens(NamedTuple):
+class StepTokens(NamedTuple):
     """Tokens that one step gave to a request."""
 
     tokens: list[int]
@@ -22,17 +25,17 @@ class NewTokens(NamedTuple):
     """The most probable tokens in the place of each, best first, and their log-probabilities:
     [t, n] each. None if the request does not ask for them."""
 
-    def first(self, count: int) -> NewTokens:
+    def first(self, count: int) -> StepTokens:
         """Returns the first of these tokens."""
         top = self.top and (self.top[0][:count], self.top[1][:count])
-        return NewTokens(self.tokens[:count], self.logprobs[:count], self.drafted, top)
+        return StepTokens(self.tokens[:count], self.logprobs[:count], self.drafted, top)
 
 
 class RequestResult(NamedTuple):
     """Tokens that a dispatch gave to one request."""
 
     request: ScheduledRequest
-    steps: list[NewTokens]
+    steps: list[StepTokens]
     """The steps that gained tokens."""
     finished: int
     """RUNNING, STOPPED, FULL or NON_FINITE."""
@@ -74,14 +77,14 @@ class StepResults:
         self._top = arrays.top_tokens, arrays.top_logprobs
         self._prompt = arrays.prompt
 
-    def new_tokens(self, row: int, *, top: bool) -> list[NewTokens]:
+    def new_tokens(self, row: int, *, top: bool) -> list[StepTokens]:
         """Returns the tokens of each step that gave some to a row.
 
         Args:
           top: whether to add the most probable tokens.
         """
         return [
-            NewTokens(
+            StepTokens(
                 self._tokens[step][row][:count],
                 self._logprobs[step][row][:count],
                 self._drafted[step][row],
@@ -95,3 +98,49 @@ class StepResults:
         """Returns :attr:`RequestResult.prompt` for the chunk with this number in the step."""
         arrays = [array[number, : chunk.count] for array in self._prompt]
         return chunk.start + 1, PromptLogprobs(*arrays)
+
+
+class PlanExecutor(Protocol):
+    """Runs plans in order, as ``Executor`` in ``executor.py`` does on a device."""
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Plans whose results have not been read."""
+        ...
+
+    @property
+    def seconds_left(self) -> float:
+        """Predicted time until the step in flight ends; 0 if there is none, or no forecast."""
+        ...
+
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode steps in a plan."""
+        ...
+
+    @property
+    def compiled_after_warm_up(self) -> int:
+        """Number of programs that were compiled while requests were waiting for them."""
+        ...
+
+    @property
+    def times(self) -> DispatchTimes:
+        """Times of the dispatches, by shape."""
+        ...
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Launches a plan. An error of the launch may be raised by :meth:`wait`."""
+        ...
+
+    def save(self, saves: Sequence[PageSave]) -> Future[None]:
+        """Launches copies of pages without a plan. The future is done when these and all earlier
+        ones are launched."""
+        ...
+
+    def wait(self) -> tuple[StepPlan, list[RequestResult]]:
+        """Waits for the oldest plan, and returns it with its results."""
+        ...
+
+    def close(self) -> None:
+        """Frees the memory. Nothing can be dispatched after it."""
+        ...

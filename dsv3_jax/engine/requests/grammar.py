@@ -21,8 +21,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from dsv3_jax.generation.drafters import Drafter
-from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.request import Request, TokenMask
 
 
 @runtime_checkable

@@ -15,13 +15,11 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine.requests.grammar import Grammar, GrammarTracker, allows_drafts, check_grammars
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
-from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
-from dsv3_jax.generation.plan import DraftPlan
-from dsv3_jax.generation.request import Prompt, Request, RequestReader
-from dsv3_jax.generation.stop_scope import ReasoningMarkers
-from dsv3_jax.generation.text import Decoder
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.depth import DraftDepth
+from dsv3_jax.generation.drafters import DraftPlan
+from dsv3_jax.generation.request import Prompt, Request, RequestReader, TokenMask
+from dsv3_jax.generation.text import Decoder, ReasoningMarkers
 from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +43,7 @@ class Intake:
       vocab_size: ids from here on are padding of the embedding and never generated.
       plan: the engine's drafter and its depths.
       deterministic: whether the engine is deterministic, and refuses what needs other programs.
-      cancel: called with the handle of a request that its holder cancels.
+      cancel: called with a request that its holder cancels.
     """
 
     def __init__(
@@ -53,11 +51,11 @@ class Intake:
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         max_len: int,
-        *,
         vocab_size: int,
         plan: DraftPlan,
+        cancel: Callable[[ScheduledRequest], None],
+        *,
         deterministic: bool,
-        cancel: Callable[[EngineRequest], None],
     ):
         self._tokenizer = tokenizer
         self._reader = RequestReader(config, tokenizer, max_len)
@@ -93,10 +91,10 @@ class Intake:
             return requests
         return [dataclasses.replace(r, seed=next(self._seeds) % 2**32) for r in requests]
 
-    def outputs(
+    def scheduled(
         self, requests: Sequence[Request], grammars: Sequence[Grammar], options: SubmitOptions
-    ) -> list[RequestOutput]:
-        """Returns the outputs of requests, which hold their handles.
+    ) -> list[ScheduledRequest]:
+        """Returns what the loop serves: each with its settings and its output.
 
         Args:
           grammars: one for each request, or none.
@@ -114,17 +112,17 @@ class Intake:
         if self._tokenizer is not None and not options.skip_special_tokens:
             decoder = SpecialTokenDecoder(self._tokenizer)
         return [
-            self._output(request, grammar, decoder, options)
+            self._scheduled(request, grammar, decoder, options)
             for request, grammar in zip(requests, grammars or [None] * len(requests), strict=True)
         ]
 
-    def _output(
+    def _scheduled(
         self,
         request: Request,
         grammar: Grammar | None,
         decoder: Decoder | None,
         options: SubmitOptions,
-    ) -> RequestOutput:
+    ) -> ScheduledRequest:
         drafter = self._plan.drafter if options.draft else None
         if grammar is not None and drafter is not None and not allows_drafts(request, drafter):
             drafter = None
@@ -140,15 +138,16 @@ class Intake:
             deadline=math.inf if options.timeout is None else now + options.timeout,
             is_serial=grammar is not None,
             reuses_prefix=request.prompt_logprobs is None,
+            settings=request,
         )
         tracker = None if grammar is None else GrammarTracker(grammar, request, self._selectable)
-        return RequestOutput(
-            EngineRequest(self._cancel),
+        scheduled.output = RequestOutput(
+            EngineRequest(lambda _: self._cancel(scheduled)),
             request,
-            scheduled,
             decoder,
             draft=None if drafter is None else drafter.name,
             depth=depth,
             grammar=tracker,
             reasoning=options.reasoning,
         )
+        return scheduled

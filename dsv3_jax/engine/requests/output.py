@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
+import numpy as np
 
-from dsv3_jax.engine.device.prompt_logprobs import PromptLogprobs, PromptRecord
-from dsv3_jax.engine.device.step_results import NewTokens
-from dsv3_jax.engine.errors import RequestError
+from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.requests.grammar import GrammarTracker
-from dsv3_jax.engine.requests.request import EngineRequest
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.requests.request import EngineRequest, PromptRecord
+from dsv3_jax.engine.scheduling.step_plan import End
 from dsv3_jax.generation.completion import (
+    FINISH_REASONS,
+    NON_FINITE,
+    RUNNING,
     Completion,
     FinishReason,
     Generation,
     Speculation,
     Stats,
+    TopLogprobs,
 )
-from dsv3_jax.generation.errors import NonFiniteLogitsError
+from dsv3_jax.generation.errors import EngineError, NonFiniteLogitsError, RequestError
 from dsv3_jax.generation.request import Request
-from dsv3_jax.generation.results import FINISH_REASONS, Results
-from dsv3_jax.generation.stop_scope import ReasoningMarkers, StopScope
-from dsv3_jax.generation.text import Decoder, TextTracker
+from dsv3_jax.generation.text import Decoder, ReasoningMarkers, StopScope, TextTracker
 from dsv3_jax.tokenizer import SpecialTokenDecoder
+
+# A sampled token was possible, so that its log-probability must not be reported as -inf.
+_LEAST = float(np.finfo(np.float32).min)
 
 
 class RequestOutput:
-    """Turns a request's steps into text, pieces and its completion.
+    """Turns a request's results into text, pieces and its completion. One thread at a time.
 
     Args:
       draft: name of the drafter, or None.
       depth: most drafts per step.
+      grammar: decides which tokens may come next. Others than the output use it.
       reasoning: markers of the reasoning, in which no stop string counts; None if stop strings
         count from the beginning.
     """
@@ -39,16 +43,14 @@ class RequestOutput:
         self,
         handle: EngineRequest,
         request: Request,
-        scheduled: ScheduledRequest,
         decoder: Decoder | None,
         *,
-        draft: str | None,
-        depth: int,
+        draft: str | None = None,
+        depth: int = 0,
         grammar: GrammarTracker | None = None,
         reasoning: ReasoningMarkers | None = None,
     ):
         self.handle = handle
-        self.scheduled = scheduled
         self.request = request
         self.grammar = grammar
         self._has_decoder = decoder is not None
@@ -59,7 +61,8 @@ class RequestOutput:
             opaque = decoder.opaque_tokens(request.stop) if is_special else ()
             if reasoning is not None or opaque:
                 self._scope = StopScope(self._tracker, decoder, reasoning, opaque)
-        self._results = Results()
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
         self._prompt: PromptRecord | None = None
         if request.prompt_logprobs is not None:
             self._prompt = PromptRecord(len(request.prompt), request.prompt_logprobs)
@@ -80,13 +83,27 @@ class RequestOutput:
         """Whether a stop string has appeared."""
         return self._tracker.stopped
 
-    def add(self, step: NewTokens, *, is_decode: bool) -> None:
+    def add(self, result: RequestResult) -> None:
+        """Adds a result, up to a stop string, and streams its text if the request goes on."""
+        if result.prompt is not None and self._prompt is not None:
+            self._prompt.add(*result.prompt)
+        for step in result.steps:
+            if not self.is_stopped:
+                self._add(step, is_decode=result.is_decode)
+        if result.finished == RUNNING and not self.is_stopped:
+            text = self._tracker.piece(final=False)
+            if text or (not self._has_decoder and len(self._tracker.tokens) > self._streamed):
+                self._deliver(text)
+
+    def _add(self, step: StepTokens, *, is_decode: bool) -> None:
         """Adds the tokens of one step: a decode step, or the prefill that ended the prompt."""
-        if self.is_stopped:
-            return
-        self._results.add(step.logprobs)
+        self._logprobs += [max(logprob, _LEAST) for logprob in step.logprobs]
         if step.top is not None:
-            self._results.add_top(self.request.logprobs, *step.top)
+            for ids, values in zip(*step.top, strict=True):
+                is_possible = np.isfinite(values)  # ids that pad the embedding have -inf
+                is_possible[self.request.logprobs :] = False
+                pairs = zip(ids[is_possible].tolist(), values[is_possible].tolist(), strict=True)
+                self._top_logprobs.append(list(pairs))
         position = self.num_tokens
         (self._scope or self._tracker).extend(step.tokens)
         if is_decode:
@@ -98,48 +115,47 @@ class RequestOutput:
             for j in range(len(step.tokens) - 1):
                 self._accepted[j] += 1
 
-    def add_prompt(self, position: int, chunk: PromptLogprobs) -> None:
-        """Adds the log-probabilities of prompt tokens from ``position`` on."""
-        if self._prompt is not None:
-            self._prompt.add(position, chunk)
+    def end(self, end: End, cached_tokens: int = 0) -> None:
+        """Delivers the rest of the text and the completion, or an error.
 
-    def stream(self) -> None:
-        """Delivers the text that later tokens cannot change."""
-        text = self._tracker.piece(final=False)
-        if text or (not self._has_decoder and len(self._tracker.tokens) > self._streamed):
-            self._deliver(text)
-
-    def finish(self, finished: int) -> None:
-        """Delivers the rest of the text and the completion, for a value of ``finished``."""
-        self._end_scope()
-        self.end("stop" if self.is_stopped else FINISH_REASONS[finished])
-
-    def end(self, reason: FinishReason) -> None:
-        """Delivers the rest of the text and the completion."""
-        self._end_scope()
-        self._deliver(self._tracker.piece(final=True), self.completion(reason))
-
-    def _end_scope(self) -> None:
-        if self._scope is not None:
-            self._scope.end()
+        Args:
+          cached_tokens: prompt tokens that the prefix cache saved.
+        """
+        if isinstance(end, EngineError):
+            self.handle.fail(end)
+        elif isinstance(end, BaseException):
+            failure = RequestError(f"request: {end}")
+            failure.__cause__ = end
+            self.handle.fail(failure)
+        else:
+            is_finite = end != NON_FINITE or self.is_stopped
+            if self._scope is not None:
+                self._scope.end()
+            if not is_finite:
+                self._fail_non_finite(cached_tokens)
+                return
+            reason = end
+            if isinstance(reason, int):
+                reason = "stop" if self.is_stopped else FINISH_REASONS[reason]
+            text = self._tracker.piece(final=True)
+            self._deliver(text, self.completion(reason, cached_tokens))
 
     def _deliver(self, text: str, completion: Completion | None = None) -> None:
         """Delivers text with all tokens since the piece before it."""
         begin, end = self._streamed, len(self._tracker.tokens)
         self._streamed = end
-        logprobs = self._results.between(begin, end, self.request)
-        self.handle.deliver(text, self._tracker.tokens[begin:end], *logprobs, completion)
+        tokens = self._tracker.tokens[begin:end]
+        self.handle.deliver(text, tokens, *self._logprobs_between(begin, end), completion)
 
-    def fail(self, error: Exception) -> None:
-        """Ends the request with an error of its own."""
-        failure = RequestError(f"request: {error}")
-        failure.__cause__ = error
-        self.handle.fail(failure)
+    def _logprobs_between(
+        self, begin: int, end: int
+    ) -> tuple[list[float], list[TopLogprobs] | None]:
+        top = self._top_logprobs[begin:end] if self.request.logprobs else None
+        return self._logprobs[begin:end], top
 
-    def fail_non_finite(self) -> None:
+    def _fail_non_finite(self, cached_tokens: int) -> None:
         """Ends the request with an error that carries its tokens so far."""
-        self._end_scope()
-        completion = self.completion("error")
+        completion = self.completion("error", cached_tokens)
         length = completion.prompt_tokens + len(completion.tokens)
         message = (
             f"request: expected finite logits for position {length} ({completion.prompt_tokens} "
@@ -149,18 +165,22 @@ class RequestOutput:
         stats = Stats(self._steps, len(completion.tokens), 0.0, 0.0, 0.0, completion.speculation)
         self.handle.fail(NonFiniteLogitsError(message, Generation([completion], stats)))
 
-    def completion(self, reason: FinishReason) -> Completion:
+    def completion(self, reason: FinishReason, cached_tokens: int = 0) -> Completion:
         """Returns the completion with the tokens so far."""
-        completion = self._results.completion(
-            self.request, self._tracker, reason, self._speculation()
-        )
-        completion = dataclasses.replace(completion, cached_tokens=self.scheduled.cached_tokens)
-        if self._prompt is None:
-            return completion
-        return dataclasses.replace(
-            completion,
-            prompt_logprobs=self._prompt.logprobs,
-            prompt_top_logprobs=self._prompt.top_logprobs,
+        tokens = list(self._tracker.tokens)
+        logprobs, top_logprobs = self._logprobs_between(0, len(tokens))
+        prompt = self._prompt
+        return Completion(
+            text=self._tracker.text,
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=reason,
+            prompt_tokens=len(self.request.prompt),
+            top_logprobs=top_logprobs,
+            speculation=self._speculation(),
+            cached_tokens=cached_tokens,
+            prompt_logprobs=None if prompt is None else prompt.logprobs,
+            prompt_top_logprobs=None if prompt is None else prompt.top_logprobs,
         )
 
     def _speculation(self) -> Speculation | None:

@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from dsv3_jax.engine.device.prompt_logprobs import PromptRecord
+import numpy as np
+
+from dsv3_jax.engine.device.step import PromptLogprobs
 from dsv3_jax.generation.completion import Completion, FinishReason, Piece, TopLogprobs
 
 
@@ -21,6 +23,32 @@ class RequestTimes:
     submitted: float
     first_token: float = math.nan
     end: float = math.nan
+
+
+class PromptRecord:
+    """Log-probabilities of one prompt on the host.
+
+    Args:
+      prompt_tokens: length of the prompt.
+      count: number of most probable tokens to report.
+    """
+
+    def __init__(self, prompt_tokens: int, count: int):
+        self._count = count
+        # Nothing precedes the first token.
+        self.logprobs: list[float | None] = [None] * prompt_tokens
+        self.top_logprobs: list[list[tuple[int, float]] | None] = [None] * prompt_tokens
+
+    def add(self, position: int, chunk: PromptLogprobs) -> None:
+        """Adds the values of consecutive tokens from ``position`` on. Values past the prompt are
+        dropped."""
+        logprobs = np.maximum(np.asarray(chunk.logprobs), np.finfo(np.float32).min).tolist()
+        tokens = np.asarray(chunk.top_tokens)[:, : self._count].tolist()
+        top = np.asarray(chunk.top_logprobs)[:, : self._count].tolist()
+        for i in range(min(len(logprobs), len(self.logprobs) - position)):
+            self.logprobs[position + i] = logprobs[i]
+            pairs = zip(tokens[i], top[i], strict=True)
+            self.top_logprobs[position + i] = [(t, p) for t, p in pairs if np.isfinite(p)]
 
 
 class EngineRequest:
@@ -91,7 +119,7 @@ class EngineRequest:
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Has a function called whenever a piece, or the end, has arrived. It is called in the
-        thread that brings it, usually the engine's, which waits for it."""
+        thread that brings it, usually the one that decodes text, which waits for it."""
         with self._changed:
             self._listeners.append(listener)
 

@@ -12,11 +12,11 @@ cached   nobody refers to it, but its contents are    used, by :meth:`reuse` or,
          indexed and can be reused                    page is free, by :meth:`allocate`
 ======== ============================================ ==========================
 
-The prefix index is a tree. A page's key is its parent page's identity and the exact tokens that its
-contents depend on, compared one by one: two prompts share a page only if all tokens up to its end
-are equal, whatever their hashes. Cached pages are evicted least recently used first, and the end of
-a prefix before its beginning, also if its pages are those of several requests. No page stays in the
-index without all of those before it: nothing could find it.
+The prefix index is a tree of pages. An edge is labelled with the exact tokens of a page, compared
+one by one: two prompts share a page only if all tokens up to its end are equal, whatever their
+hashes. Cached pages are evicted least recently used first, and the end of a prefix before its
+beginning, also if its pages are those of several requests. No page stays in the index without all
+of those before it: nothing could find it.
 
 A page is indexed when the step that computes it is planned, so that requests with the same prompt
 compute it once. Until a step that read it has given finite logits it is unverified: if the logits
@@ -29,21 +29,22 @@ page: then a shared page is right for the MTP layer too, and no request ever wri
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-_ROOT = 0  # identity of the parent of every first page
 
 
-class _Key(NamedTuple):
-    """Key of a page in the prefix index: everything that its contents depend on."""
+@dataclasses.dataclass(eq=False, slots=True)
+class _Node:
+    """An indexed page, or the root of the index."""
 
-    parent: int
-    """Identity of the page before it, or ``_ROOT``."""
-    tokens: tuple[int, ...]
+    page: int
+    tokens: tuple[int, ...] = ()
     """The page's tokens, and ``lookahead`` tokens after them."""
+    parent: _Node | None = None
+    children: dict[tuple[int, ...], _Node] = dataclasses.field(default_factory=dict)
+    """The indexed pages that follow it, by their tokens."""
+    is_verified: bool = False
 
 
 class PageAllocator:
@@ -74,14 +75,8 @@ class PageAllocator:
         self._prefix_cache = prefix_cache
         self._free = list(reversed(self._pages))
         self._references = dict.fromkeys(self._pages, 0)
-        self._index: dict[_Key, int] = {}
-        self._keys: dict[int, _Key] = {}  # of indexed pages
-        # A page gets a new identity whenever it is indexed, so that no key outlives its parent.
-        self._identities: dict[int, int] = {}
-        self._by_identity: dict[int, int] = {}  # the inverse
-        self._children: dict[int, set[int]] = {}  # pages by their parent's identity
-        self._next_identity = itertools.count(_ROOT + 1)
-        self._unverified: set[int] = set()  # indexed pages
+        self._root = _Node(-1)
+        self._nodes: dict[int, _Node] = {}  # of indexed pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.generation = 0
         """Number of calls of :meth:`clear`. A request that began in an earlier generation publishes
@@ -132,14 +127,14 @@ class PageAllocator:
             if self._references.get(page, 0) < 1:
                 raise ValueError(f"page: expected one that is in use, got {page}")
             self._references[page] -= 1
-            if page in self._keys:
-                last = page
+            node = self._nodes.get(page)
+            last = node or last
             if self._references[page]:
                 continue
-            if page in self._keys:
-                self._cached[page] = None
-            else:
+            if node is None:
                 self._free.append(page)
+            else:
+                self._cached[page] = None
         if last is not None:
             # Pages before this request's own may be those of another one, which ended earlier.
             self._touch(last)
@@ -148,19 +143,18 @@ class PageAllocator:
         """Returns the pages that hold the longest indexed prefix of ``tokens``, without changing
         anything. At least one token stays uncovered, since the model has to run on one to predict
         the next."""
-        pages = []
-        parent = _ROOT
+        pages: list[int] = []
+        node: _Node | None = self._root
         for number in range((len(tokens) - 1) // self.page_size):
-            page = self._index.get(self._key(parent, tokens, number))
-            if page is None:
+            node = node.children.get(self._key(tokens, number))
+            if node is None:
                 break
-            pages.append(page)
-            parent = self._identities[page]
+            pages.append(node.page)
         return pages
 
     def is_indexed(self, page: int) -> bool:
         """Returns whether other requests can reuse a page."""
-        return page in self._keys
+        return page in self._nodes
 
     def reuse(self, pages: Iterable[int]) -> None:
         """Adds one reference to each of the pages that :meth:`cached_prefix` returned."""
@@ -183,38 +177,33 @@ class PageAllocator:
         full = (len(tokens) - self.lookahead) // self.page_size
         if not self._prefix_cache or full <= start:
             return start
-        parent = self._identity_of_prefix(tokens, pages, start)
+        node = self._node_of_prefix(tokens, pages, start)
+        if node is None:
+            return full  # the page before was evicted, so that nothing could find these
         for number in range(start, full):
-            if parent is None:
-                # The parent was evicted, so that nothing could find this page.
-                return full
-            key = self._key(parent, tokens, number)
-            page = self._index.get(key)
-            if page is None:
-                page = pages[number]
-                self._index[key] = page
-                self._keys[page] = key
-                self._identities[page] = identity = next(self._next_identity)
-                self._unverified.add(page)
-                self._by_identity[identity] = page
-                self._children.setdefault(parent, set()).add(page)
+            key = self._key(tokens, number)
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(pages[number], key, node)
+                self._nodes[child.page] = child
             # Otherwise another request has published equal contents. This copy stays private, and
             # pages after it are indexed after the other one.
-            parent = self._identities[page]
+            node = child
         return full
 
     def verify(self, pages: Iterable[int]) -> list[int]:
         """Notes that logits that depend on pages are finite. Returns those of the pages that are
         indexed and were unverified."""
-        verified = [page for page in pages if page in self._unverified]
-        self._unverified.difference_update(verified)
+        verified = [page for page in pages if self._is_unverified(page)]
+        for page in verified:
+            self._nodes[page].is_verified = True
         return verified
 
     def retract(self, pages: Iterable[int]) -> None:
         """Removes the unverified ones of some pages from the index, with all pages after them,
         because logits that depend on them are not finite."""
         for page in pages:
-            if page in self._unverified:
+            if self._is_unverified(page):
                 self._remove(page)
 
     def clear(self) -> None:
@@ -223,12 +212,8 @@ class PageAllocator:
         self.generation += 1
         self._free.extend(self._cached)
         self._cached.clear()
-        self._index.clear()
-        self._keys.clear()
-        self._identities.clear()
-        self._by_identity.clear()
-        self._children.clear()
-        self._unverified.clear()
+        self._nodes.clear()
+        self._root.children.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError if a page is lost, referred to by nobody, or in two states.
@@ -249,58 +234,57 @@ class PageAllocator:
             "a page is in two states"
         )
         assert free | cached | used == set(self._pages), "a page is lost"
-        assert set(self._keys) == set(self._index.values()) == set(self._identities)
-        assert all(self._index[key] == page for page, key in self._keys.items())
-        assert cached <= set(self._keys), "a cached page is not indexed"
-        assert not free & set(self._keys), "a free page is indexed"
-        assert self._unverified <= set(self._keys), "an unverified page is not indexed"
-        assert self._by_identity == {number: page for page, number in self._identities.items()}
+        assert cached <= set(self._nodes), "a cached page is not indexed"
+        assert not free & set(self._nodes), "a free page is indexed"
         age = {page: number for number, page in enumerate(self._cached)}
-        for page, key in self._keys.items():
-            assert page in self._children[key.parent], "an indexed page is lost"
-            parent = self._by_identity.get(key.parent)
-            assert parent is not None or key.parent == _ROOT, "a page is indexed without its parent"
-            if page in age and parent in age:
-                assert age[page] < age[parent], "a page is evicted before what follows it"
-        assert sum(map(len, self._children.values())) == len(self._keys)
+        for page, node in self._nodes.items():
+            parent = node.parent
+            assert node.page == page
+            assert parent is not None
+            assert parent.children[node.tokens] is node, "an indexed page is lost"
+            if parent is self._root:
+                continue
+            assert self._nodes.get(parent.page) is parent, "a page is indexed without its parent"
+            if page in age and parent.page in age:
+                assert age[page] < age[parent.page], "a page is evicted before what follows it"
+        nodes = [self._root, *self._nodes.values()]
+        assert sum(len(node.children) for node in nodes) == len(self._nodes)
 
-    def _key(self, parent: int, tokens: Sequence[int], number: int) -> _Key:
+    def _key(self, tokens: Sequence[int], number: int) -> tuple[int, ...]:
         begin = number * self.page_size
-        return _Key(parent, tuple(tokens[begin : begin + self.page_size + self.lookahead]))
+        return tuple(tokens[begin : begin + self.page_size + self.lookahead])
 
-    def _identity_of_prefix(
+    def _is_unverified(self, page: int) -> bool:
+        return page in self._nodes and not self._nodes[page].is_verified
+
+    def _node_of_prefix(
         self, tokens: Sequence[int], pages: Sequence[int], count: int
-    ) -> int | None:
-        """Returns the identity of the indexed page that ends the first ``count`` pages of
-        ``tokens``, or None if it is not indexed."""
-        if not count:
-            return _ROOT
-        if (page := pages[count - 1]) in self._identities:
-            return self._identities[page]
-        parent = _ROOT
+    ) -> _Node | None:
+        """Returns the node that ends the first ``count`` pages of ``tokens``, or None if it is not
+        indexed."""
+        if count and pages[count - 1] in self._nodes:
+            return self._nodes[pages[count - 1]]
+        node: _Node | None = self._root
         for number in range(count):
-            page = self._index.get(self._key(parent, tokens, number))
-            if page is None:
+            node = node.children.get(self._key(tokens, number))
+            if node is None:
                 return None
-            parent = self._identities[page]
-        return parent
+        return node
 
-    def _touch(self, page: int) -> None:
+    def _touch(self, node: _Node | None) -> None:
         """Makes an indexed page and those before it the most recently used cached pages, the first
         one last: the end of a prefix is evicted before its beginning."""
-        last: int | None = page
-        while last is not None:
-            if last in self._cached:
-                self._cached.move_to_end(last)
-            last = self._by_identity.get(self._keys[last].parent)
+        while node is not None:
+            if node.page in self._cached:
+                self._cached.move_to_end(node.page)
+            node = node.parent
 
     def _evict(self) -> int:
         """Takes the least recently used page that no indexed page follows. Those that follow a
         cached page are in use; only if there is no other one, they leave the index with it."""
-        oldest = next(iter(self._cached))
-        page = oldest
-        while self._identities[page] in self._children:
-            self._touch(page)
+        oldest = page = next(iter(self._cached))
+        while self._nodes[page].children:
+            self._touch(self._nodes[page])
             if (page := next(iter(self._cached))) == oldest:
                 break
         del self._cached[page]
@@ -309,19 +293,14 @@ class PageAllocator:
 
     def _remove(self, page: int) -> None:
         """Removes a page from the index, with those after it, which nothing could find any more."""
-        lost = [page]
+        node = self._nodes[page]
+        assert node.parent is not None
+        del node.parent.children[node.tokens]
+        lost = [node]
         while lost:
             each = lost.pop()
-            key = self._keys.pop(each)
-            del self._index[key]
-            siblings = self._children[key.parent]
-            siblings.discard(each)
-            if not siblings:
-                del self._children[key.parent]
-            identity = self._identities.pop(each)
-            del self._by_identity[identity]
-            self._unverified.discard(each)
-            lost += self._children.get(identity, ())
-            if each in self._cached:
-                del self._cached[each]
-                self._free.append(each)
+            del self._nodes[each.page]
+            lost += each.children.values()
+            if each.page in self._cached:
+                del self._cached[each.page]
+                self._free.append(each.page)

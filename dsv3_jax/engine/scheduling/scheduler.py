@@ -24,37 +24,36 @@ that a low priority delays a request and cannot starve it.
 
 With data-parallel attention every shard has its own slots, pages and budget, see
 :class:`SchedulerShard`. There is one waiting queue. A request gets its shard when it is admitted,
-from :mod:`dsv3_jax.engine.scheduling.balancers`; after a preemption it may get another one.
+from :func:`choose_shard`; after a preemption it may get another one.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
-from dsv3_jax.engine.scheduling.admission import next_admission, shard_with_room
-from dsv3_jax.engine.scheduling.dispatch_length import decode_steps
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.page_saves import PageSaves
-from dsv3_jax.engine.scheduling.prefix_loads import PageStore, PrefixLoads
-from dsv3_jax.engine.scheduling.scheduler_config import QueueFullError, SchedulerConfig
-from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard
+from dsv3_jax.engine.scheduling.scheduler_shard import SchedulerShard, choose_shard
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
+    End,
     PageSave,
     Phase,
     ScheduledRequest,
+    SchedulerConfig,
     StepLimits,
     StepPlan,
 )
+from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PageStore, PrefixLoads
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
 
-EndReason = Literal["cancelled", "timeout"]
-"""Reason for which the scheduler itself ended a request."""
+
+class QueueFullError(RuntimeError):
+    """The waiting queue holds as many requests as it may."""
 
 
 class Scheduler:
@@ -63,9 +62,7 @@ class Scheduler:
     Args:
       pages: the pages of each shard. All shards have equally many.
       swaps: host memory of each shard for preempted requests, which come back to the same shard.
-        Without it they are prefilled again.
-      store: pages outside of the device, from which prompts are loaded and to which indexed pages
-        are saved.
+      store: pages outside of the device, to load prompts from and to save indexed pages to.
       load_seconds: longest time that a request waits for pages of the store.
       load_bytes: most bytes in host memory of pages that are loaded for waiting requests.
     """
@@ -81,27 +78,16 @@ class Scheduler:
         load_bytes: float = math.inf,
     ):
         self.config = config
-        self._loads = (
-            None if store is None else PrefixLoads(store, load_seconds, load_bytes, self._order)
-        )
-        self._saves = None if store is None else PageSaves(store)
-        self._limits = StepLimits(config.max_running, config.max_chunks)
+        self.loads = PrefixLoads(store, pages, load_seconds, load_bytes, self._order)
+        self._saves = PageSaves(store, pages)
+        self._limits = config.limits
         self.waiting: list[ScheduledRequest] = []  # sorted by _order
         self.shards = [
             SchedulerShard(
-                number,
-                config.max_running,
-                allocator,
-                chunk_tokens=config.chunk_tokens,
-                aligned_prefixes=config.aligned_prefixes,
-                swap=swap,
-                order=self._order,
-                requeue=self._enqueue,
-                loads=self._loads,
-                saves=self._saves,
+                number, config, each, swap, self.loads, self._saves, self._order, self._enqueue
             )
-            for number, (allocator, swap) in enumerate(
-                zip(pages, swaps or [None] * len(pages), strict=True)
+            for number, (each, swap) in enumerate(
+                zip(pages, swaps or [SwapSpace() for _ in pages], strict=True)
             )
         ]
         self._next_deadline = math.inf  # no unfinished request has an earlier one
@@ -145,8 +131,14 @@ class Scheduler:
           ValueError: a request could never run, because it needs more pages than there are, or
             these are more requests than the queue can hold.
         """
+        pages = self.shards[0].pages
         for request in requests:
-            self._check_size(request)
+            if pages.pages_for(request.max_length + request.drafts) > pages.num_pages:
+                share = f", divided by {len(self.shards)} shards" if len(self.shards) > 1 else ""
+                raise ValueError(
+                    f"request: expected at most {pages.num_pages * pages.page_size} tokens "
+                    f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
+                )
         room = self.config.max_waiting - len(requests)
         if room < 0:
             raise ValueError(
@@ -159,23 +151,13 @@ class Scheduler:
                 f"{len(self.waiting)}; try again later"
             )
         with contextlib.ExitStack() as unless_added:
-            if self._loads is not None:
-                for request in requests:
-                    unless_added.callback(self._loads.end, request)
-                    self._loads.begin(request, [shard.pages for shard in self.shards])
+            for request in requests:
+                unless_added.callback(self.loads.end, request)
+                self.loads.begin(request)
             unless_added.pop_all()
         for request in requests:
             self._enqueue(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
-
-    def _check_size(self, request: ScheduledRequest) -> None:
-        pages = self.shards[0].pages
-        if pages.pages_for(request.max_length + request.drafts) > pages.num_pages:
-            share = f", divided by {len(self.shards)} shards" if len(self.shards) > 1 else ""
-            raise ValueError(
-                f"request: expected at most {pages.num_pages * pages.page_size} tokens "
-                f"(cache_tokens{share}), got {request.max_length} (prompt and max_new_tokens)"
-            )
 
     def limit(self, limits: StepLimits) -> None:
         """Sets the limits of the next steps.
@@ -183,8 +165,7 @@ class Scheduler:
         Raises:
           ValueError: a limit is below 1 or above that of the configuration.
         """
-        most = StepLimits(self.config.max_running, self.config.max_chunks)
-        for name, value, largest in zip(limits._fields, limits, most, strict=True):
+        for name, value, largest in zip(limits._fields, limits, self.config.limits, strict=True):
             if not 1 <= value <= largest:
                 raise ValueError(f"{name}: expected 1 to {largest}, got {value}")
         self._limits = limits
@@ -195,20 +176,17 @@ class Scheduler:
 
     def schedule(
         self, now: float, *, max_decode_steps: int = 1, depth: int | None = None
-    ) -> tuple[StepPlan | None, list[tuple[ScheduledRequest, EndReason]]]:
+    ) -> tuple[StepPlan | None, list[tuple[ScheduledRequest, End]]]:
         """Plans the next dispatch. The caller has to dispatch the plan.
 
+        Returns the plan, or None if there is nothing to compute, and the requests that ended here.
+
         Args:
-          now: time on the caller's clock.
           max_decode_steps: most decode steps in the dispatch if it prefills nothing.
           depth: drafts per decode step that the dispatch has room for; None for the most.
-
-        Returns:
-          The plan, or None if there is nothing to compute, and the requests that ended here.
         """
         ended = self._end_overdue(now)
-        # Pages that this plan's own chunks fill are saved by the next one.
-        unsaved = len(self._saves or ())
+        unsaved = self._saves.count  # pages that this plan's own chunks fill are saved by the next
         separate = self.config.separate
         decodes = [[] if separate else shard.plan_decodes() for shard in self.shards]
         chunks = [shard.plan_prefills(self._limits.chunks) for shard in self.shards]
@@ -216,22 +194,16 @@ class Scheduler:
         if separate and not any(chunks):
             decodes = [shard.plan_decodes() for shard in self.shards]
         if not any(decodes) and not any(chunks):
-            self._drop_saves()
+            self._saves.drop_evicted()
             return None, ended
-        steps = 1
-        if not any(chunks):
-            has_waiting = bool(self.waiting)
-            steps = decode_steps(
-                self.shards, decodes, max_decode_steps, self.config, has_waiting=has_waiting
-            )
+        steps = 1 if any(chunks) else self._extend(decodes, max_decode_steps)
         plan = StepPlan(
-            tuple(shard.plan(decodes[shard.number], chunks[shard.number]) for shard in self.shards),
+            tuple(map(SchedulerShard.plan, self.shards, decodes, chunks)),
             steps,
             depth,
-            self._saves.take(unsaved) if self._saves else (),
-            tuple(load for shard in self.shards for load in shard.take_loads()),
+            self._saves.take(unsaved),
         )
-        self._drop_saves()
+        self._saves.drop_evicted()
         for request in plan.decodes:
             request.decodes_in_flight += steps
         for chunk in plan.chunks:
@@ -245,8 +217,8 @@ class Scheduler:
         self,
         plan: StepPlan,
         new_tokens: Mapping[ScheduledRequest, Sequence[int]],
-        finished: Set[ScheduledRequest],
-        broken: Set[ScheduledRequest] = frozenset(),
+        finished: Collection[ScheduledRequest],
+        broken: Collection[ScheduledRequest] = (),
         finite: Mapping[ScheduledRequest, int] = MappingProxyType({}),
     ) -> None:
         """Takes the results of a dispatched plan.
@@ -265,8 +237,8 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.is_last:
                 chunk.request.decodes_in_flight -= 1
-            if chunk.is_first and self._loads is not None:
-                self._loads.written(chunk.request)
+            if chunk.is_first:
+                self.loads.written(chunk.request)
         for request in broken:
             self._shard_of(request).retract(request)
         ends = {chunk.request: len(chunk.request.tokens) for chunk in plan.chunks if chunk.is_last}
@@ -293,74 +265,49 @@ class Scheduler:
         elif request.is_running:
             self._shard_of(request).end(request)
         request.phase = Phase.ENDED
-        if self._loads is not None:
-            self._loads.end(request)
+        self.loads.end(request)
         for shard in self.shards:
-            if shard.swap:
-                shard.swap.drop(request)
+            shard.swap.drop(request)
             shard.retire()
 
     def take_saves(self) -> tuple[PageSave, ...]:
         """Returns the pages to copy to the store if there is no plan to include them."""
-        return self._saves.take(len(self._saves)) if self._saves is not None else ()
-
-    @property
-    def has_loads(self) -> bool:
-        """Whether pages are or were loaded for a waiting request."""
-        return bool(self._loads)
-
-    def loading(self, now: float) -> int:
-        """Returns the number of waiting requests whose pages are being loaded from the store."""
-        return self._loads.loading(now) if self._loads is not None else 0
-
-    @property
-    def loading_bytes(self) -> int | None:
-        """Bytes in host memory of the pages that are loaded for waiting requests. None without a
-        store."""
-        return None if self._loads is None else self._loads.num_bytes
+        return self._saves.take(self._saves.count)
 
     def clear_prefix_cache(self) -> None:
         """Empties the prefix index of every shard. Waiting requests load no pages."""
         for shard in self.shards:
             shard.pages.clear()
-        if self._loads is not None and self._saves is not None:
-            self._loads.clear()
-            self._saves.clear()
+        self.loads.clear()
+        self._saves.clear()
 
     def end_all(self) -> None:
-        """Ends every request and frees all slots and pages, for example because the device failed.
-        The results of steps in flight must not be reported any more."""
+        """Ends every request now. The results of steps in flight must not be reported any more."""
         retiring = [request for shard in self.shards for request in shard.retiring]
         for request in [*self.unfinished, *retiring]:
             request.steps_in_flight = request.decodes_in_flight = 0
             self.end(request)
-        if self._loads is not None and self._saves is not None:
-            self._loads.forget_steps()
-            self._saves.clear()
+        self.loads.forget_steps()
+        self._saves.clear()
 
     def check_idle(self) -> None:
-        """Raises AssertionError if a slot or page is in use though no request is left. It counts
-        them, so that it takes about a microsecond."""
+        """Raises AssertionError if a slot or page is in use though no request is left."""
         assert self.is_idle, "an idle engine has requests"
         for shard in self.shards:
             shard.check_idle()
-        if self._loads is not None:
-            self._loads.check_idle()
+        self.loads.check_idle()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot or page is lost, owned twice or owned by the wrong shard,
-        or if a queue contradicts a request's state."""
+        """Raises AssertionError if slots, pages, queues and the requests contradict each other."""
         for shard in self.shards:
             shard.check_integrity()
-            if shard.swap:
-                shard.swap.check_integrity(self.waiting)
+            shard.swap.check_integrity(self.waiting)
         for request in self.waiting:
             assert request.phase is Phase.WAITING
             assert request.shard is request.slot is None, "a waiting request has a slot"
             assert not request.pages, "a waiting request has pages"
-        if self._loads is not None and self._saves is not None:
-            self._loads.check_integrity(self.waiting)
-            self._saves.check_integrity(shard.pages for shard in self.shards)
+        self.loads.check_integrity(self.waiting)
+        self._saves.check_integrity()
         orders = [self._order(request) for request in self.waiting]
         assert orders == sorted(orders), "the waiting queue is out of order"
 
@@ -374,8 +321,8 @@ class Scheduler:
         assert request.shard is not None, "the request has no shard"
         return self.shards[request.shard]
 
-    def _end_overdue(self, now: float) -> list[tuple[ScheduledRequest, EndReason]]:
-        ended: list[tuple[ScheduledRequest, EndReason]] = []
+    def _end_overdue(self, now: float) -> list[tuple[ScheduledRequest, End]]:
+        ended: list[tuple[ScheduledRequest, End]] = []
         if not self._has_cancelled and now < self._next_deadline:
             return ended  # without a look at every request
         for request in self.unfinished:
@@ -389,11 +336,6 @@ class Scheduler:
         self._next_deadline = min((r.deadline for r in self.unfinished), default=math.inf)
         return ended
 
-    def _drop_saves(self) -> None:
-        """Drops the saves of pages that have left the prefix index for the pages of this plan."""
-        if self._saves is not None:
-            self._saves.drop_evicted(shard.pages for shard in self.shards)
-
     def _preempted(self) -> list[ScheduledRequest]:
         """Returns the preempted requests that wait for the results of their last steps."""
         retiring = [request for shard in self.shards for request in shard.retiring]
@@ -406,25 +348,23 @@ class Scheduler:
         now: float,
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
-        if self._loads is not None:
-            self._loads.begin_queued([shard.pages for shard in self.shards], now)
-        while (request := next_admission(self.waiting, self.shards, self._loads, now)) is not None:
+        self.loads.begin_queued(now)
+        while (request := self._next_waiting(now)) is not None:
             if any(self._order(each) <= self._order(request) for each in self._preempted()):
                 return  # that one comes first
             rooms = [self._limits.chunks - len(planned) for planned in chunks]
-            choice = shard_with_room(request, self.shards, rooms, self._limits.running)
+            choice = self._shard_with_room(request, rooms)
             if choice is None:
                 return
             shard, hit = choice
-            size, loads = shard.pages.page_size, self._loads
-            if loads is not None and loads.begin_again(request, len(hit), size, now):
+            if self.loads.begin_again(request, len(hit), now):
                 continue
             self.waiting.remove(request)
-            shard.admit(request, hit)
+            loaded = shard.admit(request, hit) * shard.pages.page_size
             if request.preemptions:
-                self.reloaded_tokens += 0 if loads is None else request.computed - len(hit) * size
+                self.reloaded_tokens += loaded
             else:
-                self.loaded_tokens += request.computed - len(hit) * size
+                self.loaded_tokens += loaded
                 request.cached_tokens = request.computed
                 self.prefix_hit_tokens += request.computed
                 self.prefix_queried_tokens += len(request.tokens)
@@ -434,3 +374,70 @@ class Scheduler:
                     decodes[shard.number].append(request)
                 continue
             chunks[shard.number].extend(shard.plan_chunks(request, rooms[shard.number]))
+
+    def _next_waiting(self, now: float) -> ScheduledRequest | None:
+        """Returns the first waiting request whose pages are not being loaded, or the first one in
+        host memory if that one lacks room there on every shard that has a slot for it."""
+        first = next((r for r in self.waiting if not self.loads.is_loading(r, now)), None)
+        free = [shard for shard in self.shards if shard.has_free_slot]
+        if first is None or not free or any(shard.can_be_swapped(first) for shard in free):
+            return first
+        return next((r for r in self.waiting if any(r in shard.swap for shard in free)), first)
+
+    def _shard_with_room(
+        self, request: ScheduledRequest, rooms: Sequence[int]
+    ) -> tuple[SchedulerShard, list[int]] | None:
+        """Returns the shard for a request, and the cached pages that it reuses there, or None if no
+        shard has room.
+
+        Args:
+          rooms: number of chunks that each shard can still prefill in this step.
+        """
+        home = [shard.number for shard in self.shards if request in shard.swap]
+        hits: dict[int, list[int]] = {}
+
+        def hit_with_room(number: int) -> int | None:
+            shard = self.shards[number]
+            is_full = rooms[number] < 1 or len(shard.running) >= self._limits.running
+            if is_full or (home and number not in home):
+                return None
+            hit = shard.hit_with_room(request)
+            if hit is None:
+                return None
+            hits[number] = hit
+            return len(hit) * shard.pages.page_size
+
+        loads = [shard.load for shard in self.shards]
+        number = choose_shard(loads, hit_with_room, len(request.tokens))
+        return None if number is None else (self.shards[number], hits[number])
+
+    def _extend(self, decodes: Sequence[Sequence[ScheduledRequest]], most: int) -> int:
+        """Gives the requests that decode on each shard pages for several steps, in a dispatch that
+        prefills nothing. Returns the number of steps, at most ``most``.
+
+        While requests wait, for a slot or for pages, no dispatch goes past the step in which one of
+        its requests may reach its limit, unless ``refill_steps`` allows it or it is the only one: a
+        dispatch ends with its last request.
+        """
+        requests = list(itertools.chain.from_iterable(decodes))
+        multi_step = self.config.multi_step_decodes
+        is_single = multi_step is not None and max(map(len, decodes)) > multi_step
+        if is_single or any(request.is_serial for request in requests):
+            return 1
+        remaining = [request.max_length - request.least_length for request in requests]
+        if self.waiting:
+            running = sum(len(shard.running) for shard in self.shards)
+            if any(shard.retiring for shard in self.shards) or len(requests) < running:
+                return 1  # results in flight will free a slot
+            if len(requests) > 1:
+                # A step adds up to 1 + drafts tokens.
+                least = [-(-n // (1 + r.drafts)) for n, r in zip(remaining, requests, strict=True)]
+                most = min(most, max(min(least), self.config.refill_steps))
+        steps = max(1, min(most, max(remaining)))
+        work = list(zip(self.shards, decodes, strict=True))
+        while steps > 1 and not all(shard.has_pages(each, steps) for shard, each in work):
+            steps //= 2
+        if steps > 1:
+            for shard, each in work:
+                shard.add_pages(each, steps)
+        return steps

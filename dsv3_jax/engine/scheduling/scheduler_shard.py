@@ -3,6 +3,24 @@
 A layout with data-parallel attention runs each request on one shard, that is on the devices that
 share one part of the batch. Slots are numbered from 0 on every shard. Page numbers are those of the
 whole cache, so that a page of another shard is noticed.
+
+A step takes as long as on its most loaded shard, so that shards should have equal loads. A request
+stays on its shard until it ends or is preempted, because its pages are there. Two figures make a
+shard slow: decoding reads its used pages, and every running request costs something by itself. Both
+are counted in tokens of the cache, see :func:`shard_load`.
+
+A shard whose prefix cache has the beginning of the prompt saves the prefill of these tokens, once.
+That is worth ``HIT_WORTH`` times as many tokens of load: :func:`choose_shard` takes the shard with
+the smallest ``load - HIT_WORTH * hit``. A popular prefix therefore attracts requests to its shard
+until others are that much less loaded. Then one of them computes the prefix as well, and from then
+on they share the requests.
+
+Prefill needs no figure of its own. A step prefills a bounded number of chunks on each shard, and
+the scheduler admits a request only to a shard that has chunks left in this step. Prompts thus wait
+in one queue before all shards, and not on a shard whose earlier prompts are long: tokens balance
+themselves, as by :func:`sharding.balancers.assign_prefill`.
+
+:mod:`sharding.balancers` assigns whole batches of requests at once, and knows no prefixes.
 """
 
 from __future__ import annotations
@@ -10,65 +28,106 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.page_saves import PageSaves
-from dsv3_jax.engine.scheduling.prefix_loads import PrefixLoads
-from dsv3_jax.engine.scheduling.step_plan import Chunk, PageLoad, Phase, ScheduledRequest, ShardPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    Chunk,
+    PageLoad,
+    Phase,
+    ScheduledRequest,
+    SchedulerConfig,
+    ShardPlan,
+)
+from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PrefixLoads
 from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+
+REQUEST_TOKENS = 256
+"""Tokens of the cache that cost a decode step as much as one more request."""
+
+HIT_WORTH = 2
+"""Tokens of load that one token found in the prefix cache outweighs. A token takes longer to
+prefill than to read once, but it is read again in every later step."""
+
+
+def shard_load(used_tokens: int, running: int) -> int:
+    """Returns the load of a shard by its used tokens and running requests, in tokens."""
+    return used_tokens + REQUEST_TOKENS * running
+
+
+def choose_shard(
+    loads: Sequence[int], hit_with_room: Callable[[int], int | None], most_hit: int
+) -> int | None:
+    """Returns the shard for one request, or None if no shard has room for it now.
+
+    Equal costs go to the smaller load, then to the lower shard number: the same arguments always
+    give the same shard.
+
+    Args:
+      loads: load of each shard.
+      hit_with_room: returns the prompt tokens in the prefix cache of a shard, or None if the shard
+        has no room. It is called for no shard that cannot be chosen any more.
+      most_hit: upper bound on these tokens.
+    """
+    best: int | None = None
+    best_cost = 0
+    for shard in sorted(range(len(loads)), key=lambda shard: (loads[shard], shard)):
+        if best is not None and loads[shard] - HIT_WORTH * most_hit >= best_cost:
+            break  # the shards that follow have higher loads still
+        hit = hit_with_room(shard)
+        if hit is None:
+            continue
+        cost = loads[shard] - HIT_WORTH * hit
+        if best is None or cost < best_cost:
+            best, best_cost = shard, cost
+    return best
 
 
 class SchedulerShard:
     """Slots, pages and running requests of one shard.
 
     Args:
-      number: number of the shard.
-      slots: number of slots.
-      chunk_tokens: most tokens in a chunk.
-      aligned_prefixes: see :class:`dsv3_jax.engine.scheduling.scheduler_config.SchedulerConfig`.
-      swap: host memory for preempted requests. Without it they are prefilled again.
+      loads, saves: of pages of waiting and running requests, from and to a store.
       order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.
-      loads: loads of waiting requests, if there is a store of pages.
-      saves: takes indexed pages, if there is a store of pages.
     """
 
     def __init__(
         self,
         number: int,
-        slots: int,
+        config: SchedulerConfig,
         pages: PageAllocator,
-        *,
-        chunk_tokens: int,
-        aligned_prefixes: bool = False,
-        swap: SwapSpace | None = None,
+        swap: SwapSpace,
+        loads: PrefixLoads,
+        saves: PageSaves,
         order: Callable[[ScheduledRequest], float],
         requeue: Callable[[ScheduledRequest], None],
-        loads: PrefixLoads | None = None,
-        saves: PageSaves | None = None,
     ):
         self.number = number
         self.pages = pages
+        self.swap = swap
         self.running: list[ScheduledRequest] = []  # sorted by order
         # Ended or preempted requests whose steps are still in flight keep their slots and pages.
         self.retiring: list[ScheduledRequest] = []
         self.preemptions = 0
-        self._num_slots = slots
-        self._free_slots = list(reversed(range(slots)))
+        self._config = config
+        self._free_slots = list(reversed(range(config.max_running)))
         self._growing = 0  # running requests that may need more pages
-        self.swap = swap
-        self._chunk_tokens = chunk_tokens
-        self._aligned_prefixes = aligned_prefixes
-        self._order = order
-        self._requeue = requeue
         self._loads = loads
         self._saves = saves
+        self._order = order
+        self._requeue = requeue
         self._page_loads: list[PageLoad] = []  # of requests that this step admits
 
     @property
     def has_free_slot(self) -> bool:
         """Whether it can admit another request."""
         return bool(self._free_slots)
+
+    @property
+    def load(self) -> int:
+        """Its load, in tokens of the cache."""
+        return shard_load(self.pages.used * self.pages.page_size, len(self.running))
 
     def hit_with_room(self, request: ScheduledRequest) -> list[int] | None:
         """Returns the cached pages that the request's tokens begin with, or None if the shard has
@@ -82,28 +141,30 @@ class SchedulerShard:
 
     def can_be_swapped(self, request: ScheduledRequest) -> bool:
         """Whether host memory has room if this request runs too."""
-        if self.swap is None or request in self.swap:
+        if not self.swap.exists or request in self.swap:
             return True
         started = [*self.running, *self.retiring, *self.swap.requests]
         longest = [self._most_pages(each) for each in (*started, request)]
         return self.swap.has_room(self.pages.num_pages, longest)
 
-    def admit(self, request: ScheduledRequest, hit: list[int]) -> None:
-        """Gives a request its slot and pages, after :meth:`hit_with_room` has returned ``hit``."""
+    def admit(self, request: ScheduledRequest, hit: list[int]) -> int:
+        """Gives a request its slot and pages, after :meth:`hit_with_room` has returned ``hit``.
+        Returns the number of its pages that come from the store."""
         self.pages.reuse(hit)
         pages = self.pages.allocate(self._pages_at_admission(request) - len(hit))
         assert pages is not None, "the shard has no room"
         request.pages = [*hit, *pages]
         request.shard = self.number
         request.slot = self._free_slots.pop()
-        if self.swap is not None and request in self.swap:
+        loaded: list[tuple[Any, ...]] = []
+        if request in self.swap:
             self.swap.take(request, request.slot, request.pages, len(hit))
             request.phase = request.resumes_in
         else:
             request.phase = Phase.PREFILL
             request.is_slot_ready = False
             request.rewind = 0  # the slot will have the known tokens alone
-            loaded = self._loads.take(request, len(hit)) if self._loads else []
+            loaded = self._loads.take(request, len(hit))
             self._page_loads += map(PageLoad, request.pages[len(hit) :], loaded)
             request.computed = (len(hit) + len(loaded)) * self.pages.page_size
             request.published, request.verified = len(hit), 0
@@ -111,15 +172,14 @@ class SchedulerShard:
             request.generation = self.pages.generation
         bisect.insort(self.running, request, key=self._order)
         self._growing += self._may_grow(request)
+        return len(loaded)
 
     def plan_decodes(self) -> list[ScheduledRequest]:
         """Returns the requests that decode in the next step, each with pages for it."""
         planned: list[ScheduledRequest] = []
         for request in list(self.running):
-            # A request that reaches its limit with the steps in flight needs no other.
-            is_done = request.least_length >= request.max_length
-            if request.phase is not Phase.DECODE or is_done:
-                continue
+            if request.phase is not Phase.DECODE or request.least_length >= request.max_length:
+                continue  # it reaches its limit with the steps in flight
             if request.is_serial and request.decodes_in_flight:
                 continue
             if self._grow(request, request.greatest_length + request.drafts):
@@ -139,10 +199,9 @@ class SchedulerShard:
         chunks = []
         end = len(request.tokens)
         while len(chunks) < most and request.computed < end:
-            count = min(self._chunk_tokens, end - request.computed)
-            is_last = request.computed + count == end
-            is_first = not request.is_slot_ready
-            start = request.computed
+            start, is_first = request.computed, not request.is_slot_ready
+            count = min(self._config.chunk_tokens, end - start)
+            is_last = start + count == end
             chunks.append(Chunk(request, _slot(request), start, count, is_first, is_last))
             request.is_slot_ready = True
             request.computed += count
@@ -153,31 +212,38 @@ class SchedulerShard:
         return chunks
 
     def plan(self, decodes: Sequence[ScheduledRequest], chunks: Sequence[Chunk]) -> ShardPlan:
-        """Returns the plan of a step, with the copies from and to host memory before it."""
-        if self.swap is None:
-            return ShardPlan.of(decodes, chunks)
-        return ShardPlan.of(decodes, chunks, *self.swap.planned())
+        """Returns the plan of a step, with the slots and drafts of now and the copies before it."""
+        swap_outs, swap_ins = self.swap.planned()
+        plan = ShardPlan(
+            decodes=tuple(decodes),
+            slots=tuple(map(_slot, decodes)),
+            drafts=tuple(r.depth.choose() if r.depth else r.drafts for r in decodes),
+            rewinds=tuple(request.rewind for request in decodes),
+            chunks=tuple(chunks),
+            swap_outs=tuple(swap_outs),
+            swap_ins=tuple(swap_ins),
+            loads=tuple(self._page_loads),
+        )
+        for request in decodes:
+            request.rewind = 0
+        self._page_loads.clear()
+        return plan
 
-    def take_loads(self) -> list[PageLoad]:
-        """Returns the copies from the store for requests that were admitted in this step."""
-        loads, self._page_loads = self._page_loads, []
-        return loads
+    def has_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> bool:
+        """Returns whether there are pages for ``steps`` decode steps of these requests."""
+        return sum(self._missing(each, steps) for each in requests) <= self.pages.available
 
-    def missing_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> list[int]:
-        """Returns how many more pages each request needs for ``steps`` decode steps."""
-        return [self._missing_for(request, steps) for request in requests]
-
-    def add_pages(self, requests: Sequence[ScheduledRequest], counts: Sequence[int]) -> None:
-        """Gives each request ``counts`` more pages. The shard must have them."""
+    def add_pages(self, requests: Sequence[ScheduledRequest], steps: int) -> None:
+        """Gives each request its pages for ``steps`` decode steps. There must be enough."""
+        counts = [self._missing(request, steps) for request in requests]
         pages = self.pages.allocate(sum(counts))
         assert pages is not None, "the shard has too few pages"
         for request, count in zip(requests, counts, strict=True):
             self._add(request, [pages.pop() for _ in range(count)])
 
     def publish_decoded(self, request: ScheduledRequest) -> None:
-        """Indexes the pages that a decoding request has filled. The logits of its tokens are known
-        to be finite."""
-        if self._aligned_prefixes:
+        """Indexes the pages that a decoding request has filled, from finite logits."""
+        if self._config.aligned_prefixes:
             return  # a prefill would round the generated tokens otherwise
         # The newest token is not in the cache yet. With an MTP layer, neither are its entries of
         # the newest decode step.
@@ -193,19 +259,17 @@ class SchedulerShard:
             return
         request.verified = last
         verified = set(self.pages.verify(request.pages[first:last]))
-        if verified and self._saves is not None:
+        if verified:
             tokens = request.tokens[: last * self.pages.page_size + self.pages.lookahead]
             self._saves.add(request, tokens, range(first, last), verified)
 
     def retract(self, request: ScheduledRequest) -> None:
-        """Removes the pages of a request whose logits are not finite from the prefix index, except
-        for those from which finite ones have been computed."""
+        """Removes the unverified pages of a request whose logits are not finite from the index."""
         request.is_broken = True
         self.pages.retract(request.pages)
 
     def preempt(self, request: ScheduledRequest) -> None:
-        """Gives up a running request. Without swap space it is prefilled again later, generated
-        tokens included, except for pages that the prefix cache or a store still has."""
+        """Gives up a running request, which is queued again."""
         self._stop(request)
         request.resumes_in = request.phase
         request.phase = Phase.WAITING
@@ -223,7 +287,7 @@ class SchedulerShard:
         """Frees the slots and pages of retiring requests without steps in flight."""
         for request in [r for r in self.retiring if not r.steps_in_flight]:
             self.retiring.remove(request)
-            if self.swap is not None and request.phase is Phase.WAITING:
+            if self.swap.exists and request.phase is Phase.WAITING:
                 decodes = request.resumes_in is Phase.DECODE
                 written = self.pages.pages_for(len(request.tokens) if decodes else request.computed)
                 self.swap.put(request, _slot(request), request.pages[:written])
@@ -238,18 +302,17 @@ class SchedulerShard:
     def check_idle(self) -> None:
         """Raises AssertionError if a slot or page is in use though no request is left."""
         assert self.pages.used == 0, "an idle engine holds pages"
-        assert len(self._free_slots) == self._num_slots, "an idle engine holds slots"
-        assert not (self.swap and self.swap.requests), "an idle engine holds host memory"
+        assert len(self._free_slots) == self._config.max_running, "an idle engine holds slots"
+        assert not self.swap.requests, "an idle engine holds host memory"
         assert not self._page_loads, "an idle engine loads pages"
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot or page is lost or owned twice, or if a list contradicts
-        a request's state."""
+        """Raises AssertionError if slots, pages, lists and the requests contradict each other."""
         owners = [*self.running, *self.retiring]
         assert all(r.shard == self.number for r in owners), "a request is on another shard"
         self.pages.check_integrity([request.pages for request in owners])
-        slots = [_slot(request) for request in owners] + self._free_slots
-        assert sorted(slots) == list(range(self._num_slots)), "a slot is lost or used twice"
+        slots = sorted([*map(_slot, owners), *self._free_slots])
+        assert slots == list(range(self._config.max_running)), "a slot is lost or used twice"
         assert all(request.is_running for request in self.running)
         assert all(not request.is_running for request in self.retiring)
         assert all(request.steps_in_flight > 0 for request in self.retiring)
@@ -266,12 +329,12 @@ class SchedulerShard:
     def _cached_prefix(self, request: ScheduledRequest) -> list[int]:
         """Returns the cached pages that a request can use in the place of its own."""
         pages = self.pages.cached_prefix(request.tokens) if request.reuses_prefix else []
-        if self.swap is not None and request in self.swap:
+        if request in self.swap:
             # It has computed its later pages itself, perhaps in another way.
             is_current = request.generation == self.pages.generation
             pages = pages[: request.published] if is_current else []
-        if self._aligned_prefixes:
-            unit = math.lcm(self._chunk_tokens, self.pages.page_size) // self.pages.page_size
+        if self._config.aligned_prefixes:
+            unit = math.lcm(self._config.chunk_tokens, self.pages.page_size) // self.pages.page_size
             pages = pages[: len(pages) // unit * unit]
         return pages
 
@@ -325,7 +388,7 @@ class SchedulerShard:
         known = request.tokens[: written + self.pages.lookahead]
         request.published = self.pages.publish(known, request.pages, request.published)
 
-    def _missing_for(self, request: ScheduledRequest, steps: int) -> int:
+    def _missing(self, request: ScheduledRequest, steps: int) -> int:
         most = request.greatest_length + steps * (1 + request.drafts) + request.drafts
         most = min(most, request.max_length + request.drafts)
         return max(self.pages.pages_for(most) - len(request.pages), 0)

@@ -56,16 +56,41 @@ class LatencyTargets:
                 raise ValueError(f"{name}: expected seconds above 0, got {value}")
 
 
-class SlaController:
-    """Chooses the limits of every step.
+class FixedLimits:
+    """Limits of every step that never change."""
+
+    def __init__(self, limits: StepLimits):
+        self._most = limits
+
+    def read(self, plan: StepPlan, new_tokens: int, now: float) -> None:
+        """Takes the time at which the results of a plan were read.
+
+        Args:
+          new_tokens: tokens that all requests of the plan gained.
+        """
+
+    def rest(self) -> None:
+        """Marks that there is nothing to do until the next request arrives."""
+
+    def update(self, now: float, waiting_since: float | None) -> StepLimits:
+        """Returns the limits of the next step.
+
+        Args:
+          waiting_since: arrival of the first waiting request, or None if none waits.
+        """
+        return self._most
+
+
+class SlaController(FixedLimits):
+    """Chooses the limits of every step, which change once in an interval.
 
     Args:
       most: the largest limits, those that programs are compiled for. It begins with them.
     """
 
     def __init__(self, targets: LatencyTargets, most: StepLimits):
+        super().__init__(most)
         self.targets = targets
-        self._most = most
         self._running, self._chunks = float(most.running), float(most.chunks)
         self._next_change: float | None = None
         self._last_read: float | None = None
@@ -78,11 +103,6 @@ class SlaController:
         return StepLimits(int(self._running), int(self._chunks))
 
     def read(self, plan: StepPlan, new_tokens: int, now: float) -> None:
-        """Takes the time at which the results of a plan were read.
-
-        Args:
-          new_tokens: tokens that all requests of the plan gained.
-        """
         first = [c.request for c in plan.chunks if c.is_last]
         self._ttfts += [now - r.arrival for r in first if not r.preemptions]
         decoded = new_tokens - len(first)
@@ -92,15 +112,9 @@ class SlaController:
         self._last_read = now
 
     def rest(self) -> None:
-        """Marks that there is nothing to do until the next request arrives."""
         self._last_read = None
 
     def update(self, now: float, waiting_since: float | None) -> StepLimits:
-        """Returns the limits of the next step, which change once in an interval.
-
-        Args:
-          waiting_since: arrival of the first waiting request, or None if none waits.
-        """
         if self._next_change is None:
             self._next_change = now + INTERVAL
         elif now >= self._next_change:

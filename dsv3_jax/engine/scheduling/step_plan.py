@@ -1,4 +1,4 @@
-"""Requests as the scheduler sees them, and the plan of one step. Pure Python."""
+"""Requests as the scheduler sees them, its limits, and the plan of one step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
-from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
+from dsv3_jax.generation.depth import DraftDepth
+from dsv3_jax.generation.request import Request
+
+End = Literal["cancelled", "timeout"] | int | BaseException
+"""Reason of a request's end: the scheduler's, a value of ``finished``, or an error of its own."""
 
 
 class Phase(enum.Enum):
@@ -23,10 +28,14 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class ScheduledRequest:
-    """A request as the scheduler sees it. The scheduler writes all fields but the first nine."""
+    """A request on its way through the engine: one object for all of its rooms.
+
+    The caller that submits it writes the first fields, once. The reader of its results and the
+    executor write what their next step needs. The scheduler writes all others, and ``tokens``.
+    """
 
     tokens: list[int]
-    """The prompt, then the generated tokens that the host has read."""
+    """The prompt, then the generated tokens that the host has read: the scheduler adds them."""
     max_length: int
     """Length at which the request ends: prompt tokens and the most new ones."""
     drafts: int = 0
@@ -45,6 +54,21 @@ class ScheduledRequest:
     depth: DraftDepth | None = None
     """Chooses the drafts of each step, up to ``drafts``. None: always ``drafts``."""
 
+    # Written by the reader of its results. The scheduler looks at `rewind` alone.
+    settings: Request | None = None
+    """Sampling, stop tokens, the mask of a grammar's next token. None if the device is simulated.
+    """
+    output: object = None
+    """Takes its results: text, log-probabilities, the caller's handle."""
+    saved: Any = None
+    """Its copy in host memory while it is preempted. The executor writes it."""
+    rewind: int = 0
+    """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
+    The next decode step removes them."""
+    rewinds: int = 0
+    """Number of steps whose tokens were refused."""
+
+    # Written by the scheduler.
     phase: Phase = Phase.WAITING
     shard: int | None = None
     """The data-parallel shard that runs it, while it has a slot."""
@@ -75,11 +99,6 @@ class ScheduledRequest:
     is_cancelled: bool = False
     is_slot_ready: bool = False
     """Whether a dispatched step has initialised its slot."""
-    rewind: int = 0
-    """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
-    The next decode step removes them. The caller writes it before :meth:`Scheduler.report`."""
-    rewinds: int = 0
-    """Number of steps whose tokens were refused."""
 
     @property
     def is_running(self) -> bool:
@@ -151,6 +170,45 @@ class PageLoad(NamedTuple):
     """As the store gave them, one for each device that has a part of the page."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a scheduler."""
+
+    max_running: int
+    """Number of slots of each shard."""
+    chunk_tokens: int
+    """Most tokens in a chunk; one chunk is one segment of the compiled step."""
+    max_chunks: int
+    """Most chunks of each shard in a step. Its product with ``chunk_tokens`` is the shard's prefill
+    budget of a step."""
+    multi_step_decodes: int | None = None
+    """Most requests on a shard that decode several steps in a dispatch; None for no limit."""
+    max_waiting: int = 4096
+    priority_seconds: float = 10.0
+    """Head start, in seconds, that a request has over one with the next higher priority number."""
+
+    separate: bool = False
+    """Whether a step either prefills or decodes. Prompts come first."""
+    refill_steps: int = 1
+    """While requests wait: decode steps of a dispatch during which the slot of a request that has
+    ended may stay empty."""
+
+    aligned_prefixes: bool = False
+    """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
+    no part of a chunk, and no tokens that were generated."""
+
+    @property
+    def limits(self) -> StepLimits:
+        """The limits of a step."""
+        return StepLimits(self.max_running, self.max_chunks)
+
+    def __post_init__(self) -> None:
+        names = ("max_running", "chunk_tokens", "max_chunks", "max_waiting", "refill_steps")
+        for name in names:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {value}")
+
+
 class StepLimits(NamedTuple):
     """Limits of each shard that may change between steps, within those of the configuration."""
 
@@ -176,33 +234,8 @@ class ShardPlan:
     """Requests to copy to host memory before anything else."""
     swap_ins: tuple[SwapIn, ...] = ()
     """Requests to copy back, after that and before the step."""
-
-    @classmethod
-    def of(
-        cls,
-        decodes: Sequence[ScheduledRequest],
-        chunks: Sequence[Chunk],
-        swap_outs: Sequence[SwapOut] = (),
-        swap_ins: Sequence[SwapIn] = (),
-    ) -> ShardPlan:
-        """Returns the plan with the slots that the requests have now, and chooses their drafts. It
-        takes over what is to be removed from them."""
-        slots, drafts, rewinds = [], [], []
-        for request in decodes:
-            assert request.slot is not None, "the request has no slot"
-            slots.append(request.slot)
-            drafts.append(request.depth.choose() if request.depth else request.drafts)
-            rewinds.append(request.rewind)
-            request.rewind = 0
-        return cls(
-            tuple(decodes),
-            tuple(slots),
-            tuple(drafts),
-            tuple(rewinds),
-            tuple(chunks),
-            tuple(swap_outs),
-            tuple(swap_ins),
-        )
+    loads: tuple[PageLoad, ...] = ()
+    """Pages to copy from a store, after that and before the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +249,6 @@ class StepPlan:
     """Drafts per decode step that the program has room for; None for the most."""
     saves: tuple[PageSave, ...] = ()
     """Pages to copy to a store before anything else."""
-    loads: tuple[PageLoad, ...] = ()
-    """Pages to copy from a store, after that and before the step."""
 
     @functools.cached_property
     def decodes(self) -> tuple[ScheduledRequest, ...]:
@@ -240,6 +271,21 @@ class StepPlan:
         return tuple(swap for shard in self.shards for swap in shard.swap_ins)
 
     @functools.cached_property
+    def loads(self) -> tuple[PageLoad, ...]:
+        """The copies from a store of all shards."""
+        return tuple(load for shard in self.shards for load in shard.loads)
+
+    @functools.cached_property
     def requests(self) -> tuple[ScheduledRequest, ...]:
         """Every request of the plan, once."""
         return tuple(dict.fromkeys([*self.decodes, *(chunk.request for chunk in self.chunks)]))
+
+
+class StepGains(NamedTuple):
+    """Gains of the requests of a plan, as :meth:`Scheduler.report` takes it."""
+
+    tokens: Mapping[ScheduledRequest, Sequence[int]]
+    ends: Mapping[ScheduledRequest, End]
+    """The requests that are at their end."""
+    broken: Collection[ScheduledRequest] = ()
+    finite: Mapping[ScheduledRequest, int] = MappingProxyType({})

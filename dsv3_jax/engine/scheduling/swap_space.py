@@ -19,11 +19,13 @@ class SwapSpace:
     """Counts the pages of swapped requests.
 
     Args:
-      num_pages: pages that fit into the host memory.
+      num_pages: pages that fit into the host memory. None: there is no such memory, and preempted
+        requests are prefilled again.
     """
 
-    def __init__(self, num_pages: int):
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int | None = None):
+        self.exists = num_pages is not None
+        self.num_pages = num_pages or 0
         self._counts: dict[ScheduledRequest, int] = {}
         self._outs: list[SwapOut] = []
         self._ins: list[SwapIn] = []

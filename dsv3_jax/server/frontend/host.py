@@ -150,7 +150,8 @@ class EngineHost:
 
 
 class _Outbox:
-    """Sends what requests gain, from a thread of its own. The engine's thread only marks them."""
+    """Sends what requests gain, from a thread of its own. The thread that
+    decodes their text only marks them."""
 
     def __init__(self, send: Any):
         self._send = send

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dsv3_jax.engine import EngineError, QueueFullError, RequestError
-from dsv3_jax.engine.device.prompt_logprobs import PromptRecord
+from dsv3_jax.engine.requests.request import PromptRecord
 from dsv3_jax.generation.completion import Completion, TopLogprobs
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.generation.request import Prompt

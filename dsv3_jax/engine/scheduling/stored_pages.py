@@ -1,4 +1,4 @@
-"""Pages of prompts that a store outside of the device has: which are loaded, and for whom.
+"""Pages in a store outside of the device: which are loaded, and for whom, and which are saved.
 
 While the pages of a waiting request are loaded, requests behind it are admitted before it. When
 they have come, the request is admitted as usual. The device writes them to the first of its new
@@ -15,8 +15,12 @@ further ahead, and one further ahead takes the bytes of loads behind it. Request
 wait for bytes count as loading, and what they lack is looked up anew when it begins. Of a prefix
 that is larger than the whole budget, the beginning is loaded.
 
-Loads own no pages of the device: only a request that is admitted has pages. Pure Python: addresses
-and contents are the store's own.
+Loads own no pages of the device: only a request that is admitted has pages. Addresses and contents
+are the store's own.
+
+Every page that the prefix cache indexes is saved once, when logits that depend on it are known to
+be finite. Its copy is launched before the step that is planned next, and so before any other
+request can get the page. Nothing waits for it, and an evicted page needs no copy.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest
 
 
 class Load(Protocol):
@@ -85,6 +89,8 @@ class _SharedLoad:
     first: int
     """Number of the first page that is loaded. Those before it were in the prefix cache."""
     num_bytes: int
+    parts: int
+    """Pages of the store in a page."""
     requests: dict[ScheduledRequest, float] = dataclasses.field(default_factory=dict)
     """With the time until which each waits."""
     writing: int = 0
@@ -95,6 +101,8 @@ class PrefixLoads:
     """The loads of waiting requests.
 
     Args:
+      store: None if there is none, so that nothing is loaded.
+      pages: the pages of all shards.
       seconds: longest time that a request waits for its pages, from the beginning of its load.
       most_bytes: most bytes of all loads, at least those of a page.
       order: returns the number that orders requests in the queue.
@@ -102,12 +110,14 @@ class PrefixLoads:
 
     def __init__(
         self,
-        store: PageStore,
+        store: PageStore | None,
+        pages: Sequence[PageAllocator],
         seconds: float,
-        most_bytes: float = math.inf,
-        order: Callable[[ScheduledRequest], float] = lambda request: request.arrival,
+        most_bytes: float,
+        order: Callable[[ScheduledRequest], float],
     ):
         self._store = store
+        self._pages = pages
         self._seconds = seconds
         self._most_bytes = most_bytes
         self._order = order
@@ -120,26 +130,24 @@ class PrefixLoads:
         self._writing: dict[ScheduledRequest, _SharedLoad] = {}
         self._may_begin = False  # whether bytes or the head of the queue have changed
 
-    def __len__(self) -> int:
+    @property
+    def bytes_in_host(self) -> int | None:
+        """Bytes of all loads now. None without a store."""
+        return None if self._store is None else self.num_bytes
+
+    @property
+    def count(self) -> int:
         """Number of requests that have a load, or wait for its beginning."""
         return len(self._of)
 
-    def begin(self, request: ScheduledRequest, pages: Iterable[PageAllocator]) -> None:
-        """Starts to load what the store has of a new request's prompt and the prefix cache of some
-        shard has not.
-
-        Args:
-          pages: the pages of all shards.
-        """
-        if not request.reuses_prefix:
+    def begin(self, request: ScheduledRequest) -> None:
+        """Starts to load what the store has of a new request's prompt, and the prefix cache of some
+        shard has not."""
+        if self._store is None or not request.reuses_prefix:
             return
-        pages = list(pages)
-        first = _cached_everywhere(request, pages)
-        self._begin(request, first, pages[0].page_size, request.arrival)
+        self._begin(request, self._cached_everywhere(request), request.arrival)
 
-    def begin_again(
-        self, request: ScheduledRequest, cached: int, page_size: int, now: float
-    ) -> bool:
+    def begin_again(self, request: ScheduledRequest, cached: int, now: float) -> bool:
         """Starts to load what the store has of a preempted request's tokens, which is about to be
         admitted with ``cached`` pages of the prefix cache.
 
@@ -148,58 +156,58 @@ class PrefixLoads:
         come. If meanwhile the cache has lost pages before those that were loaded, it loads from
         there; that ends, since each load begins at an earlier page.
         """
-        if not request.preemptions or not request.reuses_prefix:
+        if self._store is None or not request.preemptions or not request.reuses_prefix:
             return False
         shared = self._of.get(request)
         if shared is not None and shared.first <= cached:
             return False
         self.end(request)
-        return self._begin(request, cached, page_size, now)
+        return self._begin(request, cached, now)
 
-    def begin_queued(self, pages: Iterable[PageAllocator], now: float) -> None:
-        """Starts the loads of requests that waited for bytes, as far as these last.
-
-        Args:
-          pages: the pages of all shards.
-        """
+    def begin_queued(self, now: float) -> None:
+        """Starts the loads of requests that waited for bytes, as far as these last."""
         if not self._may_begin:
             return
         self._may_begin = False
-        pages = list(pages)
         while self._queue:
             request = self._queue.pop(0)
             del self._of[request]
-            first = _cached_everywhere(request, pages)
-            self._begin(request, first, pages[0].page_size, now)
+            self._begin(request, self._cached_everywhere(request), now)
             if self._of.get(request, self) is None:
                 return  # it is the first in the queue again
 
-    def _begin(self, request: ScheduledRequest, first: int, page_size: int, now: float) -> bool:
+    def _begin(self, request: ScheduledRequest, first: int, now: float) -> bool:
         """Starts to load what the store has of a request from page ``first`` on, or queues the
         request for that. Returns False if there is nothing to load."""
-        parts = self._store.parts
-        request.addresses = self._store.addresses(request.tokens, request.addresses)
+        store = self._store
+        assert store is not None
+        parts = store.parts
+        request.addresses = store.addresses(request.tokens, request.addresses)
         # The model has to run on at least one token.
-        most = (len(request.tokens) - 1) // page_size
+        most = (len(request.tokens) - 1) // self._pages[0].page_size
         wanted = request.addresses[first * parts : most * parts]
-        page_bytes = parts * self._store.page_bytes
-        count = int(min(self._store.lookup(wanted) // parts, self._most_bytes / page_bytes))
+        page_bytes = parts * store.page_bytes
+        count = int(min(store.lookup(wanted) // parts, self._most_bytes / page_bytes))
         if not count:
             return False
         wanted = wanted[: count * parts]
         key = (first, wanted[-1])
         shared = self._by_key.get(key)
         if shared is None:
-            num_bytes = len(wanted) * self._store.page_bytes
+            num_bytes = len(wanted) * store.page_bytes
             if not self._take_bytes(request, num_bytes):
                 self._enqueue(request)
                 return True
-            shared = _SharedLoad(key, self._store.load(wanted), first, num_bytes)
+            shared = _SharedLoad(key, store.load(wanted), first, num_bytes, parts)
             self._by_key[key] = shared
             self.num_bytes += num_bytes
         shared.requests[request] = now + self._seconds
         self._of[request] = shared
         return True
+
+    def _cached_everywhere(self, request: ScheduledRequest) -> int:
+        """Returns how many leading pages of a request the prefix caches of all shards have."""
+        return min(len(each.cached_prefix(request.tokens)) for each in self._pages)
 
     def _take_bytes(self, request: ScheduledRequest, count: int) -> bool:
         """Returns whether the load of a request can begin. Gives up loads of requests behind it if
@@ -251,7 +259,7 @@ class PrefixLoads:
         if shared is None:
             self.end(request)
             return []
-        contents, parts = shared.load.contents or (), self._store.parts
+        contents, parts = shared.load.contents or (), shared.parts
         loaded = [
             tuple(contents[begin : begin + parts])
             for begin in range(0, len(contents) - parts + 1, parts)
@@ -283,7 +291,7 @@ class PrefixLoads:
             self._close_unused(shared)
 
     def clear(self) -> None:
-        """Ends all loads: the requests compute their prompts."""
+        """Ends all loads."""
         for request in list(self._of):
             self.end(request)
 
@@ -322,6 +330,69 @@ class PrefixLoads:
         assert sum(each.num_bytes for each in loads.values()) == self.num_bytes <= self._most_bytes
 
 
-def _cached_everywhere(request: ScheduledRequest, pages: Sequence[PageAllocator]) -> int:
-    """Returns how many leading pages of a request the prefix caches of all shards have."""
-    return min(len(each.cached_prefix(request.tokens)) for each in pages)
+class PageSaves:
+    """Pages that were verified since the last plan, and are to be copied to the store.
+
+    Args:
+      store: None if there is none, so that nothing is saved.
+      pages: the pages of all shards.
+    """
+
+    def __init__(self, store: PageStore | None, pages: Sequence[PageAllocator]):
+        self._store = store
+        self._pages = pages
+        self._pending: list[PageSave] = []
+
+    @property
+    def count(self) -> int:
+        """Number of pages that no plan has included yet."""
+        return len(self._pending)
+
+    def add(
+        self,
+        request: ScheduledRequest,
+        tokens: Sequence[int],
+        numbers: range,
+        verified: Collection[int],
+    ) -> None:
+        """Adds the pages of a request that have just been verified.
+
+        Args:
+          tokens: its first tokens: all that these pages depend on.
+          numbers: numbers of its pages that were verified.
+          verified: pages to add. The others were verified before, or are copies of another
+            request's pages.
+        """
+        if self._store is None:
+            return
+        request.addresses = self._store.addresses(tokens, request.addresses)
+        parts = self._store.parts
+        for number in numbers:
+            if (page := request.pages[number]) in verified:
+                addresses = request.addresses[number * parts : (number + 1) * parts]
+                save = PageSave(page, tuple(addresses), self._store.identity)
+                self._pending.append(save)
+
+    def take(self, count: int) -> tuple[PageSave, ...]:
+        """Returns the first ``count`` pages. The caller launches their copies."""
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        return tuple(taken)
+
+    def drop_evicted(self) -> None:
+        """Gives up copies of pages that have left the index: nothing can be found after them."""
+        if self._pending:
+            self._pending = [save for save in self._pending if self._is_indexed(save)]
+
+    def _is_indexed(self, save: PageSave) -> bool:
+        return any(pages.is_indexed(save.page) for pages in self._pages)
+
+    def clear(self) -> None:
+        """Gives up all copies that were not launched."""
+        self._pending.clear()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a page lost its contents before its copy was launched."""
+        for save in self._pending:
+            assert self._is_indexed(save), "a page was evicted"
+            assert self._store is not None
+            assert len(save.addresses) == self._store.parts, "a page lacks an address"

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from dsv3_jax.engine.scheduling.draft_depth import DraftDepth
+from dsv3_jax.generation.depth import DraftDepth
 
 
 def run(depth: DraftDepth, steps: int, accepts: int, late: int = 1) -> list[int]:

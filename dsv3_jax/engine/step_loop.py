@@ -1,0 +1,137 @@
+"""The turns of an engine's loop: plan a step, dispatch it, read the results of the step before it.
+
+A turn knows plans and numbers, and neither arrays nor threads: an executor runs the plans, and the
+owner of the requests takes their results. :class:`dsv3_jax.engine.loop.EngineLoop` adds the
+callers, the thread and the locks; the simulator runs the same turns in simulated time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from dsv3_jax.engine.device.step_results import PlanExecutor, RequestResult
+from dsv3_jax.engine.scheduling.scheduler import Scheduler
+from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
+from dsv3_jax.engine.scheduling.step_plan import (
+    End,
+    ScheduledRequest,
+    StepGains,
+    StepPlan,
+)
+from dsv3_jax.engine.scheduling.step_times import DecodePace, Pace
+from dsv3_jax.engine.stats import HostTimes
+
+LEAD_SECONDS = 0.004
+"""Time from planning a step to its first kernel on the device, with a margin."""
+
+
+class Requests(Protocol):
+    """The requests that have not ended, as their turns see them."""
+
+    def take_ended(self) -> Mapping[ScheduledRequest, End]:
+        """Returns the requests that have ended since the last call, by their text for example."""
+        ...
+
+    def wait_for_room(self) -> None:
+        """Waits until :meth:`take` can be called."""
+        ...
+
+    def take(self, plan: StepPlan, results: Sequence[RequestResult]) -> StepGains:
+        """Takes the results of a plan."""
+        ...
+
+    def end(self, request: ScheduledRequest, end: End) -> None:
+        """Ends a request, and tells its holder. The scheduler has ended it already."""
+        ...
+
+
+class StepLoop:
+    """Moves requests from the waiting queue to their end, turn by turn.
+
+    Args:
+      overlap: whether a step is dispatched before the results of the step before it are read.
+      limits: changes the scheduler's limits.
+      pace: chooses the steps of dispatches that only decode.
+      lock: is held while a step is planned, and while its results are taken.
+      clock: the one of the requests' arrivals and deadlines.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: PlanExecutor,
+        requests: Requests,
+        *,
+        overlap: bool,
+        limits: FixedLimits,
+        pace: Pace | None = None,
+        lock: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        times: HostTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._scheduler = scheduler
+        self._executor = executor
+        self._requests = requests
+        self._overlap = overlap
+        self._limits = limits
+        self._pace: Pace = pace or DecodePace()
+        self._lock = lock
+        self.times = times or HostTimes(clock)
+        self._clock = clock
+
+    @property
+    def seconds_to_plan(self) -> float:
+        """Time until the step in flight is about to end, if the next one can admit requests that
+        arrive meanwhile; 0 or less if it is to be planned now."""
+        if not self._overlap or not self._scheduler.has_room:
+            return 0.0
+        return self._executor.seconds_left - LEAD_SECONDS - self.times.seconds_to_launch
+
+    def step(self) -> bool:
+        """Plans and dispatches a step, and reads earlier results. Returns False if there was
+        nothing to do."""
+        executor = self._executor
+        with self._lock():
+            for request, end in self._requests.take_ended().items():
+                self._scheduler.end(request)
+                self._requests.end(request, end)
+            with self.times.measure("planning"):
+                now, waiting = self._clock(), self._scheduler.waiting
+                since = waiting[0].arrival if waiting else None
+                self._scheduler.limit(self._limits.update(now, since))
+                steps, depth = self._pace.choose(executor.max_decode_steps)
+                plan, ended = self._scheduler.schedule(now, max_decode_steps=steps, depth=depth)
+                for request, reason in ended:
+                    self._requests.end(request, reason)
+            saves = self._scheduler.take_saves() if plan is None else ()
+        if plan is not None:
+            with self.times.measure("dispatching"):
+                executor.dispatch(plan)
+        elif saves:
+            executor.save(saves)
+        if plan is None and not executor.steps_in_flight:
+            executor.times.rest()
+            self._limits.rest()
+        in_flight = 1 if self._overlap and plan is not None else 0
+        has_read = executor.steps_in_flight > in_flight
+        while executor.steps_in_flight > in_flight:
+            self._read()
+        return plan is not None or has_read or bool(ended)
+
+    def _read(self) -> None:
+        """Waits for the results of the oldest step, and hands them to its requests."""
+        with self.times.measure("waiting"):
+            plan, results = self._executor.wait()
+            self._requests.wait_for_room()
+        with self._lock(), self.times.measure("processing"):
+            gains = self._requests.take(plan, results)
+            new_tokens, now = sum(map(len, gains.tokens.values())), self._clock()
+            self.times.count(plan, new_tokens)
+            self._pace.read(plan, results, now)
+            self._limits.read(plan, new_tokens, now)
+            self._scheduler.report(plan, *gains)
+            for request, end in gains.ends.items():
+                self._requests.end(request, end)
