@@ -31,7 +31,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.decode import machine
+from benchmarks import machine
 from benchmarks.profile import trace
 from benchmarks.serving.replay import replay
 from dsv3_jax.engine import Engine

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.decode import machine, models
+from benchmarks import machine
+from benchmarks.decode import models
 from benchmarks.serving.soak import growth, soak
 from dsv3_jax.engine import Engine
 from dsv3_jax.files import atomic_write

@@ -62,18 +62,6 @@ def bandwidth() -> float:
     return x.nbytes / seconds(lambda: add(x))
 
 
-def memory_bytes() -> int:
-    """Returns the memory of the default device that JAX may use, in bytes.
-
-    Raises:
-      ValueError: the device does not report it.
-    """
-    statistics = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" not in statistics:
-        raise ValueError(f"expected a device that reports its memory, got {jax.devices()}")
-    return statistics["bytes_limit"]
-
-
 def seconds(run: Any) -> float:
     """Returns the seconds per run, with several runs in flight: the median over windows."""
     jax.block_until_ready(run())

@@ -2,8 +2,8 @@
 its last.
 
 A one-block kernel stores the low word of ``%globaltimer``, in nanoseconds. JAX programs contain it
-as a Mosaic GPU kernel (:mod:`benchmarks.kernels.jax_clock`), torch programs as a Triton kernel
-(:mod:`benchmarks.kernels.torch_clock`). The instruction is the same, and both are in the stream or
+as a Mosaic GPU kernel (:mod:`benchmarks.kernels.jax_timing`), torch programs as a Triton kernel
+(:mod:`benchmarks.kernels.torch_timing`). The instruction is the same, and both are in the stream or
 CUDA graph of the kernels that they time. So no time includes the launch of a program by Python, and
 no profiler slows the kernels down.
 """

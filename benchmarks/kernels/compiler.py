@@ -9,16 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.kernels import checks, inputs
-from benchmarks.kernels.calls import call_of, plan
+from benchmarks.kernels.calls import call_of, in_order, plan, xla_call
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call, compile_program, counted, lowered_program
-from benchmarks.kernels.shapes import Case, Decode, check_key, guessed_us, key, rotation
+from benchmarks.kernels.shapes import Case, Decode, guessed_us, key, rotation
 from benchmarks.kernels.workers import Reply
-from benchmarks.kernels.xla_lowering import in_order, xla_call
 
 COMPILATIONS = 14  # concurrent compilations
 UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
@@ -71,22 +68,13 @@ class Compiler:
         """Starts those of ``parts`` that have not been started.
 
         Args:
-          parts: "ours", names of variants, and "xla".
+          parts: "ours" and "xla".
         """
         self._start(key(case), "make", self._lower_make, case)
         self._start(key(case), "judge", self._lower_judge, case)
         for part in parts:
-            if part == "xla":
-                self._start(key(case), "xla", self._lower_xla, case)
-            else:
-                self._start(key(case), part, self._lower_ours, case, part)
-
-    def start_check(self, case: Case, part: str) -> None:
-        """Starts the checks of "ours" or of a variant that have not been started."""
-        for seed in checks.seeds(case):
-            self._start(check_key(case), f"ragged {seed}", self._lower_ragged, case, seed)
-            name = f"repeat {part} {seed}"
-            self._start(check_key(case), name, self._lower_repeat, case, seed, part)
+            lower = self._lower_xla if part == "xla" else self._lower_ours
+            self._start(key(case), part, lower, case)
 
     def get(self, name: str, part: str) -> Any:
         """Returns a compiled program, or raises the error of its compilation."""
@@ -114,26 +102,6 @@ class Compiler:
         except Exception as error:
             self._built[name, part] = error
 
-    def _lower_ragged(self, case: Case, seed: int) -> Callable[[], Any]:
-        small = checks.ragged(case, seed)
-        lowered = jax.jit(small.build).lower(inputs.random_key(seed), small.host)
-        return lambda: lowered.compile(compiler_options=UNTUNED)
-
-    def _lower_repeat(self, case: Case, seed: int, part: str) -> Callable[[], Any]:
-        small, call = checks.ragged(case, seed), self._call_of(case, part)
-        arrays, want = jax.eval_shape(small.build, inputs.random_key(seed), small.host)
-
-        def repeat(arrays, first, differences, want):
-            result = small.defined(call(arrays))
-            errors = checks.errors(result, want)
-            return result, differences + checks.unequal(result, first), errors
-
-        first = jax.eval_shape(lambda arrays: small.defined(call(arrays)), arrays)
-        differences = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = jax.jit(repeat).lower(arrays, first, differences, want)
-        blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), first)
-        return lambda: (lowered.compile(compiler_options=UNTUNED), blank)
-
     def _lower_make(self, case: Case) -> Callable[[], Any]:
         lowered = jax.jit(functools.partial(make_set, case)).lower(
             inputs.random_key(0), inputs.host(case, 0)
@@ -148,13 +116,9 @@ class Compiler:
         )
         return lambda: lowered.compile(compiler_options=UNTUNED)
 
-    def _call_of(self, case: Case, part: str) -> Call:
-        """Returns the call of "ours" or of a variant."""
-        return call_of(case, self._implementation if part == "ours" else part)
-
-    def _lower_ours(self, case: Case, part: str) -> Callable[[], Any]:
+    def _lower_ours(self, case: Case) -> Callable[[], Any]:
         sets, laps = self.rotation(case)
-        call = self._call_of(case, part)
+        call = call_of(case, self._implementation)
         lowered = lower_ours(case, call, sets, laps)
 
         def build() -> tuple[Any, Reply]:

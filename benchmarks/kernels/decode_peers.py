@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import peer_libraries as libraries
-from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor, softmax_of
+from benchmarks.kernels import peer as libraries
+from benchmarks.kernels.peer import (
+    Inputs,
+    Peer,
+    Random,
+    Tensor,
+    float8_tokens,
+    latent_of,
+    softmax_of,
+)
 from benchmarks.kernels.shapes import LATENT, PAGE, ROPE, Decode, page_tables
 from benchmarks.kernels.sparse_peers import SCALE, flash_mla_over_float8
-from benchmarks.kernels.torch_cache import float8_tokens, latent_of
 
 SPARSE_TOKENS = 128  # the sparse kernel takes multiples of this many indices
 

@@ -1,15 +1,14 @@
-"""The peers of mla_prefill: FlashAttention-3 and torch's own kernels."""
+"""The peer of mla_prefill: FlashAttention-3."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels import peer_libraries as libraries
+from benchmarks.kernels import peer as libraries
 from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor, softmax_of
 from benchmarks.kernels.shapes import Prefill
 
@@ -27,27 +26,10 @@ def make(case: Prefill, seed: int) -> Inputs:
 def peers_of(case: Prefill, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
     yield "FlashAttention-3", lambda: _flash_attention(case, directory)
-    yield "FlashAttention-3, cu_seqlens", lambda: _flash_attention_varlen(case, directory)
-    for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
-        name = f"torch SDPA {backend.split('_')[0].lower()}"
-        yield name, functools.partial(_sdpa, case, backend, name)
 
 
 def _flash_attention(case: Prefill, directory: Path) -> Peer:
-    """FlashAttention-3 for sequences of equal length."""
-    ops = libraries.flash_attention_3(directory)
-
-    def call(x: Inputs) -> Tensor:
-        return libraries.flash_attention(
-            ops, x["q"], x["k"], x["v"], None, None, None, None, None, None, None,
-            case.K**-0.5, None,
-        )  # fmt: skip
-
-    return Peer("FlashAttention-3", lambda x: x, call)
-
-
-def _flash_attention_varlen(case: Prefill, directory: Path) -> Peer:
-    """FlashAttention-3 for packed sequences."""
+    """FlashAttention-3 for packed sequences, the only form that vLLM's build takes."""
     ops = libraries.flash_attention_3(directory)
     B, T, S = case.rows, case.queries, case.keys
 
@@ -64,25 +46,9 @@ def _flash_attention_varlen(case: Prefill, directory: Path) -> Peer:
             case.K**-0.5, None,
         )  # fmt: skip
 
-    name = "FlashAttention-3, cu_seqlens"
-    return Peer(name, prepare, call, lambda _, out: out.view(B, T, case.heads, case.V))
-
-
-def _sdpa(case: Prefill, backend: str, name: str) -> Peer:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.bias import causal_lower_right
-
-    square = case.queries == case.keys
-    mask = None if square else causal_lower_right(case.queries, case.keys)
-
-    def call(x: Inputs) -> Tensor:
-        q, k, v = (x[n].transpose(1, 2) for n in "qkv")
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=square, scale=case.K**-0.5
-            )
-
-    return Peer(name, lambda x: x, call, lambda _, out: out.transpose(1, 2))
+    return Peer(
+        "FlashAttention-3", prepare, call, lambda _, out: out.view(B, T, case.heads, case.V)
+    )
 
 
 def sample(case: Prefill, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:

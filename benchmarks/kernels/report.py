@@ -1,21 +1,56 @@
-"""Makes the rows of the report from the measurements of the child processes."""
+"""Makes the rows of the report from the windows that the child processes measured."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.ceiling import read_gbs
-from benchmarks.kernels.shapes import Case, Grouped, float8_arithmetic
+from benchmarks.kernels.shapes import Case, float8_arithmetic
+from benchmarks.machine import read_gbs
 
 Row = dict[str, Any]
-EVERY_GROUP = "XLA multiplies every row by every group's matrix"
 MAX_SPREAD = 0.1  # a ratio needs times with at most this spread
 BEYOND = 1.05  # a time that exceeds the ceilings by this factor must be wrong
+CLOSE = 1.3  # a peer that is slower than the best by more than this factor gets one turn
 COLUMNS = (
     "op", "shape", "dtype", "us", "tflops", "gbs", "roof_fraction", "peer", "peer_us", "ratio",
 )  # fmt: skip
+
+
+def names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns the names to time: ours, those not timed yet, and those close to the fastest."""
+    medians = {
+        name: statistics.median(entry["windows"]["us"]) if "windows" in entry else 0.0
+        for name, entry in parts.items()
+    }
+    fastest = min(medians.values(), default=0.0)
+    return [name for name, us in medians.items() if name == "ours" or us <= CLOSE * fastest]
+
+
+def append_windows(entry: dict[str, Any], reply: dict[str, Any]) -> None:
+    """Appends the windows of a turn to those of earlier turns."""
+    if "error" in reply:
+        entry["error"] = reply["error"]
+        entry.pop("windows", None)
+        return
+    windows = entry.setdefault("windows", {})
+    for name, values in reply.items():
+        windows[name] = windows.get(name, []) + (values if isinstance(values, list) else [values])
+
+
+def summary(windows: dict[str, list[float]]) -> dict[str, float]:
+    if not windows:
+        return {}
+    medians = {n: statistics.median(v) for n, v in windows.items() if n.endswith("us")}
+    us = windows["us"]
+    result = medians | {"spread": round((max(us) - min(us)) / medians["us"], 4)}
+    if "busy" in windows:
+        result["busy"] = round(min(windows["busy"]), 3)
+    if "resolution_ns" in windows:
+        result["resolution_ns"] = math.gcd(*map(int, windows["resolution_ns"]))
+    return result
 
 
 def ceilings(measured: Mapping[str, Any], gpu: str) -> dict[str, float]:
@@ -62,8 +97,7 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
 
     Args:
       case: the shape.
-      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, with XLA's own under "xla"
-        and variants by name under "variants".
+      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, with XLA's own under "xla".
       peers: name -> {"us": ..., "spread": ...} or {"error": reason}.
       best: result of :func:`ceilings`.
     """
@@ -73,7 +107,7 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
     timed = {
         name: each["us"]
         for name, each in alternatives.items()
-        if each.get("us") and "error" not in each and not (name == "XLA" and _every_group(case))
+        if each.get("us") and "error" not in each
     }
     peer = min(timed, key=timed.__getitem__) if timed else None
     us = None if "error" in ours else ours.get("us")
@@ -100,14 +134,10 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
         "ratio": _round(timed[peer] / us) if peer and us and not unsteady else None,
         "peers": {name: _peer(each) for name, each in alternatives.items()},
     }
-    if "variants" in ours:
-        result["variants"] = {name: _peer(each) for name, each in ours["variants"].items()}
     if peer and us and unsteady:
         result["no_ratio"] = ", ".join(unsteady)
     if peer is None:
-        reasons = [
-            f"{name}: {each.get('error') or EVERY_GROUP}" for name, each in alternatives.items()
-        ]
+        reasons = [f"{name}: {each.get('error')}" for name, each in alternatives.items()]
         result["no_peer"] = "; ".join(reasons) or "none was requested"
     if fault:
         result["error"] = fault
@@ -117,11 +147,6 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
     return result | {
         name: ours[name] for name in ("sets", "kernels_a_call", "tries", "seconds") if name in ours
     }
-
-
-def _every_group(case: Case) -> bool:
-    """Returns whether XLA's own lowering does superfluous work, so that it is no peer."""
-    return isinstance(case, Grouped) and len(case.sizes) > 1
 
 
 def _peer(each: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,9 +191,6 @@ def table(rows: Sequence[Row]) -> str:
             f"{_cell(each['tflops'], 9)}{_cell(each['gbs'], 7)}{_cell(each['roof_fraction'], 6, 2)}"
             f"{_cell(each['peer_us'], 9, 1)}{_cell(each['ratio'], 7, 2)}  {peer}{notes}"
         )
-        for name, variant in each.get("variants", {}).items():
-            fault = f"  [{variant['error'][:90]}]" if variant.get("error") else ""
-            lines.append(f"{'':21}{name[:26]:26}{_cell(variant.get('us'), 9, 1)}{fault}")
     return "\n".join(lines)
 
 

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.kernels import layer_shapes, sparse_shapes
-from benchmarks.kernels.layer_shapes import FeedForward
 from benchmarks.kernels.sparse_shapes import (
     FLOAT8_TOKEN,
     LATENT,
@@ -29,7 +27,7 @@ from benchmarks.kernels.sparse_shapes import (
 Dtype = Literal["bf16", "fp8", "int8", "int4"]
 OPS = (
     "mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill", "sparse_mla_decode",
-    "sparse_mla_prefill", "sparse_index", "top_k", "feed_forward", "grouped_matmul_gradient",
+    "sparse_mla_prefill", "sparse_index", "top_k", "grouped_matmul_gradient",
 )  # fmt: skip
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
@@ -197,26 +195,11 @@ class Prefill:
         return self.rows * self.heads * (query_bytes + self.keys * 2 * (self.K + self.V))
 
 
-Case = Decode | Grouped | Prefill | SparseCase | FeedForward
+Case = Decode | Grouped | Prefill | SparseCase
 
 
 def key(case: Case) -> str:
     return f"{case.op} {case.dtype} {case.shape}"
-
-
-def check_key(case: Case) -> str:
-    """Returns a key. Cases with equal keys share the check on ragged inputs."""
-    if isinstance(case, Decode):
-        return f"{case.op} {case.dtype} h{case.heads} sq{case.queries}"
-    if isinstance(case, Gradient):
-        return f"{case.op} {case.of} {case.N}x{case.K}"
-    if isinstance(case, Grouped):
-        return f"{case.op} {case.dtype} {case.N}x{case.K}"
-    if isinstance(case, SparseCase):
-        return sparse_shapes.check_key(case)
-    if isinstance(case, FeedForward):
-        return layer_shapes.check_key(case)
-    return f"{case.op} {case.K}/{case.V}"
 
 
 def encoded(case: Case) -> dict[str, Any]:
@@ -235,7 +218,6 @@ def decoded(fields: dict[str, Any]) -> Case:
         "sparse_mla_prefill": SparseAttention,
         "sparse_index": Index,
         "top_k": TopK,
-        "feed_forward": FeedForward,
     }
     for name in {"sizes", "ragged"} & set(fields):
         fields = fields | {name: tuple(fields[name])}
@@ -412,7 +394,7 @@ def cases() -> list[Case]:
     order_of: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
     dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases(), gradient_cases()]
-    for of_op in (*dense, *sparse_cases(), layer_shapes.layer_cases()):
+    for of_op in (*dense, *sparse_cases()):
         for i, case in enumerate(of_op):
             order_of.setdefault(key(case), (not case.core, i / len(of_op)))
             unique.setdefault(key(case), case)

@@ -99,15 +99,6 @@ class TopK:
 SparseCase = SparseAttention | Index | TopK
 
 
-def check_key(case: SparseCase) -> str:
-    """Returns a key. Cases with equal keys share the check on ragged inputs."""
-    if isinstance(case, SparseAttention):
-        return f"{case.op} {case.dtype} h{case.heads} sq{min(case.queries, 5)}"
-    if isinstance(case, Index):
-        return f"{case.op} {case.dtype} sq{min(case.queries, 5)}"
-    return f"{case.op} k{case.k}"
-
-
 def sparse_cases() -> list[list[SparseCase]]:
     """Returns the cases of each operation."""
     decode: list[SparseCase] = [

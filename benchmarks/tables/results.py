@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ceiling import read_gbs
+from benchmarks.machine import read_gbs
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -1,26 +1,20 @@
-"""Tables of a model's steps."""
+"""Tables of whole models: steps, prefill, speculation, quantization and the demo on a CPU."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from benchmarks.decode.scaled import tokens_per_s_per_device
 from benchmarks.tables import results
 
 _DECODE = (
-    "decode_moonlight_h200",
     "decode_moonlight_h200_2",
-    "decode_moonlight_one_h200",
     "decode_moonlight_fp8_h200",
     "decode_moonlight_int4_h200",
     "decode_moonlight_h200_3",
     "decode_moonlight_few_h200",
     "decode_moonlight_whole_layer_bf16_h200",
     "decode_moonlight_whole_layer_fp8_h200",
-    "decode_moonlight_whole_layer_int4_h200",
     "decode_moonlight_whole_layer_int4_h200_2",
-    "decode_v3_h200",
     "decode_v3_h200_2",
     "decode_v3_many_h200",
     "decode_v3_h200_3",
@@ -30,7 +24,7 @@ _DECODE = (
     "decode_v2_kernels_h200",
     "decode_v2_h200_3",
 )
-_SPARSE = ("decode_v32_h200", "decode_v32_h200_2", "decode_v32_h200_3")
+_SPARSE = ("decode_v32_h200_2", "decode_v32_h200_3")
 _DENSE = ("decode_v32_dense_h200", "decode_v32_dense_h200_2", "decode_v32_dense_h200_3")
 """Slices of V3.2. Where results have the same case, the table shows the last one's."""
 _TWO_GPUS = (
@@ -41,22 +35,8 @@ _TWO_GPUS = (
     "decode_v3_two_gpus_micro_batches_h200",
     "decode_v3_two_gpus_prefill_h200",
 )
-_PREFILL = (
-    "prefill_moonlight_h200",
-    "prefill_moonlight_h200_2",
-    "prefill_v3_h200",
-    "decode_v2_h200",
-)
-
-
-def routed_evenly(row: dict[str, Any]) -> bool:
-    """Returns whether random integer weights routed tokens to about as many experts as expected.
-
-    A step that reads fewer experts is not representative.
-    """
-    if row["dtype"] not in ("int8", "int4") or row["batch"] == 1:
-        return True
-    return row.get("experts_visited", 0.0) >= 0.9 * row.get("experts_expected", 1.0)
+_PREFILL = ("prefill_moonlight_h200", "prefill_moonlight_h200_2", "prefill_v3_h200")
+_OLD_FORM = "expanded"  # of results before 2026-11-27, which do not name it
 
 
 def decode() -> str:
@@ -79,7 +59,7 @@ def decode() -> str:
         case = r["model"], r["dtype"], r["batch"], r["context"]
         before, shown = last.get(case, ("", {}))
         exists = r.get("feed_forward") != "whole_layer"
-        if exists and routed_evenly(r) and not (before == name and shown["ms"] <= r["ms"]):
+        if exists and not (before == name and shown["ms"] <= r["ms"]):
             last[case] = name, r
     models = list(dict.fromkeys(model for model, *_ in last))
     weights = list(dict.fromkeys(dtype for _, dtype, *_ in last))
@@ -123,17 +103,12 @@ def sparse_slice() -> str:
 def prefill() -> str:
     header = ("model", "weights", ">prompts", ">tokens each", "form", ">ms", ">tokens/s")
     rows = (
-        [r["model"], r["dtype"], r["batch"], f"{r['context']:,}", _prefill_form(r),
+        [r["model"], r["dtype"], r["batch"], f"{r['context']:,}",
+         r.get("chunk_form", _OLD_FORM),
          f"{r['ms']:.1f}", f"{r['tokens_per_s']:,.0f}", results.dated_link(name)]
         for name, r in results.timed(_PREFILL, "prefill")
     )  # fmt: skip
     return results.markdown([*header, "result"], rows)
-
-
-def _prefill_form(r: dict[str, Any]) -> str:
-    """Results before 2026-11-27 do not name the form: V2's is an engine's, the others are older
-    than the engine's."""
-    return r.get("chunk_form", "absorbed" if r["model"] == "deepseek-v2" else "expanded")
 
 
 def two_gpus() -> str:
@@ -146,24 +121,6 @@ def two_gpus() -> str:
         for name, r in results.timed(_TWO_GPUS, phase)
     )  # fmt: skip
     return results.markdown([*header, ">tokens/s", ">% of peak bandwidth", "result"], rows)
-
-
-def all_layers() -> str:
-    """Takes the fastest setting of each batch size per device."""
-    header = ("phase", ">batch per GPU", ">tokens", ">tokens/s per GPU, slice", ">61 layers")
-    best: dict[tuple[str, int], dict[str, Any]] = {}
-    for phase in ("decode", "prefill"):
-        for _, r in results.timed(_TWO_GPUS, phase):
-            key = phase, r["batch"] // r["devices"]
-            # All rows of the table are slices of the same number of layers.
-            if r["layers"] == 5 and r["ms"] < best.get(key, {"ms": math.inf})["ms"]:
-                best[key] = r
-    rows = (
-        [phase, rows, f"{r['context']:,}", f"{r['tokens_per_s'] / r['devices']:,.0f}",
-         f"{tokens_per_s_per_device(r):,.0f}"]
-        for (phase, rows), r in sorted(best.items())
-    )  # fmt: skip
-    return results.markdown(header, rows)
 
 
 _SPECULATION = (
@@ -207,15 +164,31 @@ def speculation_one() -> str:
     return results.markdown(["model", *_SPECULATION], rows)
 
 
-def cold_start() -> str:
-    header = (
-        ">layers",
-        "compilation cache",
-        ">seconds to the first token",
-        ">of these, compilation",
-    )
+def quantization() -> str:
+    header = ("model", "format", ">KL, nats", ">top-1 agreement", ">loss, nats", ">bytes")
     rows = (
-        [r["layers"], r["cache"], f"{r['first_token_s']:.1f}", f"{r['phases_s']['programs']:.1f}"]
-        for r in results.read("cold_start_h200")["rows"]
+        [model, r["form"], f"{r['kl']:.5f}", f"{r['top1_agreement']:.1%}", f"{r['loss']:.4f}",
+         f"{r['weight_bytes']:,}"]
+        for model, name in (("346 M", "quantization_large"), ("demo", "quantization_demo"))
+        for r in results.read(name)["rows"]
+    )  # fmt: skip
+    return results.markdown(header, rows)
+
+
+def activations() -> str:
+    header = ("format", ">KL, nats", ">top-1 agreement", ">loss, nats")
+    rows = (
+        [r["form"], f"{r['kl']:.5f}", f"{r['top1_agreement']:.1%}", f"{r['loss']:.4f}"]
+        for r in results.read("activations_demo")["rows"]
     )
+    return results.markdown(header, rows)
+
+
+def cpu() -> str:
+    header = (">batch", ">dsv3_jax, tokens/s", ">transformers, tokens/s", ">ratio")
+    rows = (
+        [r["batch"], f"{r['dsv3_jax_tokens_per_s']:.0f}", f"{r['transformers_tokens_per_s']:.0f}",
+         f"{r['ratio']:.1f}"]
+        for r in results.read("cpu_decode")["rows"]
+    )  # fmt: skip
     return results.markdown(header, rows)

@@ -1,35 +1,29 @@
-"""Compares the simulator with measured replays of the engine.
+"""The simulator compared with measured replays of the engine.
 
-    python -m scripts.simulate_measured docs/planning.md \\
-        --out benchmarks/results/simulated_replays.json
+    python -m tests.simulator.measured_replays
 
-simulates every replay of two result files of ``scripts/bench_engine.py``, and writes the table
-between its two marks in the file. The parameters of each machine come from one replay,
-:data:`CALIBRATION`, which is therefore no evidence; the others are.
+simulates every replay of four result files of ``scripts/bench_engine.py``, and writes the
+comparison to :data:`RECORD`. The parameters of each run come from two replays, :data:`CALIBRATION`
+and :data:`MORE`, which are therefore no evidence; the others are.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dsv3_jax.files import atomic_write
-from dsv3_jax.simulator.efficiency import measured
 from dsv3_jax.simulator.measured_run import MeasuredRun, label
 from dsv3_jax.simulator.measured_times import MeasuredTimes, programs_of
 from dsv3_jax.simulator.replica import HostCosts
 from dsv3_jax.simulator.report import summary
-from dsv3_jax.simulator.step_times import StepTimes
 from dsv3_jax.simulator.workload import SubmitCosts
-from scripts.marked_text import replace_between
 
 CALIBRATION = ("chat", 24.0)
 """Trace and rate of the replay that gives the parameters."""
@@ -38,7 +32,8 @@ MORE = ("chat", None)
 """The replay that gives the host's time together with :data:`CALIBRATION`, and the ratios of
 programs that do not run there."""
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RECORD = RESULTS / "simulated_replays.json"
 RUNS = {
     "H200": "engine_moonlight_h200.json",
     "H100": "engine_moonlight_h100.json",
@@ -57,9 +52,6 @@ SUBMISSIONS = {
 of the engine, was busy with its submissions. The first one checked the ids of prompts one by one.
 The last two are of different engines, which submit in the same way. Those times are of another
 machine's CPU."""
-
-KERNELS = ("decode_moonlight_h200_2.json", "prefill_moonlight_h200.json")
-"""Decode and prefill of the Generator on an H200, from which the shares of its peak rates come."""
 
 METRICS = {
     "output_tokens_per_second": lambda figures: figures["output_tokens_per_second"],
@@ -91,7 +83,7 @@ def compare(machine_name: str, run: MeasuredRun) -> list[dict[str, Any]]:
     times = calibrated(run, host)
     rows = []
     for replay in run.replays:
-        rows.append(_row(machine_name, run, replay, times, host))
+        rows.append(row_of(machine_name, run, replay, times, host))
         rows[-1]["gives_parameters"] = any(replay is giver for giver in givers)
     return rows
 
@@ -105,23 +97,15 @@ def calibrated(run: MeasuredRun, host: HostCosts) -> MeasuredTimes:
     return MeasuredTimes(run.model, run.buckets, more | times.ratios)
 
 
-def compare_model(machine_name: str, run: MeasuredRun) -> list[dict[str, Any]]:
-    """Returns a row for each replay, with step times of the planner's model alone. They know
-    neither the sizes that programs are compiled for nor anything else of the engine."""
-    decode, prefill = (json.loads((RESULTS / name).read_text("utf-8"))["rows"] for name in KERNELS)
-    times = run.model.reaching(measured(run.model, decode, prefill))
-    return [_row(machine_name, run, replay, times, HostCosts()) for replay in run.replays]
-
-
-def _row(
+def row_of(
     machine_name: str,
     run: MeasuredRun,
     replay: Mapping[str, Any],
-    times: StepTimes,
+    times: MeasuredTimes,
     host: HostCosts,
 ) -> dict[str, Any]:
-    if isinstance(times, MeasuredTimes):
-        times.counts.clear()
+    """Returns the measured and the simulated figures of one replay."""
+    times.counts.clear()
     began = time.process_time()
     simulated = summary(run.simulate(replay, times, host))
     row: dict[str, Any] = {
@@ -130,11 +114,9 @@ def _row(
         "requests": replay["requests"],
         "cpu_seconds": round(time.process_time() - began, 2),
     }
-    if isinstance(times, MeasuredTimes):
-        row["steps"] = {
-            name: [program.count, times.counts[name]]
-            for name, program in programs_of(replay).items()
-        }
+    row["steps"] = {
+        name: [program.count, times.counts[name]] for name, program in programs_of(replay).items()
+    }
     for name, of in METRICS.items():
         measured = of(replay)
         row[name] = {
@@ -145,52 +127,12 @@ def _row(
     return row
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a Markdown table, with the differences in per cent."""
-    lines = [
-        "| machine | replay | output tokens/s | TTFT p50, ms | TPOT p50, ms |",
-        "|---|---|---:|---:|---:|",
-    ]
-    for row in rows:
-        note = " (gives the parameters)" if row.get("gives_parameters") else ""
-        cells = []
-        for name, digits in (
-            ("output_tokens_per_second", 0),
-            ("ttft_p50_ms", 1),
-            ("tpot_p50_ms", 1),
-        ):
-            each = row[name]
-            cells.append(
-                f"{each['measured']:,.{digits}f} → {each['simulated']:,.{digits}f}"
-                f" ({each['ratio'] - 1:+.1%})"
-            )
-        lines.append(f"| {row['machine']} | {row['replay']}{note} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Compare the simulator with measured replays.")
-    parser.add_argument("page", type=Path, nargs="?", help="Markdown file with the table")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args(words)
-    rows = [row for name in RUNS for row in compare(name, read(name))]
+if __name__ == "__main__":
     result = {
         "date": datetime.date.today().isoformat(),
-        "command": "python -m scripts.simulate_measured",
+        "command": "python -m tests.simulator.measured_replays",
         "parameters_from": dict(zip(("trace", "rate"), CALIBRATION, strict=True)),
         "runs": RUNS,
-        "rows": rows,
-        "model_only": compare_model("H200", read("H200")),
+        "rows": [row for name in RUNS for row in compare(name, read(name))],
     }
-    if arguments.out:
-        atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
-    tables = {"simulated": table(rows), "model": table(result["model_only"])}
-    if arguments.page:
-        for name, text in tables.items():
-            replace_between(arguments.page, name, text)
-    print(*tables.values(), sep="\n\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    atomic_write(RECORD, json.dumps(result, indent=1) + "\n")

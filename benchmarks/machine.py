@@ -1,8 +1,15 @@
-"""The bandwidth that all reports use as 100 % of a GPU's peak."""
+"""The machine of a measurement: its description, and the bandwidth that is 100 % of its peak."""
 
 from __future__ import annotations
 
+import datetime
+import platform
 import re
+from typing import Any
+
+import flax
+import jax
+import jaxlib.version
 
 _READ_GBS = {"h200": 4393.0, "h100": 3110.0}
 """Read bandwidth of torch's float32 sum of 2 to 4 GiB: 4,389 to 4,396 GB/s on three H200s on
@@ -23,3 +30,17 @@ def read_gbs(gpu: str) -> float | None:
       gpu: its name, such as "NVIDIA H200".
     """
     return _READ_GBS.get(short_name(gpu))
+
+
+def description() -> dict[str, Any]:
+    """Returns the date, the device kind and the versions, as results record them."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": jax.devices()[0].device_kind,
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "flax": flax.__version__,
+        },
+    }

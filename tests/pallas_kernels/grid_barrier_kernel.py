@@ -1,4 +1,4 @@
-"""A kernel that does nothing but grid barriers, to check them and to measure their time."""
+"""A kernel that does nothing but grid barriers, to check them."""
 
 from __future__ import annotations
 

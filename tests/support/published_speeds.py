@@ -1,22 +1,16 @@
-"""Compares published speeds of DeepSeek-V3 deployments with the planner's roofline bounds.
+"""Published speeds of DeepSeek-V3 deployments, and the planner's roofline bounds for them.
 
-    python -m scripts.plan_published docs/planning.md
-
-writes the table between its two marks in the file. A bound below a published figure is a bug in the
-planner.
+A bound below a published figure is a bug in the planner.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from dsv3_jax import presets
-from dsv3_jax.files import atomic_write
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import Roofline
@@ -142,15 +136,3 @@ def table(rooflines: list[Roofline]) -> str:
         cells += [f"{most:,.0f}", bound.binding, f"{each.tokens_per_s / most:.0%}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def main() -> None:
-    (name,) = sys.argv[1:]
-    page = Path(name)
-    before, _, rest = page.read_text("utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    atomic_write(page, f"{before}{BEGIN}\n{table(bounds())}\n{END}{after}")
-
-
-if __name__ == "__main__":
-    main()
