@@ -24,8 +24,7 @@ roofline time divided by ours. The roofline is the larger of the arithmetic at t
 throughput and the traffic at the GPU's bandwidth (:mod:`benchmarks.machine`); a result beyond it is
 reported as an error.
 ``kernels_a_call`` counts the kernels that one call launches, including XLA's own. ``busy`` is the
-share of a window in which a program ran. ``event_us`` is a peer's time by CUDA events around many
-graphs, to compare clocks.
+share of a window in which a program ran.
 
 Shapes for which the time budget did not suffice are listed in the result. ``--resume`` measures
 them in another run, and each row records its run.

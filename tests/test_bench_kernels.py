@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels import calls, checks, clock, compiler, hlo, inputs, pack_peers, report
+from benchmarks.kernels import calls, checks, clock, hlo, inputs, ours, pack_peers, report
 from benchmarks.kernels.calls import call_of
 from benchmarks.kernels.jax_timing import counted, program
 from benchmarks.kernels.ours import Session
@@ -319,8 +319,8 @@ def test_xla_does_not_fill_a_cache_that_is_almost_empty():
 def test_what_ours_reads_besides_is_not_xlas(monkeypatch):
     case = TINY[1]
     besides = jax.ShapeDtypeStruct((), jnp.int32)
-    monkeypatch.setattr(compiler, "plan", lambda case, arrays: {"besides": besides})
-    compiler.lower_ours(case, lambda arrays: (arrays["lhs"], arrays["besides"]), 1, 1)
+    monkeypatch.setattr(ours, "plan", lambda case, arrays: {"besides": besides})
+    ours.lower_ours(case, lambda arrays: (arrays["lhs"], arrays["besides"]), 1, 1)
     assert "besides" not in inputs.structs(case)
 
 
@@ -371,7 +371,6 @@ def test_clock():
     assert [clock.span_us(*each) for each in stamps] == [2.0, 4.032]
     assert clock.mean_us(stamps) == pytest.approx(3.016)
     assert clock.busy(stamps) == pytest.approx(6.032 / 8.032)
-    assert clock.resolution_ns(stamps) == 16
 
 
 @pytest.mark.parametrize(("count", "laps", "left"), [(6, 1, 6), (2, 3, 2)])

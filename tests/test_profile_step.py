@@ -38,7 +38,7 @@ def test_a_tiny_model(tmp_path, monkeypatch, capsys):
     assert profile["wall_us"] > 0
     assert 0 < profile["busy"] <= 1
     assert profile["host_waits_us"] == 0  # on a CPU
-    assert {"dense matmul", "router", "sort, permute, sum"} <= set(profile["kinds_us"])
+    assert {"layers/linear", "layers/router", "layers/moe"} <= set(profile["kinds_us"])
     assert len(profile["kernels"]) == len(profile["captured"]) == profile_step.MAX_KERNELS
     assert "of the time" in capsys.readouterr().out
 
@@ -110,9 +110,9 @@ ENTRY %main (a: bf16[8]) -> (f32[8], /*index=1*/f32[8]) {
 
 def test_operations():
     result = operations(TEXT)
-    assert result["loop_fusion.1"] == Operation("fusion", "", "norm")
-    assert result["call.2"] == Operation("custom-call", "jit(run)/mpmd_map", "attention")
-    assert result["sort.3"] == Operation("sort", "jit(run)/top_k", "router")
+    assert result["loop_fusion.1"] == Operation("fusion", "", "layers/norm")
+    assert result["call.2"] == Operation("custom-call", "jit(run)/mpmd_map", "mla_decode")
+    assert result["sort.3"] == Operation("sort", "jit(run)/top_k", "layers/router")
     assert result["copy.4"].kind == "copies"
 
 
@@ -127,7 +127,7 @@ def test_times_are_summed_by_kind():
     ]
     result = summed(kernels, operations(TEXT), runs=2)
     assert result["kinds_us"] == {
-        "attention": 30.0, "norm": 4.0, "dense matmul": 0.5, "copies": 0.25, "other": 0.12,
+        "mla_decode": 30.0, "layers/norm": 4.0, "dense matmul": 0.5, "copies": 0.25, "other": 0.12,
     }  # fmt: skip
     assert result["launches"] == 6
     first = result["kernels"][0]

@@ -10,7 +10,6 @@ no profiler slows the kernels down.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 NAME = "%globaltimer"
@@ -37,9 +36,3 @@ def mean_us(stamps: Stamps) -> float:
 def busy(stamps: Stamps) -> float:
     """Returns the share of the total time during which some program ran."""
     return len(stamps) * mean_us(stamps) / span_us(stamps[0][0], stamps[-1][1])
-
-
-def resolution_ns(stamps: Stamps) -> int:
-    """Returns the greatest common divisor of the stamps' differences: a multiple of the tick."""
-    words = [word for each in stamps for word in each]
-    return math.gcd(*((word - words[0]) % _WRAPS_NS for word in words))

@@ -47,8 +47,7 @@ class Timed:
 
         Returns:
           "us": microseconds per call in each window, by the GPU's clock or else by the host's.
-          With the GPU's clock also "busy", the least share of a window in which a program ran, and
-          "resolution_ns" of the clock.
+          With the GPU's clock also "busy", the least share of a window in which a program ran.
         """
         jax.block_until_ready(self())
         began = time.perf_counter()
@@ -75,7 +74,6 @@ class Timed:
         return {
             "us": [clock.mean_us(each) / self.calls for each in window_stamps],
             "busy": min(map(clock.busy, window_stamps)),
-            "resolution_ns": clock.resolution_ns(stamps),
         }
 
     def _host_us(self, programs: int) -> float:

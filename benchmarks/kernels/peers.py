@@ -20,13 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import (
-    clock,
-    decode_peers,
-    grouped_peers,
-    prefill_peers,
-    sparse_peers,
-)
+from benchmarks.kernels import attention_peers, clock, grouped_peers, sparse_peers
 from benchmarks.kernels import peer as libraries
 from benchmarks.kernels.peer import Inputs, Peer, Tensor
 from benchmarks.kernels.shapes import (
@@ -49,7 +43,7 @@ def family_of(case: Case) -> ModuleType:
     """Returns the module of a case's op. It has ``make``, ``peers_of`` and ``sample``."""
     if isinstance(case, SparseCase):
         return sparse_peers
-    return {Decode: decode_peers, Prefill: prefill_peers}.get(type(case), grouped_peers)
+    return attention_peers if isinstance(case, Decode | Prefill) else grouped_peers
 
 
 def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:

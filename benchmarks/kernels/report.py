@@ -48,8 +48,6 @@ def summary(windows: dict[str, list[float]]) -> dict[str, float]:
     result = medians | {"spread": round((max(us) - min(us)) / medians["us"], 4)}
     if "busy" in windows:
         result["busy"] = round(min(windows["busy"]), 3)
-    if "resolution_ns" in windows:
-        result["resolution_ns"] = math.gcd(*map(int, windows["resolution_ns"]))
     return result
 
 
@@ -141,7 +139,7 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
         result["no_peer"] = "; ".join(reasons) or "none was requested"
     if fault:
         result["error"] = fault
-    for name in ("spread", "busy", "resolution_ns", "compile_s"):
+    for name in ("spread", "busy", "compile_s"):
         if ours.get(name) is not None:
             result[name] = _round(ours[name])
     return result | {
@@ -152,7 +150,7 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
 def _peer(each: Mapping[str, Any]) -> dict[str, Any]:
     if not each.get("us") or "error" in each:
         return {"error": each.get("error")}
-    names = ("us", "spread", "event_us", "busy")
+    names = ("us", "spread", "busy")
     return {name: _round(each[name]) for name in names if name in each}
 
 

@@ -314,34 +314,23 @@ def grouped_cases() -> list[Grouped]:
     cases = []
     widths = [(4096, 7168), (7168, 2048)]  # the experts' two matmuls in DeepSeek-V3
 
-    def add(name, sizes, dtype, layout, core):
+    def add(name, sizes, dtype, layout):
         for N, K in widths:
-            cases.append(Grouped(name, tuple(sizes), N, K, dtype, layout, core))
+            cases.append(Grouped(name, tuple(sizes), N, K, dtype, layout))
 
     few, many = few_sizes(256), zipf_sizes(8192, 256)
     dtypes: tuple[Dtype, ...] = ("fp8", "bf16")
     for dtype in dtypes:
         for g, m in [(8, 4096), (8, 1024), (32, 1024), (4, 8192), (32, 256)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "both" if m == 256 else "contiguous", True)
+            add(f"g{g} m{m}", [m] * g, dtype, "both" if m == 256 else "contiguous")
         for g, m in [(32, 16), (8, 16), (32, 64), (8, 64)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "masked", True)
-        add("g256 zipf8192", many, dtype, "both", True)
-        add("g256 m1-4", few, dtype, "masked", True)
+            add(f"g{g} m{m}", [m] * g, dtype, "masked")
+        add("g256 zipf8192", many, dtype, "both")
+        add("g256 m1-4", few, dtype, "masked")
     for dtype in ("int8", "int4"):
         for g, m in [(8, 16), (32, 16)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "masked", True)
-        add("g256 m1-4", few, dtype, "masked", True)
-        for g, m in [(1, 1), (1, 16)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "masked", False)
-    for dtype in dtypes:
-        for g in (32, 8, 4):
-            for m in (8192, 4096, 1024, 256):
-                add(f"g{g} m{m}", [m] * g, dtype, "contiguous", False)
-        for g in (36, 32, 16, 8, 4, 1) if dtype == "fp8" else (32, 8, 4):
-            for m in (16, 64, 128, 256) if dtype == "fp8" else (16, 64, 256):
-                # Both layouts have a case with 256 rows per group.
-                layout = "both" if m == 256 else "masked"
-                add(f"g{g} m{m}", [m] * g, dtype, layout, False)
+            add(f"g{g} m{m}", [m] * g, dtype, "masked")
+        add("g256 m1-4", few, dtype, "masked")
     return cases + [
         Grouped(name, sizes, N, K, "bf16", "contiguous", False)
         for name, sizes, N, K in training_shapes()

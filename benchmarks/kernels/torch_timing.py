@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +72,7 @@ class Timed:
         """Times a call in windows of many replays, without pauses, after a warm-up of ``warm_s``.
 
         Returns:
-          "us": by the GPU's clock; "event_us": by CUDA events around a window's replays;
+          "us": by the GPU's clock;
           "busy": the least share of a window in which a graph ran.
         """
         self._replay(1)
@@ -82,19 +81,13 @@ class Timed:
         for _ in range(max(1, int(warm_s * 1e3 / once))):
             self._graph.replay()
         self._stamps.clear()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(WINDOWS + 1)]
-        events[0].record()
-        for event in events[1:]:
-            for _ in range(replays):
-                self._graph.replay()
-            event.record()
+        for _ in range(WINDOWS * replays):
+            self._graph.replay()
         torch.cuda.synchronize()
         stamps = self._stamps.read()
         windows = [stamps[i : i + replays] for i in range(0, len(stamps), replays)]
-        between = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
         return {
             "us": [clock.mean_us(each) / self._count for each in windows],
-            "event_us": [1e3 * ms / replays / self._count for ms in between],
             "busy": min(map(clock.busy, windows)),
         }
 

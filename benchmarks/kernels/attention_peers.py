@@ -1,4 +1,4 @@
-"""The peers of mla_decode: FlashMLA and FlashAttention-3."""
+"""The peers of mla_decode and mla_prefill: FlashMLA and FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from benchmarks.kernels.peer import (
     latent_of,
     softmax_of,
 )
-from benchmarks.kernels.shapes import LATENT, PAGE, ROPE, Decode, page_tables
+from benchmarks.kernels.shapes import LATENT, PAGE, ROPE, Decode, Prefill, page_tables
 from benchmarks.kernels.sparse_peers import SCALE, flash_mla_over_float8
 
 SPARSE_TOKENS = 128  # the sparse kernel takes multiples of this many indices
 
 
-def make(case: Decode, seed: int) -> Inputs:
+def make(case: Decode | Prefill, seed: int) -> Inputs:
     random = Random(seed)
     B, T, H = case.rows, case.queries, case.heads
+    if isinstance(case, Prefill):
+        return {
+            "q": random.normal(B, T, H, case.K),
+            "k": random.normal(B, case.keys, H, case.K),
+            "v": random.normal(B, case.keys, H, case.V),
+        }
     tables = torch.from_numpy(page_tables(case, seed)).cuda()
     pages = random.normal(int(tables.max()) + 1, PAGE, LATENT + ROPE)
     return {
@@ -37,9 +43,11 @@ def make(case: Decode, seed: int) -> Inputs:
     }
 
 
-def peers_of(case: Decode, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
+def peers_of(case: Decode | Prefill, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
-    if case.dtype != "bf16":
+    if isinstance(case, Prefill):
+        yield "FlashAttention-3", lambda: _prefill_flash_attention(case, directory)
+    elif case.dtype != "bf16":
         yield "FlashMLA sparse, of all tokens", lambda: _flash_mla_sparse(case, directory)
     else:
         yield "FlashMLA", lambda: _flash_mla(case, directory)
@@ -113,8 +121,37 @@ def _flash_attention(case: Decode, directory: Path) -> Peer:
     )
 
 
-def sample(case: Decode, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the last sequence of a result, and the expected values in float32."""
+def _prefill_flash_attention(case: Prefill, directory: Path) -> Peer:
+    """FlashAttention-3 for packed sequences, the only form that vLLM's build takes."""
+    ops = libraries.flash_attention_3(directory)
+    B, T, S = case.rows, case.queries, case.keys
+
+    def prepare(x: Inputs) -> Any:
+        starts_q, starts_k = (
+            torch.arange(0, (B + 1) * n, n, device="cuda", dtype=torch.int32) for n in (T, S)
+        )
+        return {name: a.flatten(0, 1) for name, a in x.items()}, starts_q, starts_k
+
+    def call(prepared: Any) -> Tensor:
+        x, starts_q, starts_k = prepared
+        return libraries.flash_attention(
+            ops, x["q"], x["k"], x["v"], None, starts_q, starts_k, None, T, S, None,
+            case.K**-0.5, None,
+        )  # fmt: skip
+
+    return Peer(
+        "FlashAttention-3", prepare, call, lambda _, out: out.view(B, T, case.heads, case.V)
+    )
+
+
+def sample(case: Decode | Prefill, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a part of the last sequence of a result, and the expected values in float32."""
+    if isinstance(case, Prefill):
+        queries = torch.linspace(0, case.queries - 1, 9, device="cuda").long()
+        q, k, v = (x[name][-1].float() for name in "qkv")
+        scores = torch.einsum("thk,shk->ths", q[queries], k) * case.K**-0.5
+        weights = softmax_of(scores, case.keys - case.queries + queries)
+        return out[-1, queries], torch.einsum("ths,shv->thv", weights, v)
     b, length = case.rows - 1, case.lengths[-1]
     page_numbers = x["tables"][b, : -(-length // PAGE)].long()
     cache = x["pages"][page_numbers].flatten(0, 1)[:length]
