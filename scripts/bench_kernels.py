@@ -126,12 +126,10 @@ class Bench:
             worker.send({"do": "start"})
         for side, worker in zip(("ours", "peers"), self._workers(), strict=False):
             self._note(side, worker.receive(120))
+        self._measured = self._ours.ask({"do": "ceilings"}, 120)
         self.save()
         for first in range(0, len(chosen), BATCH):
             self._batch(chosen[first : first + BATCH], chosen if first == 0 else ())
-        if self.left() > 0:  # last: they take longer than many shapes
-            self._measured |= self._ours.ask({"do": "ceilings"}, 120)
-            self.save()
 
     def remaining(self, chosen: Sequence[Case]) -> list[Case]:
         """Returns the cases that the resumed run has not completed."""
@@ -264,12 +262,8 @@ class Bench:
             name: round(value, 1) if isinstance(value, float) else value
             for name, value in ceilings.items()
         }
-        case_of = {key(case): case for case in cases()}
-        rows = [report.row(*entry, best) for entry in self._raw]
-        for row in self._completed:
-            case = case_of.get(report.key_of(row))
-            rows.append(row if case is None else report.with_roof(case, row, best))
-        order = {name: i for i, name in enumerate(case_of)}
+        rows = [report.row(*entry, best) for entry in self._raw] + self._completed
+        order = {name: i for i, name in enumerate(map(key, cases()))}
         self.result["rows"] = sorted(rows, key=lambda row: order.get(report.key_of(row), 0))
         out = self._arguments.out or Path(
             f"benchmarks/results/kernels_{short_name(self.result.get('gpu', 'none'))}.json"
@@ -291,12 +285,11 @@ def _parts(case: Case) -> list[str]:
 
 
 def tools() -> dict[str, str]:
-    """Returns the versions of the driver and of CUDA's compilers, if they are installed."""
+    """Returns the versions of the driver and of CUDA's assembler, if they are installed."""
     versions = {}
     for name, command, pattern in (
         ("driver", ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"\S+"),
         ("ptxas", ["ptxas", "--version"], r"release \S+, V(\S+)"),
-        ("nvcc", ["nvcc", "--version"], r"release \S+, V(\S+)"),
     ):
         try:
             output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout

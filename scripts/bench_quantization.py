@@ -19,18 +19,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
-import os
-import platform
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +34,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int
 
 import dsv3_jax
+from benchmarks import machine
 from dsv3_jax.accounting import checkpoint_bytes
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.find import find
@@ -185,14 +182,7 @@ def main() -> None:
             f"{row['top1_agreement']:>7.4f} {row['loss']:>8.4f}"
         )
     result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, "
-        f"{jax.devices()[0].device_kind}",
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-        },
+        **machine.description(),
         "model": arguments.model,
         "published": "fp8" if config.quantization else config.dtype,
         "dtype": arguments.dtype,

@@ -11,18 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables.kernels import kernels, kernels_by_kind
-from benchmarks.tables.models import (
-    activations,
-    cpu,
-    decode,
-    prefill,
-    quantization,
-    sparse_slice,
-    speculation,
-    speculation_one,
-    two_gpus,
-)
+from benchmarks import tables
 from dsv3_jax.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
@@ -31,8 +20,9 @@ PAGES = tuple(ROOT / name for name in ("docs/benchmarks.md", "docs/speculation.m
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, decode, sparse_slice, prefill, two_gpus, speculation,
-        speculation_one, quantization, activations, cpu,
+        tables.kernels, tables.kernels_by_kind, tables.decode, tables.sparse_slice, tables.prefill,
+        tables.two_gpus, tables.speculation, tables.speculation_one, tables.quantization,
+        tables.activations, tables.cpu,
     )
 }  # fmt: skip
 

@@ -189,7 +189,8 @@ def test_links(page):
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
     for page in PAGES[1:]:
-        assert f"- {page.name}\n" in navigation, page.name
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert f"- {name}\n" in navigation, name
 
 
 # ---- tables --------------------------------------------------------------------------------------

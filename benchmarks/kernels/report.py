@@ -14,9 +14,6 @@ Row = dict[str, Any]
 MAX_SPREAD = 0.1  # a ratio needs times with at most this spread
 BEYOND = 1.05  # a time that exceeds the ceilings by this factor must be wrong
 CLOSE = 1.3  # a peer that is slower than the best by more than this factor gets one turn
-COLUMNS = (
-    "op", "shape", "dtype", "us", "tflops", "gbs", "roof_fraction", "peer", "peer_us", "ratio",
-)  # fmt: skip
 
 
 def names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:
@@ -72,15 +69,6 @@ def roof_us(case: Case, best: Mapping[str, float]) -> float | None:
     if not peak or "read_gbs" not in best:
         return None
     return max(case.flops / peak / 1e6, case.bytes / best["read_gbs"] / 1e3)
-
-
-def with_roof(case: Case, row: Row, best: Mapping[str, float]) -> Row:
-    """Returns a row of a run that ended before it measured its ceilings, with those of another run
-    on the same kind of GPU. A row that has a share of the roofline is returned as it is."""
-    roof = roof_us(case, best)
-    if row["roof_fraction"] is not None or row["us"] is None or roof is None:
-        return row
-    return row | {"roof_fraction": _round(roof / row["us"])}
 
 
 def steady(ours: Mapping[str, Any], alternatives: Mapping[str, Mapping[str, Any]]) -> bool:
