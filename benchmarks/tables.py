@@ -176,6 +176,18 @@ def decode() -> str:
     return markdown([*header, "result"], rows)
 
 
+def vllm() -> str:
+    """Compares decode steps with vLLM."""
+    header = ("model", "weights", ">batch", ">ms/step", ">vLLM, ms/step", ">speedup")
+    rows = (
+        [r["model"], r["dtype"], r["batch"], f"{r['ms']:.2f}", f"{r['vllm_ms']:.2f}",
+         f"{r['vllm_ms'] / r['ms']:.2f}"]
+        for r in read("vllm_h200")["rows"]
+        if r["phase"] == "decode"
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
 def sparse_slice() -> str:
     """Compares the sparse and the dense slice of V3.2, by number of sequences and cached tokens."""
     sparse, dense = (

@@ -22,7 +22,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         tables.kernels, tables.kernels_by_kind, tables.decode, tables.sparse_slice, tables.prefill,
         tables.two_gpus, tables.speculation, tables.speculation_one, tables.quantization,
-        tables.activations, tables.cpu,
+        tables.activations, tables.cpu, tables.vllm,
     )
 }  # fmt: skip
 
