@@ -208,7 +208,7 @@ class Bench:
         request = {"do": "prepare", "case": encoded(case), "parts": parts}
         prepared = self._ours.ask(request, self._patience(ROW_S))
         lost = {"error": prepared.get("error", "not prepared")}
-        ours = prepared.get("ours", lost)
+        ours = {**prepared.get("ours", lost)}
         if "xla" in parts:
             ours["xla"] = prepared.get("xla", lost)
         peers: dict[str, Any] = {}
