@@ -2,7 +2,6 @@
 
     python -m scripts.bench_engine --model moonlight-16b --traces chat prefixed --rates 8 24 \\
         --count 384 --out benchmarks/results/engine_h200.json
-    python -m scripts.bench_engine --model demo --scale 0.1 --picture timeline.png
     python -m scripts.bench_engine --model moonlight-16b --count 48 --profile /tmp/trace
 
 Each trace is replayed offline, all requests at once, and then at every rate in requests per second.
@@ -10,8 +9,7 @@ A model has published widths and random weights; ``demo`` is the trained checkpo
 All programs are compiled first, and an engine serves all replays, with an empty prefix cache at the
 beginning of each. The results are written after every replay: throughput and latencies, and how
 many steps of each shape ran for how long, with the share of the time in which no dispatch was in
-flight. ``--picture`` draws a timeline of each replay. ``--profile`` also records a trace, which has
-the device time of each kernel.
+flight. ``--profile`` also records a trace, which has the device time of each kernel.
 """
 
 from __future__ import annotations
@@ -34,15 +32,12 @@ import jax.numpy as jnp
 import dsv3_jax
 from benchmarks import machine
 from benchmarks.decode import models
-from benchmarks.serving.replay import Replay, replay
+from benchmarks.serving.replay import replay
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device.programs import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.traces import TRACES
-from dsv3_jax.viz.canvas import check_picture
-from dsv3_jax.viz.canvas import save as save_picture
-from dsv3_jax.viz.serving import timeline
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -67,13 +62,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="directory for a trace of all replays")
     parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--deterministic", action="store_true", help="one program for all steps")
-    parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
-    parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args(words)
-    if arguments.picture:
-        check_picture("--picture", arguments.picture)
-    return arguments
+    return parser.parse_args(words)
 
 
 def _depth(text: str) -> int | str:
@@ -131,27 +121,8 @@ def replay_all(
             entry = {"trace": name, "rate": rate, **done.summary()}
             print(json.dumps(entry), file=sys.stderr)
             print(histogram(entry["engine"]["dispatches"]), file=sys.stderr)
-            if arguments.picture:
-                draw(done, entry, arguments)
-            if arguments.timelines:
-                entry["timeline"] = done.timeline
             result["replays"].append(entry)
             save(result, arguments.out)
-
-
-def draw(done: Replay, entry: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Draws the timeline of a replay. If there are several, each picture has its own name."""
-    arrival = "all at once" if entry["rate"] is None else f"{entry['rate']:g} per second"
-    title = (
-        f"{arguments.model}, {entry['trace']} trace, {entry['requests']} requests {arrival}: "
-        f"{entry['output_tokens_per_second']:,.0f} output tokens/s, TTFT p50 "
-        f"{entry['ttft_ms']['p50']:,.0f} ms, TPOT p50 {entry['tpot_ms'].get('p50', 0):,.1f} ms"
-    )
-    path = arguments.picture
-    if len(arguments.traces) > 1 or arguments.rates:
-        rate = "offline" if entry["rate"] is None else f"{entry['rate']:g}"
-        path = path.with_stem(f"{path.stem}_{entry['trace']}_{rate}")
-    save_picture(timeline(done.timeline, title), path)
 
 
 def save(result: dict[str, Any], out: Path | None) -> None:

@@ -37,8 +37,6 @@ import datetime
 import json
 import os
 import platform
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -106,7 +104,7 @@ class Bench:
         self.result: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-            "versions": {"python": platform.python_version()} | tools(),
+            "versions": {"python": platform.python_version()},
             "ceilings": {},
             "rows": [],
             "not_run": [],
@@ -160,9 +158,8 @@ class Bench:
             ours, peers = self._case(case)
             ours["seconds"] = round(time.monotonic() - began, 1)
             self._raw.append((case, ours, peers))
-            line = report.row(case, ours, peers, self._best())
-            lines = report.table([line]).splitlines()[1:]
-            print(*lines, f"{self.left():.0f} s left", sep="\n", flush=True)
+            row = report.row(case, ours, peers, self._best())
+            print(f"{report.line(row)}; {self.left():.0f} s left", flush=True)
             self.save()
         self._ours.ask({"do": "drop", "cases": [encoded(case) for case in batch]}, ROW_S)
         self.save()
@@ -284,22 +281,6 @@ def _parts(case: Case) -> list[str]:
     return ["ours"] if isinstance(case, Grouped) else ["ours", "xla"]
 
 
-def tools() -> dict[str, str]:
-    """Returns the versions of the driver and of CUDA's assembler, if they are installed."""
-    versions = {}
-    for name, command, pattern in (
-        ("driver", ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"\S+"),
-        ("ptxas", ["ptxas", "--version"], r"release \S+, V(\S+)"),
-    ):
-        try:
-            output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if result := re.search(pattern, output):
-            versions[name] = result[result.re.groups]
-    return versions
-
-
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Benchmark the Hopper kernels against other libraries."
@@ -336,7 +317,7 @@ def main() -> None:
         bench.save()
     result = bench.result
     print("\n" + json.dumps({k: result[k] for k in ("versions", "ceilings")}))
-    print(report.table(result["rows"]))
+    print(*map(report.line, result["rows"]), sep="\n")
     if result["not_run"]:
         print("not run, because the time budget was spent:", ", ".join(result["not_run"]))
 

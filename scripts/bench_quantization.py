@@ -175,12 +175,8 @@ def main() -> None:
         {"form": name, "weight_bytes": weight_bytes(config, form), **losses[name]}
         for name, form in forms.items()
     ]
-    print(f"{'form':>24} {'bytes':>15} {'KL, nats':>10} {'top-1':>7} {'loss':>8}")
     for row in rows:
-        print(
-            f"{row['form']:>24} {row['weight_bytes']:>15,} {row['kl']:>10.2e} "
-            f"{row['top1_agreement']:>7.4f} {row['loss']:>8.4f}"
-        )
+        print(row)
     result = {
         **machine.description(),
         "model": arguments.model,

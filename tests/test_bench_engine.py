@@ -1,7 +1,8 @@
-"""The serving benchmark: options, tables and pictures."""
+"""The serving benchmark: options and tables."""
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
@@ -41,9 +42,10 @@ class TestCommand:
     def tiny(self, tiny_mtp, monkeypatch):  # noqa: F811
         monkeypatch.setattr(bench_engine, "load", lambda name, weights: tiny_mtp)
 
-    def test_pictures(self, tmp_path):
+    def test_replays(self, tmp_path):
+        out = tmp_path / "run.json"
         words = ["--scale", "0.02", "--offline-count", "6", "--count", "3", "--rates", "50"]
-        words += ["--picture", str(tmp_path / "run.svg")]
-        assert bench_engine.main([*words, *SMALL]) == 0
-        names = sorted(path.name for path in tmp_path.iterdir())
-        assert names == ["run_chat_50.svg", "run_chat_offline.svg"]
+        assert bench_engine.main([*words, *SMALL, "--out", str(out)]) == 0
+        replays = json.loads(out.read_text("utf-8"))["replays"]
+        assert [(each["rate"], each["requests"]) for each in replays] == [(None, 6), (50.0, 3)]
+        assert all(each["output_tokens_per_second"] > 0 for each in replays)

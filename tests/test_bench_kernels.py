@@ -212,7 +212,7 @@ def test_rows_without_times():
     row = report.row(case, {"error": "wrong: 0.1"}, {"other": {"us": 5.0}}, {})
     assert (row["us"], row["ratio"], row["roof_fraction"]) == (None, None, None)
     assert (row["peer_us"], row["error"]) == (5.0, "wrong: 0.1")
-    assert "[wrong: 0.1]" in report.table([row])
+    assert "[wrong: 0.1]" in report.line(row)
 
 
 def test_ceilings():

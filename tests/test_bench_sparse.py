@@ -9,8 +9,17 @@ import pytest
 
 from benchmarks.kernels import checks, inputs, report
 from benchmarks.kernels.calls import call_of
-from benchmarks.kernels.shapes import cases, decoded, encoded, float8_arithmetic, key
-from benchmarks.kernels.sparse_shapes import Index, SparseAttention, SparseCase, TopK
+from benchmarks.kernels.shapes import (
+    Index,
+    SparseAttention,
+    SparseCase,
+    TopK,
+    cases,
+    decoded,
+    encoded,
+    float8_arithmetic,
+    key,
+)
 from tests.pallas_kernels.ragged_inputs import fault
 
 TINY = [

@@ -19,11 +19,13 @@ from benchmarks.kernels.shapes import (
     Decode,
     Gradient,
     Grouped,
+    Index,
     Prefill,
+    SparseAttention,
     SparseCase,
     Swiglu,
+    TopK,
 )
-from benchmarks.kernels.sparse_shapes import Index, SparseAttention, TopK
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
 from pallas_kernels.mla_prefill import reference as prefill_reference

@@ -12,6 +12,8 @@ import numpy as np
 from benchmarks.decode.models import random_int4, random_int8
 from benchmarks.kernels.shapes import (
     BLOCK,
+    INDEX_COLUMNS,
+    INDEX_HEADS,
     LATENT,
     PAGE,
     ROPE,
@@ -19,17 +21,13 @@ from benchmarks.kernels.shapes import (
     Decode,
     Gradient,
     Grouped,
+    Index,
     Prefill,
+    SparseAttention,
     SparseCase,
     Swiglu,
-    page_tables,
-)
-from benchmarks.kernels.sparse_shapes import (
-    INDEX_COLUMNS,
-    INDEX_HEADS,
-    Index,
-    SparseAttention,
     TopK,
+    page_tables,
 )
 from pallas_kernels import quantize_latent
 from pallas_kernels.sparse_index.scaled_pages import pages_of, token_bytes

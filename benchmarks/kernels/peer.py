@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.sparse_shapes import LATENT, ROPE
+from benchmarks.kernels.shapes import LATENT, ROPE
 
 Tensor = torch.Tensor
 Inputs = dict[str, Any]

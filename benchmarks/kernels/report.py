@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.kernels.shapes import Case, float8_arithmetic
@@ -164,21 +164,12 @@ def _round(value: float | None, digits: int = 4) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Formats rows as a text table. Rows without a time end with the reason."""
-    lines = [f"{'op':15}{'dtype':6}{'shape':26}{'us':>9}{'TFLOP/s':>9}{'GB/s':>7}{'roof':>6}"
-             f"{'peer us':>9}{'ratio':>7}  peer"]  # fmt: skip
-    for each in rows:
-        peer = each["peer"] or "none"
-        note = each.get("error") or each.get("no_ratio")
-        notes = f"  [{note[:90]}]" if note else ""
-        lines.append(
-            f"{each['op']:15}{each['dtype']:6}{each['shape']:26}{_cell(each['us'], 9, 1)}"
-            f"{_cell(each['tflops'], 9)}{_cell(each['gbs'], 7)}{_cell(each['roof_fraction'], 6, 2)}"
-            f"{_cell(each['peer_us'], 9, 1)}{_cell(each['ratio'], 7, 2)}  {peer}{notes}"
-        )
-    return "\n".join(lines)
-
-
-def _cell(value: float | None, width: int, digits: int = 0) -> str:
-    return f"{'-' if value is None else f'{value:.{digits}f}':>{width}}"
+def line(row: Row) -> str:
+    """Formats a row. One without a time ends with the reason."""
+    numbers = {
+        "us": row["us"], "of the roofline": row["roof_fraction"], row["peer"]: row["peer_us"],
+        "ratio": row["ratio"],
+    }  # fmt: skip
+    shown = ", ".join(f"{value} {name}" for name, value in numbers.items() if value is not None)
+    note = row.get("error") or row.get("no_ratio")
+    return f"{key_of(row)}: {shown}{f' [{note[:90]}]' if note else ''}"

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.kernels import peer as libraries
 from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor, float8_tokens, latent_of
-from benchmarks.kernels.sparse_shapes import (
+from benchmarks.kernels.shapes import (
     FLOAT8_TOKEN,
     INDEX_COLUMNS,
     INDEX_HEADS,

@@ -24,10 +24,15 @@ from benchmarks.kernels.checks import (
     verdict,
 )
 from benchmarks.kernels.inputs import Arrays, Host, options
-from benchmarks.kernels.shapes import PAGE, Case, Decode, Gradient, Grouped, Prefill
-from benchmarks.kernels.sparse_shapes import (
+from benchmarks.kernels.shapes import (
     INDEX_COLUMNS,
+    PAGE,
+    Case,
+    Decode,
+    Gradient,
+    Grouped,
     Index,
+    Prefill,
     SparseCase,
     TopK,
 )

@@ -7,8 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.kernels.shapes import Case, Decode, Gradient, Grouped, Prefill, cases, select
-from benchmarks.kernels.sparse_shapes import Index, SparseAttention, TopK
+from benchmarks.kernels.shapes import (
+    Case,
+    Decode,
+    Gradient,
+    Grouped,
+    Index,
+    Prefill,
+    SparseAttention,
+    TopK,
+    cases,
+    select,
+)
 from tests.pallas_kernels.machine import on_gpu
 from tests.pallas_kernels.ragged_inputs import fault
 
