@@ -11,7 +11,6 @@ cluster.py         pools of replicas, routing, and what travels between them
 deployed.py        pools from deployments of the planner
 measured_run.py    an engine and its replays from a result of ``scripts/bench_engine.py``
 report.py          throughput, latencies, service levels, and what limits them
-scaling.py         nodes over a day
 ================== ====================================================================
 
 Nothing here runs JAX while it simulates. Units are seconds, tokens and bytes.
