@@ -45,19 +45,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels import pack_peers, report
+from benchmarks.kernels.cases import cases, select
 from benchmarks.kernels.report import append_windows, names_to_time, summary
-from benchmarks.kernels.shapes import (
-    CALLS,
-    OPS,
-    WARM_S,
-    Case,
-    Grouped,
-    Index,
-    cases,
-    encoded,
-    key,
-    select,
-)
+from benchmarks.kernels.shapes import CALLS, OPS, WARM_S, Case, Grouped, Index, encoded, key
 from benchmarks.kernels.workers import Worker
 from benchmarks.machine import short_name
 from dsv3_jax.files import atomic_write

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.kernels import calls, checks, clock, hlo, inputs, ours, pack_peers, report
 from benchmarks.kernels.calls import call_of
+from benchmarks.kernels.cases import cases, few_sizes, ragged, select, uniform_lengths, zipf_sizes
 from benchmarks.kernels.jax_timing import counted, program
 from benchmarks.kernels.ours import Session
 from benchmarks.kernels.shapes import (
@@ -24,18 +25,12 @@ from benchmarks.kernels.shapes import (
     Grouped,
     Prefill,
     Swiglu,
-    cases,
     decoded,
     encoded,
-    few_sizes,
     guessed_us,
     key,
     page_tables,
-    ragged,
     rotation,
-    select,
-    uniform_lengths,
-    zipf_sizes,
 )
 from benchmarks.kernels.workers import Worker
 from scripts import bench_kernels

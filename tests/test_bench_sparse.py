@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.kernels import checks, inputs, report
 from benchmarks.kernels.calls import call_of
+from benchmarks.kernels.cases import cases
 from benchmarks.kernels.shapes import (
     Index,
     SparseAttention,
     SparseCase,
     TopK,
-    cases,
     decoded,
     encoded,
     float8_arithmetic,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.kernels.cases import cases, select
 from benchmarks.kernels.shapes import (
     Case,
     Decode,
@@ -16,8 +17,6 @@ from benchmarks.kernels.shapes import (
     Prefill,
     SparseAttention,
     TopK,
-    cases,
-    select,
 )
 from tests.pallas_kernels.machine import on_gpu
 from tests.pallas_kernels.ragged_inputs import fault
