@@ -12,10 +12,10 @@ long and a short dispatch divided by the difference in steps, as a median over s
 program serves all contexts. Its cache has ``room`` for the longest one, and ``compile_s`` and
 ``peak_bytes`` belong to that program.
 
-``floor_ms`` is the time to read every needed byte once, at the bandwidth that a sum reaches in the
-same run. The bytes are the weights, including the expected number of distinct experts if all
-experts are equally likely, and the cache; sparse attention reads all index keys and the latents
-of the tokens that it selects.
+``floor_ms`` is the time to read every needed byte once, at the bandwidth of the GPU if it is known
+(:mod:`benchmarks.machine`). The bytes are the weights, including the expected number of distinct
+experts if all are equally likely, and the cache; sparse attention reads all index keys and the
+latents of the tokens that it selects.
 
 ``peak_bytes`` is the sum of weights, cache and ``workspace_bytes``.
 
@@ -134,10 +134,11 @@ class Bench:
                 for micro_batches in arguments.micro_batches
             ]
         self._end = time.monotonic() + arguments.time_budget
-        self._bandwidth = floor.bandwidth()
+        described = machine.description()
+        self._read_gbs = machine.read_gbs(described["machine"])
         self.result: dict[str, Any] = {
-            **machine.description(),
-            "read_gbs": round(self._bandwidth / 1e9, 1),
+            **described,
+            "read_gbs": self._read_gbs,
             "rows": [],
         }
 
@@ -200,8 +201,8 @@ class Bench:
             result = {"phase": "decode", "acceptance": acceptance, "depth": drafter_and_depth[1]}
             decode = decode_of_batch[0]
             result |= decode.measure(cached) | _compiled(decode.compiled) | {"room": decode.longest}
-            if acceptance is None:
-                floor_ms = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
+            if acceptance is None and self._read_gbs:
+                floor_ms = 1e-6 * floor.step_bytes(model, rows, cached) / self._read_gbs
                 result |= {"floor_ms": floor_ms, "floor_fraction": floor_ms / result["ms"]}
             return result
 
@@ -238,7 +239,7 @@ class Bench:
             except Exception as error:  # the next measurement may fit
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         self.result["rows"].append(row)
-        print(line(row), flush=True)
+        print(json.dumps(row), flush=True)
         if out := self._arguments.out:
             out.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(out, json.dumps(self.result, indent=1) + "\n")
@@ -253,27 +254,9 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def line(row: dict[str, Any]) -> str:
-    label = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
-    label += f" {row['feed_forward']}" if "feed_forward" in row else ""
-    if "exchange" in row:
-        label += f" {row['exchange']}, {row['micro_batches']} micro-batches"
-    if "error" in row:
-        return f"{label}: {row['error']}"
-    memory = f"compiled in {row['compile_s']} s, {row['peak_bytes'] / 1e9:.1f} GB"
-    text = f"{label} {row['phase']}: {row['ms']} ms, {row['tokens_per_s']} tokens/s"
-    if row.get("acceptance") is not None:
-        text += f", acceptance {row['acceptance']} at depth {row['depth']}"
-    if "floor_ms" in row:
-        text += f", floor {row['floor_ms']} ms ({row['floor_fraction']:.0%})"
-    return f"{text}, {memory}"
-
-
 def main() -> None:
     allocator.configure("generate")  # as a command that runs a model
-    bench = Bench(parse(sys.argv[1:]))
-    print(f"{bench.result['machine']}, {bench.result['read_gbs']} GB/s")
-    bench.run()
+    Bench(parse(sys.argv[1:])).run()
 
 
 if __name__ == "__main__":
