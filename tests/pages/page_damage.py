@@ -1,8 +1,9 @@
-"""Tries to make a tier on disk return a wrong page: killed writers, flipped bits.
+"""Tries to make a tier on disk return a wrong page: killed writers, flipped bits, two processes.
 
-    python -m tests.pages.page_damage DIRECTORY SEED
+    python -m tests.pages.page_damage write DIRECTORY SEED
+    python -m tests.pages.page_damage exchange DIRECTORY SEED SECONDS
 
-is a child process of :func:`kill_writers`. The contents of a
+These are the child processes of :func:`kill_writers` and :func:`two_processes`. The contents of a
 page follow from its address, so that every process can check every page. No JAX is needed.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import signal
 import subprocess
@@ -92,7 +94,7 @@ def kill_writers(directory: Path, rounds: int, seed: int = 0) -> dict[str, Any]:
     size = capacity(_PROMPTS)
     for number in range(rounds):
         seeds = [1000 * number, 1000 * number + 500]
-        children = [_child(directory, each) for each in seeds]
+        children = [_child(subprocess.DEVNULL, "write", directory, each) for each in seeds]
         try:
             _wait_for(lambda: any(_is_written(directory, each) for each in seeds))  # noqa: B023
             time.sleep(random.uniform(0.0, 0.8))
@@ -140,6 +142,22 @@ def flip_bits(directory: Path, flips: int, seed: int = 0) -> dict[str, Any]:
     return {"flips": flips, "right": right, "wrong": 0, "refused": refused}
 
 
+def two_processes(directory: Path, seconds: float) -> dict[str, Any]:
+    """Two processes write, read and delete the same pages in one directory."""
+    children = [_child(subprocess.PIPE, "exchange", directory, seed, seconds) for seed in (1, 2)]
+    outputs = [child.communicate(timeout=seconds + _SECONDS)[0] for child in children]
+    if any(child.returncode for child in children):
+        raise WrongPageError(f"a process failed: {[child.returncode for child in children]}")
+    counts = [json.loads(output) for output in outputs]
+    return {
+        "seconds": seconds,
+        "right": sum(count["right"] for count in counts),
+        "wrong": 0,
+        "refused": sum(count["refused"] for count in counts),
+        "written": sum(count["written"] for count in counts),
+    }
+
+
 def _write(directory: Path, seed: int) -> None:
     """Writes prompts until the process is killed."""
     # Made before, so that most of the time is spent in writing.
@@ -153,9 +171,25 @@ def _write(directory: Path, seed: int) -> None:
             disk.flush(_SECONDS)
 
 
-def _child(directory: Path, seed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.pages.page_damage", str(directory), str(seed)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, text=True)
+def _exchange(directory: Path, seed: int, seconds: float) -> dict[str, int]:
+    """Writes pages of common prompts and reads them, with room for half of them."""
+    random = np.random.default_rng(seed)
+    end, right = time.monotonic() + seconds, 0
+    with opened(directory, capacity(_PROMPTS / 2)) as disk:
+        while time.monotonic() < end:
+            wanted = addresses(int(random.integers(_PROMPTS)))
+            if random.random() < 0.5:
+                count = int(random.integers(1, _PAGES))
+                disk.store([record_of(address) for address in wanted[:count]])
+                disk.flush(_SECONDS)
+            right += read(disk, wanted)
+        stats = disk.stats()
+    return {"right": right, "refused": stats.damaged_pages, "written": stats.stored_pages}
+
+
+def _child(stdout: int, *words: str | Path | float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.pages.page_damage", *map(str, words)]
+    return subprocess.Popen(command, stdout=stdout, text=True)
 
 
 def _is_written(directory: Path, seed: int) -> bool:
@@ -172,4 +206,8 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.ERROR)
-    _write(Path(sys.argv[1]), int(sys.argv[2]))
+    what, folder, number, *rest = sys.argv[1:]
+    if what == "write":
+        _write(Path(folder), int(number))
+    else:
+        print(json.dumps(_exchange(Path(folder), int(number), float(rest[0]))))
