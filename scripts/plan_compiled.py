@@ -26,8 +26,8 @@ from dsv3_jax.plan import memory
 from dsv3_jax.plan.compiled import Phase, compile_program
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.engine_state import default_buckets
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from sharding import Exchange
 
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"

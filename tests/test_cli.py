@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.cli import collectives, probes, run_generation
+from dsv3_jax.cli import collectives, loading, probes, run_generation
 from dsv3_jax.generation.completion import Completion, Generation, Stats
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
 from dsv3_jax.offline.generator import Generator
@@ -252,7 +252,7 @@ BAD_USAGE = pytest.mark.parametrize(
 @BAD_USAGE
 def test_bad_usage_is_one_line_and_status_2(arguments, named, capsys, monkeypatch):
     """Bad usage is refused before any weight is read."""
-    monkeypatch.setattr(run_generation, "load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load", lambda *a, **k: pytest.fail("weights were read"))
     assert generate(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -267,7 +267,7 @@ def test_a_draft_that_the_model_lacks_is_refused_before_its_weights(tmp_path, ca
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    monkeypatch.setattr(run_generation, "load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load", lambda *a, **k: pytest.fail("weights were read"))
     assert generate("--prompt", "x", "--draft", "mtp", "--model", str(tmp_path)) == 2
     assert "draft: expected a model with an MTP layer" in capsys.readouterr().err
 

@@ -21,9 +21,10 @@ from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import CheckpointReader
-from dsv3_jax.cli import export, flags, training_flags
+from dsv3_jax.cli import export, flags
+from dsv3_jax.cli.arguments.train import RUN_HELP, TRAINING_HELP
 from dsv3_jax.cli.main import parser
-from dsv3_jax.cli.training_progress import TrainingProgress
+from dsv3_jax.cli.progress import TrainingProgress
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.losses import Losses
@@ -316,7 +317,7 @@ def test_an_input_of_another_version_is_refused(files, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("settings", "descriptions"),
-    [(RunSettings, training_flags.RUN_HELP), (TrainingConfig, training_flags.TRAINING_HELP)],
+    [(RunSettings, RUN_HELP), (TrainingConfig, TRAINING_HELP)],
 )
 def test_every_setting_has_a_flag(settings, descriptions):
     """Each flag takes a value other than its default and returns it in its field's type."""

@@ -8,9 +8,8 @@ import time
 import pytest
 from rich.console import Console
 
-from dsv3_jax.cli import status_line
-from dsv3_jax.cli.status_line import StatusLine
-from dsv3_jax.cli.training_progress import TrainingProgress
+from dsv3_jax.cli import progress as progress_lines
+from dsv3_jax.cli.progress import StatusLine, TrainingProgress
 from dsv3_jax.words import counted
 
 
@@ -78,7 +77,7 @@ def test_what_is_logged_appears_above_the_status_line():
 
 def test_without_a_terminal_the_line_is_printed_now_and_then(monkeypatch):
     """Its seconds depend on the machine."""
-    monkeypatch.setattr(status_line, "_PRINT_SECONDS", 0.001)
+    monkeypatch.setattr(progress_lines, "_PRINT_SECONDS", 0.001)
     out = io.StringIO()
     with StatusLine("loading demo", Console(file=out, width=60)):
         end = time.monotonic() + 60

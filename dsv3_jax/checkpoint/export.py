@@ -16,16 +16,16 @@ from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
 from dsv3_jax.checkpoint.check import check_tensors, without_plain_modules
 from dsv3_jax.checkpoint.formats import Recoding, recode
+from dsv3_jax.checkpoint.kinds import check_new, new_directory, partial_directory
 from dsv3_jax.checkpoint.manifest import NAME, TensorRecord
 from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.reader import INDEX
+from dsv3_jax.checkpoint.reader import INDEX, index_content, json_text, shard_name
 from dsv3_jax.checkpoint.safetensors_file import (
     NUMPY,
     SafetensorsFile,
     header_of,
     parsed_header,
 )
-from dsv3_jax.checkpoint.shard_index import index_content, json_text, shard_name
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.tensor_table import (
     UNUSED_SUFFIXES,
@@ -35,7 +35,6 @@ from dsv3_jax.checkpoint.tensor_table import (
     tensor_table,
 )
 from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
-from dsv3_jax.checkpoint.unfinished import check_new, new_directory, partial_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.files import atomic_file, atomic_write, free_bytes

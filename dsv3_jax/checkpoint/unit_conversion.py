@@ -11,8 +11,8 @@ from dsv3_jax.checkpoint.check import tensor_kind
 from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, Unit
 from dsv3_jax.checkpoint.formats import Recoding, dequantize, recode
 from dsv3_jax.checkpoint.journal import JournalLine
+from dsv3_jax.checkpoint.parameter_reader import check_finite, check_scale
 from dsv3_jax.checkpoint.threads import Progress
-from dsv3_jax.checkpoint.values import check_finite, check_scale
 
 
 def convert_unit(

@@ -13,19 +13,19 @@ import numpy as np
 from flax import nnx
 
 from dsv3_jax.checkpoint.formats import quantize
+from dsv3_jax.checkpoint.kinds import check_new, new_directory
 from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.parameters import published_tensors
-from dsv3_jax.checkpoint.reader import INDEX
-from dsv3_jax.checkpoint.safetensors_file import write_file
-from dsv3_jax.checkpoint.shard_index import (
+from dsv3_jax.checkpoint.reader import (
     DESCRIPTION_BYTES,
+    INDEX,
     index_content,
     json_text,
     shard_name,
 )
+from dsv3_jax.checkpoint.safetensors_file import write_file
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
-from dsv3_jax.checkpoint.unfinished import check_new, new_directory
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, free_bytes
 from dsv3_jax.model import DeepSeekV3

@@ -10,11 +10,10 @@ import argparse
 import contextlib
 from numbers import Integral
 
-from dsv3_jax.cli.api_key import read_api_key
 from dsv3_jax.cli.bench import check_url
 from dsv3_jax.cli.conversation import Conversation
-from dsv3_jax.cli.model_flags import check_weights
-from dsv3_jax.cli.prompts import check_text
+from dsv3_jax.cli.flags import check_weights, read_api_key
+from dsv3_jax.cli.generate import check_text
 from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.generation.settings import check, check_settings
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+from dsv3_jax.cli.output import log
 from dsv3_jax.client.chat import Delta, Message
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -52,7 +53,7 @@ class Conversation:
         if self._is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401, which gives input() editing and a history
-        _report(f"chat with {self._model.model}; {_HELP}")
+        log(f"chat with {self._model.model}; {_HELP}")
         while True:
             try:
                 text = input("> " if self._is_terminal else "")
@@ -72,11 +73,11 @@ class Conversation:
                     return
                 case "/new":
                     self._messages = list(self._beginning)
-                    _report("a new conversation")
+                    log("a new conversation")
                 case "/help":
-                    _report(_HELP)
+                    log(_HELP)
                 case command if command.startswith("/") and " " not in command:
-                    _report(f"expected /new, /exit, /help or a message, got {command}")
+                    log(f"expected /new, /exit, /help or a message, got {command}")
                 case _:
                     self._send(text)
 
@@ -87,7 +88,7 @@ class Conversation:
         except ValueError as error:
             if not self._is_terminal:
                 raise
-            _report(f"error: {error}")
+            log(f"error: {error}")
             return
         self._messages += [message, {"role": "assistant", "content": content}]
 
@@ -111,7 +112,7 @@ class Conversation:
                 is_stopped = True
         self._print(self._end_of_reasoning() if in_reasoning else "\n")
         if is_stopped:
-            _report("stopped")
+            log("stopped")
         return content
 
     def _dim(self, text: str) -> str:
@@ -122,7 +123,3 @@ class Conversation:
 
     def _print(self, text: str) -> None:
         print(text, end="", flush=True)
-
-
-def _report(line: str) -> None:
-    print(f"dsv3: {line}", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from dsv3_jax.checkpoint import journal, manifest
 from dsv3_jax.checkpoint.conversion_plan import ConversionPlan, plan_conversion
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.cli.byte_progress import ByteProgress
 from dsv3_jax.cli.interrupt_report import report_interrupt
-from dsv3_jax.cli.output import print_json
+from dsv3_jax.cli.output import log, print_json
+from dsv3_jax.cli.progress import ByteProgress
 from dsv3_jax.files import free_bytes
 from dsv3_jax.words import counted
 
@@ -32,12 +31,12 @@ def run(arguments: argparse.Namespace) -> None:
     plan = plan_conversion(source, arguments.to)
     summary = _summary(plan, store, arguments.workers)
     for line in _summary_lines(summary):
-        print(f"dsv3: {line}", file=sys.stderr)
+        log(line)
     if arguments.dry_run:
         check_destination(plan, store, arguments.resume)
     elif arguments.resume and (store / manifest.NAME).is_file():
         convert(source, store, arguments.to, resume=True)
-        print(f"dsv3: {store} is complete; dsv3 verify compares it with SRC", file=sys.stderr)
+        log(f"{store} is complete; dsv3 verify compares it with SRC")
     else:
 
         def describe_rest() -> str:
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
         summary["errors"] = {kind: error._asdict() for kind, error in result.errors.items()}
         for line in _error_table(result):
-            print(f"dsv3: {line}", file=sys.stderr)
+            log(line)
     if arguments.json:
         print_json(summary)
 

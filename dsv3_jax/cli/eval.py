@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from dsv3_jax import compile_cache
-from dsv3_jax.checkpoint.find import find_config_directory
-from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli.device_memory import refused_if_too_large
+from dsv3_jax.cli.flags import check_weights
 from dsv3_jax.cli.interrupt_report import report_interrupt
-from dsv3_jax.cli.layout_flags import make_layout_from
-from dsv3_jax.cli.model_flags import check_weights
-from dsv3_jax.cli.output import json_text, print_json
-from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.cli.loading import directory_of, load_model, make_layout_from, refused_if_too_large
+from dsv3_jax.cli.output import json_text, log, print_json
+from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation_config import with_absent_tokens
@@ -51,13 +48,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--out: {arguments.out} exists; expected a new file, or --resume")
     if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
         raise ValueError(f"--out: {arguments.out}: expected a file in a directory that exists")
-    directory = find_config_directory(arguments.model)
+    directory = directory_of(arguments.model)
     config = ModelConfig.from_hf(directory)
     settings = _settings(arguments, config)
     described = {"length": settings.length, "stride": settings.stride or settings.length}
     described |= {"batch": settings.batch, "cache": settings.cached}
-    if not (directory / "tokenizer.json").is_file():
-        raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
     tokenizer = Tokenizer(directory)
     config = with_absent_tokens(config, directory, tokenizer)  # as load does
     documents = list(read_documents(arguments.data))
@@ -69,15 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         " --layout, --batch and --length change their size)"
     )
     with refused_if_too_large(expected):
-        with StatusLine(f"loading {arguments.model}"):
-            model, _ = load(
-                arguments.model,
-                dtype=arguments.dtype,
-                quantization=arguments.quantization,
-                cache_dtype=arguments.cache_dtype,
-                activations=arguments.activations,
-                layout=layout,
-            )
+        model, _ = load_model(arguments, arguments.model, layout)
         evaluator = Evaluator(model, texts, settings)
         identity: dict[str, Any] = {}
         if arguments.out is not None:
@@ -161,7 +148,7 @@ def _sum(
                 save()
                 saved = now
             if not sys.stderr.isatty() and now - printed > _PRINT_SECONDS:
-                print(f"dsv3: {line}", file=sys.stderr, flush=True)
+                log(line)
                 printed = now
     save()
     return sums[1], before + time.perf_counter() - began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ import jax.numpy as jnp
 
 from dsv3_jax.checkpoint.export import check_space, export, plan_export, resume_hint
 from dsv3_jax.checkpoint.find import DEMOS
-from dsv3_jax.checkpoint.kinds import describe, is_store
+from dsv3_jax.checkpoint.kinds import check_new, describe, is_store
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.checkpoint.store import StoreReader
-from dsv3_jax.checkpoint.unfinished import check_new
 from dsv3_jax.cli import flags, hf_directory
-from dsv3_jax.cli.byte_progress import ByteProgress
 from dsv3_jax.cli.interrupt_report import report_interrupt
-from dsv3_jax.cli.output import print_json
+from dsv3_jax.cli.output import log, print_json
+from dsv3_jax.cli.progress import ByteProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model, random_model
 from dsv3_jax.model import DeepSeekV3
@@ -70,7 +68,7 @@ def _export_store(arguments: argparse.Namespace) -> dict[str, Any]:
             progress=progress.add,
         )
     files = "the source's files, byte for byte," if plan.verbatim else "new files"
-    print(f"dsv3: wrote {files} to {arguments.hf_directory}", file=sys.stderr)
+    log(f"wrote {files} to {arguments.hf_directory}")
     return {
         "to": arguments.to,
         "verbatim": plan.verbatim,
@@ -88,7 +86,7 @@ def _export_run(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = source / record.TOKENIZER
     copied = tokenizer if tokenizer.is_dir() else None
     hf_directory.write(model, arguments.hf_directory, weight_format, copied)
-    print(f"dsv3: wrote step {step} to {arguments.hf_directory}", file=sys.stderr)
+    log(f"wrote step {step} to {arguments.hf_directory}")
     return {"step": step, "to": weight_format}
 
 

@@ -1,5 +1,5 @@
-"""Turns the fields of a settings dataclass into flags, and parsed flags into its keyword arguments;
-and adds the name of a flag to errors.
+"""Values of flags: fields of a settings dataclass as flags, checks of flags that commands share,
+and errors that name their flag. Imports no JAX.
 
 The value of a flag that was not given is None. The command decides what it means then.
 """
@@ -12,7 +12,14 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsv3_jax.generation.settings import check
+
+if TYPE_CHECKING:
+    from dsv3_jax.config import ModelConfig
 
 _METAVARS = {int: "N", float: "X"}
 
@@ -103,3 +110,46 @@ def _argparse_settings(hint: Any) -> dict[str, Any]:
     if hint is str:
         return {"metavar": "NAME"}
     raise TypeError(f"expected a field of a type that flags support, got {hint}")
+
+
+_DEFAULT_MAX_LEN = 4096
+
+
+def check_weights(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if ``--activations`` is given without the weights that it needs."""
+    if arguments.activations and arguments.quantization not in ("fp8", "int4"):
+        got = arguments.quantization or "none"
+        raise ValueError(f"--activations: expected --quantization fp8 or int4 with it, got {got}")
+
+
+def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
+    """Returns ``--max-len``, or its default.
+
+    Raises:
+      ValueError: it is more than the model has positions for.
+    """
+    most = config.max_position_embeddings
+    if arguments.max_len is None:
+        return min(_DEFAULT_MAX_LEN, most)
+    expected = f"2 to {most} (the model's max_position_embeddings)"
+    check("--max-len", arguments.max_len, expected, Integral, 2, most)
+    return arguments.max_len
+
+
+def read_api_key(path: Path | None) -> str | None:
+    """Returns the first key of ``--api-key-file``, as ``dsv3 serve`` reads it, or None.
+
+    Raises:
+      ValueError: the file has no key, or it cannot be read.
+    """
+    if path is None:
+        return None
+    with naming("--api-key-file"):
+        text = path.read_text("utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(
+            f"--api-key-file: {path}: expected an API key on a line of its own, got none"
+        )
+    return keys[0]

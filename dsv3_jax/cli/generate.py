@@ -2,21 +2,22 @@
 
 This module checks everything that can be wrong with a call before JAX is imported and before
 weights are read: first the ranges, then the prompts, then both against the model's config and
-tokenizer. :mod:`dsv3_jax.cli.run_generation` does the rest.
-"""
+tokenizer. :mod:`dsv3_jax.cli.run_generation` does the rest."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from dsv3_jax.cli.model_flags import check_weights, max_len_of
-from dsv3_jax.cli.prompts import check_text, read_prompts
+from dsv3_jax.cli.flags import check_weights, max_len_of
 from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
 
 if TYPE_CHECKING:
     from dsv3_jax.config import ModelConfig
     from dsv3_jax.tokenizer import Tokenizer
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 _MAX_LEN_MULTIPLE = 256  # max_len is rounded up to a multiple, so that few lengths are compiled
 
@@ -125,3 +126,71 @@ def _max_len(
         return max_len_of(arguments, config)
     needed = longest + settings.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     return min(-(-needed // _MAX_LEN_MULTIPLE) * _MAX_LEN_MULTIPLE, most)
+
+
+def read_prompts(sources: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns the texts of ``--prompt`` and ``--prompt-file``, in the order of the flags.
+
+    Args:
+      sources: pairs of a flag and its value. ``--prompt -`` is standard input.
+
+    Raises:
+      ValueError: there is no source, a text is empty or not UTF-8, a file cannot be read, or
+        standard input is used twice.
+    """
+    if not sources:
+        raise ValueError("--prompt: expected a --prompt or a --prompt-file, got none")
+    if list(sources).count(("--prompt", "-")) > 1:
+        raise ValueError("--prompt: expected - once, as standard input is read once; got it twice")
+    return [_read(flag, value) for flag, value in sources]
+
+
+def _read(flag: str, value: str) -> str:
+    if flag == "--prompt-file":
+        name = f"{flag} {value}"
+        try:
+            text = _decode(name, Path(value).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{name}: {error.strerror or error}") from None
+    elif value == "-":
+        name = "standard input"
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise _not_utf8(name, error.object[error.start], f"byte {error.start}") from None
+    else:
+        name, text = flag, value
+    check_text(name, text)
+    if not text:
+        raise ValueError(f"prompt: expected text, got an empty prompt from {name}")
+    return text
+
+
+def _decode(name: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, content[error.start], f"byte {error.start}") from None
+
+
+def check_text(name: str, text: str) -> None:
+    """Checks that a text came from valid UTF-8.
+
+    Python turns an invalid byte of an argument, and in the C locale of standard input, into a lone
+    surrogate.
+
+    Raises:
+      ValueError: the text has such a character. The message has ``name``, the source of the text.
+    """
+    for position, character in enumerate(text):
+        if 0xDC80 <= ord(character) <= 0xDCFF:
+            raise _not_utf8(name, ord(character) - 0xDC00, f"character {position}")
+        if 0xD800 <= ord(character) <= 0xDFFF:
+            raise ValueError(
+                f"{name}: expected Unicode text, got the lone surrogate U+{ord(character):04X} at"
+                f" character {position}"
+            )
+
+
+def _not_utf8(name: str, byte: int, where: str) -> ValueError:
+    return ValueError(f"{name}: expected UTF-8, got the byte 0x{byte:02x} at {where}")

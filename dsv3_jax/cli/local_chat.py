@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
 from dsv3_jax import compile_cache
-from dsv3_jax.checkpoint.find import find_config_directory
-from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli.layout_flags import make_layout_from
-from dsv3_jax.cli.model_flags import max_len_of
+from dsv3_jax.cli.flags import max_len_of
+from dsv3_jax.cli.loading import directory_of, load_model, make_layout_from
+from dsv3_jax.cli.output import log
+from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.cli.serve import depth_of, draft_of
-from dsv3_jax.cli.status_line import StatusLine
 from dsv3_jax.client.chat import Delta, Message
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
@@ -37,10 +35,7 @@ class LocalChat:
         self.model: str = arguments.model or "demo"
         self._settings = settings
         self._new_tokens: int | None = arguments.max_new_tokens
-        directory = find_config_directory(self.model)
-        if not (directory / "tokenizer.json").is_file():
-            raise ValueError(f"{self.model}: expected a tokenizer.json, found none")
-        self._max_len = max_len_of(arguments, ModelConfig.from_hf(directory))
+        self._max_len = max_len_of(arguments, ModelConfig.from_hf(directory_of(self.model)))
         if self._new_tokens is not None and self._new_tokens >= self._max_len:
             raise ValueError(
                 f"--max-new-tokens: expected fewer than {self._max_len} (--max-len), got"
@@ -48,15 +43,7 @@ class LocalChat:
             )
         compile_cache.enable(arguments.compile_cache)
         began = time.perf_counter()
-        with StatusLine(f"loading {self.model}"):
-            model, tokenizer = load(
-                self.model,
-                dtype=arguments.dtype,
-                quantization=arguments.quantization,
-                cache_dtype=arguments.cache_dtype,
-                activations=arguments.activations,
-                layout=make_layout_from(arguments),
-            )
+        model, tokenizer = load_model(arguments, self.model, make_layout_from(arguments))
         assert tokenizer is not None
         self._tokenizer = tokenizer
         shards = 1 if model.layout is None else model.layout.num_shards("batch")
@@ -71,7 +58,7 @@ class LocalChat:
         with StatusLine("compiling"):
             self._engine.warm_up()
         seconds = time.perf_counter() - began
-        print(f"dsv3: loaded and compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
+        log(f"loaded and compiled in {seconds:.1f} s")
 
     def __enter__(self) -> LocalChat:
         return self

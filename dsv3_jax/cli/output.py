@@ -1,11 +1,17 @@
-"""JSON output for other programs."""
+"""Output of the commands: JSON on stdout for other programs, and lines on stderr."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
+
+
+def log(line: str) -> None:
+    """Prints a line on stderr."""
+    print(f"dsv3: {line}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

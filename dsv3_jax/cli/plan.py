@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from pathlib import Path
 from typing import get_args
 
 from dsv3_jax import presets
 from dsv3_jax.checkpoint.find import DEMOS, find_config_directory
 from dsv3_jax.cli import plan_report, simulation
-from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.cli.output import log, print_json
+from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.plan.choice import OPEN_SETTINGS, Choice, choose
 from dsv3_jax.plan.compiled import CompiledProgram, Phase, compile_program
@@ -20,9 +19,9 @@ from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.engine_state import default_buckets
 from dsv3_jax.plan.estimate import DoesNotFitError, Estimate, estimate
 from dsv3_jax.plan.search_space import layouts
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.sweep import sweep
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.viz.canvas import check_picture, save
 from dsv3_jax.viz.frontier import frontier
 from sharding import PRESETS
@@ -126,15 +125,13 @@ def _compile(deployment: Deployment) -> dict[Phase, CompiledProgram]:
     """Compiles both programs, one after the other, and reports progress on stderr."""
     programs: dict[Phase, CompiledProgram] = {}
     for phase in get_args(Phase):
-        print(
-            f"dsv3: compiling {phase} for {deployment.target.name}, all"
-            f" {deployment.config.num_hidden_layers} layers",
-            file=sys.stderr,
-            flush=True,
+        log(
+            f"compiling {phase} for {deployment.target.name}, all"
+            f" {deployment.config.num_hidden_layers} layers"
         )
         with StatusLine(f"compiling {phase}"):
             programs[phase] = compile_program(deployment, phase)
-        print(f"dsv3: {programs[phase].seconds:.0f} s", file=sys.stderr, flush=True)
+        log(f"{programs[phase].seconds:.0f} s")
     return programs
 
 

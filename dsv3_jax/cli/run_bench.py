@@ -7,13 +7,12 @@ import asyncio
 import dataclasses
 import datetime
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dsv3_jax.cli.api_key import read_api_key
-from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.cli.flags import read_api_key
+from dsv3_jax.cli.output import log, print_json
+from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.client.completions import CompletionClient, RequestRecord, ServedModel
 from dsv3_jax.client.load import closed_loop, load_name, open_loop
 from dsv3_jax.client.results import details, results
@@ -93,7 +92,7 @@ async def _measure_load(
             f" limit of {model.name}, got {arguments.input_len:,} and {arguments.output_len:,}"
         )
     if work.shortened:
-        _log(
+        log(
             f"{counted(work.shortened, 'request')} of {len(work.prompts):,} are shortened to the"
             f" model's {model.max_len:,} tokens; --scale makes all shorter"
         )
@@ -142,7 +141,7 @@ def _report_failures(records: Sequence[RequestRecord]) -> None:
     if len(errors) == len(records):
         raise ValueError(f"expected requests that succeed, got as the first error: {errors[0]}")
     if errors:
-        _log(f"{counted(len(errors), 'request')} failed; the first error: {errors[0]}")
+        log(f"{counted(len(errors), 'request')} failed; the first error: {errors[0]}")
 
 
 def _print_table(measured: Sequence[dict[str, Any]]) -> None:
@@ -173,7 +172,3 @@ def _draw(arguments: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> 
     first = measured[0]
     title = f"{first['model_id']}, {first['trace']} trace, {first['num_prompts']} requests a load"
     save(sweep(points, title), arguments.picture)
-
-
-def _log(line: str) -> None:
-    print(f"dsv3: {line}", file=sys.stderr, flush=True)

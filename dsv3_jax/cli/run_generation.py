@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv3_jax import compile_cache
-from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli.device_memory import refused_if_too_large
-from dsv3_jax.cli.layout_flags import make_layout_from, only_first_process_prints
-from dsv3_jax.cli.output import print_json
-from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.cli.loading import (
+    load_model,
+    make_layout_from,
+    only_first_process_prints,
+    refused_if_too_large,
+)
+from dsv3_jax.cli.output import log, print_json
+from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.generation.completion import Generation
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
@@ -64,16 +67,8 @@ def _generate(
     settings: dict[str, Any],
 ) -> None:
     began = time.perf_counter()
-    with StatusLine(f"loading {arguments.model}"):
-        model, tokenizer = load(
-            arguments.model,
-            dtype=arguments.dtype,
-            quantization=arguments.quantization,
-            cache_dtype=arguments.cache_dtype,
-            activations=arguments.activations,
-            layout=layout,
-        )
-    _log(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
+    model, tokenizer = load_model(arguments, arguments.model, layout)
+    log(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
     generator = Generator(model, tokenizer, max_len)
     # Checked again with the weights, which may lack a part that the config promises, such as MTP.
     generator.requests(prompts, **settings)
@@ -81,9 +76,9 @@ def _generate(
     with StatusLine("compiling"):
         batch_size = len(prompts) * settings.get("n", 1)
         compiled = generator.warm_up(batch_size, logprobs=arguments.logprobs, **speculation)
-    _log(f"compiled, or loaded from the compile cache, in {compiled:.1f} s")
+    log(f"compiled, or loaded from the compile cache, in {compiled:.1f} s")
     if arguments.draft.startswith("synthetic"):
-        _log(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
+        log(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
     if arguments.stream:
         _stream(generator, texts[0], prompts[0], settings, arguments.echo)
         return
@@ -120,7 +115,7 @@ def _print(arguments: argparse.Namespace, texts: Sequence[str], generation: Gene
     _log_speed(stats.new_tokens, stats.tokens_per_second, stats.time_to_first_token)
     if (speculation := stats.speculation) is not None:
         accepted = ", ".join(f"{rate:.0%}" for rate in speculation.acceptance)
-        _log(
+        log(
             f"{speculation.draft}: {speculation.accept_length:.2f} tokens per step, accepted"
             f" {accepted}"
         )
@@ -154,8 +149,4 @@ def _stream(
 
 def _log_speed(tokens: int, tokens_per_s: float, first_token_s: float) -> None:
     count, first_token_ms = counted(tokens, "token"), first_token_s * 1000
-    _log(f"{count}, {tokens_per_s:.0f} tokens/s, first token after {first_token_ms:.0f} ms")
-
-
-def _log(line: str) -> None:
-    print(f"dsv3: {line}", file=sys.stderr, flush=True)
+    log(f"{count}, {tokens_per_s:.0f} tokens/s, first token after {first_token_ms:.0f} ms")

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
-import sys
 import time
 from typing import NamedTuple
 
 import jax
 
 from dsv3_jax import chat_formats, compile_cache
-from dsv3_jax.checkpoint.find import find_config_directory
-from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli.device_memory import refused_if_too_large
-from dsv3_jax.cli.flags import naming
-from dsv3_jax.cli.latency_flags import latency_targets
-from dsv3_jax.cli.layout_flags import make_layout_from
-from dsv3_jax.cli.model_flags import max_len_of
-from dsv3_jax.cli.run_roles import prefill_key_of, remote_of, sender_of, tiers_of
-from dsv3_jax.cli.status_line import StatusLine
+from dsv3_jax.cli.flags import max_len_of, naming
+from dsv3_jax.cli.loading import (
+    directory_of,
+    latency_targets,
+    load_model,
+    make_layout_from,
+    refused_if_too_large,
+)
+from dsv3_jax.cli.output import log
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
+from dsv3_jax.disaggregation.peers import Peers
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
+from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender, Sender
 from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.files import write_failure
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.pages import CacheTiers, PageFormat
 from dsv3_jax.server.access_log import log_to_stderr
-from dsv3_jax.server.api_keys import ApiKeys
+from dsv3_jax.server.api_keys import ApiKeys, read_keys
 from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
@@ -101,10 +106,7 @@ def make_engine(
             raise ValueError(
                 f"{flag}: expected a directory that can be written, got {directory} ({reason})"
             )
-    directory = find_config_directory(arguments.model)
-    if not (directory / "tokenizer.json").is_file():
-        raise ValueError(f"{arguments.model}: expected a tokenizer.json, found none")
-    max_len = max_len_of(arguments, ModelConfig.from_hf(directory))
+    max_len = max_len_of(arguments, ModelConfig.from_hf(directory_of(arguments.model)))
     model, tokenizer = _load(arguments)
     if template is not None:
         tokenizer = tokenizer.with_chat_template(template)
@@ -149,15 +151,8 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
         compile_cache.enable(arguments.compile_cache)
     began = time.perf_counter()
     logger.info("loading %s", arguments.model)
-    with StatusLine(f"loading {arguments.model}"), refused_if_too_large(_expected(arguments.model)):
-        model, tokenizer = load(
-            arguments.model,
-            dtype=arguments.dtype,
-            quantization=arguments.quantization,
-            cache_dtype=arguments.cache_dtype,
-            activations=arguments.activations,
-            layout=layout,
-        )
+    with refused_if_too_large(_expected(arguments.model)):
+        model, tokenizer = load_model(arguments, arguments.model, layout)
     logger.info("loaded %s in %.1f s", arguments.model, time.perf_counter() - began)
     assert tokenizer is not None
     return model, tokenizer
@@ -168,11 +163,7 @@ def _disable_compile_cache(arguments: argparse.Namespace) -> None:
     :meth:`dsv3_jax.engine.device.program_store.ProgramStore.save`."""
     jax.config.update("jax_enable_compilation_cache", False)
     if arguments.compile_cache is not None:
-        print(
-            "dsv3: on CPUs --program-store keeps the programs, and --compile-cache is not used",
-            file=sys.stderr,
-            flush=True,
-        )
+        log("on CPUs --program-store keeps the programs, and --compile-cache is not used")
 
 
 def _expected(model: str) -> str:
@@ -180,3 +171,79 @@ def _expected(model: str) -> str:
         f"{model}: expected a model and a cache that fit on the devices (--cache-tokens,"
         " --quantization and --layout change their size; dsv3 plan reports what fits)"
     )
+
+
+_PREFILL_HOST_BYTES = 4 * 2**30
+"""Size of the tier in host memory from which a prefill server sends pages."""
+
+
+def sender_of(arguments: argparse.Namespace) -> Sender | None:
+    """Returns what gives pages to decode servers; None if this is no prefill server.
+
+    Raises:
+      ValueError: ``--host`` is not the address of one interface, which ``--transfer jax`` needs.
+    """
+    if arguments.role != "prefill":
+        return None
+    if arguments.transfer != "jax":
+        return HttpSender()
+    return JaxSender(arguments.host, arguments.transfer_port or 0)
+
+
+def prefill_key_of(arguments: argparse.Namespace) -> str | None:
+    """Returns the key that prefill servers expect, or None.
+
+    Raises:
+      ValueError: the file of the key has none, or cannot be read.
+    """
+    if arguments.prefill_api_key_file is None:
+        return None
+    with naming("--prefill-api-key-file"):
+        return read_keys(arguments.prefill_api_key_file)[0]
+
+
+def remote_of(
+    arguments: argparse.Namespace, model: DeepSeekV3, api_key: str | None
+) -> RemotePrefill | None:
+    """Returns the source of pages on prefill servers; None if this is no decode server."""
+    if arguments.role != "decode":
+        return None
+    tokens = arguments.prefill_min_tokens or DEFAULT_PAGE_SIZE
+    has_mtp = model.config.num_nextn_predict_layers > 0
+    format = PageFormat.of(model.cache_spec(mtp=has_mtp), DEFAULT_PAGE_SIZE)
+    return RemotePrefill(
+        Peers(arguments.prefill_url or ()),
+        JaxReceiver() if arguments.transfer == "jax" else HttpReceiver(),
+        page_size=format.page_size,
+        max_page_bytes=format.num_bytes,
+        seconds=_prefill_seconds(arguments),
+        min_pages=-(-tokens // format.page_size),
+        api_key=api_key,
+    )
+
+
+def tiers_of(arguments: argparse.Namespace, remote: RemotePrefill | None) -> CacheTiers | None:
+    """Returns the tiers of the cache that the flags ask for and the role needs, or None."""
+    host_bytes = int(arguments.host_cache_gib * 2**30)
+    if arguments.role == "prefill":
+        host_bytes = host_bytes or _PREFILL_HOST_BYTES
+    if not (host_bytes or arguments.disk_cache or remote):
+        return None
+    load_gib = arguments.prefix_load_gib
+    tiers = CacheTiers(
+        host_bytes,
+        arguments.disk_cache,
+        int(arguments.disk_cache_gib * 2**30),
+        sources=() if remote is None else (remote,),
+        load_bytes=None if load_gib is None else int(load_gib * 2**30),
+        pinned=arguments.host_cache_pinned,
+    )
+    if remote is None:
+        return tiers
+    # The source itself ends at its time, and then has the pages that came so far.
+    seconds = max(_prefill_seconds(arguments) + 1, tiers.load_seconds)
+    return dataclasses.replace(tiers, load_seconds=seconds)
+
+
+def _prefill_seconds(arguments: argparse.Namespace) -> float:
+    return 30.0 if arguments.prefill_seconds is None else arguments.prefill_seconds

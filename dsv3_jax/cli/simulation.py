@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsv3_jax.cli.latency_flags import latency_targets
+from dsv3_jax.cli.loading import latency_targets
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import cached_token_bytes
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
 from dsv3_jax.simulator.deployed import PoolPlan
 from dsv3_jax.simulator.efficiency import Efficiency

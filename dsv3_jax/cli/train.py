@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +17,12 @@ import jax.numpy as jnp
 from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.cli import flags, hf_directory, training_flags
-from dsv3_jax.cli.device_memory import refused_if_too_large
+from dsv3_jax.cli import flags, hf_directory
+from dsv3_jax.cli.arguments.train import LEARNING_RATE
+from dsv3_jax.cli.loading import refused_if_too_large
 from dsv3_jax.cli.output import print_json
+from dsv3_jax.cli.progress import TrainingProgress
 from dsv3_jax.cli.stop_request import StopRequest
-from dsv3_jax.cli.training_progress import TrainingProgress
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import publish_directory
 from dsv3_jax.generation_config import with_absent_tokens
@@ -135,11 +135,11 @@ def run(arguments: argparse.Namespace) -> None:
     _write_model(trained.model, out, inputs["to"], tokenizer)
     if not is_first:
         return
-    _log(f"wrote {out / MODEL}")
+    log(f"wrote {out / MODEL}")
     if arguments.plot:
         from dsv3_jax.viz.training import draw_run
 
-        _log("drew " + " and ".join(map(str, draw_run(out))))
+        log("drew " + " and ".join(map(str, draw_run(out))))
     if arguments.json:
         last = trained.metrics[-1] if trained.metrics else {}
         result = {
@@ -231,7 +231,7 @@ def _training_config(arguments: argparse.Namespace, recorded: Mapping[str, Any])
     )
     if "steps" not in values:
         raise ValueError("expected --steps with the length of the whole run, got none")
-    values.setdefault("learning_rate", training_flags.LEARNING_RATE)
+    values.setdefault("learning_rate", LEARNING_RATE)
     values.setdefault("final_learning_rate", values["learning_rate"] / 10)
     values.setdefault("warmup_steps", min(200, values["steps"] // 10))
     return TrainingConfig(**values)
@@ -305,7 +305,3 @@ def _tokenizer(inputs: Mapping[str, Any], out: Path, is_given: bool) -> Path | N
 
 def _ignore(message: Any) -> None:
     """Replaces the output of every process but the first."""
-
-
-def _log(line: str) -> None:
-    print(f"dsv3: {line}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from dsv3_jax.plan.search_space import (
     exchanges,
     layouts,
 )
-from dsv3_jax.plan.shard_cache import ShardCache
+from dsv3_jax.plan.weights import ShardCache
 from sharding import PRESETS, LayoutName
 
 OPEN_SETTINGS = (

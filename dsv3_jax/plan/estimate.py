@@ -10,8 +10,7 @@ from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.memory import LABELS, MemoryUse
 from dsv3_jax.plan.remedies import remedies
 from dsv3_jax.plan.roofline import Roofline
-from dsv3_jax.plan.shard_cache import ShardCache
-from dsv3_jax.plan.weights import ModelShapes
+from dsv3_jax.plan.weights import ModelShapes, ShardCache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dsv3_jax.plan.search_space import (
     exchanges,
     layouts,
 )
-from dsv3_jax.plan.shard_cache import ShardCache
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.quantization import QUANTIZATIONS
 
 _ENOUGH = 3  # with this many proposals of single changes, pairs of changes are not tried

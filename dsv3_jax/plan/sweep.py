@@ -11,7 +11,7 @@ import itertools
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.capacity import fits
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.shard_cache import ShardCache
+from dsv3_jax.plan.weights import ShardCache
 
 ACCEPTED = 0.85
 """Acceptance rate of MTP drafts: the lower end of what DeepSeek reports (V3 report, section

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import ray  # pyright: ignore[reportMissingImports]
 import uvicorn
 
-from dsv3_jax.cli.run_roles import sender_of
+from dsv3_jax.cli.run_server import sender_of
 from dsv3_jax.serve_ray.autoscaling import OPEN_REQUESTS
 from dsv3_jax.serve_ray.prefill_peers import PrefillAddress
 from dsv3_jax.serve_ray.replica import Replica

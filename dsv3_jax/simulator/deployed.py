@@ -8,7 +8,7 @@ from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.shard_cache import ShardCache
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import PoolSettings
 from dsv3_jax.simulator.efficiency import Efficiency
 from dsv3_jax.simulator.replica import ReplicaSettings

@@ -12,8 +12,8 @@ from dsv3_jax import presets
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.scheduling.scheduler_config import SchedulerConfig
 from dsv3_jax.plan.deployment import Deployment
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, Outcome, PoolSettings
 from dsv3_jax.simulator.measured_times import MeasuredTimes, calibrate, programs_of
 from dsv3_jax.simulator.replica import HostCosts, ReplicaSettings

@@ -15,12 +15,11 @@ from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.batches import TrainingBatches
 from dsv3_jax.training.checkpoints import CheckpointStore
 from dsv3_jax.training.evaluation import Evaluation
-from dsv3_jax.training.metrics_log import Entry, MetricsLog, divergence, metrics_entry
+from dsv3_jax.training.metrics_log import Entry, MetricsLog, divergence, metrics_entry, utilisation
 from dsv3_jax.training.record import EXPERT_LOAD, METRICS
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.state import TrainingState
 from dsv3_jax.training.step import Metrics
-from dsv3_jax.training.throughput import utilisation
 from dsv3_jax.training.trainer import Trainer
 from sharding.distributed import max_over_processes
 

@@ -1,8 +1,8 @@
-"""The training state: everything that changes from one step to the next."""
+"""The training state, everything that changes from one step to the next, and its shardings."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,14 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int
 
+from dsv3_jax.layers.logical_axes import parameter_shardings
+from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import lora
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.drafts import is_drafter
 from dsv3_jax.training.indexer import is_indexer
 from dsv3_jax.training.tree import Tree, select
+from sharding import Layout
 
 
 class TrainingState(NamedTuple):
@@ -56,3 +59,42 @@ def init_state(
 ) -> TrainingState:
     """Returns the state before the first step, with moments that are zero."""
     return TrainingState(params, biases, optimizer.init(params), jnp.int32(0))
+
+
+def weight_shardings(model: DeepSeekV3, layout: Layout, weights: Tree) -> Tree:
+    """Returns the sharding of each weight of ``model``, in a tree with the structure of
+    ``weights``."""
+    shardings = parameter_shardings(model, layout.mesh, layout.rules, fsdp_axes=layout.fsdp_axes)
+    flat = nnx.to_flat_state(weights)
+    return nnx.from_flat_state([(path, leaf.replace(shardings[path])) for path, leaf in flat])
+
+
+def state_shardings(
+    shapes: TrainingState,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    params: Tree | None,
+) -> TrainingState:
+    """Returns the sharding of each array in a training state.
+
+    Each moment has the sharding of its parameter. Router biases and counters, which are small, are
+    replicated.
+
+    Args:
+      shapes: abstract state.
+      params: shardings of the trained parameters. None replicates them, which is meant for low-rank
+        updates: they are small.
+    """
+    replicated: Any = layout.sharding(())
+    param_shardings: Any = params
+    if params is None:
+        param_shardings = jax.tree.map(lambda _: replicated, shapes.params)
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        shapes.optimizer,
+        param_shardings,
+        transform_non_params=lambda _: replicated,
+    )
+    biases = jax.tree.map(lambda _: replicated, shapes.biases)
+    return TrainingState(param_shardings, biases, moments, replicated)

@@ -1,19 +1,22 @@
-"""One training step, as a pure function of the training state."""
+"""One training step, a pure function of the training state, and the jitted functions of a run."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Int
 
-from dsv3_jax.training import schedule
-from dsv3_jax.training.balance import imbalance, update_biases
-from dsv3_jax.training.losses import Losses
+from dsv3_jax.training import optimizer as optimizers
+from dsv3_jax.training.losses import Losses, TargetCounts, imbalance, update_biases
 from dsv3_jax.training.objective import Objective
-from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.state import TrainingState, init_params, init_state
 from dsv3_jax.training.tree import Tree
+from sharding import Layout
 
 
 class Metrics(NamedTuple):
@@ -47,18 +50,80 @@ def training_step(
       tokens: packed documents that begin with BOS.
     """
     config = objective.config
-    mtp_weight = jnp.float32(schedule.mtp_weight(config)(state.step))
+    mtp_weight = jnp.float32(optimizers.mtp_weight(config)(state.step))
     grads, losses, load = objective.gradient(state.params, frozen, state.biases, tokens, mtp_weight)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    bias_speed = jnp.float32(schedule.bias_update_speed(config)(state.step))
+    bias_speed = jnp.float32(optimizers.bias_update_speed(config)(state.step))
     biases = update_biases(state.biases, load, bias_speed)
     metrics = Metrics(
         losses,
         optax.tree.norm(grads),
-        jnp.float32(schedule.learning_rate(config)(state.step)),
+        jnp.float32(optimizers.learning_rate(config)(state.step)),
         mtp_weight,
         imbalance(load),
         load,
     )
     return TrainingState(params, biases, optimizer_state, state.step + 1), metrics
+
+
+class Programs(NamedTuple):
+    """The functions that a Trainer runs. They compile once per shape of the batch."""
+
+    init_params: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    """``(weights, biases) -> (params, biases)``; see :func:`~dsv3_jax.training.state.init_params`.
+    It runs without jit if there is no layout."""
+    init_state: Callable[[Tree, Tree], TrainingState]
+    """``(params, biases) -> state``. It donates its arguments if there is a layout, and runs
+    without jit otherwise."""
+    step: Any
+    """``(state, frozen, tokens) -> (state, metrics)``, jitted; it donates the state. See
+    :func:`~dsv3_jax.training.step.training_step`."""
+    evaluate: Any
+    """``(state, frozen, tokens, counts) -> losses``, jitted."""
+
+
+def make_programs(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    layout: Layout | None = None,
+    state: TrainingState | None = None,
+    frozen: Tree | None = None,
+) -> Programs:
+    """Returns the jitted functions of training.
+
+    Args:
+      layout: mesh layout of the model, or None for a single device.
+      state: shardings of the training state, if there is a layout.
+      frozen: shardings of the frozen weights, if there is a layout and ``lora_rank`` is set.
+    """
+    make_params = functools.partial(init_params, config=objective.config)
+    make_state = functools.partial(init_state, optimizer=optimizer)
+    step = functools.partial(training_step, objective=objective, optimizer=optimizer)
+
+    def evaluate(
+        state: TrainingState,
+        frozen: Tree | None,
+        tokens: Int[Array, "B T"],
+        counts: TargetCounts | None,
+    ) -> Losses:
+        return objective.losses(state.params, frozen, state.biases, tokens, counts)[0]
+
+    if layout is None:
+        # Initialisation only copies arrays, so there is nothing to compile.
+        return Programs(make_params, make_state, jax.jit(step, donate_argnums=0), jax.jit(evaluate))
+    assert state is not None
+    batch, replicated = layout.sharding(("batch",)), layout.sharding(())
+    return Programs(
+        jax.jit(make_params, out_shardings=(state.params, state.biases)),
+        jax.jit(make_state, donate_argnums=(0, 1), out_shardings=state),
+        jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(state, frozen, batch),
+            out_shardings=(state, replicated),
+        ),
+        jax.jit(
+            evaluate, in_shardings=(state, frozen, batch, replicated), out_shardings=replicated
+        ),
+    )

@@ -20,10 +20,14 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.losses import Losses, TargetCounts
 from dsv3_jax.training.objective import Objective
 from dsv3_jax.training.optimizer import make_optimizer
-from dsv3_jax.training.programs import make_programs
-from dsv3_jax.training.shardings import state_shardings, weight_shardings
-from dsv3_jax.training.state import TrainingState, init_params, init_state
-from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.state import (
+    TrainingState,
+    init_params,
+    init_state,
+    state_shardings,
+    weight_shardings,
+)
+from dsv3_jax.training.step import Metrics, make_programs
 from dsv3_jax.training.trainable import check_drafts, check_indexers, check_trainable
 
 

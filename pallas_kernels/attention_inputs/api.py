@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.attention_inputs import mosaic_gpu, reference
 from pallas_kernels.attention_inputs.reference import AttentionInputs, AttentionWeights
-from pallas_kernels.decoder_layer.formats import scales_shape, shape_of
+from pallas_kernels.decoder_layer.reference import scales_shape, shape_of
 from pallas_kernels.dispatch import Implementation, dispatch
 
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster

@@ -8,8 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
-from pallas_kernels.decoder_layer.formats import scales_shape, shape_of
-from pallas_kernels.decoder_layer.reference import Chosen, Matrices, Projection, Router
+from pallas_kernels.decoder_layer.reference import (
+    Chosen,
+    Matrices,
+    Projection,
+    Router,
+    scales_shape,
+    shape_of,
+)
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
@@ -50,7 +56,7 @@ def feed_forward(
         None if h contains it. With ``w_uv`` it may be in parts, from :func:`mla_decode_parts`.
       o_proj: the projection of attention's output, or None if ``attended`` is projected already.
       w_uv: by head, what attention's output [M, H C] is multiplied by before ``o_proj``; or None.
-      counter: Ref of the counter by which the kernel's programs wait for each other, which all
+      counter: Ref of the counter by which the kernel's CTAs wait for each other, which all
         calls of a program should share: ``jax.new_ref(grid_barrier.new_counter())``. None makes one
         for this call. The reference needs none.
       implementation: back-end name, or names in order of preference; see ``dispatch``. By default

@@ -1,4 +1,9 @@
-"""Reference implementation of feed_forward: the model's own operations, one after the other."""
+"""feed_forward as the model's own operations, one after the other, and the formats of its weights.
+
+A matrix is floating point, float8 with a float32 scale for each block of 128x128, int8 with a scale
+for each row, or int4 with a scale for 128 columns of a row. The dtype identifies the format: int4
+is stored as uint8, two columns in a byte, the even column in the low half.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,50 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from pallas_kernels.block_quant.reference import block_dequant
-from pallas_kernels.decoder_layer.formats import scale_block
+from pallas_kernels.block_quant.reference import block_dequant, scale_shape
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.rms_norm import reference as rms_norm
 from pallas_kernels.route import reference as route
 from pallas_kernels.route.reference import Rule
 
+SCALE_BLOCK = 128
+"""Columns that share a scale of a float8 or an int4 matrix; also rows of a float8 matrix."""
+
+_INT8, _INT4 = jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)
+
+
+def is_integer(dtype: Any) -> bool:
+    """Returns whether a dtype is that of int8 or int4 matrices."""
+    return jnp.dtype(dtype) in (_INT8, _INT4)
+
+
+def columns_per_element(dtype: Any) -> int:
+    """Returns the number of a matrix' columns in one stored element."""
+    return 2 if jnp.dtype(dtype) == _INT4 else 1
+
+
+def shape_of(matrix: Any) -> tuple[int, ...]:
+    """Returns the logical shape of a matrix, or of a stack of them."""
+    *rows, stored = matrix.shape
+    return (*rows, stored * columns_per_element(matrix.dtype))
+
+
+def scale_block(matrix: Any) -> tuple[int, int]:
+    """Returns the rows and columns that share a scale, for a matrix that has scales."""
+    dtype = jnp.dtype(matrix.dtype)
+    if dtype == _INT8:
+        return 1, shape_of(matrix)[-1]
+    return 1 if dtype == _INT4 else SCALE_BLOCK, SCALE_BLOCK
+
+
+def scales_shape(matrix: Any) -> tuple[int, ...]:
+    """Returns the shape of the scales of a matrix, or of a stack of them."""
+    return scale_shape(shape_of(matrix), scale_block(matrix))
+
 
 class Matrices(NamedTuple):
-    """Gate, up and down projections: single matrices, or stacks of them.
-
-    The columns of int4 are stored in pairs, see :mod:`pallas_kernels.decoder_layer.formats`.
-    """
+    """Gate, up and down projections: single matrices, or stacks of them."""
 
     gate: Num[Array, "*E F D"]
     up: Num[Array, "*E F D"]

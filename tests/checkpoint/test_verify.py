@@ -16,8 +16,8 @@ from dsv3_jax.checkpoint.compare import compare
 from dsv3_jax.checkpoint.conversion_plan import plan_conversion
 from dsv3_jax.checkpoint.open_checkpoint import group_by_kind, open_checkpoint
 from dsv3_jax.checkpoint.verify import ValueStats, total_bytes, verify
-from dsv3_jax.cli import byte_progress
-from dsv3_jax.cli.byte_progress import ByteProgress
+from dsv3_jax.cli import progress as progress_lines
+from dsv3_jax.cli.progress import ByteProgress
 from dsv3_jax.config import ModelConfig
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, SINGLE, Stored, edit_json
@@ -639,7 +639,7 @@ def test_a_picture_without_matplotlib(monkeypatch, capsys):
 
 
 def test_progress_counts_from_every_thread(capsys, monkeypatch):
-    monkeypatch.setattr(byte_progress, "_PRINT_SECONDS", 0.0)
+    monkeypatch.setattr(progress_lines, "_PRINT_BYTES_SECONDS", 0.0)
     with ByteProgress(4_000_000_000, "verify") as progress:
         threads = [
             threading.Thread(target=lambda: [progress.add(10**7) for _ in range(100)])

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from dsv3_jax.cli.arguments import serve as serve_arguments
-from dsv3_jax.cli.roles import check_prefill_urls, check_role
-from dsv3_jax.cli.run_roles import tiers_of
-from dsv3_jax.cli.serve import check_arguments
+from dsv3_jax.cli.run_server import tiers_of
+from dsv3_jax.cli.serve import check_arguments, check_prefill_urls, check_role
 
 
 def parsed(*words: str) -> argparse.Namespace:

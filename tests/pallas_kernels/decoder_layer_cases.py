@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.block_quant.reference import block_dequant, block_quant, integer_quant
-from pallas_kernels.decoder_layer.formats import is_integer, scale_block, scales_shape
-from pallas_kernels.decoder_layer.reference import Matrices, Projection, Router
+from pallas_kernels.decoder_layer.reference import (
+    Matrices,
+    Projection,
+    Router,
+    is_integer,
+    scale_block,
+    scales_shape,
+)
 from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.numerics import rounded

@@ -94,20 +94,8 @@ def mma(operands: tuple[Any, ...], pair: Any) -> list[np.ndarray]:
     return results
 
 
-def unpack(text: str, word: np.ndarray) -> np.ndarray:
-    """The instructions of ``_UNPACK``, one by one."""
-    selector = int(re.findall(r"0, (0x[0-9A-Fa-f]+);", text)[0], 16)
-    sources = np.stack([word >> (8 * i) & 255 for i in range(4)] + [np.zeros_like(word)] * 4)
-    chosen = [sources[selector >> (4 * i) & 7] << (8 * i) for i in range(4)]
-    w = chosen[0] | chosen[1] | chosen[2] | chosen[3]
-    a = (w & 0x80008000) | (w >> 4 & 0x07F007F0)
-    product = bfloat16_pair(a) * np.float32(2.0**120)
-    pair = product.astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
-    return pair[..., 0] | pair[..., 1] << 16
-
-
 def unpack_float16(word: np.ndarray) -> list[np.ndarray]:
-    """The instructions of ``_UNPACK_FLOAT16``: bytes 0 and 1, then 2 and 3."""
+    """The instructions of ``_UNPACK_FLOAT8``: bytes 0 and 1, then 2 and 3."""
     four = np.ascontiguousarray(word.astype(np.uint32)).view(ml_dtypes.float8_e4m3fn)
     bits = four.reshape(*word.shape, 4).astype(np.float16).view(np.uint16).astype(np.uint32)
     return [bits[..., n] | bits[..., n + 1] << 16 for n in (0, 2)]
@@ -161,8 +149,6 @@ def asm(text: str, _: str, *operands: Any, result: Any = None, effects: bool = F
         return unpack_float16(operands[0])
     if "sub.rn.f16x2" in text:
         return run(text, operands)
-    if "prmt.b32" in text:
-        return unpack(text, operands[0])
     if text.startswith("shfl.sync.idx.b32"):
         if "0x1C1F" in text:  # from one of four lanes
             quarter = int(text.split(", ")[2])

@@ -15,15 +15,13 @@ from dsv3_jax.layers import around_attention
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import attention_inputs
-from pallas_kernels.attention_inputs import mosaic_gpu, reference
+from pallas_kernels.attention_inputs import kernel, mosaic_gpu, reference
 from pallas_kernels.attention_inputs.api import BACKENDS
-from pallas_kernels.attention_inputs.plan import Config, Plan
+from pallas_kernels.attention_inputs.kernel import Plan
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer import mosaic_gpu as layer_kernel
 from pallas_kernels.decoder_layer.api import BACKENDS as LAYER_BACKENDS
-from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
-from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.mla_decode.parts import Parts
 from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
@@ -145,12 +143,12 @@ class Attention:
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-def plan_of(attention, programs=132, **settings):
-    dtypes = dict.fromkeys(attention.shapes, stored_dtype(attention.weights))
-    w_uk = attention.heads, attention.nope, attention.rank
+def plan_of(attention, ctas=132):
     return Plan.of(
-        attention.tokens, attention.width, attention.q_rank, attention.rope, w_uk, dtypes, 1e-5,
-        1e-6, attention.dtype, Config(programs, **settings), None,
+        ctas=ctas, tokens=attention.tokens, width=attention.width, q_rank=attention.q_rank,
+        rope=attention.rope, heads=attention.heads, nope=attention.nope, rank=attention.rank,
+        eps=1e-5, latent_eps=1e-6, dtype=jnp.dtype(attention.dtype),
+        weight_dtype=jnp.dtype(stored_dtype(attention.weights)), interpret=None,
     )  # fmt: skip
 
 
@@ -159,17 +157,16 @@ MOONLIGHT_INT4 = dataclasses.replace(MOONLIGHT, weights=INT4)
 V3 = Attention(1, 7168, 1536, 128, 128, 64, 512, BFLOAT16, FLOAT8)
 
 
-@pytest.mark.parametrize("programs", [132, 7])
+@pytest.mark.parametrize("ctas", [132, 7])
 @pytest.mark.parametrize(
     "attention", [MOONLIGHT, V3, MOONLIGHT_INT4], ids=["moonlight", "v3", "moonlight int4"]
 )
-def test_programs_share_every_unit_once(attention, programs):
-    plan = plan_of(attention, programs, packed=attention.weights == INT4)
-    for phase in plan.phases:
+def test_ctas_share_every_unit_once(attention, ctas):
+    for phase in plan_of(attention, ctas).phases:
         units = [
             unit
-            for program in range(programs)
-            for unit in range(plan.number(phase, program), phase.units, programs)
+            for cta in range(ctas)
+            for unit in range((cta + phase.shift) % ctas, phase.units, ctas)
         ]
         assert sorted(units) == list(range(phase.units)), phase.name
 
@@ -184,7 +181,7 @@ def test_programs_share_every_unit_once(attention, programs):
     ids=["moonlight", "v3", "moonlight int4"],
 )
 def test_phases_read_every_weight_once(attention, megabytes):
-    plan = plan_of(attention, packed=attention.weights == INT4)
+    plan = plan_of(attention)
     pieces, total = plan.pieces, 0
     for phase in plan.phases:
         if phase.operand is not None:
@@ -195,15 +192,15 @@ def test_phases_read_every_weight_once(attention, megabytes):
 
 
 def test_pieces_of_w_uk():
-    """Moonlight's 16 heads are 128 pieces, V3's heads are a piece each: 4 of 132 programs have
+    """Moonlight's 16 heads are 128 pieces, V3's heads are a piece each: 4 of 132 CTAs have
     none. Moonlight's weights all fit the ring, so that its producer need not wait."""
     moonlight, v3 = plan_of(MOONLIGHT), plan_of(V3)
     assert [plan.pieces.width for plan in (moonlight, v3)] == [64, 512]
     assert [plan.pieces.heads * plan.pieces.per_head for plan in (moonlight, v3)] == [128, 128]
     assert [plan.pieces.steps for plan in (moonlight, v3)] == [1, 8]
-    assert [plan.config.ahead for plan in (moonlight, v3)] == ["always", "arrived"]
+    assert [plan.waits for plan in (moonlight, v3)] == [False, True]
     assert (moonlight.most_stages, moonlight.stages.count) == (9, 12)
-    assert plan_of(dataclasses.replace(V3, tokens=8)).stages.count == 4
+    assert plan_of(dataclasses.replace(V3, tokens=8, weights=INT4)).stages.count == 4
 
 
 REFUSED = [
@@ -212,15 +209,15 @@ REFUSED = [
     ({"nope": 32}, "head widths of a multiple of 64, got 32"),
     ({"rank": 192}, "latent widths of a multiple of 128, got 192"),
     ({"q_rank": 192}, "q_lora widths of a multiple of 128, got 192"),
-    ({"rope": 12}, "rope width of a multiple of 8, got 12"),
+    ({"rope": 12}, "rope widths of a multiple of 8, got 12"),
     ({"width": 14336, "tokens": 8}, "takes 3 ring stages of"),
     ({"dtype": FLOAT32}, "takes bfloat16 activations, W_UK and pages, got float32"),
-    ({"weights": "float16"}, "bfloat16, or float8_e4m3fn, int8 or int4 with scales, got float16"),
-    ({"weights": INT4}, "int8 and int4 projections only packed"),
     (
-        {"weights": INT4, "rope": 8, "config": {"packed": True}},
-        "kv_a_proj of uint8 with a multiple of 16 rows, got 136",
+        {"weights": "float16"},
+        "bfloat16, or of float8_e4m3fn, int8 or int4 with scales, got float16",
     ),
+    ({"weights": FLOAT8, "tokens": 5}, "1 to 4 tokens for float8_e4m3fn matrices, got 5"),
+    ({"weights": INT4, "rope": 8}, "kv_a_proj of uint8 with a multiple of 16 rows, got 136"),
 ]
 
 
@@ -229,12 +226,9 @@ REFUSED = [
 def test_refusals(changes, message, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
     sizes = {"dtype": BFLOAT16, "weights": BFLOAT16} | changes
-    config = Config(132, **sizes.pop("config", {}))
     shapes = jax.eval_shape(Attention(**sizes).arguments)
     with pytest.raises(NotImplementedError, match=message):
-        jax.eval_shape(
-            lambda given: mosaic_gpu.attention_inputs(**given, **OPTIONS, config=config), shapes
-        )
+        jax.eval_shape(lambda given: mosaic_gpu.attention_inputs(**given, **OPTIONS), shapes)
 
 
 @off_gpu
@@ -265,48 +259,30 @@ def test_wrong_arguments(changes, message, untyped):
 
 # ---- results -------------------------------------------------------------------------------------
 
+# Sizes, and how many CTAs the interpreter runs.
 CASES = {
-    "one token": (Attention(), {}),
-    # More programs than units of a phase, a token that is not stored, pieces in several stages.
+    "one token": (Attention(), 2),
+    # More CTAs than units of a phase, a token that is not stored, pieces in several stages.
     "tokens": (
         Attention(3, 256, heads=3, nope=256, dtype=BFLOAT16, weights=BFLOAT16, dropped=(1,)),
-        {"programs": 3},
+        3,
     ),
+    "float8": (Attention(4, 256, dtype=BFLOAT16, weights=FLOAT8, dropped=(2,)), 3),
     "rank, float8": (
-        Attention(2, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
-        {"ahead": "arrived"},
-    ),
-    "float8, packed": (
-        Attention(4, 256, dtype=BFLOAT16, weights=FLOAT8, dropped=(2,)),
-        {"programs": 3, "packed": True},
-    ),
-    "rank, float8, packed": (
         Attention(1, 256, q_rank=128, rope=8, rank=256, dtype=BFLOAT16, weights=FLOAT8),
-        {"packed": True},
+        2,
     ),
-    "int4, eight tokens": (
-        Attention(8, 256, dtype=BFLOAT16, weights=INT4, dropped=(2,)),
-        {"programs": 3, "packed": True},
-    ),
-    "rank, int4": (
-        Attention(1, 256, q_rank=128, rank=256, dtype=BFLOAT16, weights=INT4),
-        {"packed": True},
-    ),
-    "int8": (Attention(2, 384, dtype=BFLOAT16, weights=INT8), {"packed": True}),
-    "rank": (Attention(q_rank=256, rope=24), {"ahead": "arrived"}),
+    "int4, eight tokens": (Attention(8, 256, dtype=BFLOAT16, weights=INT4, dropped=(2,)), 3),
+    "rank, int4": (Attention(1, 256, q_rank=128, rank=256, dtype=BFLOAT16, weights=INT4), 2),
+    "int8": (Attention(2, 384, dtype=BFLOAT16, weights=INT8), 2),
+    "rank": (Attention(q_rank=256, rope=24), 2),
     # Heads that are no multiple of a warpgroup's threads.
-    "heads of 64": (Attention(3, heads=3, nope=64, rank=256, dropped=(0,)), {"programs": 3}),
+    "heads of 64": (Attention(3, heads=3, nope=64, rank=256, dropped=(0,)), 3),
     "heads of 192, rank": (
         Attention(2, 256, q_rank=128, nope=192, dtype=BFLOAT16, weights=BFLOAT16),
-        {},
+        2,
     ),
 }
-
-
-def run(attention, arguments, **settings):
-    programs = {"programs": multiprocessors()} if ON_GPU else {}
-    config = Config(**{"programs": 2} | settings | programs)
-    return mosaic_gpu.attention_inputs(**arguments, **OPTIONS, config=config, interpret=INTERPRET)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +303,15 @@ def test_reference(attention):
 
 @kernel_runs
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "settings"), CASES.values(), ids=list(CASES))
-def test_kernel(attention, settings):
+@pytest.mark.parametrize(("attention", "ctas"), CASES.values(), ids=list(CASES))
+def test_kernel(attention, ctas, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "_INTERPRETED_CTAS", ctas)
+    if not ON_GPU and attention.tokens == 1:  # weights that would fit the ring
+        monkeypatch.setattr(kernel.Plan, "waits", False)
     if ON_GPU and attention.dtype == FLOAT32:
         attention = dataclasses.replace(attention, dtype=BFLOAT16, weights=BFLOAT16)
     arguments = attention.arguments()
-    got = run(attention, arguments, **settings)
+    got = mosaic_gpu.attention_inputs(**arguments, **OPTIONS, interpret=INTERPRET)
     plain = reference.attention_inputs(**arguments, **OPTIONS)
     wanted = attention.expected(**arguments)
     for name, result, other, want in zip(got._fields, got, plain, wanted, strict=True):
@@ -371,7 +350,6 @@ def test_a_models_tokens_are_those_of_the_plain_path(
     )  # fmt: skip
     dtype = jnp.bfloat16 if ON_GPU or weights else jnp.float32
     quantization = QUANTIZATIONS[weights or "bf16"]
-    settings = {"packed": weights is not None}
     config = ModelConfig.from_hf(raw)
     model = DeepSeekV3(config, rngs=nnx.Rngs(0), dtype=dtype, quantization=quantization)
     cache = LatentKVCache.init(model.cache_spec(), 2, 64)
@@ -386,17 +364,12 @@ def test_a_models_tokens_are_those_of_the_plain_path(
 
     def by_kernel(*arrays, **options):
         calls.append(arrays[1].w_uk.shape)
-        programs = multiprocessors() if ON_GPU else 2
-        return mosaic_gpu.attention_inputs(
-            *arrays, **options, config=Config(programs, **settings), interpret=INTERPRET
-        )
+        return mosaic_gpu.attention_inputs(*arrays, **options, interpret=INTERPRET)
 
     def second_half(*arrays, **options):
         assert options["w_uv"].shape == (2, 64, rank)
         assert isinstance(options["attended"], Parts) == in_parts
-        few = {"programs": 2, "stages": 3}
-        config = FeedForward(**{"programs": multiprocessors()} if ON_GPU else few, **settings)
-        return layer_kernel.feed_forward(*arrays, **options, config=config, interpret=INTERPRET)
+        return layer_kernel.feed_forward(*arrays, **options, interpret=INTERPRET)
 
     plain, plain_newest, plain_cache = two_steps()
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)

@@ -20,10 +20,9 @@ from dsv3_jax.quantization import IntegerQuantization
 from pallas_kernels import feed_forward
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.api import BACKENDS
-from pallas_kernels.decoder_layer.plan import Config, Plan
-from pallas_kernels.decoder_layer.stream import MOST_TOKENS
-from pallas_kernels.decoder_layer.units import Refs, Units
-from pallas_kernels.hopper import multiprocessors
+from pallas_kernels.decoder_layer.kernel import FeedForward
+from pallas_kernels.decoder_layer.plan import Plan
+from pallas_kernels.decoder_layer.registers import MOST_SPLIT_TOKENS
 from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
     FLOAT8,
@@ -45,20 +44,20 @@ MOONLIGHT = Layer(1, 2048, 2816, 1408, 64, rule(6), BFLOAT16, BFLOAT16)
 V3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), BFLOAT16, FLOAT8)
 
 
-def kernel_config(programs=2, **settings):
-    """Returns few programs for the interpreter, all of the GPU's there."""
-    return Config(*[multiprocessors()] if ON_GPU else [programs, 3], **settings)
-
-
-def plan_of(layer, programs=132):
-    weights = stored_dtype(layer.weights)
-    config = Config(programs, packed=layer.weights in (INT8, INT4))
+def plan_of(layer, ctas=132):
     return Plan.of(
-        layer.tokens, layer.width, layer.attention, layer.heads, layer.latent,
-        len(layer.split), layer.ffn,
-        layer.expert_ffn, layer.experts, layer.rule, 1e-6, layer.dtype, weights, layer.dtype,
-        config, None,
+        ctas=ctas, tokens=layer.tokens, width=layer.width, attention=layer.attention,
+        heads=layer.heads, latent=layer.latent, sequences=len(layer.split), ffn=layer.ffn,
+        expert_ffn=layer.expert_ffn, experts=layer.experts, rule=layer.rule, eps=1e-6,
+        dtype=jnp.dtype(layer.dtype), weight_dtype=jnp.dtype(stored_dtype(layer.weights)),
+        interpret=None,
     )  # fmt: skip
+
+
+def cta_of(plan, number):
+    cta = object.__new__(FeedForward)
+    cta.plan, cta.cta = plan, number
+    return cta
 
 
 # ---- the reference -------------------------------------------------------------------------------
@@ -146,34 +145,34 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("programs", [132, 7])
+@pytest.mark.parametrize("ctas", [132, 7])
 @pytest.mark.parametrize("layer", SHARED)
-def test_programs_share_every_unit_once(layer, programs):
+def test_ctas_share_every_unit_once(layer, ctas):
     """Every matrix' groups of eight output features, or 16 in w_uv, in every phase."""
-    plan = plan_of(layer, programs)
+    plan = plan_of(layer, ctas)
     for phase in plan.phases:
         size = phase.rows
         halves_of_a_matrix = phase.name in ("w_uv", "o_proj") or phase.name.endswith("down")
         assert size == (16 if halves_of_a_matrix and not phase.operand.is_split else 8)
 
-        def locate(program, i, phase=phase):
-            units = Units(plan, Refs(*[None] * len(Refs._fields)), program)
-            return units.count(phase), *units.locate(phase, i)
+        def locate(number, i, phase=phase):
+            cta = cta_of(plan, number)
+            return cta.count(phase), *cta.locate(phase, i)
 
-        most = phase.matrices * -(-phase.units // programs) + 1
+        most = phase.matrices * -(-phase.units // ctas) + 1
         over_units = jax.vmap(locate, (None, 0))
-        every = jax.jit(jax.vmap(over_units, (0, None)))(jnp.arange(programs), jnp.arange(most))
+        every = jax.jit(jax.vmap(over_units, (0, None)))(jnp.arange(ctas), jnp.arange(most))
         counts, matrices, rows = (np.asarray(each) for each in every)
         exists = np.arange(most) < counts
         assert counts.max() < most
         located = collections.Counter(zip(matrices[exists], rows[exists], strict=True))
         wanted = itertools.product(range(phase.matrices), range(0, size * phase.units, size))
         assert located == collections.Counter(wanted)
-        if phase.name == "w_uv":  # A program has the latents of its units' heads.
-            units = Units(plan, Refs(*[None] * len(Refs._fields)), jnp.arange(programs))
-            heads = matrices - np.asarray(units.first_head())[:, None]
+        if phase.name == "w_uv":  # A CTA has the latents of its units' heads.
+            first = cta_of(plan, jnp.arange(ctas)).first_head()
+            heads = matrices - np.asarray(first)[:, None]
             assert heads[exists].min() >= 0
-            assert heads[exists].max() < plan.own_heads
+            assert heads[exists].max() < plan.w_uv_heads
 
 
 @pytest.mark.parametrize(
@@ -197,69 +196,39 @@ def test_phases_read_every_weight_once(layer, megabytes):
 
 
 def test_shared_memory_of_the_plans():
-    """More than 128 KiB of weights are in flight for one token, and 8 tokens of V3 still fit."""
-    assert {plan_of(layer).stages.stage_bytes for layer in (MOONLIGHT, V3)} == {16 * 1088}
+    """More than 128 KiB of weights are in flight for one token, and 4 tokens of V3 still fit."""
+    assert {plan_of(layer).stages.row_bytes for layer in (MOONLIGHT, V3)} == {1088}
     assert [plan_of(layer).stages.count for layer in (MOONLIGHT, V3)] == [11, 10]
-    assert plan_of(dataclasses.replace(V3, tokens=MOST_TOKENS)).stages.count == 3
+    assert plan_of(dataclasses.replace(V3, tokens=MOST_SPLIT_TOKENS)).stages.count == 4
 
 
 REFUSED = [
-    ({"tokens": 9}, {}, "1 to 8 tokens, got 9"),
-    ({"width": 192}, {}, "hidden widths of a multiple of 128, got 192"),
-    ({"experts": 36}, {}, "multiple of 8 experts, 384 at most, got 36"),
-    ({"experts": 32, "rule": rule(17)}, {}, "16 experts per token at most, got 17"),
-    ({"tokens": 8, "ffn": 18432}, {}, "takes 3 to 0 ring stages"),
-    ({"dtype": FLOAT32}, {}, "takes bfloat16 activations and routers, got float32"),
+    ({"tokens": 9}, "1 to 8 tokens, got 9"),
+    ({"width": 192}, "hidden widths of a multiple of 128, got 192"),
+    ({"experts": 36}, "multiple of 8 experts, 384 at most, got 36"),
+    ({"experts": 32, "rule": rule(17)}, "16 experts per token at most, got 17"),
+    ({"tokens": 8, "ffn": 18432}, "takes 3 ring stages of .* got room for 0"),
+    ({"dtype": FLOAT32}, "takes bfloat16 activations and routers, got float32"),
     (
         {"attention": 128, "heads": 2, "latent": 128, "split": (2,)},
-        {},
         "parts with a multiple of 256 columns, got 128",
     ),
-    ({"weights": "float16"}, {}, "one of bfloat16, float8_e4m3fn, int8 and int4, got float16"),
-    ({"weights": INT4}, {}, "int8 and int4 matrices only packed"),
-    ({}, {"programs": 133}, "at most 132 programs"),
     (
-        {},
-        {"packed": True},
-        "packs bfloat16 rows for matrices of float8_e4m3fn, int8 or int4, got bf",
+        {"weights": "float16"},
+        "bfloat16, or of float8_e4m3fn, int8 or int4 with scales, got float16",
     ),
-    ({"weights": FLOAT8, "tokens": 5}, {"packed": True}, "packs 1 to 4 tokens for float8"),
+    ({"weights": FLOAT8, "tokens": 5}, "1 to 4 tokens for float8_e4m3fn matrices, got 5"),
 ]
 
 
 @off_gpu
-@pytest.mark.parametrize(("changes", "config", "message"), REFUSED, ids=[m for *_, m in REFUSED])
-def test_refusals(changes, config, message, monkeypatch):
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_refusals(changes, message, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
     layer = dataclasses.replace(MOE, **{"dtype": BFLOAT16, "weights": BFLOAT16} | changes)
-    arguments = layer.shapes()
-    run = functools.partial(
-        mosaic_gpu.feed_forward, **layer.options, config=Config(**{"programs": 132} | config)
-    )
+    run = functools.partial(mosaic_gpu.feed_forward, **layer.options)
     with pytest.raises(NotImplementedError, match=message):
-        jax.eval_shape(lambda arguments: run(**arguments), arguments)
-
-
-@off_gpu
-@pytest.mark.parametrize(
-    ("weights", "tokens", "packed"),
-    [(FLOAT8, 1, True), (FLOAT8, 5, False), (INT4, 8, True), (INT8, 1, True), (BFLOAT16, 1, False)],
-)
-def test_quantized_matrices_meet_rows_in_float16(weights, tokens, packed, monkeypatch):
-    """The default packs the rows if that number of tokens fits."""
-    plans = []
-
-    def kernel(h, *_, plan, interpret):
-        plans.append(plan)
-        return h, None, None
-
-    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
-    monkeypatch.setattr(mosaic_gpu, "multiprocessors", lambda: 132)
-    monkeypatch.setattr(mosaic_gpu.kernel, "feed_forward", kernel)
-    layer = dataclasses.replace(MOE, dtype=BFLOAT16, weights=weights, tokens=tokens)
-    run = functools.partial(mosaic_gpu.feed_forward, **layer.options, counter=0)
-    jax.eval_shape(lambda arguments: run(**arguments), layer.shapes())
-    assert [plan.config.packed for plan in plans] == [packed]
+        jax.eval_shape(lambda arguments: run(**arguments), layer.shapes())
 
 
 @off_gpu
@@ -329,9 +298,10 @@ def test_wrong_arguments(changes, message, untyped):
 
 # ---- the kernel ----------------------------------------------------------------------------------
 
+# Layers, and how many CTAs the interpreter runs.
 INTERPRETED = {
-    "dense": (Layer(tokens=3, attended=True), {}),
-    # Groups, and more programs than output units of 16 / 2 programs each.
+    "dense": (Layer(tokens=3, attended=True), 2),
+    # Groups, and more CTAs than output units of 16 / 2 CTAs each.
     "groups": (
         dataclasses.replace(
             MOE,
@@ -342,98 +312,86 @@ INTERPRETED = {
             weights=BFLOAT16,
             attended=True,
         ),
-        {},
+        2,
     ),
     # The router waits for the projection of attention's output.
     "attention's projection": (
         dataclasses.replace(MOE, tokens=2, attention=384, rule=rule(1)),
-        {},
+        2,
     ),
     "softmax, no shared experts": (
         dataclasses.replace(MOE, ffn=0, rule=rule(2, 4, 2, "group_limited_greedy")),
-        {"programs": 3},
+        3,
     ),
     # A warp's last lanes have no expert.
     "16 experts": (
         dataclasses.replace(MOE, tokens=3, experts=16, rule=rule(2, 4, 2), attention=128),
-        {"programs": 3},
+        3,
     ),
     "softmax, 40 experts": (
         dataclasses.replace(MOE, ffn=0, experts=40, rule=rule(3, 1, 1, "greedy"), tokens=2),
-        {},
-    ),
-    "float8": (
-        dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(6)),
-        {},
+        2,
     ),
     # Batches of rows: those of the experts do not all fit at the same time.
-    "float8, packed": (
+    "float8": (
         dataclasses.replace(MOE, width=256, tokens=2, dtype=BFLOAT16, weights=FLOAT8, rule=rule(3)),
-        {"packed": True},
-    ),
-    "float8, packed with W_UV": (
-        Layer(4, 256, 256, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
-        {"packed": True},
-    ),
-    # An odd number of groups per row of the experts' downs, and batches of their rows.
-    "int4": (
-        Layer(2, 256, 256, 384, 32, rule(3), BFLOAT16, INT4),
-        {"packed": True},
-    ),
-    "int4, eight tokens with W_UV": (
-        Layer(8, 256, 384, dtype=BFLOAT16, weights=INT4, attention=128, heads=2, latent=256),
-        {"packed": True},
-    ),
-    "int4, no shared experts": (
-        dataclasses.replace(MOE, ffn=0, dtype=BFLOAT16, weights=INT4),
-        {"packed": True, "programs": 3},
-    ),
-    "int8": (
-        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=INT8, rule=rule(3)),
-        {"packed": True},
-    ),
-    "int8, attention's projection": (
-        Layer(3, 256, 128, dtype=BFLOAT16, weights=INT8, attention=384),
-        {"packed": True},
-    ),
-    # Units of two heads in a program, and of a head in two programs.
-    "W_UV": (
-        dataclasses.replace(MOE, tokens=2, attention=384, heads=4, latent=128, rule=rule(1)),
-        {"programs": 3},
+        2,
     ),
     "float8, W_UV": (
-        Layer(1, 128, 128, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
-        {},
-    ),
-    # Parts in two rounds of loads.
-    "parts": (Layer(attention=128, heads=2, latent=256, split=(11,)), {}),
-    # Two queries of a sequence that is split and of one that is not; heads in two programs.
-    "queries in parts": (
-        dataclasses.replace(PARTS, attention=384, heads=4, dtype=BFLOAT16, weights=BFLOAT16),
-        {"programs": 3},
-    ),
-    "sequences in parts": (
-        Layer(8, attention=128, heads=2, latent=256, split=(1, 2, 1, 8, 9, 1, 2, 3)),
-        {},
+        Layer(4, 256, 256, dtype=BFLOAT16, weights=FLOAT8, attention=128, heads=2, latent=256),
+        2,
     ),
     # Without a router: the reference rounds dequantized weights, which might change a choice.
     "float8, attention's projection": (
         Layer(2, 256, 128, dtype=BFLOAT16, weights=FLOAT8, attention=256),
-        {},
+        2,
+    ),
+    # An odd number of groups per row of the experts' downs, and batches of their rows.
+    "int4": (Layer(2, 256, 256, 384, 32, rule(3), BFLOAT16, INT4), 2),
+    "int4, eight tokens with W_UV": (
+        Layer(8, 256, 384, dtype=BFLOAT16, weights=INT4, attention=128, heads=2, latent=256),
+        2,
+    ),
+    "int4, no shared experts": (
+        dataclasses.replace(MOE, ffn=0, dtype=BFLOAT16, weights=INT4),
+        3,
+    ),
+    "int8": (
+        dataclasses.replace(MOE, width=256, dtype=BFLOAT16, weights=INT8, rule=rule(3)),
+        2,
+    ),
+    "int8, attention's projection": (
+        Layer(3, 256, 128, dtype=BFLOAT16, weights=INT8, attention=384),
+        2,
+    ),
+    # Units of two heads in a CTA, and of a head in two CTAs.
+    "W_UV": (
+        dataclasses.replace(MOE, tokens=2, attention=384, heads=4, latent=128, rule=rule(1)),
+        3,
+    ),
+    # Parts in two rounds of loads.
+    "parts": (Layer(attention=128, heads=2, latent=256, split=(11,)), 2),
+    # Two queries of a sequence that is split and of one that is not; heads in two CTAs.
+    "queries in parts": (
+        dataclasses.replace(PARTS, attention=384, heads=4, dtype=BFLOAT16, weights=BFLOAT16),
+        3,
+    ),
+    "sequences in parts": (
+        Layer(8, attention=128, heads=2, latent=256, split=(1, 2, 1, 8, 9, 1, 2, 3)),
+        2,
     ),
 }
 
 
 @kernel_runs
 @pytest.mark.slow
-@pytest.mark.parametrize(("layer", "settings"), INTERPRETED.values(), ids=list(INTERPRETED))
-def test_kernel(layer, settings):
+@pytest.mark.parametrize(("layer", "ctas"), INTERPRETED.values(), ids=list(INTERPRETED))
+def test_kernel(layer, ctas, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "_INTERPRETED_CTAS", ctas)
     if ON_GPU and layer.dtype == FLOAT32:
         layer = dataclasses.replace(layer, dtype=BFLOAT16, weights=BFLOAT16)
     arguments = layer.arguments()
-    got, chosen = mosaic_gpu.feed_forward(
-        **arguments, **layer.options, config=kernel_config(**settings), interpret=INTERPRET
-    )
+    got, chosen = mosaic_gpu.feed_forward(**arguments, **layer.options, interpret=INTERPRET)
     plain, routes = reference.feed_forward(**arguments, **layer.options)
     experts = weights = None
     if chosen is not None and routes is not None:
@@ -472,7 +430,7 @@ def test_a_models_tokens_are_those_of_the_plain_path(monkeypatch):
     def by_kernel(*arrays, rule, **options):
         calls.append((rule is not None, options["o_proj"] is not None))
         run = functools.partial(mosaic_gpu.feed_forward, interpret=INTERPRET)
-        return run(*arrays, rule=rule, **options, config=kernel_config())
+        return run(*arrays, rule=rule, **options)
 
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", by_kernel)
     # The kernel before attention refuses these widths.

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_quant.reference import block_dequant, integer_quant
-from pallas_kernels.decoder_layer import integers, registers
-from pallas_kernels.decoder_layer import packed as packed_module
-from pallas_kernels.decoder_layer import scales as scales_module
-from pallas_kernels.decoder_layer import totals as totals_module
-from pallas_kernels.decoder_layer.packed import _powers
-from pallas_kernels.decoder_layer.stream import Half, Operand, Rows
-from pallas_kernels.decoder_layer.totals import Float16Sums
+from pallas_kernels.decoder_layer import activations, registers
+from pallas_kernels.decoder_layer.activations import _powers
+from pallas_kernels.decoder_layer.registers import Half, Operand, Rows
 from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate, run
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -50,18 +46,17 @@ def in_memory(sums):
     return memory
 
 
-# Float8 cases also with rows in float16: at most four if the halves are one row's.
+# Rows for float8 are in float16: at most four if the halves are one row's.
 FORMATS = [
-    pytest.param(*case, tokens, packed, id=f"{name}-{tokens}{'-packed' * packed}")
+    pytest.param(*case, tokens, id=f"{name}-{tokens}")
     for name, case in CASES.items()
-    for packed in ([False, True] if case[0] == FLOAT8 else [False])
-    for tokens in (1, 3, 4 if packed and case[2] else 8)
+    for tokens in (1, 3, 4 if case[0] == FLOAT8 and case[2] else 8)
 ]
 
 
-@pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes", "tokens", "packed"), FORMATS)
-def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, monkeypatch, untyped):
-    emulate(monkeypatch, registers, totals_module)
+@pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes", "tokens"), FORMATS)
+def test_a_unit(dtype, K, is_split, most_bytes, tokens, monkeypatch, untyped):
+    emulate(monkeypatch, registers, activations)
     rng = np.random.default_rng(0)
     operand = Operand.of(dtype, K, is_split, most_bytes)
     columns, step = operand.columns, operand.step
@@ -76,15 +71,15 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, monkeypatch, unt
     memory = np.full(start + tokens * stride, np.nan, BFLOAT16)
     for t in range(tokens):
         number = x[t]
-        if packed:  # multiplied by powers of two, exactly
+        if dtype == FLOAT8:  # multiplied by powers of two, exactly
             number = (number.astype(np.float32) * 2.0 ** (t + 4)).astype(np.float16).view(BFLOAT16)
         memory[start + t * stride :][:K] = number
     rows = Rows(Buffer(memory), start, stride, tokens)
-    float16 = None
-    if packed:
+    of_rows = ()
+    if dtype == FLOAT8:
         factors = Buffer(np.float32(2.0) ** -np.arange(2, 4 + tokens, dtype=np.float32))
         rows = dataclasses.replace(rows, factors=factors, first_factor=2)
-        float16 = Float16Sums(is_split, factors, np.int32(2))
+        of_rows = factors, np.int32(2)
     chunks = []
     if dtype == FLOAT8:
         chunks = [scale_registers(scales[n], first, columns) for n, first in enumerate(firsts)]
@@ -96,7 +91,7 @@ def test_a_unit(dtype, K, is_split, most_bytes, tokens, packed, monkeypatch, unt
             stage[n, :, : operand.step_bytes] = part.view(np.uint8)
         halves = [Buffer(half) for half in stage]
         sums = registers.multiply(operand, halves, rows, i, chunks, sums, None)
-    totals = totals_module.load_totals(Buffer(in_memory(sums)), tokens, None, float16)
+    totals = registers.load_totals(operand, Buffer(in_memory(sums)), tokens, None, *of_rows)
 
     for n, total in enumerate(totals):
         w = weights[n].astype(np.float64)
@@ -156,7 +151,7 @@ def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
     memory = np.full(start + tokens * stride, np.nan, BFLOAT16)
     for t in range(tokens):
         packed = (x[t].astype(np.float32) * 2.0 ** (t + 4)).astype(np.float16)
-        packed = np.asarray(integers.permute(jnp.asarray(packed), dtype))
+        packed = np.asarray(activations.permute(jnp.asarray(packed), dtype))
         memory[start + t * stride :][:K] = packed.view(BFLOAT16)
     # The scales of other rows come first.
     before = (3, 8)
@@ -164,10 +159,10 @@ def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
         Half(None, 0, 0, (), Buffer(np.append(np.full(n, np.nan, np.float32), scale)), n)
         for n, (_, scale) in zip(before, made, strict=True)
     ]
-    emulate(monkeypatch, registers, totals_module, integers, scales_module)
+    emulate(monkeypatch, registers, activations)
     factors = Buffer(np.float32(2.0) ** -np.arange(2, 4 + tokens, dtype=np.float32))
     rows = Rows(Buffer(memory), start, stride, tokens, factors, 2)
-    scales = scales_module.load_row_scales(operand, scaled, None)
+    scales = registers.load_scales(operand, tuple(scaled), None)
     assert len(scales) == (operand.steps if dtype == INT4 else 1)
     sums = (Values(0.0, 0.0), Values(0.0, 0.0))
     size = operand.step_bytes
@@ -177,8 +172,8 @@ def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
             stage[n, :, :size] = np.asarray(stored).view(np.uint8)[:, i * size : (i + 1) * size]
         halves = [Buffer(half) for half in stage]
         sums = registers.multiply(operand, halves, rows, i, scales, sums, None)
-    float16 = Float16Sums(False, factors, np.int32(2))
-    totals = totals_module.load_totals(Buffer(in_memory(sums)), tokens, None, float16)
+    memory = Buffer(in_memory(sums))
+    totals = registers.load_totals(operand, memory, tokens, None, factors, np.int32(2))
     for total, w in zip(totals, weights, strict=True):
         got = total[0][:64].reshape(8, 8)
         np.testing.assert_allclose(got[:tokens], x.astype(np.float64) @ w.T, rtol=1e-4, atol=1e-3)
@@ -189,10 +184,10 @@ def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
 @pytest.mark.parametrize("dtype", [INT4, INT8])
 def test_positions_of_activations(dtype, monkeypatch):
     """Threads store numbers where ``permute`` has them, also those that store a piece at once."""
-    permuted = np.asarray(integers.permute(jnp.arange(512), dtype))
-    order = integers.order_of_piece(dtype)
-    emulate(monkeypatch, integers)
-    position = integers.position(np.arange(512), dtype)
+    permuted = np.asarray(activations.permute(jnp.arange(512), dtype))
+    order = activations.order_of_piece(dtype)
+    emulate(monkeypatch, activations)
+    position = activations.position(np.arange(512), dtype)
     np.testing.assert_array_equal(permuted[position], np.arange(512))
     first = position[::8]
     for n, column in enumerate(order):
@@ -202,8 +197,8 @@ def test_positions_of_activations(dtype, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "bits", "order"),
     [
-        (integers.UNPACK_INT4, 4, [0, 4, 1, 5, 2, 6, 3, 7]),
-        (integers.UNPACK_INT8, 8, [0, 1, 2, 3]),
+        (registers.UNPACK_INT4, 4, [0, 4, 1, 5, 2, 6, 3, 7]),
+        (registers.UNPACK_INT8, 8, [0, 1, 2, 3]),
     ],
 )
 def test_every_integer_is_exact(text, bits, order):
@@ -224,13 +219,13 @@ def test_every_integer_is_exact(text, bits, order):
 def test_rows_for_integers_are_stored_as_permuted(length, dtype, monkeypatch, untyped):
     """Threads have one, two, four or eight neighbouring numbers in a register."""
     row = np.arange(length).astype(np.float16)
-    want = np.asarray(integers.permute(jnp.asarray(row), dtype))
+    want = np.asarray(activations.permute(jnp.asarray(row), dtype))
     count = np.gcd(length // 128, 8)
     own = (np.arange(THREADS) % 128)[:, None] * count + np.arange(count)
     registers_ = [Values(*row[first + own].T) for first in range(0, length, 128 * count)]
-    emulate(monkeypatch, packed_module, integers)
+    emulate(monkeypatch, activations)
     memory = Buffer(np.full(length, -1, np.float16))
     array = SimpleNamespace(shape=(length,), registers=SimpleNamespace(flat=registers_))
-    monkeypatch.setattr(packed_module, "inline", lambda *_: lambda function: function)
-    packed_module._store_permuted(memory, array, dtype, None)
+    monkeypatch.setattr(activations, "inline", lambda *_: lambda function: function)
+    activations._store_permuted(memory, array, dtype, None)
     np.testing.assert_array_equal(memory.bytes.view(np.float16), want)

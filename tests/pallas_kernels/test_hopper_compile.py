@@ -28,9 +28,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention_inputs.plan import Config as AttentionInputs
 from pallas_kernels.attention_inputs.reference import AttentionWeights
-from pallas_kernels.decoder_layer.plan import Config as FeedForward
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
 from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
@@ -448,76 +446,11 @@ def kernels() -> dict[str, Kernel]:
         table[f"grid_barrier {words}"] = Kernel(
             "tests.pallas_kernels.grid_barrier_kernel", arrays, options
         )
-    for name, layer in feed_forward_layers().items():
-        table[f"feed_forward {name}"] = Kernel(
-            "pallas_kernels.decoder_layer.mosaic_gpu",
-            layer.shapes(),
-            layer.options | {"config": FeedForward(132)},
-            function="feed_forward",
-        )
-    for name, tokens in (("moonlight fp8", 1), ("v3 w_uv", 1), ("v3 w_uv", 4)):
-        layer = dataclasses.replace(feed_forward_layers()[name], tokens=tokens)
-        table[f"feed_forward {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
-            "pallas_kernels.decoder_layer.mosaic_gpu",
-            layer.shapes(),
-            layer.options | {"config": FeedForward(132, packed=True)},
-            function="feed_forward",
-        )
-    for name, weights, tokens in (
-        ("moonlight", "int4", 1),
-        ("moonlight", "int4", 8),
-        ("moonlight", "int8", 1),
-        ("v3", "int4", 1),
-    ):
-        layer = feed_forward_layers()[f"{name} parts"]
-        split = (2,) * tokens
-        layer = dataclasses.replace(layer, weights=weights, tokens=tokens, split=split)
-        table[f"feed_forward {name} {weights} {tokens} tokens, packed"] = Kernel(
-            "pallas_kernels.decoder_layer.mosaic_gpu",
-            layer.shapes(),
-            layer.options | {"config": FeedForward(132, packed=True)},
-            function="feed_forward",
-        )
-    # The first layer of Moonlight.
-    layer = Layer(1, 2048, 11264, 0, 0, None, "bfloat16", "int4", False, 2048, 16, 512, (2,))
-    table["feed_forward moonlight dense int4 1 tokens, packed"] = Kernel(
-        "pallas_kernels.decoder_layer.mosaic_gpu",
-        layer.shapes(),
-        layer.options | {"config": FeedForward(132, packed=True)},
-        function="feed_forward",
-    )
-    for name, (tokens, *sizes) in BEFORE_ATTENTION.items():
+    table |= {f"feed_forward {name}": layer for name, layer in feed_forward_layers().items()}
+    eps = {"eps": 1e-5, "latent_eps": 1e-6}
+    for name, arrays in before_attention_layers().items():
         table[f"attention_inputs {name}"] = Kernel(
-            "pallas_kernels.attention_inputs.mosaic_gpu",
-            before_attention(tokens, *sizes),
-            {"eps": 1e-5, "latent_eps": 1e-6, "config": AttentionInputs(132)},
-        )
-    for tokens in (1, 5):
-        table[f"attention_inputs demo {tokens} tokens"] = Kernel(
-            "pallas_kernels.attention_inputs.mosaic_gpu",
-            before_attention(tokens, 256, BF16, 128, 4, nope=64, rope=32, rank=128),
-            {"eps": 1e-5, "latent_eps": 1e-6, "config": AttentionInputs(132)},
-        )
-    for name, tokens in (("moonlight fp8 8 tokens", 1), ("v3", 1), ("v3", 4)):
-        arrays = before_attention(tokens, *BEFORE_ATTENTION[name][1:])
-        config = AttentionInputs(132, packed=True)
-        table[f"attention_inputs {name.split()[0]} fp8 {tokens} tokens, packed"] = Kernel(
-            "pallas_kernels.attention_inputs.mosaic_gpu",
-            arrays,
-            {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
-        )
-    for name, weights, tokens in (
-        ("moonlight", "int4", 1),
-        ("moonlight", "int4", 8),
-        ("moonlight", "int8", 1),
-        ("v3", "int4", 1),
-    ):
-        _, width, _, *sizes = BEFORE_ATTENTION[name]
-        config = AttentionInputs(132, packed=True)
-        table[f"attention_inputs {name} {weights} {tokens} tokens, packed"] = Kernel(
-            "pallas_kernels.attention_inputs.mosaic_gpu",
-            before_attention(tokens, width, weights, *sizes),
-            {"eps": 1e-5, "latent_eps": 1e-6, "config": config},
+            "pallas_kernels.attention_inputs.mosaic_gpu", arrays, eps
         )
     return table
 
@@ -531,17 +464,26 @@ FEW_TOKENS = (
 )
 
 
-# Tokens, columns, dtype of the projections, q_lora_rank and heads.
-BEFORE_ATTENTION = {
-    "moonlight": (1, 2048, BF16, 0, 16),
-    "moonlight fp8 8 tokens": (8, 2048, FP8, 0, 16),
-    "v3": (1, 7168, FP8, 1536, 128),
-    "v3 8 tokens": (8, 7168, FP8, 1536, 128),
-}
+def before_attention_layers() -> dict[str, dict[str, Any]]:
+    """Returns the shapes of attention_inputs' arguments in Moonlight, DeepSeek-V3 and the demo."""
+    moonlight, v3 = (2048, 0, 16), (7168, 1536, 128)
+    layers = {"moonlight": before_attention(1, BF16, *moonlight)}
+    for tokens in (1, 5):
+        layers[f"demo {tokens} tokens"] = before_attention(
+            tokens, BF16, 256, 128, 4, nope=64, rope=32, rank=128
+        )
+    for name, weights, tokens in (
+        ("moonlight", "fp8", 1), ("v3", "fp8", 1), ("v3", "fp8", 4), ("moonlight", "int4", 1),
+        ("moonlight", "int4", 8), ("moonlight", "int8", 1), ("v3", "int4", 1),
+    ):  # fmt: skip
+        dtype = FP8 if weights == "fp8" else weights
+        sizes = moonlight if name == "moonlight" else v3
+        layers[f"{name} {weights} {tokens} tokens"] = before_attention(tokens, dtype, *sizes)
+    return layers
 
 
 def before_attention(
-    tokens: int, width: int, dtype: Any, q_rank: int, heads: int, *,
+    tokens: int, dtype: Any, width: int, q_rank: int, heads: int, *,
     nope: int = 128, rope: int = 64, rank: int = 512,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the shapes of attention_inputs' arguments, with 64 pages of 64 tokens."""
@@ -571,35 +513,51 @@ def projection(rows: int, width: int, dtype: Any) -> Projection:
     return Projection(*shape_in_format((rows, width), weights))
 
 
-def feed_forward_layers() -> dict[str, Layer]:
-    """Returns the layers of Moonlight and DeepSeek-V3 for the fewest and the most tokens."""
-    dense = Layer(1, 7168, 18432, dtype="bfloat16", weights="float8_e4m3fn")
+def feed_forward_layers() -> dict[str, Kernel]:
+    """Returns the layers of Moonlight, DeepSeek-V3 and the demo, for few and for many tokens."""
+    float8 = "float8_e4m3fn"
     moonlight = Layer(1, 2048, 2816, 1408, 64, rule(6), "bfloat16", "bfloat16")
-    v3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), "bfloat16", "float8_e4m3fn")
-    layers = {"v3 dense": dense}
-    for tokens in (1, 8):
-        layers[f"moonlight {tokens} tokens"] = dataclasses.replace(moonlight, tokens=tokens)
-        layers[f"v3 {tokens} tokens"] = dataclasses.replace(v3, tokens=tokens)
-    # Blocks that do not divide evenly among the warps or among the scales.
-    layers["moonlight fp8"] = dataclasses.replace(moonlight, weights="float8_e4m3fn")
-    # With attention's output projection.
-    layers["moonlight o_proj"] = dataclasses.replace(moonlight, attention=2048)
-    layers["v3 o_proj"] = dataclasses.replace(v3, tokens=2, attention=16384)
-    # And with W_UV before it.
-    for name in ("moonlight", "v3"):
-        layer = layers[f"{name} o_proj"]
-        heads = layer.attention // 128
-        layer = layers[f"{name} w_uv"] = dataclasses.replace(layer, heads=heads, latent=512)
-        layers[f"{name} parts"] = dataclasses.replace(layer, split=(2,) * layer.tokens)
-    parts = layers["moonlight parts"]
-    layers["moonlight 8 tokens parts"] = dataclasses.replace(parts, tokens=8, split=(2,) * 8)
-    # The demo's: 16 experts, and heads of 64.
-    for tokens in (1, 5):
+    v3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), "bfloat16", float8)
+    o_proj = dataclasses.replace(moonlight, attention=2048)
+    w_uv = dataclasses.replace(o_proj, heads=16, latent=512)
+    v3_w_uv = dataclasses.replace(v3, attention=16384, heads=128, latent=512)
+    layers = {
+        "moonlight 1 tokens": moonlight,
+        "moonlight 8 tokens": dataclasses.replace(moonlight, tokens=8),
+        "moonlight o_proj": o_proj,
+        "moonlight w_uv": w_uv,
+        "moonlight parts": dataclasses.replace(w_uv, split=(2,)),
+        "moonlight 8 tokens parts": dataclasses.replace(w_uv, tokens=8, split=(2,) * 8),
+    }
+    for tokens in (1, 5):  # 16 experts, and heads of 64
         layers[f"demo {tokens} tokens"] = Layer(
             tokens, 256, 128, 128, 16, rule(4, 4, 2), "bfloat16", "bfloat16", attention=256,
             heads=4, latent=128,
         )  # fmt: skip
-    return layers
+    # Blocks that do not divide evenly among the warps or among the scales.
+    layers["moonlight fp8 1 tokens"] = dataclasses.replace(moonlight, weights=float8)
+    for tokens in (1, 4):
+        layers[f"v3 fp8 {tokens} tokens"] = dataclasses.replace(v3_w_uv, tokens=tokens)
+    for name, weights, tokens in (
+        ("moonlight", "int4", 1), ("moonlight", "int4", 8), ("moonlight", "int8", 1),
+        ("v3", "int4", 1),
+    ):  # fmt: skip
+        layer = w_uv if name == "moonlight" else v3_w_uv
+        layers[f"{name} {weights} {tokens} tokens"] = dataclasses.replace(
+            layer, weights=weights, tokens=tokens, split=(2,) * tokens
+        )
+    layers["moonlight dense int4 1 tokens"] = Layer(
+        1, 2048, 11264, 0, 0, None, "bfloat16", "int4", False, 2048, 16, 512, (2,)
+    )
+    return {
+        name: Kernel(
+            "pallas_kernels.decoder_layer.mosaic_gpu",
+            layer.shapes(),
+            layer.options,
+            function="feed_forward",
+        )
+        for name, layer in layers.items()
+    }
 
 
 KERNELS = kernels()

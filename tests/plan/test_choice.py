@@ -9,8 +9,8 @@ from dsv3_jax.plan import capacity
 from dsv3_jax.plan.choice import OPEN_SETTINGS, choose
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import DoesNotFitError, estimate
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 
 FEW_LAYERS = dataclasses.replace(presets.DEEPSEEK_V3, num_hidden_layers=5)
 

@@ -14,8 +14,8 @@ from dsv3_jax.generation.drafters import MTPDrafter
 from dsv3_jax.plan import capacity, engine_state, memory
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.estimate import estimate, model_shapes
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 
 CONFIG = dataclasses.replace(
     presets.DEEPSEEK_V3, num_hidden_layers=2, first_k_dense_replace=1, vocab_size=4096

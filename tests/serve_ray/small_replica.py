@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 import dsv3_jax
-from dsv3_jax.cli.layout_flags import make_layout_from
-from dsv3_jax.cli.run_roles import prefill_key_of, remote_of, tiers_of
-from dsv3_jax.cli.run_server import MadeEngine
+from dsv3_jax.cli.loading import make_layout_from
+from dsv3_jax.cli.run_server import MadeEngine, prefill_key_of, remote_of, tiers_of
 from dsv3_jax.cli.serve import draft_of
 from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.engine.device.buckets import Buckets

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dsv3_jax.cli import model_flags, run_server
+from dsv3_jax.cli import flags, loading
 from dsv3_jax.cli.main import main, parser
 from dsv3_jax.server import access_log
 from dsv3_jax.server.api_keys import ApiKeys
@@ -79,10 +79,10 @@ def test_errors_are_one_line(arguments, message, capsys, own_compile_cache):
 def test_the_longest_request(given, expected):
     words = [] if given is None else ["--max-len", given]
     config = SimpleNamespace(max_position_embeddings=4096)
-    assert model_flags.max_len_of(parser().parse_args(["serve", *words]), config) == expected
+    assert flags.max_len_of(parser().parse_args(["serve", *words]), config) == expected
     short = SimpleNamespace(max_position_embeddings=50)
     if given is None:
-        assert model_flags.max_len_of(parser().parse_args(["serve"]), short) == 50
+        assert flags.max_len_of(parser().parse_args(["serve"]), short) == 50
 
 
 def test_probes_are_logged_for_debugging_alone(server, caplog):
@@ -284,7 +284,7 @@ def test_a_model_that_does_not_fit(monkeypatch, capsys, own_compile_cache):
             "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n at"
         )
 
-    monkeypatch.setattr(run_server, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     assert main(["serve", "--port", "0"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 2)
@@ -304,7 +304,7 @@ def test_a_program_store_on_cpus_turns_the_cache_off(
         is_enabled.append(jax.config.values["jax_enable_compilation_cache"])
         raise ValueError("load: stopped")
 
-    monkeypatch.setattr(run_server, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     cache = ["--compile-cache", str(tmp_path)]
     assert main(["serve", "--port", "0", *cache]) == 2
     assert "--program-store" not in capsys.readouterr().err

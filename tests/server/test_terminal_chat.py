@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsv3_jax import compile_cache
-from dsv3_jax.cli import local_chat
+from dsv3_jax.cli import loading, local_chat
 from dsv3_jax.engine.device.buckets import Buckets
 from tests.server.conftest import MAX_LEN
 from tests.support.command import run
@@ -115,7 +115,7 @@ def test_input_from_a_pipe(server, monkeypatch, capsys):
     assert len(out) > 20
     monkeypatch.setattr(compile_cache, "enable", lambda directory: None)
     model = SimpleNamespace(layout=None)
-    monkeypatch.setattr(local_chat, "load", lambda *_, **__: (model, server.tokenizer))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, server.tokenizer))
     engine = SimpleNamespace(
         submit=server.engine.submit, warm_up=lambda: None, shutdown=lambda drain: None
     )

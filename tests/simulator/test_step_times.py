@@ -10,8 +10,8 @@ from dsv3_jax import presets
 from dsv3_jax.engine.scheduling.step_plan import Chunk, ShardPlan, StepPlan
 from dsv3_jax.plan import roofline
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
-from dsv3_jax.plan.shard_cache import ShardCache
 from dsv3_jax.plan.target import Target
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.efficiency import Efficiency
 from dsv3_jax.simulator.step_times import StepModel
 from dsv3_jax.simulator.step_work import StepWork

@@ -8,7 +8,7 @@ from flax import nnx
 
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.router import RouterBias
-from dsv3_jax.training.balance import imbalance, sequence_balance, update_bias
+from dsv3_jax.training.losses import imbalance, sequence_balance, update_bias
 from tests.support.checkpoints import BIAS
 from tests.support.oracle import relative_error
 from tests.support.running import forward

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dsv3_jax.training import schedule
+from dsv3_jax.training import optimizer
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.trainer import Trainer
 from tests.training.tiny import RUN, step
@@ -28,7 +28,7 @@ LONG = TrainingConfig(
 def test_learning_rate():
     """The rate rises by 0.005 per step, from the first step on, to 0.5. It falls to 0.1 from step
     400 to step 800. After a quarter of the decay the cosine is 1/sqrt(2)."""
-    rate = schedule.learning_rate(LONG)
+    rate = optimizer.learning_rate(LONG)
     quarter = 0.1 + 0.4 * (1 + 0.5**0.5) / 2
     values = {0: 0.005, 1: 0.01, 49: 0.25, 98: 0.495, 99: 0.5, 100: 0.5, 250: 0.5, 400: 0.5}
     values |= {500: quarter, 600: 0.3, 700: 0.6 - quarter, 800: 0.1, 999: 0.1, 5000: 0.1}
@@ -39,28 +39,28 @@ def test_learning_rate():
 @pytest.mark.parametrize("warmup_steps", [0, 1, 2, 7])
 def test_the_first_step_has_a_learning_rate(warmup_steps):
     """Every step has one, and the last one of the warm-up has the peak."""
-    rate = schedule.learning_rate(dataclasses.replace(LONG, warmup_steps=warmup_steps))
+    rate = optimizer.learning_rate(dataclasses.replace(LONG, warmup_steps=warmup_steps))
     rates = [float(rate(count)) for count in range(max(warmup_steps, 1))]
     assert rates == pytest.approx([0.5 * (n + 1) / len(rates) for n in range(len(rates))])
 
 
 def test_learning_rate_without_warm_up_or_constant():
-    rate = schedule.learning_rate(dataclasses.replace(LONG, warmup_steps=0))
+    rate = optimizer.learning_rate(dataclasses.replace(LONG, warmup_steps=0))
     assert [float(rate(n)) for n in (0, 399)] == [0.5, 0.5]
-    rate = schedule.learning_rate(dataclasses.replace(LONG, decay_start=0.0, decay_end=1.0))
+    rate = optimizer.learning_rate(dataclasses.replace(LONG, decay_start=0.0, decay_end=1.0))
     assert [float(rate(n)) for n in (100, 550)] == pytest.approx([0.5, 0.3])
     assert float(rate(101)) < 0.5
 
 
 def test_switches():
-    weight, speed = schedule.mtp_weight(LONG), schedule.bias_update_speed(LONG)
+    weight, speed = optimizer.mtp_weight(LONG), optimizer.bias_update_speed(LONG)
     assert [float(weight(n)) for n in (0, 299, 300, 5000)] == [0.25, 0.25, 0.125, 0.125]
     assert [float(speed(n)) for n in (0, 899)] == pytest.approx([0.01, 0.01])
     assert [float(speed(n)) for n in (900, 5000)] == [0, 0]
 
 
 def test_biases_are_constant_with_low_rank_updates():
-    speed = schedule.bias_update_speed(dataclasses.replace(LONG, lora_rank=4))
+    speed = optimizer.bias_update_speed(dataclasses.replace(LONG, lora_rank=4))
     assert float(speed(0)) == 0
 
 
@@ -80,7 +80,7 @@ def test_a_step_follows_the_schedules(trainer: Trainer):
     state = trainer.init()
     for count in range(20):
         state, metrics = step(trainer, state)
-        rate = float(schedule.learning_rate(RUN)(count))
+        rate = float(optimizer.learning_rate(RUN)(count))
         assert float(metrics.learning_rate) == pytest.approx(rate, rel=1e-6)
         assert float(metrics.mtp_weight) == pytest.approx(0.3 if count < 16 else 0.1)
     assert RUN.step_at(RUN.mtp_weight_switch) == 16

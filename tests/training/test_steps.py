@@ -11,7 +11,7 @@ from flax import nnx
 
 import dsv3_jax
 from dsv3_jax.model import DeepSeekV3
-from dsv3_jax.training import schedule
+from dsv3_jax.training import optimizer
 from dsv3_jax.training.trainer import Trainer
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -68,7 +68,7 @@ def test_adamw_by_hand(trainer):
             square = b2 * square + (1 - b2) * gradient**2
             moved = mean / (1 - b1**t) / (np.sqrt(square / (1 - b2**t)) + eps)
             decay = RUN.weight_decay * param if param.ndim > 1 else 0
-            param = param - float(schedule.learning_rate(RUN)(t - 1)) * (moved + decay)
+            param = param - float(optimizer.learning_rate(RUN)(t - 1)) * (moved + decay)
         assert relative_error(params[3][name], param) < 1e-4, name
 
 

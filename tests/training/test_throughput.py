@@ -6,7 +6,7 @@ import pytest
 
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.checkpoint.tensor_table import tensor_table
-from dsv3_jax.training.throughput import peak_flops, training_flops_per_token, utilisation
+from dsv3_jax.training.metrics_log import peak_flops, training_flops_per_token, utilisation
 from tests.support.checkpoints import tiny_config
 
 TINY = ModelConfig.from_hf(tiny_config())

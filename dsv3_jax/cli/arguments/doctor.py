@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 
 from dsv3_jax.cli.arguments import shared
+from dsv3_jax.cli.arguments.parser import Flags
 
 SUMMARY = "Report this machine's versions, devices, and which kernels work on it."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments to the subcommand's parser."""
-    shared.add_json(parser)
-    parser.add_argument(
+    add = Flags(parser)
+    shared.add_json(add)
+    add.switch(
         "--collectives",
-        action="store_true",
-        help="also time each --exchange, which brings tokens to experts on other devices",
+        "also time each --exchange, which brings tokens to experts on other devices",
     )

@@ -7,7 +7,7 @@ import difflib
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,6 +61,48 @@ class Parser(argparse.ArgumentParser):
         choices = [str(choice) for choice in action.choices]
         expected = f"expected one of {', '.join(choices)}; got {value!r}"
         raise argparse.ArgumentError(action, expected + nearest(str(value), choices))
+
+
+class Flags:
+    """Adds arguments of a kind to a parser or a group.
+
+    A default is shown behind a help text that does not describe it itself. Other settings are those
+    of ``ArgumentParser.add_argument``.
+    """
+
+    def __init__(self, parser: argparse._ActionsContainer):
+        self.argument = parser.add_argument
+
+    def integer(self, name: str, text: str, default: int | None = None, **settings: Any) -> None:
+        self._add(name, text, default, {"type": int, "metavar": "N"} | settings)
+
+    def real(
+        self, name: str, text: str, default: float | Sequence[float] | None = None, **settings: Any
+    ) -> None:
+        self._add(name, text, default, {"type": float, "metavar": "X"} | settings)
+
+    def path(self, name: str, text: str, **settings: Any) -> None:
+        self._add(name, text, None, {"type": Path, "metavar": "FILE"} | settings)
+
+    def text(self, name: str, text: str, default: str | None = None, **settings: Any) -> None:
+        self._add(name, text, default, settings)
+
+    def choice(
+        self, name: str, text: str, default: str | None = None, *, choices: Sequence[str]
+    ) -> None:
+        self._add(name, text, default, {"choices": choices})
+
+    def switch(self, name: str, text: str) -> None:
+        self.argument(name, help=text, action="store_true")
+
+    def _add(self, name: str, text: str, default: Any, settings: dict[str, Any]) -> None:
+        if default is not None and "(default: " not in text:
+            text += (
+                f" (default: {default:g})"
+                if isinstance(default, float)
+                else f" (default: {default})"
+            )
+        self.argument(name, help=text, default=default, **settings)
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

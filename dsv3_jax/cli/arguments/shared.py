@@ -2,139 +2,122 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from pathlib import Path
 from typing import get_args
 
+from dsv3_jax.cli.arguments.parser import Flags
 from sharding.names import Exchange, LayoutName
 
 
-def add_layout(parser: argparse.ArgumentParser) -> None:
+def add_layout(add: Flags) -> None:
     """Adds ``--layout``."""
-    parser.add_argument(
+    add.choice(
         "--layout",
+        "shard the model over all devices in this way: see docs/sharding.md (default: use the"
+        " first device only)",
         choices=get_args(LayoutName),
-        help="shard the model over all devices in this way: see docs/sharding.md (default: use"
-        " the first device only)",
     )
 
 
-def add_distributed(parser: argparse.ArgumentParser) -> None:
+def add_distributed(add: Flags) -> None:
     """Adds ``--distributed``, for commands that run on several processes."""
-    parser.add_argument(
+    add.switch(
         "--distributed",
-        action="store_true",
-        help="join the other processes of a run on several hosts: see docs/multi_host.md",
+        "join the other processes of a run on several hosts: see docs/multi_host.md",
     )
 
 
-def add_exchange(parser: argparse.ArgumentParser) -> None:
+def add_exchange(add: Flags) -> None:
     """Adds ``--exchange`` and ``--float8-dispatch``, for a layout that shards experts."""
-    parser.add_argument(
+    add.choice(
         "--exchange",
-        choices=get_args(Exchange),
-        help="collective that brings tokens to experts on other devices; dsv3 doctor --collectives"
+        "collective that brings tokens to experts on other devices; dsv3 doctor --collectives"
         " times them (default: all_gather)",
+        choices=get_args(Exchange),
     )
-    parser.add_argument(
-        "--float8-dispatch",
-        action="store_true",
-        help="send tokens to experts on other devices in float8",
-    )
+    add.switch("--float8-dispatch", "send tokens to experts on other devices in float8")
 
 
-def add_drafts(parser: argparse.ArgumentParser) -> None:
+def add_drafts(add: Flags) -> None:
     """Adds ``--draft`` and ``--draft-depth``."""
-    parser.add_argument(
+    add.text(
         "--draft",
-        default="none",
+        "speculative decoding with mtp or ngram drafts; synthetic:RATE measures speed only and"
+        " changes the text",
+        "none",
         metavar="DRAFTER",
-        help="speculative decoding with mtp or ngram drafts; synthetic:RATE measures speed only"
-        " and changes the text (default: none)",
     )
-    parser.add_argument(
-        "--draft-depth",
-        default="1",
-        metavar="N",
-        help="number of tokens to draft in each step, 1 to 4, or auto (default: 1)",
+    add.text(
+        "--draft-depth", "number of tokens to draft in each step, 1 to 4, or auto", "1", metavar="N"
     )
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
+def add_weights(add: Flags) -> None:
     """Adds ``--dtype``, ``--quantization``, ``--activations`` and ``--cache-dtype``."""
-    parser.add_argument(
+    add.choice(
         "--dtype",
+        "dtype of weights and activations (default: bfloat16; float32 on a CPU)",
         choices=["bfloat16", "float32"],
-        help="dtype of weights and activations (default: bfloat16; float32 on a CPU)",
     )
-    parser.add_argument(
+    add.choice(
         "--quantization",
+        "keep weights in memory as stored: fp8 of a published checkpoint, or the integers of a"
+        " store (default: dequantize them to --dtype)",
         choices=["fp8", "int8", "int4"],
-        help="keep weights in memory as stored: fp8 of a published checkpoint, or the integers of"
-        " a store (default: dequantize them to --dtype)",
     )
-    parser.add_argument(
+    add.choice(
         "--activations",
-        choices=["float8"],
-        help="with --quantization fp8 or int4: also round activations to float8 in large matmuls,"
+        "with --quantization fp8 or int4: also round activations to float8 in large matmuls,"
         " with int4 those of experts",
+        choices=["float8"],
     )
-    add_cache_dtype(parser)
+    add_cache_dtype(add)
 
 
-def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
+def add_cache_dtype(add: Flags) -> None:
     """Adds ``--cache-dtype``."""
-    parser.add_argument(
+    add.choice(
         "--cache-dtype",
-        choices=["fp8", "fp8_index"],
-        help="cache latents and indexer keys in float8, or with fp8_index indexer keys alone"
+        "cache latents and indexer keys in float8, or with fp8_index indexer keys alone"
         " (default: the dtype of activations)",
+        choices=["fp8", "fp8_index"],
     )
 
 
-def add_workers(parser: argparse.ArgumentParser, items: str) -> None:
+def add_workers(add: Flags, items: str) -> None:
     """Adds ``--workers``, for passes over files.
 
     Args:
       items: plural of what each worker processes, for the help.
     """
-    parser.add_argument(
+    add.integer(
         "--workers",
-        type=int,
-        default=min(8, os.cpu_count() or 1),
-        metavar="N",
-        help=f"number of {items} processed at once; more need more memory (default: number of"
+        f"number of {items} processed at once; more need more memory (default: number of"
         " cores, at most 8)",
+        default=min(8, os.cpu_count() or 1),
     )
 
 
-def add_compile_cache(parser: argparse.ArgumentParser) -> None:
+def add_compile_cache(add: Flags) -> None:
     """Adds ``--compile-cache``."""
-    parser.add_argument(
+    add.path(
         "--compile-cache",
-        type=Path,
+        "directory that keeps compiled programs between runs (default: ~/.cache/dsv3_jax/xla)",
         metavar="DIR",
-        help="directory that keeps compiled programs between runs (default: ~/.cache/dsv3_jax/xla)",
     )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(add: Flags) -> None:
     """Adds ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    add.switch("--json", "print one JSON object on stdout")
 
 
-def add_latency_targets(parser: argparse.ArgumentParser) -> None:
+def add_latency_targets(add: Flags) -> None:
     """Adds the flags of latency targets."""
-    parser.add_argument(
+    add.real(
         "--target-ttft-ms",
-        type=float,
-        metavar="X",
-        help="target of the time to the first token, of nine requests in ten (default: none)",
+        "target of the time to the first token, of nine requests in ten (default: none)",
     )
-    parser.add_argument(
-        "--target-tpot-ms",
-        type=float,
-        metavar="X",
-        help="target of the time between two tokens of a request (default: none)",
+    add.real(
+        "--target-tpot-ms", "target of the time between two tokens of a request (default: none)"
     )

@@ -1,7 +1,8 @@
-"""Queries times pieces of W_UK, on ordinary cores: ``sum_n q[n] W[n, c]`` for a piece's columns.
+"""Code for single threads: queries times pieces of W_UK, and rope of a block of results.
 
-W_UK's rows are the sum's index, so the loads of tensor core operands would have to transpose it. A
-multiplication takes one instruction per weight and token instead, and a program has few weights.
+``sum_n q[n] W[n, c]`` for a piece's columns is computed on ordinary cores: W_UK's rows are the
+sum's index, so the loads of tensor core operands would have to transpose it. A multiplication takes
+one instruction per weight and token instead, and a CTA has few weights.
 
 A warp has 64 columns of a piece and 16 rows of each stage. Of these, lane l has eight columns from
 ``8 (l % 8)`` on, and the rows ``l // 8 + 4 i``. At the end of a piece, the sums of a warp's lanes
@@ -11,6 +12,8 @@ memory.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,8 +25,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from pallas_kernels.attention_inputs.plan import Pieces
-from pallas_kernels.decoder_layer.stream import CONSUMERS
+from pallas_kernels.decoder_layer.activations import (
+    PER_THREAD,
+    only,
+    per_thread,
+    token_and_number,
+)
+from pallas_kernels.decoder_layer.registers import ROWS
+from pallas_kernels.decoder_layer.stream import CONSUMERS, STEP_BYTES, WARPGROUP
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -36,12 +46,67 @@ from pallas_kernels.hopper.ir import (
     item,
     word,
 )
+from pallas_kernels.route.lanes import LANES, LAYOUT, filled, load, thread_index
 
-_THREADS = 128
 _COLUMNS = 8  # of a lane
 _ROWS = 4  # of a lane, in each stage
 _WARP_ROWS = 16  # of a warp, in each stage
 _GROUP = 64  # columns of a warp
+_PIECE_WIDTHS = 512, 256, 128, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The pieces of W_UK: all N rows of a head, and some of its C columns."""
+
+    heads: int
+    nope: int
+    rank: int
+    width: int
+    """Columns of a piece."""
+    tokens: int
+    dtype: Any
+
+    @staticmethod
+    def of(heads: int, nope: int, rank: int, tokens: int, dtype: Any, ctas: int) -> Pieces:
+        """Returns the pieces that give the CTA with the most columns as few as possible."""
+
+        def most_columns(pieces: Pieces) -> int:
+            return -(-heads * pieces.per_head // ctas) * pieces.width
+
+        widths = [width for width in _PIECE_WIDTHS if rank % width == 0]
+        pieces = [Pieces(heads, nope, rank, each, tokens, jnp.dtype(dtype)) for each in widths]
+        return min((each for each in pieces if nope % each.rows == 0), key=most_columns)
+
+    @property
+    def per_head(self) -> int:
+        return self.rank // self.width
+
+    @property
+    def query_stride(self) -> int:
+        """Distance of the heads' queries. A warpgroup copies them to shared memory as whole
+        vectors, together with what fills up the distance."""
+        return -(-self.nope // WARPGROUP) * WARPGROUP
+
+    @property
+    def rows(self) -> int:
+        """Rows per stage, which then has 16 KiB."""
+        return 2 * ROWS * STEP_BYTES // (self.width * self.dtype.itemsize)
+
+    @property
+    def steps(self) -> int:
+        """Stages per piece."""
+        return self.nope // self.rows
+
+    @property
+    def groups(self) -> int:
+        """Groups of 64 columns. Each is of other warps."""
+        return self.width // _GROUP
+
+    @property
+    def partials(self) -> int:
+        """Numbers in the memory of the sums: 64 per warp and token."""
+        return 4 * CONSUMERS * _GROUP * self.tokens
 
 
 def no_sums(pieces: Pieces, interpret: Any) -> jax.Array:
@@ -78,11 +143,14 @@ def add_products(
     # Distance from the end of the first half's rows to the second half.
     gap = 8 * row_bytes - half * pieces.width * weight_bytes
 
-    @inline(REF, REF, SCALAR, layout, returns=_struct(pieces))
+    result = plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=layout)
+
+    @inline(REF, REF, SCALAR, layout, returns=result)
     def add(weights: Any, queries: Any, step: Any, sums: Any) -> Any:
         f32 = ir.F32Type.get()
         warp, lane = _warp_and_lane()
-        group, part = _group_and_part(pieces, warp)
+        groups = const(pieces.groups)
+        group, part = arith.remui(warp, groups), arith.divui(warp, groups)
         column = arith.addi(
             arith.muli(group, const(_GROUP)),
             arith.muli(arith.andi(lane, const(7)), const(_COLUMNS)),
@@ -178,7 +246,7 @@ def store_totals(
         f32 = ir.F32Type.get()
         address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out))
         pairs, of_token = pieces.tokens * pieces.width // 2, pieces.width // 2
-        for first in range(0, pairs, CONSUMERS * _THREADS):
+        for first in range(0, pairs, CONSUMERS * WARPGROUP):
             pair = arith.addi(mgpu.utils.thread_idx(), const(first))
             exists = arith.cmpi(arith.CmpIPredicate.ult, pair, const(pairs))
             with ir.InsertionPoint(scf.IfOp(exists).then_block):
@@ -210,7 +278,7 @@ def store_totals(
 
 
 def _shape(pieces: Pieces) -> tuple[int]:
-    return (_THREADS * _COLUMNS * pieces.tokens,)
+    return (WARPGROUP * _COLUMNS * pieces.tokens,)
 
 
 def layout_of(pieces: Pieces) -> Any:
@@ -218,20 +286,10 @@ def layout_of(pieces: Pieces) -> Any:
     return plgpu.Layout.WG_STRIDED(_shape(pieces), vec_size=_COLUMNS)
 
 
-def _struct(pieces: Pieces) -> Any:
-    return plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=layout_of(pieces))
-
-
 def _warp_and_lane() -> tuple[Any, Any]:
     """Returns the thread's warp, of all consumers', and its lane."""
     thread = mgpu.utils.thread_idx()
     return mgpu.utils.warp_idx(), arith.andi(thread, const(31))
-
-
-def _group_and_part(pieces: Pieces, warp: Any) -> tuple[Any, Any]:
-    """Returns a warp's group of columns, and its part of the rows."""
-    groups = const(pieces.groups)
-    return arith.remui(warp, groups), arith.divui(warp, groups)
 
 
 def _load_bfloat16(pointer: Any) -> list[Any]:
@@ -244,3 +302,79 @@ def _load_bfloat16(pointer: Any) -> list[Any]:
         halves = arith.shli(two, const(16)), arith.andi(two, const(-65536))
         numbers += [llvm.bitcast(f32, half) for half in halves]
     return numbers
+
+
+def store_rotated(
+    ref: Any, row_of: Callable[[Any], Any], first: int, pair: jax.Array, block: jax.Array,
+    cos_g: Any, sin_g: Any, tokens: int, interpret: Any,
+) -> None:  # fmt: skip
+    """Rotates a block's pairs and stores them: the first numbers of all pairs come first.
+
+    A whole warpgroup calls it.
+
+    Args:
+      ref: [rows, columns] in global memory.
+      row_of: function from tokens to their rows, negative for those that are not stored.
+      first: column of the first pair's first number.
+      pair: number of the block's first pair.
+      block: see :mod:`pallas_kernels.decoder_layer.activations`.
+      cos_g, sin_g: float32 [M, R / 2].
+    """
+    half = cos_g.shape[1]
+    if interpret is not None:
+        pairs = block.reshape(-1)[:64].reshape(8, 4, 2)
+        for t in range(tokens):
+            cos, sin = (each[t, pl.ds(pair, 4)] for each in (cos_g, sin_g))
+            one, two = pairs[t, :, 0], pairs[t, :, 1]
+            row = row_of(t)
+
+            @when(row >= 0)
+            def _(row: Any = row, one: Any = one, two: Any = two, cos: Any = cos, sin: Any = sin):
+                ref[row, pl.ds(first + pair, 4)] = (one * cos - two * sin).astype(ref.dtype)
+                ref[row, pl.ds(first + half + pair, 4)] = (two * cos + one * sin).astype(ref.dtype)
+
+        return
+    token, number = token_and_number()
+    exists = (token < tokens) & (thread_index(0) < 2)
+    token = jnp.minimum(token, tokens - 1)
+    rotation = lax.shift_right_logical(number, filled(1)) + pair
+    is_second = jnp.bitwise_and(number, 1)
+    cos, sin = (load(each, token * half + rotation, LANES, None) for each in (cos_g, sin_g))
+    other = _neighbour(block)
+    rotated = block * cos + jnp.where(is_second == 1, other, -other) * sin
+    row = jnp.where(exists, row_of(token), -1)
+    _store(ref, row, rotation + first + is_second * half, rotated)
+
+
+def _neighbour(block: jax.Array) -> jax.Array:
+    """Returns the other number of each thread's pair."""
+
+    @inline(LAYOUT, returns=PER_THREAD)
+    def exchange(block: Any) -> Any:
+        f32, text = ir.F32Type.get(), "shfl.sync.bfly.b32 $0, $1, 1, 31, 0xffffffff;"
+        other = asm(text, "=f,f", only(block), result=f32, effects=True)
+        return per_thread(other)
+
+    return exchange(block)
+
+
+def _store(ref: Any, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
+    """Sets ``ref[row, column]`` where the row is not negative. A cache may have 2^31 numbers."""
+    itemsize, width = jnp.dtype(ref.dtype).itemsize, ref.shape[1]
+
+    @inline(REF, LAYOUT, LAYOUT, LAYOUT)
+    def store(ref: Any, row: Any, column: Any, values: Any) -> None:
+        text = """{
+            .reg .pred there; .reg .b16 low;
+            setp.ge.s32 there, $1, 0;
+            cvt.rn.bf16.f32 low, $2;
+            @there st.global.b16 [$0], low;
+        }"""
+        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
+        for index, size in ((row, width * itemsize), (column, itemsize)):
+            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), size))
+            offset = arith.muli(arith.extsi(i64(), only(index)), step)
+            address = arith.addi(address, offset)
+        asm(text, "l,r,f,~{memory}", address, only(row), only(values), effects=True)
+
+    store(ref, row, column, values)
