@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dsv3_jax.offline.generator import Generator
     from dsv3_jax.tokenizer import Tokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DeepSeekV3",

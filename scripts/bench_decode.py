@@ -2,9 +2,9 @@
 
     python -m scripts.bench_decode --model moonlight-16b --weights bf16 fp8 int4 \\
         --out benchmarks/results/decode_h200.json [--batches 1 16 64] [--contexts 1024 4096]
-        [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1] [--largest 4096]
+        [--prefills 8x2048 1x8192] [--acceptances 0.6 0.7 --depth 1]
         [--layout dp_attention_ep --exchange all_gather one_sided] [--layers 9]
-        [--cache-dtype fp8] [--drafter ngram]
+        [--cache-dtype fp8]
 
 The generator's own programs run on a synthetic state: every sequence has the given number of
 random tokens in the cache and decodes greedily. The time of a step is the difference between a
@@ -12,15 +12,12 @@ long and a short dispatch divided by the difference in steps, as a median over s
 program serves all contexts. Its cache has ``room`` for the longest one, and ``compile_s`` and
 ``peak_bytes`` belong to that program.
 
-``floor_ms`` is the time to read every needed byte once, at the bandwidth that a sum reaches in the
-same run. The bytes are the weights, including the expected number of distinct experts if all
-experts are equally likely, and the cache; sparse attention reads all index keys and the latents
-of the tokens that it selects. ``experts_visited`` is the measured number of distinct
-experts per layer, and ``experts_expected`` the expected one.
+``floor_ms`` is the time to read every needed byte once, at the bandwidth of the GPU if it is known
+(:mod:`benchmarks.machine`). The bytes are the weights, including the expected number of distinct
+experts if all are equally likely, and the cache; sparse attention reads all index keys and the
+latents of the tokens that it selects.
 
-``peak_bytes`` is the sum of weights, cache and ``workspace_bytes``. ``--largest`` finds the largest
-batch that runs: it begins with the batch that fits according to the compiler, and changes it until
-one batch size, ``batch``, runs and the next, ``fails_at``, does not.
+``peak_bytes`` is the sum of weights, cache and ``workspace_bytes``.
 
 With ``--layout`` the model is sharded over all devices by that preset. Batch sizes are then totals,
 and bytes and floors are per device. Several exchanges and numbers of micro-batches are measured one
@@ -34,9 +31,9 @@ A prefill has forward passes of ``--chunk`` tokens. In expanded form these are o
 sequence, as with ``prefill_chunk`` of a Generator; in absorbed form, an engine's default on Hopper
 GPUs, they are chunks of 64 tokens.
 
-With ``--acceptances`` the MTP layer drafts, or with ``--drafter ngram`` the text so far, and the
-drafts are accepted at that rate whatever the model computes. A failed measurement records the error
-and the others continue. The results are written after every measurement.
+With ``--acceptances`` the MTP layer drafts, and the drafts are accepted at that rate whatever the
+model computes. A failed measurement records the error and the others continue. The results are
+written after every measurement.
 """
 
 from __future__ import annotations
@@ -46,20 +43,14 @@ import dataclasses
 import functools
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import jax
-from flax import nnx
-
-from benchmarks.decode import floor, machine, models, steps
-from benchmarks.decode.largest import largest_batch
-from benchmarks.decode.synthetic_ngram import SyntheticNgramDrafter
-from dsv3_jax.accounting import cache_bytes_per_token, distinct_experts
+from benchmarks import machine
+from benchmarks.decode import floor, models, steps
 from dsv3_jax.cli import allocator
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write
@@ -68,8 +59,6 @@ from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import CacheDtype
 from sharding import PRESETS, Exchange, Layout, make_layout
-
-DRAFTERS = {"mtp": SyntheticDrafter, "ngram": SyntheticNgramDrafter}
 
 CHUNK = 8192  # prompt tokens of all sequences per prefill chunk
 
@@ -106,11 +95,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="forms of attention in prefills, by default an engine's on this device",
     )
     parser.add_argument("--acceptances", nargs="*", type=float, default=[])
-    parser.add_argument("--drafter", choices=tuple(DRAFTERS), default="mtp")
     parser.add_argument("--depth", type=int, default=1, help="drafts per step")
-    parser.add_argument(
-        "--largest", nargs="*", type=int, default=[], help="cached tokens per sequence"
-    )
     parser.add_argument("--feed-forward", nargs="+", choices=models.FEED_FORWARD, default=[None])
     parser.add_argument("--layers", type=int, help="use only the first N layers")
     parser.add_argument(
@@ -136,8 +121,6 @@ def _batch_and_tokens(text: str) -> tuple[int, int]:
 class Bench:
     def __init__(self, arguments: argparse.Namespace):
         self._arguments = arguments
-        if arguments.layout and arguments.largest:
-            raise SystemExit("--largest: expected one device, got --layout")
         self._layouts: list[Layout | None] = [None]
         if arguments.layout:
             self._layouts = [
@@ -151,10 +134,11 @@ class Bench:
                 for micro_batches in arguments.micro_batches
             ]
         self._end = time.monotonic() + arguments.time_budget
-        self._bandwidth = floor.bandwidth()
+        described = machine.description()
+        self._read_gbs = machine.read_gbs(described["machine"])
         self.result: dict[str, Any] = {
-            **machine.description(),
-            "read_gbs": round(self._bandwidth / 1e9, 1),
+            **described,
+            "read_gbs": self._read_gbs,
             "rows": [],
         }
 
@@ -162,20 +146,16 @@ class Bench:
         config = models.config(self._arguments.model)
         if layers := self._arguments.layers:
             config = dataclasses.replace(config, num_hidden_layers=layers)
-        if self._needs_mtp and not config.num_nextn_predict_layers:
+        if self._arguments.acceptances and not config.num_nextn_predict_layers:
             raise SystemExit(
                 f"--acceptances: expected a model with an MTP layer, got {self._arguments.model}"
             )
         for weights in self._arguments.weights:
             self._all_of(config, weights)
 
-    @property
-    def _needs_mtp(self) -> bool:
-        return bool(self._arguments.acceptances) and self._arguments.drafter == "mtp"
-
     def _all_of(self, config: ModelConfig, weights: str) -> None:
         arguments = self._arguments
-        shapes = models.shapes(config, weights, arguments.dtype, mtp=self._needs_mtp)
+        shapes = models.shapes(config, weights, arguments.dtype, mtp=bool(arguments.acceptances))
         if layout := self._layouts[0]:
             shapes.lay_out(layout)
         model = models.random_model(shapes, layout)
@@ -196,9 +176,6 @@ class Bench:
                 self._row(model, weights, rows, tokens, prefill)
             self._all_decodes(model, weights, arguments.acceptances)
             model.use_feed_forward(None)
-        for cached in arguments.largest:
-            largest = functools.partial(self._largest, model, cached)
-            self._row(model, weights, 0, cached, largest)
 
     def _all_decodes(
         self, model: DeepSeekV3, weights: str, acceptances: Sequence[float | None]
@@ -215,35 +192,22 @@ class Bench:
         """Measures all contexts with one program, which has room for the longest that fits."""
         drafter_and_depth = (None, 0)
         if acceptance is not None:
-            drafter = DRAFTERS[self._arguments.drafter](acceptance)
-            drafter_and_depth = drafter, self._arguments.depth
+            drafter_and_depth = SyntheticDrafter(acceptance), self._arguments.depth
         decode_of_batch: list[steps.Decode] = []
 
         def measure(cached: int) -> dict[str, Any]:
             if not decode_of_batch:
                 decode_of_batch.append(steps.Decode(model, rows, cached, *drafter_and_depth))
             result = {"phase": "decode", "acceptance": acceptance, "depth": drafter_and_depth[1]}
-            if acceptance is not None and self._arguments.drafter != "mtp":
-                result |= {"drafter": self._arguments.drafter}
-            result |= self._decode(model, decode_of_batch[0], cached)
-            if acceptance is None:
-                floor_ms = 1e3 * floor.step_bytes(model, rows, cached) / self._bandwidth
+            decode = decode_of_batch[0]
+            result |= decode.measure(cached) | _compiled(decode.compiled) | {"room": decode.longest}
+            if acceptance is None and self._read_gbs:
+                floor_ms = 1e-6 * floor.step_bytes(model, rows, cached) / self._read_gbs
                 result |= {"floor_ms": floor_ms, "floor_fraction": floor_ms / result["ms"]}
             return result
 
         for cached in sorted(self._arguments.contexts, reverse=True):
             self._row(model, weights, rows, cached, functools.partial(measure, cached))
-
-    def _decode(self, model: DeepSeekV3, decode: steps.Decode, cached: int) -> dict[str, Any]:
-        result = decode.measure(cached) | _compiled(decode.compiled) | {"room": decode.longest}
-        c = model.config
-        expected = distinct_experts(
-            c.n_routed_experts, c.num_experts_per_tok, len(decode.state.lengths)
-        )
-        return result | {
-            "experts_visited": statistics.mean(steps.experts_visited(model, decode)),
-            "experts_expected": expected,
-        }
 
     def _prefill(
         self, model: DeepSeekV3, rows: int, tokens: int, form: Form | None
@@ -252,43 +216,6 @@ class Bench:
         prefill = steps.Prefill(model, rows, tokens, chunk, form)
         result = {"phase": "prefill", "chunk": chunk, "chunk_form": prefill.chunk_form}
         return result | prefill.measure() | _compiled(prefill.compiled)
-
-    def _largest(self, model: DeepSeekV3, cached: int) -> dict[str, Any]:
-        """Finds the largest ``batch`` that runs with ``cached`` tokens per sequence."""
-        fixed = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-        limit = floor.memory_bytes()
-        bytes_per_sequence = cached * cache_bytes_per_token(model.config)
-        plans: dict[int, steps.Compiled] = {}
-        result: dict[str, Any] = {}
-
-        def planned_bytes(rows: int) -> int:
-            plans.clear()  # a compiled program occupies device memory
-            plans[rows] = steps.Decode.planned(model, rows, cached)
-            return plans[rows].peak_bytes
-
-        def runs(rows: int) -> bool:
-            began = time.monotonic()
-            planned = planned_bytes(rows)
-            text = f"batch {rows} x {cached} tokens, {planned / 1e9:.2f} of {limit / 1e9:.2f} GB"
-            try:
-                decode = steps.Decode(model, rows, cached, compiled=plans[rows])
-                ms = 1e3 * decode.dispatch(1, cached)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                text += ": does not fit"
-                return False
-            else:
-                text += ": fits"
-                result.update(_compiled(plans[rows]) | {"batch": rows, "first_ms": ms})
-                return True
-            finally:
-                print(f"{text}, {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-        # Begin with nine tenths of what cache and weights alone allow; the rest is workspace.
-        first = max(1, int(0.9 * (limit - fixed) / bytes_per_sequence))
-        _, fails_at = largest_batch(planned_bytes, runs, first, fixed=fixed, limit=limit)
-        return {"phase": "largest", "fails_at": fails_at, "limit_bytes": limit} | result
 
     def _row(self, model: DeepSeekV3, weights: str, batch: int, context: int, measure: Any) -> None:
         row = {
@@ -312,7 +239,7 @@ class Bench:
             except Exception as error:  # the next measurement may fit
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         self.result["rows"].append(row)
-        print(line(row), flush=True)
+        print(json.dumps(row), flush=True)
         if out := self._arguments.out:
             out.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(out, json.dumps(self.result, indent=1) + "\n")
@@ -327,31 +254,9 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def line(row: dict[str, Any]) -> str:
-    label = f"{row['model']} {row['dtype']} {row['batch']} x {row['context']}"
-    label += f" {row['feed_forward']}" if "feed_forward" in row else ""
-    if "exchange" in row:
-        label += f" {row['exchange']}, {row['micro_batches']} micro-batches"
-    if "error" in row:
-        return f"{label}: {row['error']}"
-    memory = f"compiled in {row['compile_s']} s, {row['peak_bytes'] / 1e9:.1f} GB"
-    if row["phase"] == "largest":
-        return f"{label} {row['phase']}: batch {row['fails_at']} does not fit, {memory}"
-    text = f"{label} {row['phase']}: {row['ms']} ms, {row['tokens_per_s']} tokens/s"
-    if row.get("acceptance") is not None:
-        text += f", acceptance {row['acceptance']} at depth {row['depth']}"
-    if "floor_ms" in row:
-        text += f", floor {row['floor_ms']} ms ({row['floor_fraction']:.0%})"
-    if "experts_visited" in row:
-        text += f", experts {row['experts_visited']} of {row['experts_expected']}"
-    return f"{text}, {memory}"
-
-
 def main() -> None:
     allocator.configure("generate")  # as a command that runs a model
-    bench = Bench(parse(sys.argv[1:]))
-    print(f"{bench.result['machine']}, {bench.result['read_gbs']} GB/s")
-    bench.run()
+    Bench(parse(sys.argv[1:])).run()
 
 
 if __name__ == "__main__":

@@ -2,22 +2,14 @@
 
     python -m scripts.bench_engine --model moonlight-16b --traces chat prefixed --rates 8 24 \\
         --count 384 --out benchmarks/results/engine_h200.json
-    python -m scripts.bench_engine --model demo --scale 0.1 --picture timeline.png
-    python -m scripts.bench_engine --model demo --concurrency 16 --against-sequential
     python -m scripts.bench_engine --model moonlight-16b --count 48 --profile /tmp/trace
-    python -m scripts.bench_engine --model moonlight-16b --rates --generator 512
 
 Each trace is replayed offline, all requests at once, and then at every rate in requests per second.
 A model has published widths and random weights; ``demo`` is the trained checkpoint of this package.
 All programs are compiled first, and an engine serves all replays, with an empty prefix cache at the
 beginning of each. The results are written after every replay: throughput and latencies, and how
 many steps of each shape ran for how long, with the share of the time in which no dispatch was in
-flight. ``--picture`` draws a timeline of each replay. ``--profile`` also records a trace, which has
-the device time of each kernel. With ``--generator``, a Generator then completes each trace in one
-call, with as many requests at a time; with ``--reproducible`` its tokens depend on no company.
-
-With ``--against-sequential`` there is no replay: the same requests are served ``--concurrency`` at
-a time and one after the other, alternately, and the result is the ratio of both throughputs.
+flight. ``--profile`` also records a trace, which has the device time of each kernel.
 """
 
 from __future__ import annotations
@@ -38,22 +30,14 @@ import jax
 import jax.numpy as jnp
 
 import dsv3_jax
-from benchmarks.decode import machine, models
-from benchmarks.serving.closed_loop import compare
-from benchmarks.serving.offline import complete
-from benchmarks.serving.replay import Replay, replay
-from dsv3_jax import Generator
+from benchmarks import machine
+from benchmarks.decode import models
+from benchmarks.serving.replay import replay
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device.programs import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.traces import TRACES
-from dsv3_jax.viz.canvas import check_picture
-from dsv3_jax.viz.canvas import save as save_picture
-from dsv3_jax.viz.serving import timeline
-
-COMPARED_PROMPT, COMPARED_TOKENS = 48, 64
-"""Most prompt tokens, and new tokens, of the requests that are compared with sequential ones."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -65,8 +49,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="requests of a replay at a rate; default all")
     parser.add_argument("--offline-count", type=int, help="requests offline; default all")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
-    parser.add_argument("--max-running", type=int, help="slots; default 512, or the concurrency")
-    parser.add_argument("--max-len", type=int, help="default 5120, or 256 against sequential")
+    parser.add_argument("--max-running", type=int, default=512, help="slots")
+    parser.add_argument("--max-len", type=int, default=5120)
     parser.add_argument("--cache-tokens", type=int)
     parser.add_argument("--decodes", nargs="+", type=int, help="buckets of decoding requests")
     parser.add_argument("--chunks", nargs="+", type=int, help="buckets of prefill chunks")
@@ -78,21 +62,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="directory for a trace of all replays")
     parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--deterministic", action="store_true", help="one program for all steps")
-    parser.add_argument("--timelines", action="store_true", help="record samples of each replay")
-    parser.add_argument("--picture", type=Path, help="PNG or SVG of each replay's timeline")
-    parser.add_argument("--generator", type=int, metavar="N", help="then N at a time, offline")
-    parser.add_argument("--reproducible", action="store_true", help="run its own programs")
-    parser.add_argument("--against-sequential", action="store_true")
-    parser.add_argument("--concurrency", type=int, default=16, help="clients at the same time")
-    parser.add_argument("--rounds", type=int, default=7, help="number of comparisons")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args(words)
-    compared = arguments.against_sequential
-    arguments.max_running = arguments.max_running or (arguments.concurrency if compared else 512)
-    arguments.max_len = arguments.max_len or (256 if compared else 5120)
-    if arguments.picture:
-        check_picture("--picture", arguments.picture)
-    return arguments
+    return parser.parse_args(words)
 
 
 def _depth(text: str) -> int | str:
@@ -131,21 +102,6 @@ def histogram(dispatches: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def against_sequential(
-    engine: Engine, arguments: argparse.Namespace, vocab_size: int
-) -> dict[str, Any]:
-    """Returns the throughput of concurrent requests and of the same requests in sequence."""
-    trace = TRACES["chat"]()
-    prompts = [trace.prompt(i, vocab_size) for i in range(2 * arguments.concurrency)]
-    return compare(
-        engine,
-        [prompt[:COMPARED_PROMPT] for prompt in prompts],
-        COMPARED_TOKENS,
-        concurrency=arguments.concurrency,
-        rounds=arguments.rounds,
-    ).summary()
-
-
 def replay_all(
     engine: Engine, arguments: argparse.Namespace, vocab_size: int, result: dict[str, Any]
 ) -> None:
@@ -165,50 +121,8 @@ def replay_all(
             entry = {"trace": name, "rate": rate, **done.summary()}
             print(json.dumps(entry), file=sys.stderr)
             print(histogram(entry["engine"]["dispatches"]), file=sys.stderr)
-            if arguments.picture:
-                draw(done, entry, arguments)
-            if arguments.timelines:
-                entry["timeline"] = done.timeline
             result["replays"].append(entry)
             save(result, arguments.out)
-
-
-def complete_all(model: DeepSeekV3, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Completes every trace with a Generator, and adds the figures to ``result``."""
-    generator = Generator(
-        model,
-        None,
-        arguments.max_len,
-        batch_sizes=(arguments.generator,),
-        reproducible=arguments.reproducible,
-    )
-    result["generator"] = []
-    for name in arguments.traces:
-        entry = {"trace": name, "reproducible": arguments.reproducible} | complete(
-            generator,
-            TRACES[name](),
-            count=arguments.offline_count,
-            vocab_size=model.config.vocab_size,
-            scale=arguments.scale,
-        )
-        print(json.dumps(entry), file=sys.stderr)
-        result["generator"].append(entry)
-        save(result, arguments.out)
-
-
-def draw(done: Replay, entry: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Draws the timeline of a replay. If there are several, each picture has its own name."""
-    arrival = "all at once" if entry["rate"] is None else f"{entry['rate']:g} per second"
-    title = (
-        f"{arguments.model}, {entry['trace']} trace, {entry['requests']} requests {arrival}: "
-        f"{entry['output_tokens_per_second']:,.0f} output tokens/s, TTFT p50 "
-        f"{entry['ttft_ms']['p50']:,.0f} ms, TPOT p50 {entry['tpot_ms'].get('p50', 0):,.1f} ms"
-    )
-    path = arguments.picture
-    if len(arguments.traces) > 1 or arguments.rates:
-        rate = "offline" if entry["rate"] is None else f"{entry['rate']:g}"
-        path = path.with_stem(f"{path.stem}_{entry['trace']}_{rate}")
-    save_picture(timeline(done.timeline, title), path)
 
 
 def save(result: dict[str, Any], out: Path | None) -> None:
@@ -256,14 +170,7 @@ def main(words: Sequence[str]) -> int:
         )
         if arguments.profile:
             running.enter_context(jax.profiler.trace(str(arguments.profile)))
-        if arguments.against_sequential:
-            result |= against_sequential(engine, arguments, model.config.vocab_size)
-            save(result, arguments.out)
-        else:
-            replay_all(engine, arguments, model.config.vocab_size, result)
-    if arguments.generator:
-        del engine  # with its cache
-        complete_all(model, arguments, result)
+        replay_all(engine, arguments, model.config.vocab_size, result)
     print(json.dumps(result))
     return 0
 

@@ -6,8 +6,7 @@
 
 The trace is replayed offline, all requests at once, and then at every rate. Each replay runs
 ``--rounds`` times in both ways, alternately, with an empty prefix cache at the beginning. HTTP and
-the clients have a process each; with ``--one-process`` HTTP is served from the engine's. The engine
-decodes the text of all completions in both ways.
+the clients have a process each. The engine decodes the text of all completions in both ways.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import dsv3_jax
-from benchmarks.decode import machine, models
-from benchmarks.serving.local_server import serving, serving_in_a_process
-from benchmarks.serving.random_tokenizer import random_tokenizer
+from benchmarks import machine
+from benchmarks.decode import models
+from benchmarks.serving.local_server import random_tokenizer, serving
 from benchmarks.serving.replay import replay
 from dsv3_jax.client.completions import CompletionClient
 from dsv3_jax.client.load import open_loop
@@ -51,7 +50,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--max-len", type=int, default=5120)
-    parser.add_argument("--one-process", action="store_true", help="HTTP in the engine's process")
     parser.add_argument("--store", type=Path, help="directory of the engine's stored programs")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -142,7 +140,6 @@ def main(words: Sequence[str]) -> int:
         "trace": arguments.trace,
         "requests": requests,
         "rounds": arguments.rounds,
-        "one_process": arguments.one_process,
         "replays": [],
     }
     spawn = multiprocessing.get_context("spawn")
@@ -151,8 +148,7 @@ def main(words: Sequence[str]) -> int:
         concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as clients,
     ):
         result["warm_up_s"] = round(engine.warm_up(arguments.store), 2)
-        serve = serving if arguments.one_process else serving_in_a_process
-        with serve(
+        with serving(
             engine, tokenizer, "model", max_requests=2 * requests, max_len=arguments.max_len
         ) as url:
             few = Workload.of(

@@ -1,19 +1,14 @@
 """Benchmarks the Hopper kernels against other libraries' kernels, on one H100 or H200.
 
     python -m scripts.bench_kernels --peers PEERS [--ops mla_decode ...] [--shapes "h128 b64" ...]
-        [--time-budget 560] [--repeats 1000] [--out benchmarks/results/kernels_h200.json]
+        [--time-budget 560] [--out benchmarks/results/kernels_h200.json]
         [--resume EARLIER.json]
 
-``--variants`` names settings of :mod:`benchmarks.kernels.variants`, which are checked and timed in
-turn with the default where they exist.
-
-Each op is checked before it is timed, through the public functions of pallas_kernels. It is
-compared with float32 references on ragged inputs whose unused slots contain NaN, where
-``--repeats`` runs must be bitwise equal, and on samples of every timed shape. Wrong results are not
-timed. Then, for every shape, ours, XLA's own lowering and the peers are timed; the peers' results
-are checked too. Peers come from the directory PEERS (made by
-``python -m benchmarks.kernels.pack_peers``) and from torch; ``--peers torch`` needs no directory.
-The same run measures the ceilings: matmul throughput and bandwidth. Inputs are random, and calls
+Before a shape is timed, samples of its result are compared with float32 references, and equal calls
+must give equal bits. Wrong results are not timed. Then, for every shape, ours, XLA's own lowering
+and the peers are timed; the peers' results are checked too. Peers come from the directory PEERS
+(made by ``python -m benchmarks.kernels.pack_peers``) and from torch; ``--peers torch`` needs no
+directory. The same run measures the ceiling of matmul throughput. Inputs are random, and calls
 rotate over enough input sets (at most 32) to exceed the L2 cache.
 
 All times are measured by the GPU's clock (:mod:`benchmarks.kernels.clock`), from before the first
@@ -26,11 +21,10 @@ again after a longer warm-up, three times at most. If it still does, there is no
 
 ``ratio`` is the best peer's time divided by ours: above 1, ours is faster. ``roof_fraction`` is the
 roofline time divided by ours. The roofline is the larger of the arithmetic at the run's best matmul
-throughput and the traffic at the GPU's bandwidth (:mod:`benchmarks.ceiling`); a result beyond it is
+throughput and the traffic at the GPU's bandwidth (:mod:`benchmarks.machine`); a result beyond it is
 reported as an error.
 ``kernels_a_call`` counts the kernels that one call launches, including XLA's own. ``busy`` is the
-share of a window in which a program ran. ``event_us`` is a peer's time by CUDA events around many
-graphs, to compare clocks.
+share of a window in which a program ran.
 
 Shapes for which the time budget did not suffice are listed in the result. ``--resume`` measures
 them in another run, and each row records its run.
@@ -50,25 +44,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ceiling import short_name
 from benchmarks.kernels import pack_peers, report
-from benchmarks.kernels.shapes import (
-    CALLS,
-    OPS,
-    WARM_S,
-    Case,
-    Grouped,
-    Index,
-    cases,
-    check_key,
-    encoded,
-    key,
-    select,
-)
-from benchmarks.kernels.tools import tools
-from benchmarks.kernels.turns import append_windows, names_to_time, summary
-from benchmarks.kernels.variants import VARIANTS, has_variant
+from benchmarks.kernels.cases import cases, select
+from benchmarks.kernels.report import append_windows, names_to_time, summary
+from benchmarks.kernels.shapes import CALLS, OPS, WARM_S, Case, Grouped, Index, encoded, key
 from benchmarks.kernels.workers import Worker
+from benchmarks.machine import short_name
 from dsv3_jax.files import atomic_write
 
 BATCH = 32  # cases that are compiled together, before the first of them is timed
@@ -79,9 +60,7 @@ TURNS = "peers", "ours", "ours", "peers"
 FIRST_WARM_S = 1.0  # warm-up of a process that has not timed anything yet
 COMPILE_S = 180
 ROW_S = 60  # seconds for a case, after which its process is killed
-CHECK_S = 30, 0.15  # seconds for a check, and for each of its repeats
 WARM_WORKERS = 8
-RIGHT = "right"
 TORCH_ALONE = Path("torch")
 
 
@@ -115,9 +94,7 @@ class Bench:
         self.result: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-            "versions": {"python": platform.python_version()} | tools(),
-            "repeats": arguments.repeats,
-            "checks": {},
+            "versions": {"python": platform.python_version()},
             "ceilings": {},
             "rows": [],
             "not_run": [],
@@ -137,14 +114,10 @@ class Bench:
             worker.send({"do": "start"})
         for side, worker in zip(("ours", "peers"), self._workers(), strict=False):
             self._note(side, worker.receive(120))
+        self._measured = self._ours.ask({"do": "ceilings"}, 120)
         self.save()
         for first in range(0, len(chosen), BATCH):
             self._batch(chosen[first : first + BATCH], chosen if first == 0 else ())
-        for worker in self._workers():  # last: they take longer than many shapes
-            if self.left() > 0:
-                self._measured |= worker.ask({"do": "ceilings"}, 120)
-                self.save()
-        self._time_xla([raw for raw in self._raw if isinstance(raw[0], Grouped)])
 
     def remaining(self, chosen: Sequence[Case]) -> list[Case]:
         """Returns the cases that the resumed run has not completed."""
@@ -160,8 +133,9 @@ class Bench:
             self.save()
             return
         began = time.monotonic()
-        parts = [["check", *self._parts(case)] for case in batch]
-        self._ours.send(_compilation(batch, parts))
+        parts = [_parts(case) for case in batch]
+        compilation = {"do": "compile", "cases": [encoded(case) for case in batch], "parts": parts}
+        self._ours.send(compilation)
         if cases_to_warm:
             self._warm(cases_to_warm)
         self._ours.receive(COMPILE_S)
@@ -174,27 +148,11 @@ class Bench:
             ours, peers = self._case(case)
             ours["seconds"] = round(time.monotonic() - began, 1)
             self._raw.append((case, ours, peers))
-            line = report.row(case, ours, peers, self._best())
-            lines = report.table([line]).splitlines()[1:]
-            print(*lines, f"{self.left():.0f} s left", sep="\n", flush=True)
+            row = report.row(case, ours, peers, self._best())
+            print(f"{report.line(row)}; {self.left():.0f} s left", flush=True)
             self.save()
         self._ours.ask({"do": "drop", "cases": [encoded(case) for case in batch]}, ROW_S)
         self.save()
-
-    def _time_xla(self, rows: Sequence[tuple[Case, dict[str, Any], dict[str, Any]]]) -> None:
-        """Times XLA on the cases where it is no peer, after everything else."""
-        for first in range(0, len(rows), BATCH // 2):
-            batch = rows[first : first + BATCH // 2]
-            cases = [case for case, _, _ in batch]
-            if self.left() > 0:
-                self._ours.ask(
-                    _compilation(cases, [["xla"]] * len(cases)), self._patience(COMPILE_S)
-                )
-            for case, ours, _ in batch:
-                if self.left() > 0:
-                    ours["xla"] = self._xla(case)
-            self._ours.ask({"do": "drop", "cases": [encoded(case) for case in cases]}, ROW_S)
-            self.save()
 
     def _note(self, side: str, started: dict[str, Any]) -> None:
         self.result["versions"] |= started.get("versions", {})
@@ -233,23 +191,13 @@ class Bench:
         """Measures a case. Returns the results of ours (with XLA's) and of the peers."""
         if self._peers:
             self._peers.send({"do": "prepare", "case": encoded(case)})
-        in_jax = self._parts(case)
-        faults = {part: self._check(case, part) for part in in_jax if part != "xla"}
-        # A kernel that is wrong or hangs is not prepared, so that the others can be timed.
-        right = [part for part in in_jax if not faults.get(part)]
-        request = {"do": "prepare", "case": encoded(case), "parts": right}
+        parts = _parts(case)
+        request = {"do": "prepare", "case": encoded(case), "parts": parts}
         prepared = self._ours.ask(request, self._patience(ROW_S))
         lost = {"error": prepared.get("error", "not prepared")}
-        parts: dict[str, dict[str, Any]] = {
-            part: prepared.get(part, lost)
-            | ({"error": fault} if (fault := faults.get(part)) else {})
-            for part in in_jax
-        }
-        ours = parts.pop("ours")
+        ours = {**prepared.get("ours", lost)}
         if "xla" in parts:
-            ours["xla"] = parts.pop("xla")
-        if parts:
-            ours["variants"] = parts
+            ours["xla"] = prepared.get("xla", lost)
         peers: dict[str, Any] = {}
         if self._peers:
             reply = self._peers.receive(self._patience(ROW_S))
@@ -258,26 +206,6 @@ class Bench:
         for worker in self._workers():
             worker.ask({"do": "release"}, ROW_S)
         return ours, peers
-
-    def _parts(self, case: Case) -> list[str]:
-        """Returns what is timed in JAX, alternately with the peers: ours, variants, and XLA.
-
-        XLA's grouped matmuls multiply every row by every group's matrix. They are timed at the end.
-        """
-        variants = [name for name in self._arguments.variants if has_variant(case, name)]
-        return ["ours", *variants, *([] if isinstance(case, Grouped) else ["xla"])]
-
-    def _check(self, case: Case, part: str) -> str | None:
-        """Returns what is wrong on ragged inputs, or None. Cases with equal check keys share it."""
-        checks, name = self.result["checks"], check_key(case)
-        name += "" if part == "ours" else f", {part}"
-        if name not in checks:
-            repeats = self._arguments.repeats
-            request = {"do": "check", "case": encoded(case), "repeats": repeats, "part": part}
-            patience = CHECK_S[0] + CHECK_S[1] * repeats
-            reply = self._ours.ask(request, self._patience(patience))
-            checks[name] = reply.get("wrong") or reply.get("error") or RIGHT
-        return None if checks[name] == RIGHT else checks[name]
 
     def _time(self, ours: dict[str, Any], peers: dict[str, Any]) -> None:
         """Adds "us", "spread" and more to the prepared implementations, and "tries" to ours."""
@@ -290,8 +218,7 @@ class Bench:
 
     def _try(self, ours: dict[str, Any], peers: dict[str, Any], attempt: int) -> None:
         """Runs all turns once, and replaces the results of an earlier attempt."""
-        in_jax = {"ours": ours} | ours.get("variants", {})
-        in_jax |= {"xla": ours["xla"]} if "xla" in ours else {}
+        in_jax = {"ours": ours} | ({"xla": ours["xla"]} if "xla" in ours else {})
         for side in TURNS:
             parts, worker = (in_jax, self._ours) if side == "ours" else (peers, self._peers)
             is_first = side not in self._warmed
@@ -310,17 +237,6 @@ class Bench:
         for entry in (*in_jax.values(), *peers.values()):
             entry |= summary(entry.pop("windows", {}))
 
-    def _xla(self, case: Case) -> dict[str, Any]:
-        request = {"do": "prepare", "case": encoded(case), "parts": ["xla"]}
-        reply = self._ours.ask(request, self._patience(ROW_S))
-        result = reply.get("xla", reply)
-        if "error" not in result:
-            request = {"do": "time", "names": ["xla"], "warm_s": WARM_S}
-            reply = self._ours.ask(request, self._patience(ROW_S))
-            append_windows(result, reply.get("xla", reply))
-            result |= summary(result.pop("windows", {}))
-        return result
-
     def _best(self) -> dict[str, float]:
         return report.ceilings(self._measured, self.result.get("gpu", "none"))
 
@@ -333,12 +249,8 @@ class Bench:
             name: round(value, 1) if isinstance(value, float) else value
             for name, value in ceilings.items()
         }
-        case_of = {key(case): case for case in cases()}
-        rows = [report.row(*entry, best) for entry in self._raw]
-        for row in self._completed:
-            case = case_of.get(report.key_of(row))
-            rows.append(row if case is None else report.with_roof(case, row, best))
-        order = {name: i for i, name in enumerate(case_of)}
+        rows = [report.row(*entry, best) for entry in self._raw] + self._completed
+        order = {name: i for i, name in enumerate(map(key, cases()))}
         self.result["rows"] = sorted(rows, key=lambda row: order.get(report.key_of(row), 0))
         out = self._arguments.out or Path(
             f"benchmarks/results/kernels_{short_name(self.result.get('gpu', 'none'))}.json"
@@ -351,8 +263,12 @@ class Bench:
             worker.stop()
 
 
-def _compilation(batch: Sequence[Case], parts: Sequence[Sequence[str]]) -> dict[str, Any]:
-    return {"do": "compile", "cases": [encoded(case) for case in batch], "parts": parts}
+def _parts(case: Case) -> list[str]:
+    """Returns what is timed in JAX, alternately with the peers.
+
+    XLA's grouped matmuls multiply every row by every group's matrix, so they are no peers.
+    """
+    return ["ours"] if isinstance(case, Grouped) else ["ours", "xla"]
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -368,18 +284,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="directory of the packed peers, or 'torch' for torch's alone; by default no peers",
     )
     parser.add_argument("--time-budget", type=float, default=3600, help="seconds for the whole run")
-    parser.add_argument("--repeats", type=int, default=20, help="runs per check that must be equal")
     parser.add_argument(
         "--implementation",
         default="mosaic_gpu",
         help="back-end that is timed as ours",
-    )
-    parser.add_argument(
-        "--variants",
-        nargs="*",
-        default=[],
-        choices=VARIANTS,
-        help="settings of benchmarks/kernels/variants.py that are timed in turn with it",
     )
     parser.add_argument("--calls", type=int, default=CALLS, help="maximum calls per timed program")
     parser.add_argument("--resume", type=Path, help="earlier result whose complete rows are kept")
@@ -399,9 +307,7 @@ def main() -> None:
         bench.save()
     result = bench.result
     print("\n" + json.dumps({k: result[k] for k in ("versions", "ceilings")}))
-    for name, verdict in result["checks"].items():
-        print(f"{name}: {verdict}")
-    print(report.table(result["rows"]))
+    print(*map(report.line, result["rows"]), sep="\n")
     if result["not_run"]:
         print("not run, because the time budget was spent:", ", ".join(result["not_run"]))
 

@@ -19,18 +19,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
-import os
-import platform
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +34,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int
 
 import dsv3_jax
+from benchmarks import machine
 from dsv3_jax.accounting import checkpoint_bytes
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.find import find
@@ -178,21 +175,10 @@ def main() -> None:
         {"form": name, "weight_bytes": weight_bytes(config, form), **losses[name]}
         for name, form in forms.items()
     ]
-    print(f"{'form':>24} {'bytes':>15} {'KL, nats':>10} {'top-1':>7} {'loss':>8}")
     for row in rows:
-        print(
-            f"{row['form']:>24} {row['weight_bytes']:>15,} {row['kl']:>10.2e} "
-            f"{row['top1_agreement']:>7.4f} {row['loss']:>8.4f}"
-        )
+        print(row)
     result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, "
-        f"{jax.devices()[0].device_kind}",
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-        },
+        **machine.description(),
         "model": arguments.model,
         "published": "fp8" if config.quantization else config.dtype,
         "dtype": arguments.dtype,

@@ -14,20 +14,17 @@ wider pass.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import flax
-import jax
 import numpy as np
 
 import dsv3_jax
+from benchmarks import machine
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.completion import Generation, Speculation
 from dsv3_jax.initialization import parameter_count
@@ -176,15 +173,8 @@ def main() -> None:
         rows += compare(
             generator, windows, arguments.depths, arguments.temperatures, arguments.repeats
         )
-    device = jax.devices()[0]
     result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": device.device_kind,
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-        },
+        **machine.description(),
         "model": arguments.model,
         "parameters": parameter_count(model),
         "mtp_parameters": parameter_count(model, mtp=True),

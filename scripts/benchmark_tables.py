@@ -1,4 +1,4 @@
-"""Writes the benchmark tables of README.md and docs/ from benchmarks/results/*.json.
+"""Writes the benchmark tables of docs/ from benchmarks/results/*.json.
 
     python -m scripts.benchmark_tables
 
@@ -11,30 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables.formats import activations, cache_dtype, conversion, cpu, quantization
-from benchmarks.tables.kernels import kernels, kernels_by_kind
-from benchmarks.tables.steps import (
-    all_layers,
-    cold_start,
-    decode,
-    prefill,
-    sparse_slice,
-    speculation,
-    speculation_one,
-    two_gpus,
-)
-from benchmarks.tables.summary import summary
+from benchmarks import tables
 from dsv3_jax.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/speculation.md"))
+PAGES = tuple(ROOT / name for name in ("docs/benchmarks.md", "docs/speculation.md"))
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        kernels, kernels_by_kind, decode, sparse_slice, prefill, two_gpus, all_layers, speculation,
-        speculation_one, quantization, activations, cache_dtype, conversion, cpu, cold_start,
-        summary,
+        tables.kernels, tables.kernels_by_kind, tables.decode, tables.sparse_slice, tables.prefill,
+        tables.two_gpus, tables.speculation, tables.speculation_one, tables.quantization,
+        tables.activations, tables.cpu, tables.vllm,
     )
 }  # fmt: skip
 

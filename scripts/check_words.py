@@ -24,10 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("dsv3_jax", "pallas_kernels", "sharding", "scripts", "benchmarks", "tests")
-# benchmarks/NOTES.md is missing on purpose: it consists of dated records.
 DOCUMENTS = (
     "*.md",
-    "docs/*.md",
+    "docs/**/*.md",
     "benchmarks/README.md",
     "dsv3_jax/demo/README.md",
     "dsv3_jax/demo_sparse/README.md",

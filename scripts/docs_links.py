@@ -7,11 +7,12 @@ docstrings, such as ``:func:``, are removed.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
-_OUT_OF_DOCS = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_RELATIVE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> str:
@@ -19,14 +20,18 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> s
     root = Path(config["config_file_path"]).parent
 
     def replaced(link: re.Match[str]) -> str:
-        text, path, anchor = link[1], link[2], link[3] or ""
+        text, anchor = link[1], link[3] or ""
+        folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
+        if path.startswith("docs/"):
+            return link[0]
         if not (root / path).exists():
             raise ValueError(f"{page.file.src_uri}: expected a file of the repository, got {path}")
         if config["repo_url"]:
             return f"[{text}]({config['repo_url'].rstrip('/')}/blob/main/{path}{anchor})"
         return f"{text} (`{path}`)"
 
-    return _OUT_OF_DOCS.sub(replaced, markdown)
+    return _RELATIVE.sub(replaced, markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:

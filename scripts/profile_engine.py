@@ -1,7 +1,7 @@
 """Profiles an engine under load: how long the device pauses between kernels, and what it runs.
 
     python -m scripts.profile_engine --model moonlight-16b \\
-        --out benchmarks/results/engine_pauses_h200.json
+        --out engine_pauses.json
     python -m scripts.profile_engine --model demo --count 24 --scale 0.1 --after 0.2 --seconds 0.5
 
 A trace of requests is replayed as in ``scripts/bench_engine.py``, offline or at ``--rate``. After
@@ -31,7 +31,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.decode import machine
+from benchmarks import machine
 from benchmarks.profile import trace
 from benchmarks.serving.replay import replay
 from dsv3_jax.engine import Engine

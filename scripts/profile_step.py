@@ -5,7 +5,7 @@
 
 Profiles the generator's decode program with random weights, as in ``scripts/bench_decode.py``.
 Kernels are traced without CUDA graphs, because only then does the profiler report which operation a
-kernel belongs to, and summed by kind as in ``scripts/profile_layer.py``. ``wall`` is the time of a
+kernel belongs to, and summed by the module that it comes from. ``wall`` is the time of a
 step as it runs by default, and ``captured`` lists the kernels of that run by name. ``busy`` is the
 share of that run in which some kernel ran; profiling lengthens the pauses between small kernels,
 and can more than double the step's time. ``host_waits_us`` is the part of a step in which the GPU

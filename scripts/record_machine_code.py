@@ -21,14 +21,6 @@ from typing import Any
 
 import jax
 
-from benchmarks.kernels.machine_code import (
-    digest,
-    listing_of,
-    main_loops,
-    parse,
-    ptx_of,
-    unfinished_loads,
-)
 from tests.pallas_kernels.known_programs import RECORD, compilers, known_programs, write
 from tests.pallas_kernels.test_hopper_compile import (
     KERNELS,
@@ -40,6 +32,14 @@ from tests.pallas_kernels.test_hopper_compile import (
     most_spilled,
     ptxas_version,
     spilled,
+)
+from tests.support.machine_code import (
+    digest,
+    listing_of,
+    main_loops,
+    parse,
+    ptx_of,
+    unfinished_loads,
 )
 
 

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.decode import machine, models
-from benchmarks.serving.soak import growth, soak
+from benchmarks import machine
+from benchmarks.decode import models
 from dsv3_jax.engine import Engine
 from dsv3_jax.files import atomic_write
 from scripts.bench_engine import load
+from tests.engine.soak import growth, soak
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

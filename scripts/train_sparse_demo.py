@@ -11,7 +11,7 @@ each indexer, detached from it, learns the probabilities of attention to the tok
 The data is a few modules of the standard library of the running interpreter; the demo's was that of
 CPython 3.11.7. The result is a directory with two checkpoints that ``dsv3_jax.load`` reads,
 ``warm-up`` and ``model``, and training.json with the losses of both stages. ``model`` is what
-``load("demo-sparse")`` reads; ``scripts.bench_sparse_demo`` measures it.
+``load("demo-sparse")`` reads.
 """
 
 from __future__ import annotations

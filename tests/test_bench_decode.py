@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import machine
 from benchmarks.decode import floor, models, random_cache, steps
-from benchmarks.decode.largest import largest_batch
-from benchmarks.integers import INT4_RMS, INT8_RMS
+from benchmarks.decode.models import INT4_RMS, INT8_RMS
 from dsv3_jax.accounting import distinct_experts
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import CacheSpec, PagePool
@@ -51,6 +51,7 @@ def run(monkeypatch, config, *words):
     given = ["--model", str(config), "--dtype", "float32", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["bench_decode", *given, *words])
     monkeypatch.setattr(steps, "WINDOWS", 2)
+    monkeypatch.setattr(machine, "read_gbs", lambda gpu: 10.0)
     monkeypatch.setattr(steps.Compiled, "__call__", a_millisecond_a_step)
     bench_decode.main()
     return json.loads(out.read_text())
@@ -61,7 +62,7 @@ def test_a_tiny_model(config, monkeypatch, capsys):
     words = "--batches 2 --contexts 70 --prefills 3x20 --chunk 24 --acceptances 1 --depth 1"
     words += " --chunk-forms expanded absorbed"
     result = run(monkeypatch, config, *words.split())
-    assert result["read_gbs"] > 0
+    assert result["read_gbs"] == 10
     plain, *prefills, drafted = result["rows"]
     assert plain["ms"] == drafted["ms"] == pytest.approx(1)
     for row in result["rows"]:
@@ -69,15 +70,13 @@ def test_a_tiny_model(config, monkeypatch, capsys):
         assert row["peak_bytes"] > 0
     assert plain["tokens_per_s"] == pytest.approx(2e3 / plain["ms"], rel=1e-3)
     assert plain["floor_fraction"] == pytest.approx(plain["floor_ms"] / plain["ms"], rel=1e-3)
-    for row in (plain, drafted):
-        assert 3 <= row["experts_visited"] <= row["experts_expected"] + 1
     # All drafts are accepted: two tokens per sequence and step.
     assert drafted["tokens_per_s"] == pytest.approx(4e3 / drafted["ms"], rel=1e-3)
     assert [row["chunk_form"] for row in prefills] == ["expanded", "absorbed"]
     for row in prefills:
         assert row["chunk"] == 8
         assert row["tokens_per_s"] == pytest.approx(60e3 / row["ms"], rel=1e-3)
-    assert "2 x 70 decode" in capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out.splitlines()[0]) == plain
 
 
 @pytest.mark.slow
@@ -89,22 +88,17 @@ def test_a_model_without_mtp_layers_cannot_draft(config, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sparse_attention_and_n_gram_drafts(config, monkeypatch):
+def test_sparse_attention(config, monkeypatch):
     shape = json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}
     shape |= {"model_type": "deepseek_v32", "index_n_heads": 4, "index_head_dim": 32}
     config.write_text(json.dumps(shape | {"index_topk": 16}))
     words = "--batches 2 --contexts 10 70 --cache-dtype fp8_index"
-    words += " --drafter ngram --acceptances 1 --depth 2"
-    *plain, drafted, _ = run(monkeypatch, config, *words.split())["rows"]
+    plain = run(monkeypatch, config, *words.split())["rows"]
     assert [row["context"] for row in plain] == [70, 10]
     for row in plain:
         assert row["cache_dtype"] == "fp8_index"
         assert row["ms"] == pytest.approx(1)
-        assert 3 <= row["experts_visited"] <= row["experts_expected"] + 2
     assert plain[0]["floor_ms"] > plain[1]["floor_ms"]
-    # All drafts are accepted: three tokens per sequence and step.
-    assert drafted["drafter"] == "ngram"
-    assert drafted["tokens_per_s"] == pytest.approx(6e3 / drafted["ms"], rel=1e-3)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "fp8_index", "fp8"])
@@ -144,7 +138,6 @@ def test_a_failed_measurement_does_not_end_the_others(config, monkeypatch):
             return {"ms": 2.0, "tokens_per_s": 1e3, "spread": 0.0}
 
     monkeypatch.setattr(steps, "Decode", OutOfMemoryDecode)
-    monkeypatch.setattr(steps, "experts_visited", lambda model, decode: [3])
     rows = run(monkeypatch, config, "--batches", "1", "2", "--contexts", "5")["rows"]
     assert rows[0]["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
     assert (rows[1]["ms"], rows[1]["peak_bytes"]) == (2, 5)
@@ -155,49 +148,6 @@ def test_time_budget(config, monkeypatch):
     words = ["--batches", "2", "--contexts", "5", "--time-budget", "0"]
     (row,) = run(monkeypatch, config, *words)["rows"]
     assert row["error"] == "the time budget is spent"
-
-
-@pytest.mark.parametrize("first", [1, 16, 400, 3000])
-@pytest.mark.parametrize("held_back", [0, 9, -9])
-@pytest.mark.parametrize("most", [1, 2, 37, 703, 2000])
-def test_largest_batch(most, first, held_back):
-    """``held_back``: percentage of the memory that is not available to a run."""
-    tried = []
-
-    def planned_bytes(rows):
-        return 50 + 10 * rows + rows // 3
-
-    def runs(rows):
-        tried.append(rows)
-        return rows <= most
-
-    limit = planned_bytes(most) * 100 // (100 - held_back)
-    fits, fails = largest_batch(planned_bytes, runs, first, fixed=50, limit=limit)
-    assert fits <= most < fails <= fits + max(1, fails // 32)
-    assert {fits, fails} <= set(tried)
-    assert len(tried) < 8
-
-
-def test_nothing_fits():
-    with pytest.raises(ValueError, match="expected at least one sequence to fit"):
-        largest_batch(lambda rows: rows, lambda rows: False, 5, fixed=0, limit=1)
-
-
-@pytest.mark.slow
-def test_the_largest_batch_is_run(config, monkeypatch, capsys):
-    real = steps.Decode.dispatch
-
-    def dispatch(self, *rest):
-        if len(self.state.lengths) > 3:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return real(self, *rest)
-
-    monkeypatch.setattr(steps.Decode, "dispatch", dispatch)
-    monkeypatch.setattr(floor, "memory_bytes", lambda: 640_000)  # enough for about four sequences
-    (row,) = run(monkeypatch, config, "--batches", "--largest", "9")["rows"]
-    assert (row["batch"], row["fails_at"]) == (3, 4)
-    assert row["peak_bytes"] > row["workspace_bytes"] > 0
-    assert "3 x 9 largest: batch 4 does not fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["8", "x8", "8x", "8x2x1"])
@@ -298,7 +248,6 @@ def test_on_eight_devices(config, monkeypatch):
     decode = result["rows"][0]
     assert decode["ms"] == pytest.approx(1)
     assert (decode["layout"], decode["devices"], decode["layers"]) == ("dp_attention_ep", 8, 2)
-    assert 6 <= decode["experts_visited"] <= 8
 
 
 def test_bytes_per_device():

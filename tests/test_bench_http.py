@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from benchmarks.serving.random_tokenizer import random_tokenizer
+from benchmarks.serving.local_server import random_tokenizer
 from dsv3_jax.engine import Engine
 from scripts import bench_http
 from tests.engine.conftest import BUCKETS

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.ceiling import read_gbs
-from benchmarks.tables import kernels, steps
-from benchmarks.tables import results as result_files
+from benchmarks import tables
+from benchmarks.machine import read_gbs
 
 H200 = "NVIDIA H200"
 ROW = {
@@ -22,20 +21,20 @@ ROWS = [
 @pytest.fixture
 def results(monkeypatch):
     records = {}
-    monkeypatch.setattr(result_files, "read", records.__getitem__)
+    monkeypatch.setattr(tables, "read", records.__getitem__)
     return records
 
 
 def test_unsteady_times_have_no_ratio(results):
     results["kernels_h200"] = {"rows": ROWS}
-    _, _, *lines = kernels.kernels().splitlines()
+    _, _, *lines = tables.kernels().splitlines()
     assert [line.split(" | ", 2)[2] for line in lines] == [
         "h1 | 10 | 50% | FlashMLA | 9 | 0.90 |",
         "h2 | 10 | 50% | FlashMLA | 9 | spread of ours 28% |",
         "h3 | 10 | 50% | none |  |  |",
         "h1 |  |  | FlashMLA | 9 |  |",
     ]
-    _, _, *lines = kernels.kernels_by_kind().splitlines()
+    _, _, *lines = tables.kernels_by_kind().splitlines()
     assert lines == [
         "| `mla_decode` | bf16 | 3 | 1 | FlashMLA | 0.90 | 0.90 | 0.90 |",
         "| `mla_decode` | fp8 | 1 | 0 | FlashMLA |  |  |  |",
@@ -49,9 +48,9 @@ def test_the_last_result_of_a_slice_counts(results, monkeypatch):
         rows = [row | {"ms": ms}, {"batch": 8, "context": 4096, "error": "does not fit"}]
         results[name] = {"date": "2026-11-26", "machine": H200, "read_gbs": 4393.0, "rows": rows}
     results["dense"]["rows"].append(row | {"batch": 64, "ms": 9.0})
-    monkeypatch.setattr(steps, "_SPARSE", ("sparse", "sparse_2"))
-    monkeypatch.setattr(steps, "_DENSE", ("dense",))
-    (line,) = steps.sparse_slice().splitlines()[2:]
+    monkeypatch.setattr(tables, "_SPARSE", ("sparse", "sparse_2"))
+    monkeypatch.setattr(tables, "_DENSE", ("dense",))
+    (line,) = tables.sparse_slice().splitlines()[2:]
     assert line.startswith("| 1 | 4,096 | 3.00 | 2.00 | 1.50 |")
     assert "results/sparse_2.json" in line
 
@@ -63,8 +62,8 @@ def test_decode_shows_the_last_result_and_its_fastest_form(results, monkeypatch)
     for name, rows in (("first", [row | {"ms": 2.0}]), ("second", two), ("third", two[::-1])):
         results[name] = {"date": name, "machine": H200, "read_gbs": 4393.0, "rows": rows}
     for names in (("first", "second"), ("second", "third")):
-        monkeypatch.setattr(steps, "_DECODE", names)
-        (line,) = steps.decode().splitlines()[2:]
+        monkeypatch.setattr(tables, "_DECODE", names)
+        (line,) = tables.decode().splitlines()[2:]
         assert line.startswith("| m | fp8 | 1 | 4,096 | 3.00 |")
         assert f"results/{names[-1]}.json" in line
 
@@ -77,32 +76,15 @@ def test_decode_shows_no_form_that_no_longer_exists(results, monkeypatch):
         row | {"ms": 2.0, "feed_forward": "whole_layer"},
     ]
     results["one"] = {"date": "one", "machine": H200, "read_gbs": 4393.0, "rows": rows}
-    monkeypatch.setattr(steps, "_DECODE", ("one",))
-    (line,) = steps.decode().splitlines()[2:]
+    monkeypatch.setattr(tables, "_DECODE", ("one",))
+    (line,) = tables.decode().splitlines()[2:]
     assert line.startswith("| m | fp8 | 1 | 4,096 | 3.00 |")
 
 
 def test_shares_use_the_same_peak():
     row = {"floor_fraction": 0.9}
     of_h200 = {"machine": H200, "read_gbs": read_gbs(H200)}
-    assert result_files.share_of_peak(of_h200, row) == "90%"
-    assert result_files.share_of_peak(of_h200 | {"read_gbs": of_h200["read_gbs"] / 2}, row) == "45%"
-    assert result_files.share_of_peak(of_h200, {}) == ""
-    assert result_files.share_of_peak({"machine": "another", "read_gbs": 1.0}, row) == ""
-
-
-@pytest.mark.parametrize(
-    ("dtype", "batch", "visited", "shown"),
-    [
-        ("int4", 64, 16.0, False),
-        ("int8", 64, None, False),
-        ("int4", 64, 60.0, True),
-        ("int4", 1, None, True),
-        ("fp8", 64, None, True),
-    ],
-)
-def test_rows_routed_to_few_experts_are_omitted(dtype, batch, visited, shown):
-    """Random int4 weights with a mean of -0.5 routed 64 tokens to 16 of 160 experts."""
-    row = {"dtype": dtype, "batch": batch, "experts_expected": 63.9}
-    row |= {} if visited is None else {"experts_visited": visited}
-    assert steps.routed_evenly(row) == shown
+    assert tables.share_of_peak(of_h200, row) == "90%"
+    assert tables.share_of_peak(of_h200 | {"read_gbs": of_h200["read_gbs"] / 2}, row) == "45%"
+    assert tables.share_of_peak(of_h200, {}) == ""
+    assert tables.share_of_peak({"machine": "another", "read_gbs": 1.0}, row) == ""

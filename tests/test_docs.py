@@ -13,7 +13,7 @@ import pytest
 
 from dsv3_jax import compile_cache
 from dsv3_jax.cli.main import parser
-from scripts import benchmark_tables
+from scripts import benchmark_tables, draw_speedups
 from tests.support.command import run
 from tests.support.documents import DOCUMENTS, PAGES, ROOT, anchors, blocks, links
 from tests.support.xla_flags import fast_compilation
@@ -189,7 +189,8 @@ def test_links(page):
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
     for page in PAGES[1:]:
-        assert f"- {page.name}\n" in navigation, page.name
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert f"- {name}\n" in navigation, name
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -207,3 +208,51 @@ def test_tables_match_the_results(page):
 def test_a_table_without_an_end():
     with pytest.raises(ValueError, match="expected <!-- cpu: end --> after"):
         benchmark_tables.with_tables("<!-- cpu: begin -->\n")
+
+
+def test_the_picture_matches_the_results():
+    """``python -m scripts.draw_speedups docs/speedups.svg`` draws it."""
+    assert (ROOT / "docs" / "speedups.svg").read_text("utf-8") == draw_speedups.draw()
+
+
+# ---- results and scripts -------------------------------------------------------------------------
+
+
+def test_every_result_is_quoted_or_read():
+    """By a page, or by a test or command that reads the file. benchmarks/README.md, which lists
+    all of them, does not count."""
+    pages = [page for page in DOCUMENTS if page != ROOT / "benchmarks" / "README.md"]
+    code = [
+        path
+        for folder in ("benchmarks", "scripts", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    quoted = "\n".join(page.read_text("utf-8") for page in pages)
+    read = "\n".join(path.read_text("utf-8") for path in code)
+    results = ROOT / "benchmarks" / "results"
+    unused = [
+        name
+        for path in sorted(results.rglob("*.*"))
+        for name in [path.relative_to(results).as_posix()]
+        if not re.search(rf"(?<!\w){re.escape(name)}", quoted)
+        and not re.search(rf"[\"/]{re.escape(name.removesuffix('.json'))}(\.json)?\"", read)
+    ]
+    assert not unused
+    assert sum(1 for _ in results.rglob("*.json")) > 40
+
+
+# A path, or a module after -m; a script of an earlier commit is named with it.
+SCRIPT = re.compile(
+    r"\b((?:scripts|benchmarks)/[\w/]+\.py|(?<=-m )(?:scripts|benchmarks)\.[\w.]*\w)"
+    r"(`?\s+of\s+commit\s)?"
+)
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_scripts_of_a_page_exist(page):
+    if page.name == "CHANGELOG.md":
+        return
+    text = re.sub(r"-m\s+", "-m ", page.read_text("utf-8"))
+    for name, is_earlier in SCRIPT.findall(text):
+        path = name if name.endswith(".py") else name.replace(".", "/") + ".py"
+        assert is_earlier or (ROOT / path).exists(), name

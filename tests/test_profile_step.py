@@ -6,8 +6,17 @@ import sys
 import pytest
 
 from benchmarks.decode import steps
-from benchmarks.profile.chain import last_loop
-from benchmarks.profile.trace import TO_HOST, Event, busy_fraction, by_name, host_waits_us, kernels
+from benchmarks.profile.operations import Operation, operations
+from benchmarks.profile.trace import (
+    TO_HOST,
+    Event,
+    Kernel,
+    busy_fraction,
+    by_name,
+    host_waits_us,
+    kernels,
+    summed,
+)
 from scripts import profile_step
 from tests.support.checkpoints import tiny_config
 from tests.test_bench_decode import a_millisecond_a_step
@@ -29,7 +38,7 @@ def test_a_tiny_model(tmp_path, monkeypatch, capsys):
     assert profile["wall_us"] > 0
     assert 0 < profile["busy"] <= 1
     assert profile["host_waits_us"] == 0  # on a CPU
-    assert {"dense matmul", "router", "sort, permute, sum"} <= set(profile["kinds_us"])
+    assert {"layers/linear", "layers/router", "layers/moe"} <= set(profile["kinds_us"])
     assert len(profile["kernels"]) == len(profile["captured"]) == profile_step.MAX_KERNELS
     assert "of the time" in capsys.readouterr().out
 
@@ -63,61 +72,63 @@ def test_pauses_after_copies_to_the_host():
     assert host_waits_us(events, 2) == pytest.approx(2.0)
 
 
-LOOP = """\
-%add (a: s32[], b: s32[]) -> s32[] {
-  %a = s32[] parameter(0)
-  %b = s32[] parameter(1)
-  ROOT %sum = s32[] add(%a, %b)
+TEXT = """HloModule jit_run, is_scheduled=true
+
+FileNames
+1 "/a/dsv3_jax/layers/norm.py"
+2 "/a/dsv3_jax/layers/router.py"
+3 "/a/pallas_kernels/mla_decode/mosaic_gpu.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=21}
+2 {file_name_id=2 function_name_id=2 line=51}
+3 {file_name_id=3 function_name_id=3 line=60}
+
+StackFrames
+1 {file_location_id=2 parent_frame_id=1}
+2 {file_location_id=1 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
+
+%fused (p: bf16[8]) -> f32[8] {
+  %p = bf16[8]{0} parameter(0), metadata={op_name="x" stack_frame_id=1}
+  %c = f32[8]{0} convert(%p), metadata={op_name="x" stack_frame_id=1}
+  %m = f32[8]{0} multiply(%c, %c), metadata={op_name="jit(run)/mul" stack_frame_id=2}
+  ROOT %r = f32[8]{0} rsqrt(%m), metadata={op_name="jit(run)/rsqrt" stack_frame_id=2}
 }
 
-%body (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %arg = (s32[], /*index=1*/f32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%arg), index=0
-  %x = f32[8]{0} get-tuple-element(%arg), index=1
-  %next = s32[] fusion(%i), kind=kLoop, calls=%add
-  %gemm_fusion_dot.1 = f32[8]{0} fusion(%x, %next), kind=kCustom, calls=%add
-  %gemm_fusion_dot.2 = (f32[8]{0}, (f32[], s32[])) fusion(%gemm_fusion_dot.1), kind=kCustom
-  %logits = f32[8]{0} get-tuple-element(%gemm_fusion_dot.2), index=0
-  %best = f32[] fusion(%logits), kind=kInput, calls=%add
-  %sorted = f32[8]{0} sort(%logits), dimensions={0}, to_apply=%add
-  %bits = f32[] bitcast(%best)
-  %total = f32[8]{0} fusion(%logits, %bits, %next), kind=kLoop, calls=%add
-  ROOT %tuple = (s32[], f32[8]{0}) tuple(%next, %total)
+ENTRY %main (a: bf16[8]) -> (f32[8], /*index=1*/f32[8]) {
+  %a = bf16[8]{0} parameter(0)
+  %loop_fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused, metadata={stack_frame_id=1}
+  %call.2 = (f32[8]{0}, f32[4]{0}) custom-call(%a), custom_call_target="k", metadata={op_name="jit(run)/mpmd_map" stack_frame_id=3}
+  %sort.3 = (f32[8]{0}, s32[8]{0}) sort(%b, %c), metadata={op_name="jit(run)/top_k" source_file="/b/dsv3_jax/layers/router.py" source_line=3}
+  %copy.4 = f32[8]{0} copy(%b)
+  %while.5 = (s32[]) while(%t), condition=%c, body=%d
+  ROOT %tuple.6 = (f32[8]{0}, f32[8]{0}) tuple(%b, %b)
 }
-
-%proceed (arg: (s32[], f32[8])) -> pred[] {
-  %arg.1 = (s32[], f32[8]{0}) parameter(0)
-  %j = s32[] get-tuple-element(%arg.1), index=0
-  ROOT %less = pred[] fusion(%j), kind=kLoop, calls=%add
-}
-
-ENTRY %main (start: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %start = (s32[], f32[8]{0}) parameter(0)
-  ROOT %while = (s32[], f32[8]{0}) while(%start), condition=%proceed, body=%body
-}
-"""
+"""  # noqa: E501
 
 
-def test_all_kernels_of_a_step():
-    loop = last_loop(LOOP, None)
-    assert loop.body == len(loop.kernels) == 6
-    assert {kernel.name: kernel.depth for kernel in loop.kernels} == {
-        "next": 1, "gemm_fusion_dot.1": 2, "gemm_fusion_dot.2": 3, "best": 4, "sorted": 4,
-        "total": 5,
-    }  # fmt: skip
-    assert loop.longest() == ["next", "gemm_fusion_dot.1", "gemm_fusion_dot.2", "best", "total"]
+def test_operations():
+    result = operations(TEXT)
+    assert result["loop_fusion.1"] == Operation("fusion", "", "layers/norm")
+    assert result["call.2"] == Operation("custom-call", "jit(run)/mpmd_map", "mla_decode")
+    assert result["sort.3"] == Operation("sort", "jit(run)/top_k", "layers/router")
+    assert result["copy.4"].kind == "copies"
 
 
-def test_kernels_behind_the_lm_head():
-    loop = last_loop(LOOP, "gemm_fusion_dot")
-    assert (loop.body, loop.condition) == (6, 1)
-    assert [(kernel.depth, kernel.name) for kernel in loop.kernels] == [
-        (1, "best"),
-        (1, "sorted"),
-        (2, "total"),
+def test_times_are_summed_by_kind():
+    kernels = [
+        Kernel("fusion_1", "loop_fusion.1", 4, 8000.0),
+        Kernel("mosaic", "call.2", 2, 60000.0),
+        Kernel("while", "while.5", 2, 90000.0),
+        Kernel("nvjet_tst_64x8", "", 2, 1000.0),
+        Kernel("MemcpyD2D", "", 2, 500.0),
+        Kernel("mystery", "gone.9", 2, 250.0),
     ]
-    assert loop.longest() == ["best", "total"]
-    with pytest.raises(ValueError, match="beginning of a kernel's name, got 'cublas'"):
-        last_loop(LOOP, "cublas")
-    with pytest.raises(ValueError, match="expected a loop"):
-        last_loop(LOOP.partition("ENTRY")[0], "gemm_fusion_dot")
+    result = summed(kernels, operations(TEXT), runs=2)
+    assert result["kinds_us"] == {
+        "mla_decode": 30.0, "layers/norm": 4.0, "dense matmul": 0.5, "copies": 0.25, "other": 0.12,
+    }  # fmt: skip
+    assert result["launches"] == 6
+    first = result["kernels"][0]
+    assert (first["kernel"], first["us"], first["traced"]) == ("mosaic", 30.0, "jit(run)/mpmd_map")

@@ -1,21 +1,11 @@
-"""Lower bound of a step's time: every needed byte is read once at the measured bandwidth."""
+"""Lower bound of a step's time: every needed byte is read once."""
 
 from __future__ import annotations
-
-import functools
-import statistics
-import time
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.paged_cache import LayerCacheSpec
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.plan.weights import parameter_shards, read_bytes
-
-WINDOWS, RUNS = 5, 10
 
 
 def step_bytes(model: DeepSeekV3, batch: int, cached: int) -> float:
@@ -52,34 +42,3 @@ def _cache_bytes(spec: LayerCacheSpec, cached: int, topk: int | None) -> int:
         // DEFAULT_PAGE_SIZE
         for name, array in spec.items()
     )
-
-
-def bandwidth() -> float:
-    """Returns the bandwidth in bytes per second of a sum over 2 GiB, on a CPU over 2 MiB."""
-    words = 2**30 if jax.default_backend() == "gpu" else 2**20
-    x = jax.random.normal(jax.random.key(0, impl="rbg"), (words,), jnp.bfloat16)
-    add = jax.jit(functools.partial(jnp.sum, dtype=jnp.float32))
-    return x.nbytes / seconds(lambda: add(x))
-
-
-def memory_bytes() -> int:
-    """Returns the memory of the default device that JAX may use, in bytes.
-
-    Raises:
-      ValueError: the device does not report it.
-    """
-    statistics = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" not in statistics:
-        raise ValueError(f"expected a device that reports its memory, got {jax.devices()}")
-    return statistics["bytes_limit"]
-
-
-def seconds(run: Any) -> float:
-    """Returns the seconds per run, with several runs in flight: the median over windows."""
-    jax.block_until_ready(run())
-    windows = []
-    for _ in range(WINDOWS):
-        began = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(RUNS)])
-        windows.append((time.perf_counter() - began) / RUNS)
-    return statistics.median(windows)

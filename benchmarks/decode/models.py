@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from benchmarks.integers import INT4_RMS, INT8_RMS, random_int4, random_int8
 from dsv3_jax import presets
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
@@ -49,6 +48,12 @@ FEED_FORWARD = "separate", "mosaic_gpu"
 """Names that ``DeepSeekV3.use_feed_forward`` takes."""
 
 Module = TypeVar("Module", bound=nnx.Module)
+
+# Root mean square of random integers. The most negative value is replaced by 0: with a mean of -0.5
+# all matrices would share a direction, along which activations grow until all tokens are routed to
+# the same experts.
+INT8_RMS = math.sqrt(sum(x * x for x in range(-127, 128)) / 256)
+INT4_RMS = math.sqrt(sum(x * x for x in range(-7, 8)) / 16)
 
 
 def config(name: str) -> ModelConfig:
@@ -152,3 +157,16 @@ def _spread(
         own, mesh=sharding.mesh, in_specs=PartitionSpec(), out_specs=sharding.spec, check_vma=False
     )
     return spread(key)
+
+
+def random_int8(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns random int8 from -127 to 127."""
+    bits = jax.random.bits(key, shape, jnp.uint8)
+    return jax.lax.bitcast_convert_type(jnp.where(bits == 128, 0, bits), jnp.int8)
+
+
+def random_int4(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns random int4 from -7 to 7, two of them packed in each uint8."""
+    bits = jax.random.bits(key, shape, jnp.uint8)
+    low, high = bits & 15, bits & 240
+    return jnp.where(low == 8, 0, low) | jnp.where(high == 128, 0, high)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks.decode import random_cache
 from dsv3_jax.engine.device.buckets import Buckets
@@ -23,9 +21,7 @@ from dsv3_jax.engine.device.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
-from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages
-from dsv3_jax.layers.rope import Rotation, rotation_at
+from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.model import DeepSeekV3
 
 SHORT, LONG = 4, 24  # steps of the two dispatches whose difference is the measured time
@@ -221,25 +217,12 @@ class Decode:
         longest: int,
         drafter: Drafter | None = None,
         depth: int = 0,
-        compiled: Compiled | None = None,
     ):
-        """``compiled``: result of :meth:`planned` for the same arguments, to save a compilation."""
         self.longest = longest
         self._slots, self._shape = _decoding(model, rows, longest, drafter, depth)
         self._buffer, self._inputs = self._slots.inputs(self._shape)
-        self.compiled = compiled or self.compile()
+        self.compiled = self.compile()
         self.state = self._slots.state(longest)
-
-    @classmethod
-    def planned(cls, model: DeepSeekV3, rows: int, longest: int) -> Compiled:
-        """Compiles the program without allocating its state, so that autotuning has more memory."""
-        slots, shape = _decoding(model, rows, longest, None, 0)
-        return Compiled.of(slots.programs, shape, slots.num_pages)
-
-    @property
-    def tables(self) -> np.ndarray:
-        """Block tables of all sequences."""
-        return np.concatenate([np.asarray(each.decode_tables) for each in self._inputs])
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Compiled:
         return Compiled.of(self._slots.programs, self._shape, self._slots.num_pages, options)
@@ -317,39 +300,3 @@ class Prefill:
             "tokens_per_s": self._rows * self._tokens / elapsed,
             "spread": (max(windows) - min(windows)) / elapsed,
         }
-
-
-def experts_visited(model: DeepSeekV3, decode: Decode) -> list[int]:
-    """Returns the number of distinct experts that each MoE layer uses in the next step."""
-    state, tables = decode.state, jnp.asarray(decode.tables)
-    starts = state.lengths - 1
-    last = jnp.take_along_axis(state.tokens, starts[:, None], axis=1)
-    rotation = rotation_at(model.config, starts[:, None])
-    x, visited, new_pages = model.embed_tokens(last), [], []
-    for layer, pages in zip(model.layers, state.pool.layers, strict=True):
-        x, pages, count = _run_layer(*nnx.split(layer), x, rotation, tables, starts, pages)
-        new_pages.append(pages)
-        visited += [] if count is None else [int(count)]
-    pool = dataclasses.replace(state.pool, layers=tuple(new_pages))
-    decode.state = dataclasses.replace(state, pool=pool)
-    return visited
-
-
-# One layer at a time, because layers of the same kind share a compiled program. The pages are
-# donated: a copy of a layer's cache may not fit.
-@functools.partial(jax.jit, static_argnums=0, donate_argnames="pages")
-def _run_layer(
-    graph: Any,
-    weights: Any,
-    x: jax.Array,
-    rotation: Rotation,
-    tables: jax.Array,
-    starts: jax.Array,
-    pages: LayerPages,
-) -> tuple[jax.Array, LayerPages, jax.Array | None]:
-    """Returns a layer's output, its pages with one more token of each sequence, and the number of
-    distinct experts if it is an MoE layer."""
-    layer: DecoderLayer = nnx.merge(graph, weights)
-    cache = LayerCache(pages, tables, starts, jnp.ones(x.shape[:2], bool))
-    x, pages, stats = layer.extend(x, rotation, cache, "absorbed")
-    return x, pages, None if stats is None else jnp.sum(stats.counts > 0)

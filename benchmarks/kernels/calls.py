@@ -1,4 +1,4 @@
-"""The call of each op that the kernel benchmark makes, and its planned arguments."""
+"""The calls that the kernel benchmark makes of each op: ours, the reference, and XLA's lowering."""
 
 from __future__ import annotations
 
@@ -9,30 +9,20 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from benchmarks.kernels import checks, inputs, layer_inputs
+from benchmarks.kernels import checks, inputs
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call
-from benchmarks.kernels.layer_shapes import FeedForward
-from benchmarks.kernels.shapes import Case, Decode, Gradient
-from benchmarks.kernels.variants import VARIANTS, variant_of
+from benchmarks.kernels.shapes import LATENT, Case, Decode, Gradient, Grouped, Index, Prefill
+
+MAX_PADDING = 4  # maximum size of a dense cache relative to its tokens
 
 
 def call_of(case: Case, implementation: str) -> Call:
-    """Returns a function that calls the case's op.
-
-    Args:
-      implementation: a back-end's name, or that of one of :data:`variants.VARIANTS`.
-    """
-    if isinstance(case, FeedForward) and implementation not in VARIANTS:
-        return layer_inputs.call(case, implementation)
-    if isinstance(case, Gradient) and implementation not in VARIANTS:
+    """Returns a function that calls the case's op with that back-end."""
+    if isinstance(case, Gradient):
         return functools.partial(_gradient, case, implementation)
+    op = functools.partial(getattr(pallas_kernels, case.op), implementation=implementation)
     keywords = inputs.options(case)
-    if implementation in VARIANTS:
-        op = variant_of(case, implementation)
-    else:
-        op = getattr(pallas_kernels, case.op)
-        keywords = keywords | {"implementation": implementation}
 
     def call(arrays: Arrays) -> checks.Checked:
         out = op(**arrays, **keywords)
@@ -67,3 +57,44 @@ def plan(case: Case, arrays: Arrays) -> dict[str, Any]:
         max_pages=arrays["block_tables"].shape[1],
     )
     return {"schedule": made}
+
+
+def xla_call(case: Case) -> Call | str:
+    """Returns what a JAX user would write without kernels, or the reason not to run it."""
+    if isinstance(case, Grouped):
+        return "XLA multiplies every row by every group's matrix"
+    if isinstance(case, Prefill):
+        return "all scores at once do not fit"
+    if isinstance(case, Decode):
+        if case.dtype != "bf16":
+            return "einsums over a quantized cache would dequantise all of it first"
+        if case.rows * case.cached > MAX_PADDING * sum(case.lengths):
+            return "a dense cache padded to the longest sequence would be almost empty"
+        return functools.partial(_dense_decode, case)
+    if case.op == "sparse_mla_prefill":
+        return "too slow here: it gathers the tokens of a few queries at a time"
+    return call_of(case, "blocked" if isinstance(case, Index) else "reference")
+
+
+def in_order(arrays: Arrays) -> Arrays:
+    """Returns the arrays with each sequence's pages contiguous and in order."""
+    tables = arrays["block_tables"]
+    return arrays | {
+        "pages": arrays["pages"][tables.reshape(-1)],
+        "block_tables": jnp.arange(tables.size, dtype=jnp.int32).reshape(tables.shape),
+    }
+
+
+def _dense_decode(case: Decode, arrays: Arrays) -> checks.Checked:
+    """Two einsums over a dense cache, with pages in order (:func:`in_order`)."""
+    B, S = case.rows, case.cached
+    cache = arrays["pages"].reshape(B, -1, arrays["pages"].shape[-1])[:, :S]
+    q = jnp.concatenate([arrays["q_latent"], arrays["q_rope"]], axis=-1)
+    f32 = jnp.float32
+    scores = jnp.einsum("bthk,bsk->bths", q, cache, preferred_element_type=f32)
+    visible_count = arrays["lengths"][:, None] - case.queries + 1 + jnp.arange(case.queries)
+    visible = jnp.arange(S) < visible_count[:, :, None, None]
+    scores = jnp.where(visible, scores * inputs.options(case)["scale"], -jnp.inf)
+    p = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = jnp.einsum("bths,bsc->bthc", p, cache[..., :LATENT], preferred_element_type=f32)
+    return out.astype(q.dtype), None

@@ -2,15 +2,14 @@
 its last.
 
 A one-block kernel stores the low word of ``%globaltimer``, in nanoseconds. JAX programs contain it
-as a Mosaic GPU kernel (:mod:`benchmarks.kernels.jax_clock`), torch programs as a Triton kernel
-(:mod:`benchmarks.kernels.torch_clock`). The instruction is the same, and both are in the stream or
+as a Mosaic GPU kernel (:mod:`benchmarks.kernels.jax_timing`), torch programs as a Triton kernel
+(:mod:`benchmarks.kernels.torch_timing`). The instruction is the same, and both are in the stream or
 CUDA graph of the kernels that they time. So no time includes the launch of a program by Python, and
 no profiler slows the kernels down.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 NAME = "%globaltimer"
@@ -37,9 +36,3 @@ def mean_us(stamps: Stamps) -> float:
 def busy(stamps: Stamps) -> float:
     """Returns the share of the total time during which some program ran."""
     return len(stamps) * mean_us(stamps) / span_us(stamps[0][0], stamps[-1][1])
-
-
-def resolution_ns(stamps: Stamps) -> int:
-    """Returns the greatest common divisor of the stamps' differences: a multiple of the tick."""
-    words = [word for each in stamps for word in each]
-    return math.gcd(*((word - words[0]) % _WRAPS_NS for word in words))

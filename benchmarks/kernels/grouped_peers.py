@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels import peer_libraries as libraries
-from benchmarks.kernels.marlin import BITS, block_sizes, pack_matrix, permute_scale, sorted_rows
+from benchmarks.kernels import peer as libraries
 from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor
 from benchmarks.kernels.shapes import BLOCK, Gradient, Grouped
 
+BITS = {"int8": 8, "int4": 4}
+MARLIN_TILE = 16
+_MARLIN_BLOCKS = 8, 16, 32, 48, 64  # rows per block; a block belongs to one group
 MASKED_BYTES = 6e9  # limit on the padded rows of the masked layout
 
 
@@ -48,7 +50,7 @@ def make(case: Grouped, seed: int) -> Inputs:
 def peers_of(case: Grouped, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
     if isinstance(case, Gradient):
-        yield "torch._grouped_mm", lambda: _torch_gradient(case)
+        yield "torch._grouped_mm", lambda: _torch_grouped(case)
     elif case.dtype in ("bf16", "fp8"):
         if case.layout != "masked":
             yield "DeepGEMM contiguous", lambda: _deep_gemm_contiguous(case, directory)
@@ -139,17 +141,10 @@ def _scatter(rows: Tensor, row_index: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def _torch_grouped(case: Grouped) -> Peer:
     ends = torch.tensor(case.sizes, device="cuda").cumsum(0).int()
-    return Peer(
-        "torch._grouped_mm",
-        lambda x: (x["lhs"], x["rhs"].transpose(1, 2)),
-        lambda prepared: torch._grouped_mm(*prepared, offs=ends),  # pyright: ignore[reportPrivateImportUsage]
-    )
-
-
-def _torch_gradient(case: Gradient) -> Peer:
-    ends = torch.tensor(case.sizes, device="cuda").cumsum(0).int()
 
     def prepare(x: Inputs) -> Any:
+        if not isinstance(case, Gradient):
+            return x["lhs"], x["rhs"].transpose(1, 2)
         return (x["d_out"], x["rhs"]) if case.of == "rows" else (x["d_out"].T, x["lhs"])
 
     return Peer(
@@ -186,6 +181,63 @@ def _marlin(case: Grouped, rows: int, name: str, directory: Path) -> Peer:
         )  # fmt: skip
 
     return Peer(name, prepare, call)
+
+
+def block_sizes(rows: int, groups: int) -> tuple[int, ...]:
+    """Returns the block size that vLLM chooses, and the next smaller one."""
+    fitting = [each for each in _MARLIN_BLOCKS if rows / groups / each < 0.9]
+    chosen = fitting[0] if fitting else _MARLIN_BLOCKS[-1]
+    return tuple(dict.fromkeys((_MARLIN_BLOCKS[max(0, _MARLIN_BLOCKS.index(chosen) - 1)], chosen)))
+
+
+def sorted_rows(sizes: Sequence[int], block: int) -> tuple[list[int], list[int]]:
+    """Returns row numbers in blocks of one group each, padded with an invalid row number, and
+    each block's group."""
+    rows, groups, first, invalid_row = [], [], 0, sum(sizes)
+    for group, size in enumerate(sizes):
+        blocks = -(-size // block)
+        rows += [*range(first, first + size), *[invalid_row] * (blocks * block - size)]
+        groups += [group] * blocks
+        first += size
+    return rows, groups
+
+
+def pack_matrix(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packs signed integers [N, K] into int32 [K / 16, N * 16 * bits / 32], as x + 2^(bits-1)."""
+    N, K = values.shape
+    unsigned = values.T.int() + 2 ** (bits - 1)
+    tiles = unsigned.reshape(K // MARLIN_TILE, MARLIN_TILE, N // MARLIN_TILE, MARLIN_TILE).permute(
+        0, 2, 1, 3
+    )
+    order = _order(bits).to(values.device)
+    places = tiles.reshape(-1, len(order))[:, order].reshape(K // MARLIN_TILE, -1, 32 // bits)
+    shifts = torch.arange(0, 32, bits, device=values.device, dtype=torch.int64)
+    # Summed as int64, because the last value in a word may reach the sign bit.
+    words = (places.long() << shifts).sum(-1)
+    return (words - (words >= 2**31).long() * 2**32).int()
+
+
+def permute_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Permutes scales [groups, blocks of K, N] into the order in which a warp reads them."""
+    is_per_column = scale.shape[1] == 1
+    order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+    if not is_per_column:
+        order = [i + 8 * j for i in range(8) for j in range(8)]
+    return scale.reshape(-1, len(order))[:, order].reshape(scale.shape).contiguous()
+
+
+@functools.cache
+def _order(bits: int) -> torch.Tensor:
+    """Returns the order in which mma's threads hold the numbers of four tiles of 16 x 16."""
+    places = [
+        16 * row + thread // 4 + 8 * half + 256 * tile
+        for thread in range(32)
+        for tile in range(4)
+        for half in (0, 1)
+        for row in (thread % 4 * 2 + k for k in (0, 1, 8, 9))
+    ]
+    interleaved = {4: [0, 2, 4, 6, 1, 3, 5, 7], 8: [0, 2, 1, 3]}[bits]
+    return torch.tensor(places).reshape(-1, len(interleaved))[:, interleaved].flatten()
 
 
 def _unsigned_with_bias(bits: int) -> int:

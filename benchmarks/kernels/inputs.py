@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.integers import random_int4, random_int8
-from benchmarks.kernels import layer_inputs, sparse_inputs
-from benchmarks.kernels.layer_shapes import FeedForward
+from benchmarks.decode.models import random_int4, random_int8
 from benchmarks.kernels.shapes import (
     BLOCK,
+    INDEX_COLUMNS,
+    INDEX_HEADS,
     LATENT,
     PAGE,
     ROPE,
@@ -21,12 +21,16 @@ from benchmarks.kernels.shapes import (
     Decode,
     Gradient,
     Grouped,
+    Index,
     Prefill,
+    SparseAttention,
     SparseCase,
     Swiglu,
+    TopK,
     page_tables,
 )
 from pallas_kernels import quantize_latent
+from pallas_kernels.sparse_index.scaled_pages import pages_of, token_bytes
 
 Arrays = dict[str, jax.Array]
 Host = dict[str, np.ndarray]
@@ -44,9 +48,7 @@ def random_key(seed: int) -> jax.Array:
 def host(case: Case, seed: int) -> Host:
     """Returns the integer arrays, made by NumPy, that :func:`build` takes."""
     if isinstance(case, SparseCase):
-        return sparse_inputs.host(case, seed)
-    if isinstance(case, FeedForward):
-        return {}
+        return _sparse_host(case, seed)
     if isinstance(case, Decode):
         lengths = np.asarray(case.lengths, np.int32)
         return {"block_tables": page_tables(case, seed), "lengths": lengths}
@@ -60,9 +62,7 @@ def build(case: Case, key: jax.Array, host_arrays: dict[str, Any]) -> Arrays:
     """Returns the op's arguments. To be traced. ``host_arrays`` is the result of :func:`host`."""
     host_arrays = {name: jnp.asarray(x) for name, x in host_arrays.items()}
     if isinstance(case, SparseCase):
-        return sparse_inputs.build(case, key, host_arrays)
-    if isinstance(case, FeedForward):
-        return layer_inputs.build(case, key)
+        return _sparse(case, key, host_arrays)
     if isinstance(case, Decode):
         return _decode(case, key) | host_arrays
     if isinstance(case, Grouped):
@@ -141,11 +141,75 @@ def _prefill(case: Prefill, key: jax.Array) -> Arrays:
 def options(case: Case) -> dict[str, Any]:
     """Returns the op's keyword arguments that are not arrays."""
     if isinstance(case, SparseCase):
-        return sparse_inputs.options(case)
-    if isinstance(case, FeedForward):
-        return layer_inputs.options(case)
+        return _sparse_options(case)
     if isinstance(case, Grouped):
         block = {"int8": (1, case.K), "int4": (1, BLOCK)}.get(case.dtype, (BLOCK, BLOCK))
         return {"block_shape": block}
     width = LATENT + ROPE if isinstance(case, Decode) else case.K
     return {"scale": (192 if isinstance(case, Decode) else width) ** -0.5}
+
+
+def _sparse_host(case: SparseCase, seed: int) -> Host:
+    """Returns the arrays made by NumPy: block tables with pages in random order, and lengths."""
+    if isinstance(case, TopK) or case.op == "sparse_mla_prefill":
+        return {}
+    per_row = -(-case.cached // PAGE)
+    order = np.random.default_rng(seed).permutation(case.rows * per_row)
+    arrays: Host = {"block_tables": order.reshape(case.rows, per_row).astype(np.int32)}
+    if isinstance(case, Index):
+        arrays["lengths"] = np.full(case.rows, case.cached, np.int32)
+    return arrays
+
+
+def _sparse(case: SparseCase, key: jax.Array, host_arrays: Arrays) -> Arrays:
+    """Returns the op's arguments. To be traced."""
+    keys = jax.random.split(key, 4)
+
+    def normal(i: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return jax.random.normal(keys[i], shape, jnp.bfloat16).astype(dtype)
+
+    B = case.rows
+    if isinstance(case, TopK):
+        return {"scores": jax.random.normal(keys[0], (B, case.columns), jnp.float32)}
+    pages, T = B * -(-case.cached // PAGE), case.queries
+    if isinstance(case, Index):
+        scales = jax.random.uniform(keys[3], (pages, PAGE, 1), jnp.float32, 0.5, 2.0)
+        index_keys = normal(2, pages, PAGE, INDEX_COLUMNS, dtype=jnp.float8_e4m3fn)
+        return host_arrays | {
+            "q": normal(0, B, T, INDEX_HEADS, INDEX_COLUMNS, dtype=jnp.float8_e4m3fn),
+            "weights": normal(1, B, T, INDEX_HEADS, dtype=jnp.float32),
+            "pages": pages_of(token_bytes(index_keys, scales)),
+        }
+    arrays = {
+        "q_latent": normal(0, B, T, case.heads, LATENT),
+        "q_rope": normal(1, B, T, case.heads, ROPE),
+        "indices": _spread_indices(case, keys[3]),
+    }
+    if case.op == "sparse_mla_prefill":
+        return arrays | {"latents": normal(2, B, case.cached, LATENT + ROPE)}
+    cached = normal(2, pages, PAGE, LATENT + ROPE)
+    if case.dtype == "fp8":
+        cached = quantize_latent(cached[..., :LATENT], cached[..., LATENT:])
+    return arrays | host_arrays | {"pages": cached}
+
+
+def _spread_indices(case: SparseAttention, key: jax.Array) -> jax.Array:
+    """Returns one random token of each of ``topk`` equal parts of what a query sees, [B, T, K].
+
+    A query that sees fewer tokens has all of them, and -1.
+    """
+    B, T, K = case.rows, case.queries, case.topk
+    visible = (case.cached - T + 1 + jnp.arange(T))[:, None]
+    width = jnp.maximum(visible // K, 1)
+    within = jnp.floor(jax.random.uniform(key, (B, T, K)) * width).astype(jnp.int32)
+    index = jnp.arange(K) * width + jnp.minimum(within, width - 1)
+    return jnp.where(index < visible, index, -1).astype(jnp.int32)
+
+
+def _sparse_options(case: SparseCase) -> dict[str, Any]:
+    """Returns the op's keyword arguments that are not arrays."""
+    if isinstance(case, TopK):
+        return {"k": case.k}
+    if isinstance(case, Index):
+        return {"page_size": PAGE}
+    return {"scale": 192**-0.5} if isinstance(case, SparseAttention) else {}

@@ -2,28 +2,159 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import checks, clock, inputs
-from benchmarks.kernels.compiler import Compiler
+from benchmarks.kernels.calls import call_of, in_order, plan, xla_call
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import (
+    Call,
     Timed,
     compile_program,
+    counted,
     has_clock,
     lowered_program,
     start_arguments,
 )
-from benchmarks.kernels.shapes import CALLS, Case, Decode, check_key, decoded, key
+from benchmarks.kernels.shapes import CALLS, Case, Decode, decoded, guessed_us, key, rotation
 from benchmarks.kernels.workers import Reply, reason, serve
-from benchmarks.kernels.xla_lowering import in_order
+
+COMPILATIONS = 14  # concurrent compilations
+UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+"""Compiler options of programs that are not timed: autotuning takes seconds."""
+
+
+def make_set(case: Case, random: jax.Array, host: inputs.Host) -> tuple[Arrays, dict[str, Any]]:
+    """Returns the arguments and :func:`plan`. To be traced."""
+    arrays = inputs.build(case, random, host)
+    return arrays, plan(case, arrays)
+
+
+def errors_and_differences(
+    case: Case, arrays: Arrays, first: jax.Array, *others: jax.Array
+) -> tuple[Any, Any]:
+    """Returns a result's errors, and how many values differ between equal calls. To be traced."""
+    unequal = sum(checks.unequal((first, None), (x, None)) for x in others)
+    return checks.spot(case, arrays, (first, None)), unequal
+
+
+def lower_ours(case: Case, call: Call, sets: int, laps: int) -> Any:
+    one = inputs.structs(case)
+    planned = jax.eval_shape(functools.partial(plan, case), one)
+    return lowered_program(call, laps, [one | planned] * sets)
+
+
+def lower_xla(case: Case, call: Call, sets: int) -> Any:
+    one = inputs.structs(case)
+    if isinstance(case, Decode):
+        one = jax.eval_shape(in_order, one)
+    return lowered_program(call, 1, [one] * sets)
+
+
+class Compiler:
+    """Lowers the programs of a case in this thread, and compiles them in other threads.
+
+    Everything is compiled before anything is timed, because XLA's autotuning runs kernels.
+    """
+
+    def __init__(self, implementation: str, most_calls: int):
+        self._implementation = implementation
+        self._most_calls = most_calls
+        self._pool = ThreadPoolExecutor(COMPILATIONS)
+        self._built: dict[tuple[str, str], Future[Any] | Exception] = {}
+
+    def rotation(self, case: Case) -> tuple[int, int]:
+        return rotation(case, guessed_us(case), self._most_calls)
+
+    def start(self, case: Case, parts: Sequence[str]) -> None:
+        """Starts those of ``parts`` that have not been started.
+
+        Args:
+          parts: "ours" and "xla".
+        """
+        self._start(key(case), "make", self._lower_make, case)
+        self._start(key(case), "judge", self._lower_judge, case)
+        for part in parts:
+            lower = self._lower_xla if part == "xla" else self._lower_ours
+            self._start(key(case), part, lower, case)
+
+    def get(self, name: str, part: str) -> Any:
+        """Returns a compiled program, or raises the error of its compilation."""
+        built = self._built[name, part]
+        if isinstance(built, Exception):
+            raise built
+        return built.result()
+
+    def wait(self) -> None:
+        """Waits for all compilations."""
+        for built in self._built.values():
+            if isinstance(built, Future):
+                built.exception()
+
+    def drop(self, name: str) -> None:
+        """Forgets the programs of a case."""
+        for place in [place for place in self._built if place[0] == name]:
+            del self._built[place]
+
+    def _start(self, name: str, part: str, lower: Callable[..., Any], *args: Any) -> None:
+        if (name, part) in self._built:
+            return
+        try:
+            self._built[name, part] = self._pool.submit(lower(*args))
+        except Exception as error:
+            self._built[name, part] = error
+
+    def _lower_make(self, case: Case) -> Callable[[], Any]:
+        lowered = jax.jit(functools.partial(make_set, case)).lower(
+            inputs.random_key(0), inputs.host(case, 0)
+        )
+        return lambda: lowered.compile(compiler_options=UNTUNED)
+
+    def _lower_judge(self, case: Case) -> Callable[[], Any]:
+        arrays = inputs.structs(case)
+        out = jax.eval_shape(call_of(case, "reference"), arrays)[0]
+        lowered = jax.jit(functools.partial(errors_and_differences, case)).lower(
+            arrays, out, out, out
+        )
+        return lambda: lowered.compile(compiler_options=UNTUNED)
+
+    def _lower_ours(self, case: Case) -> Callable[[], Any]:
+        sets, laps = self.rotation(case)
+        call = call_of(case, self._implementation)
+        lowered = lower_ours(case, call, sets, laps)
+
+        def build() -> tuple[Any, Reply]:
+            began = time.perf_counter()
+            executable = compile_program(lowered)
+            seconds = time.perf_counter() - began
+            kernels = self._implementation == "mosaic_gpu"
+            counts = counted(lowered, executable, sets * laps, kernels=kernels)
+            return executable, {"compile_s": seconds} | counts
+
+        return build
+
+    def _lower_xla(self, case: Case) -> Callable[[], Any]:
+        call = xla_call(case)
+        if isinstance(call, str):
+            raise NotImplementedError(call)
+        sets = self.rotation(case)[0]
+        lowered = lower_xla(case, call, sets)
+
+        def build() -> tuple[Any, Reply]:
+            executable = compile_program(lowered)
+            return executable, counted(lowered, executable, sets, kernels=False)
+
+        return build
 
 
 class Session:
@@ -33,7 +164,6 @@ class Session:
         self.implementation = implementation
         self._compiler = Compiler(implementation, most_calls)
         self._running: dict[str, Timed] = {}
-        self._arrays: list[Arrays] = []
 
     def start(self) -> Reply:
         device = jax.devices()[0]
@@ -45,41 +175,15 @@ class Session:
         """Compiles ``parts`` of each case (see :meth:`Compiler.start`), and waits for it.
 
         Args:
-          parts: of each case. "check" stands for the checks of its other parts.
+          parts: "ours" and "xla", of each case.
         """
         for case, of_case in zip(map(decoded, cases), parts, strict=True):
-            timed = [part for part in of_case if part != "check"]
-            for part in timed if "check" in of_case else ():
-                if part != "xla":
-                    self._compiler.start_check(case, part)
-            self._compiler.start(case, timed)
+            self._compiler.start(case, of_case)
         self._compiler.wait()
         return {}
 
-    def check(self, case: dict[str, Any], repeats: int, part: str = "ours") -> Reply:
-        """Checks an op on ragged inputs; returns {"wrong": None or the reason}.
-
-        Args:
-          part: "ours" or the name of a variant.
-        """
-        return {"wrong": self._ragged(decoded(case), repeats, part)}
-
-    def _ragged(self, case: Case, repeats: int, part: str) -> str | None:
-        self._compiler.start_check(case, part)  # again, if an earlier case has ended the process
-        for seed in checks.seeds(case):
-            make = self._compiler.get(check_key(case), f"ragged {seed}")
-            repeat, blank = self._compiler.get(check_key(case), f"repeat {part} {seed}")
-            small = checks.ragged(case, seed)
-            arrays, want = make(inputs.random_key(seed), small.host)
-            first, _, errors = repeat(arrays, blank, jnp.int32(0), want)
-            if wrong := checks.verdict(errors):
-                return f"{wrong} (ragged inputs {seed})"
-            if results_differ(repeat, arrays, first, want, repeats):
-                return f"results differ between {repeats} equal runs (ragged inputs {seed})"
-        return None
-
     def prepare(self, case: dict[str, Any], parts: Sequence[str]) -> Reply:
-        """Makes inputs and checks the results of ``parts``: "ours", variants, and "xla".
+        """Makes inputs and checks the results of ``parts``: "ours" and "xla".
 
         Returns a reply for each part. :meth:`time` can time those without an "error".
         """
@@ -87,40 +191,32 @@ class Session:
         replies: Reply = {}
         for part in parts:
             try:
-                if part == "xla":
-                    replies[part] = self._prepare_xla(decoded(case))
-                else:
-                    replies[part] = self._prepare(decoded(case), part)
+                of_part = self._prepare_xla if part == "xla" else self._prepare_ours
+                replies[part] = of_part(decoded(case))
             except Exception as error:
                 replies[part] = {"error": reason(error)}
         return replies
 
-    def _prepare(self, case: Case, part: str) -> Reply:
-        self._compiler.start(case, [part])
+    def _prepare_ours(self, case: Case) -> Reply:
+        self._compiler.start(case, ["ours"])
         sets, laps = self._compiler.rotation(case)
-        executable, reply = self._compiler.get(key(case), part)
+        executable, reply = self._compiler.get(key(case), "ours")
         reply = {"sets": sets} | reply
         if "error" in reply:
             return reply
-        if not self._arrays:  # all parts but XLA share them
-            make = self._compiler.get(key(case), "make")
-            made = [make(inputs.random_key(seed), inputs.host(case, seed)) for seed in range(sets)]
-            self._arrays = [of_op | planned for of_op, planned in made]
-            self._of_op = made[0][0]
-        arrays = self._arrays
-        (results, _), (again, _) = (
-            executable(arrays, *start_arguments()),
-            executable(arrays, *start_arguments()),
-        )
-        judgement = self._compiler.get(key(case), "judge")(
-            self._of_op, results[0], again[0], again[-sets]
-        )
+        make = self._compiler.get(key(case), "make")
+        made = [make(inputs.random_key(seed), inputs.host(case, seed)) for seed in range(sets)]
+        arrays = [of_op | planned for of_op, planned in made]
+        results, _ = executable(arrays, *start_arguments())
+        again, _ = executable(arrays, *start_arguments())
+        judge = self._compiler.get(key(case), "judge")
+        judgement = judge(made[0][0], results[0], again[0], again[-sets])
         if wrong := checks.verdict(judgement[0]):
             return reply | {"error": wrong}
         if int(judgement[1]):
             return reply | {"error": "wrong: equal calls gave different bits"}
         out_bytes = sum(x.nbytes for x in results)
-        self._running[part] = Timed(executable, arrays, sets * laps, out_bytes)
+        self._running["ours"] = Timed(executable, arrays, sets * laps, out_bytes)
         return reply
 
     def _prepare_xla(self, case: Case) -> Reply:
@@ -148,7 +244,6 @@ class Session:
 
     def release(self) -> Reply:
         self._running.clear()
-        self._arrays.clear()
         return {}
 
     def drop(self, cases: Sequence[dict[str, Any]]) -> Reply:
@@ -158,9 +253,9 @@ class Session:
         return {}
 
     def ceilings(self) -> Reply:
-        """Measures bfloat16 and float8 matmuls of 8192^3, and a copy and a sum of 2 GiB."""
-        n, words = (8192, 2**30) if jax.default_backend() == "gpu" else (256, 2**20)
-        keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
+        """Measures bfloat16 and float8 matmuls of 8192^3."""
+        n = 8192 if jax.default_backend() == "gpu" else 256
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), 2)
         measured: Reply = {}
 
         def time_of(name: str, f: Callable[..., jax.Array], *args: jax.Array) -> float | None:
@@ -182,30 +277,16 @@ class Session:
             )
 
         for name, dtype in (("bf16", jnp.bfloat16), ("fp8", jnp.float8_e4m3fn)):
-            a, b = (jax.random.normal(k, (n, n), jnp.bfloat16).astype(dtype) for k in keys[:2])
+            a, b = (jax.random.normal(k, (n, n), jnp.bfloat16).astype(dtype) for k in keys)
             if seconds := time_of(f"xla_{name}", product, a, b):
                 measured[f"xla_{name}_tflops"] = 2 * n**3 / seconds / 1e12
-        x = jax.random.normal(keys[2], (words,), jnp.bfloat16)
-        if seconds := time_of("xla_copy", lambda x: -x, x):
-            measured["xla_copy_gbs"] = 2 * x.nbytes / seconds / 1e9
-        if seconds := time_of("xla_sum", lambda x: jnp.sum(x, dtype=jnp.float32), x):
-            measured["xla_read_sum_gbs"] = x.nbytes / seconds / 1e9
         return measured
-
-
-def results_differ(
-    repeat: Callable[..., Any], arrays: Arrays, first: Any, want: Any, repeats: int
-) -> bool:
-    differences = jnp.int32(0)
-    for _ in range(repeats - 1):
-        differences = repeat(arrays, first, differences, want)[1]
-    return int(differences) > 0
 
 
 def main() -> None:
     session = Session(sys.argv[1], int(sys.argv[2]))
     serve({
-        "start": session.start, "compile": session.compile, "check": session.check,
+        "start": session.start, "compile": session.compile,
         "prepare": session.prepare, "time": session.time, "release": session.release,
         "drop": session.drop, "ceilings": session.ceilings,
     })  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,15 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import (
-    clock,
-    decode_peers,
-    grouped_peers,
-    prefill_peers,
-    sparse_peers,
-)
-from benchmarks.kernels import peer_libraries as libraries
-from benchmarks.kernels.layer_shapes import FeedForward
+from benchmarks.kernels import attention_peers, clock, grouped_peers, sparse_peers
+from benchmarks.kernels import peer as libraries
 from benchmarks.kernels.peer import Inputs, Peer, Tensor
 from benchmarks.kernels.shapes import (
     Case,
@@ -51,13 +43,11 @@ def family_of(case: Case) -> ModuleType:
     """Returns the module of a case's op. It has ``make``, ``peers_of`` and ``sample``."""
     if isinstance(case, SparseCase):
         return sparse_peers
-    return {Decode: decode_peers, Prefill: prefill_peers}.get(type(case), grouped_peers)
+    return attention_peers if isinstance(case, Decode | Prefill) else grouped_peers
 
 
 def peers_of(case: Case, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
-    if isinstance(case, FeedForward):
-        return  # no other library has it as one operation
     if isinstance(case, Swiglu):
         for name, build in peers_of(case.product, directory):
             yield f"{name}, both products without SiLU", build
@@ -142,42 +132,12 @@ class Session:
             torch.cuda.empty_cache()
         return {}
 
-    def ceilings(self) -> Reply:
-        """Measures matmul throughput, copy bandwidth and read bandwidth."""
-        ceilings: Reply = {}
-
-        def note(name: str, scale: float, build: Callable[[], list[Callable[[], Any]]]) -> None:
-            try:
-                us = statistics.median(Timed(build(), 1).windows()["us"])
-                ceilings[name] = scale / (us * 1e-6)
-            except Exception as error:
-                ceilings[name.rsplit("_", 1)[0]] = reason(error)
-            torch.cuda.empty_cache()
-
-        n = 8192
-        a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        note("torch_bf16_tflops", 2 * n**3 / 1e12, lambda: [lambda: a @ b.T])
-        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-        one = torch.ones((), device="cuda")
-
-        def scaled():
-            return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-                a8, b8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-
-        note("torch_fp8_tflops", 2 * n**3 / 1e12, lambda: [scaled])
-        x, y = (torch.randn(2**30, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        note("torch_copy_gbs", 2 * x.nbytes / 1e9, lambda: [lambda: y.copy_(x)])
-        wide = x.view(torch.float32).nan_to_num_()
-        note("torch_read_sum_gbs", x.nbytes / 1e9, lambda: [wide.sum])
-        return ceilings
-
 
 def main() -> None:
     session = Session(Path(sys.argv[1]))
     serve({
         "start": session.start, "prepare": session.prepare, "time": session.time,
-        "release": session.release, "warm": session.warm, "ceilings": session.ceilings,
+        "release": session.release, "warm": session.warm,
     })  # fmt: skip
 
 

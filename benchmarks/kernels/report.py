@@ -1,21 +1,51 @@
-"""Makes the rows of the report from the measurements of the child processes."""
+"""Makes the rows of the report from the windows that the child processes measured."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.ceiling import read_gbs
-from benchmarks.kernels.shapes import Case, Grouped, float8_arithmetic
+from benchmarks.kernels.shapes import Case, float8_arithmetic
+from benchmarks.machine import read_gbs
 
 Row = dict[str, Any]
-EVERY_GROUP = "XLA multiplies every row by every group's matrix"
 MAX_SPREAD = 0.1  # a ratio needs times with at most this spread
 BEYOND = 1.05  # a time that exceeds the ceilings by this factor must be wrong
-COLUMNS = (
-    "op", "shape", "dtype", "us", "tflops", "gbs", "roof_fraction", "peer", "peer_us", "ratio",
-)  # fmt: skip
+CLOSE = 1.3  # a peer that is slower than the best by more than this factor gets one turn
+
+
+def names_to_time(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns the names to time: ours, those not timed yet, and those close to the fastest."""
+    medians = {
+        name: statistics.median(entry["windows"]["us"]) if "windows" in entry else 0.0
+        for name, entry in parts.items()
+    }
+    fastest = min(medians.values(), default=0.0)
+    return [name for name, us in medians.items() if name == "ours" or us <= CLOSE * fastest]
+
+
+def append_windows(entry: dict[str, Any], reply: dict[str, Any]) -> None:
+    """Appends the windows of a turn to those of earlier turns."""
+    if "error" in reply:
+        entry["error"] = reply["error"]
+        entry.pop("windows", None)
+        return
+    windows = entry.setdefault("windows", {})
+    for name, values in reply.items():
+        windows[name] = windows.get(name, []) + (values if isinstance(values, list) else [values])
+
+
+def summary(windows: dict[str, list[float]]) -> dict[str, float]:
+    if not windows:
+        return {}
+    medians = {n: statistics.median(v) for n, v in windows.items() if n.endswith("us")}
+    us = windows["us"]
+    result = medians | {"spread": round((max(us) - min(us)) / medians["us"], 4)}
+    if "busy" in windows:
+        result["busy"] = round(min(windows["busy"]), 3)
+    return result
 
 
 def ceilings(measured: Mapping[str, Any], gpu: str) -> dict[str, float]:
@@ -41,15 +71,6 @@ def roof_us(case: Case, best: Mapping[str, float]) -> float | None:
     return max(case.flops / peak / 1e6, case.bytes / best["read_gbs"] / 1e3)
 
 
-def with_roof(case: Case, row: Row, best: Mapping[str, float]) -> Row:
-    """Returns a row of a run that ended before it measured its ceilings, with those of another run
-    on the same kind of GPU. A row that has a share of the roofline is returned as it is."""
-    roof = roof_us(case, best)
-    if row["roof_fraction"] is not None or row["us"] is None or roof is None:
-        return row
-    return row | {"roof_fraction": _round(roof / row["us"])}
-
-
 def steady(ours: Mapping[str, Any], alternatives: Mapping[str, Mapping[str, Any]]) -> bool:
     """Returns whether the times of ours and of the best other, if any, have a small spread."""
     timed = [each for each in alternatives.values() if each.get("us") and "error" not in each]
@@ -62,8 +83,7 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
 
     Args:
       case: the shape.
-      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, with XLA's own under "xla"
-        and variants by name under "variants".
+      ours: {"us": ..., "spread": ..., ...} or {"error": reason, ...}, with XLA's own under "xla".
       peers: name -> {"us": ..., "spread": ...} or {"error": reason}.
       best: result of :func:`ceilings`.
     """
@@ -73,7 +93,7 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
     timed = {
         name: each["us"]
         for name, each in alternatives.items()
-        if each.get("us") and "error" not in each and not (name == "XLA" and _every_group(case))
+        if each.get("us") and "error" not in each
     }
     peer = min(timed, key=timed.__getitem__) if timed else None
     us = None if "error" in ours else ours.get("us")
@@ -100,18 +120,14 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
         "ratio": _round(timed[peer] / us) if peer and us and not unsteady else None,
         "peers": {name: _peer(each) for name, each in alternatives.items()},
     }
-    if "variants" in ours:
-        result["variants"] = {name: _peer(each) for name, each in ours["variants"].items()}
     if peer and us and unsteady:
         result["no_ratio"] = ", ".join(unsteady)
     if peer is None:
-        reasons = [
-            f"{name}: {each.get('error') or EVERY_GROUP}" for name, each in alternatives.items()
-        ]
+        reasons = [f"{name}: {each.get('error')}" for name, each in alternatives.items()]
         result["no_peer"] = "; ".join(reasons) or "none was requested"
     if fault:
         result["error"] = fault
-    for name in ("spread", "busy", "resolution_ns", "compile_s"):
+    for name in ("spread", "busy", "compile_s"):
         if ours.get(name) is not None:
             result[name] = _round(ours[name])
     return result | {
@@ -119,15 +135,10 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
     }
 
 
-def _every_group(case: Case) -> bool:
-    """Returns whether XLA's own lowering does superfluous work, so that it is no peer."""
-    return isinstance(case, Grouped) and len(case.sizes) > 1
-
-
 def _peer(each: Mapping[str, Any]) -> dict[str, Any]:
     if not each.get("us") or "error" in each:
         return {"error": each.get("error")}
-    names = ("us", "spread", "event_us", "busy")
+    names = ("us", "spread", "busy")
     return {name: _round(each[name]) for name in names if name in each}
 
 
@@ -153,24 +164,12 @@ def _round(value: float | None, digits: int = 4) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Formats rows as a text table. Rows without a time end with the reason."""
-    lines = [f"{'op':15}{'dtype':6}{'shape':26}{'us':>9}{'TFLOP/s':>9}{'GB/s':>7}{'roof':>6}"
-             f"{'peer us':>9}{'ratio':>7}  peer"]  # fmt: skip
-    for each in rows:
-        peer = each["peer"] or "none"
-        note = each.get("error") or each.get("no_ratio")
-        notes = f"  [{note[:90]}]" if note else ""
-        lines.append(
-            f"{each['op']:15}{each['dtype']:6}{each['shape']:26}{_cell(each['us'], 9, 1)}"
-            f"{_cell(each['tflops'], 9)}{_cell(each['gbs'], 7)}{_cell(each['roof_fraction'], 6, 2)}"
-            f"{_cell(each['peer_us'], 9, 1)}{_cell(each['ratio'], 7, 2)}  {peer}{notes}"
-        )
-        for name, variant in each.get("variants", {}).items():
-            fault = f"  [{variant['error'][:90]}]" if variant.get("error") else ""
-            lines.append(f"{'':21}{name[:26]:26}{_cell(variant.get('us'), 9, 1)}{fault}")
-    return "\n".join(lines)
-
-
-def _cell(value: float | None, width: int, digits: int = 0) -> str:
-    return f"{'-' if value is None else f'{value:.{digits}f}':>{width}}"
+def line(row: Row) -> str:
+    """Formats a row. One without a time ends with the reason."""
+    numbers = {
+        "us": row["us"], "of the roofline": row["roof_fraction"], row["peer"]: row["peer_us"],
+        "ratio": row["ratio"],
+    }  # fmt: skip
+    shown = ", ".join(f"{value} {name}" for name, value in numbers.items() if value is not None)
+    note = row.get("error") or row.get("no_ratio")
+    return f"{key_of(row)}: {shown}{f' [{note[:90]}]' if note else ''}"

@@ -7,29 +7,18 @@ it actually transfers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.kernels import layer_shapes, sparse_shapes
-from benchmarks.kernels.layer_shapes import FeedForward
-from benchmarks.kernels.sparse_shapes import (
-    FLOAT8_TOKEN,
-    LATENT,
-    PAGE,
-    ROPE,
-    Index,
-    SparseAttention,
-    SparseCase,
-    TopK,
-    sparse_cases,
-)
+LATENT, ROPE, PAGE = 512, 64, 64
+FLOAT8_TOKEN = 656  # bytes per token in a float8 cache
+INDEX_HEADS, INDEX_COLUMNS, TOPK = 64, 128, 2048
 
 Dtype = Literal["bf16", "fp8", "int8", "int4"]
 OPS = (
     "mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill", "sparse_mla_decode",
-    "sparse_mla_prefill", "sparse_index", "top_k", "feed_forward", "grouped_matmul_gradient",
+    "sparse_mla_prefill", "sparse_index", "top_k", "grouped_matmul_gradient",
 )  # fmt: skip
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
@@ -197,26 +186,99 @@ class Prefill:
         return self.rows * self.heads * (query_bytes + self.keys * 2 * (self.K + self.V))
 
 
-Case = Decode | Grouped | Prefill | SparseCase | FeedForward
+@dataclasses.dataclass(frozen=True)
+class SparseAttention:
+    """A case of sparse_mla_decode or sparse_mla_prefill.
+
+    Each of ``rows`` sequences has ``cached`` tokens and ``queries`` queries. A query reads ``topk``
+    tokens, spread over all that it sees.
+    """
+
+    rows: int
+    cached: int
+    queries: int
+    heads: int
+    topk: int = TOPK
+    core: bool = True
+    op: Literal["sparse_mla_decode", "sparse_mla_prefill"] = "sparse_mla_decode"
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    """Format of the cache."""
+
+    @property
+    def shape(self) -> str:
+        return f"h{self.heads} b{self.rows} kv{self.cached} sq{self.queries} top{self.topk}"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.queries * self.heads * (2 * LATENT + ROPE) * self.topk
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all operands; queries of a sequence may share tokens, but not indices."""
+        per_query = self.heads * (2 * (2 * LATENT + ROPE) + 4) + 4 * self.topk
+        tokens = min(self.cached, self.queries * self.topk)
+        per_token = FLOAT8_TOKEN if self.dtype == "fp8" else 2 * (LATENT + ROPE)
+        return self.rows * (tokens * per_token + self.queries * per_query)
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """A case of sparse_index: the last ``queries`` of ``cached`` tokens score all before them."""
+
+    rows: int
+    cached: int
+    queries: int
+    core: bool = True
+    op: str = "sparse_index"
+    dtype: Literal["fp8"] = "fp8"
+
+    @property
+    def shape(self) -> str:
+        return f"b{self.rows} kv{self.cached} sq{self.queries}"
+
+    @property
+    def flops(self) -> float:
+        T, start = self.queries, self.cached - self.queries
+        visible = T * start + T * (T + 1) // 2
+        return 2.0 * self.rows * INDEX_HEADS * INDEX_COLUMNS * visible
+
+    @property
+    def bytes(self) -> float:
+        per_query = INDEX_HEADS * (INDEX_COLUMNS + 4) + 4 * self.cached
+        return self.rows * (self.cached * (INDEX_COLUMNS + 4) + self.queries * per_query)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """A case of top_k: ``k`` of ``columns`` random scores in each of ``rows`` rows."""
+
+    rows: int
+    columns: int
+    k: int = TOPK
+    core: bool = True
+    op: str = "top_k"
+    dtype: Literal["fp32"] = "fp32"
+
+    @property
+    def shape(self) -> str:
+        return f"b{self.rows} of {self.columns} k{self.k}"
+
+    @property
+    def flops(self) -> float:
+        return 0.0
+
+    @property
+    def bytes(self) -> float:
+        return 4.0 * self.rows * (self.columns + self.k)
+
+
+SparseCase = SparseAttention | Index | TopK
+
+Case = Decode | Grouped | Prefill | SparseCase
 
 
 def key(case: Case) -> str:
     return f"{case.op} {case.dtype} {case.shape}"
-
-
-def check_key(case: Case) -> str:
-    """Returns a key. Cases with equal keys share the check on ragged inputs."""
-    if isinstance(case, Decode):
-        return f"{case.op} {case.dtype} h{case.heads} sq{case.queries}"
-    if isinstance(case, Gradient):
-        return f"{case.op} {case.of} {case.N}x{case.K}"
-    if isinstance(case, Grouped):
-        return f"{case.op} {case.dtype} {case.N}x{case.K}"
-    if isinstance(case, SparseCase):
-        return sparse_shapes.check_key(case)
-    if isinstance(case, FeedForward):
-        return layer_shapes.check_key(case)
-    return f"{case.op} {case.K}/{case.V}"
 
 
 def encoded(case: Case) -> dict[str, Any]:
@@ -235,7 +297,6 @@ def decoded(fields: dict[str, Any]) -> Case:
         "sparse_mla_prefill": SparseAttention,
         "sparse_index": Index,
         "top_k": TopK,
-        "feed_forward": FeedForward,
     }
     for name in {"sizes", "ragged"} & set(fields):
         fields = fields | {name: tuple(fields[name])}
@@ -264,34 +325,6 @@ def guessed_us(case: Case) -> float:
     return 1e6 * max(case.flops / peak, case.bytes / 4.2e12) * 1.2 + 5
 
 
-def zipf_sizes(rows: int, groups: int) -> tuple[int, ...]:
-    """Distributes ``rows`` over ``groups`` in proportion to 1 / rank^0.8, with shuffled ranks."""
-    share = 1 / np.arange(1, groups + 1) ** 0.8
-    edges = np.round(np.cumsum(share) / share.sum() * rows).astype(int)
-    sizes = np.diff(edges, prepend=0)
-    return tuple(np.random.default_rng(0).permutation(sizes).tolist())
-
-
-def few_sizes(groups: int) -> tuple[int, ...]:
-    """Returns 1 to 4 random rows for each group."""
-    return tuple(np.random.default_rng(1).integers(1, 5, groups).tolist())
-
-
-def uniform_lengths(rows: int, longest: int) -> tuple[int, ...]:
-    """Returns ``rows`` uniformly random lengths from 2 to ``longest``, which one of them is."""
-    lengths = np.random.default_rng(2).integers(2, longest + 1, rows)
-    lengths[rows // 2] = longest
-    return tuple(lengths.tolist())
-
-
-def ragged(
-    name: str, lengths: Sequence[int], queries: int, heads: int, dtype: Dtype = "bf16"
-) -> Decode:
-    return Decode(
-        len(lengths), max(lengths), queries, heads, dtype=dtype, ragged=tuple(lengths), name=name
-    )
-
-
 def page_tables(case: Decode, seed: int) -> np.ndarray:
     """Returns block tables with pages in random order, each used once, padded with 0."""
     page_counts = [-(-length // PAGE) for length in case.lengths]
@@ -300,134 +333,3 @@ def page_tables(case: Decode, seed: int) -> np.ndarray:
     for row, pages in zip(tables, np.split(order, np.cumsum(page_counts)[:-1]), strict=True):
         row[: len(pages)] = pages
     return tables
-
-
-def decode_cases() -> list[Decode]:
-    long = [(1, 4096), (16, 4096), (64, 4096), (128, 4096), (128, 8192), (32, 32768), (4, 131072)]
-    cases = [Decode(b, s, t, 128) for t in (1, 2) for b, s in long]
-    cases += [Decode(b, 4096, t, 64) for t in (1, 2) for b in (64, 128)]
-    cases += [Decode(b, s, 1, 16) for b, s in [(64, 1024), (64, 4096), (256, 4096), (32, 32768)]]
-    cases += [Decode(64, 4096, 2, 16)]
-    for heads, rows, queries in [
-        (128, 16, 1), (128, 64, 1), (128, 128, 1), (128, 64, 2), (64, 64, 1), (16, 64, 1),
-        (16, 256, 1),
-    ]:  # fmt: skip
-        cases.append(ragged("2-8192", uniform_lengths(rows, 8192), queries, heads))
-    one_long = [*[1024] * 31, 65536, *[1024] * 32]
-    cases += [ragged("63x1024+65536", one_long, 1, heads) for heads in (128, 16)]
-    cases.append(ragged("2-8192", uniform_lengths(128, 8192), 1, 128, "fp8"))
-    # One sequence is no core case: its program contains the slowly compiling kernel 32 times.
-    cases += [
-        Decode(b, 4096, t, h, dtype="fp8", core=b > 1)
-        for b, t, h in [(128, 1, 128), (128, 2, 128), (256, 1, 16), (1, 1, 128)]
-    ]
-    cases += [Decode(256, 4096, t, 16, dtype="fp8", core=False) for t in (2, 3, 5)]
-    cases += [Decode(b, s, 1, 16, dtype="fp8", core=False) for b, s in [(64, 1024), (32, 32768)]]
-    cases += [Decode(b, 1024, 1, 128, core=False) for b in (1, 64, 128, 256)]
-    cases += [Decode(b, 1024, 1, 16, core=False) for b in (1, 128)]
-    return cases
-
-
-def grouped_cases() -> list[Grouped]:
-    cases = []
-    widths = [(4096, 7168), (7168, 2048)]  # the experts' two matmuls in DeepSeek-V3
-
-    def add(name, sizes, dtype, layout, core):
-        for N, K in widths:
-            cases.append(Grouped(name, tuple(sizes), N, K, dtype, layout, core))
-
-    few, many = few_sizes(256), zipf_sizes(8192, 256)
-    dtypes: tuple[Dtype, ...] = ("fp8", "bf16")
-    for dtype in dtypes:
-        for g, m in [(8, 4096), (8, 1024), (32, 1024), (4, 8192), (32, 256)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "both" if m == 256 else "contiguous", True)
-        for g, m in [(32, 16), (8, 16), (32, 64), (8, 64)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "masked", True)
-        add("g256 zipf8192", many, dtype, "both", True)
-        add("g256 m1-4", few, dtype, "masked", True)
-    for dtype in ("int8", "int4"):
-        for g, m in [(8, 16), (32, 16)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "masked", True)
-        add("g256 m1-4", few, dtype, "masked", True)
-        for g, m in [(1, 1), (1, 16)]:
-            add(f"g{g} m{m}", [m] * g, dtype, "masked", False)
-    for dtype in dtypes:
-        for g in (32, 8, 4):
-            for m in (8192, 4096, 1024, 256):
-                add(f"g{g} m{m}", [m] * g, dtype, "contiguous", False)
-        for g in (36, 32, 16, 8, 4, 1) if dtype == "fp8" else (32, 8, 4):
-            for m in (16, 64, 128, 256) if dtype == "fp8" else (16, 64, 256):
-                # Both layouts have a case with 256 rows per group.
-                layout = "both" if m == 256 else "masked"
-                add(f"g{g} m{m}", [m] * g, dtype, layout, False)
-    return cases + [
-        Grouped(name, sizes, N, K, "bf16", "contiguous", False)
-        for name, sizes, N, K in training_shapes()
-    ]
-
-
-def training_shapes() -> list[tuple[str, tuple[int, ...], int, int]]:
-    """Returns name, rows per group, N and K of the experts' matmuls in training: those of Moonlight
-    with 16,384 tokens, and of 32 experts of DeepSeek-V3. The groups are equal, or skewed."""
-    shapes = []
-    for model, rows, groups, widths in (
-        ("moonlight", 98_304, 64, [(2816, 2048), (2048, 1408)]),
-        ("v3", 32_768, 32, [(4096, 7168), (7168, 2048)]),
-    ):
-        for N, K in widths:
-            shapes.append((f"{model} equal", (rows // groups,) * groups, N, K))
-            shapes.append((f"{model} zipf", zipf_sizes(rows, groups), N, K))
-    return shapes
-
-
-def gradient_cases() -> list[Gradient]:
-    of: tuple[Literal["rows", "matrices"], ...] = ("rows", "matrices")
-    return [
-        Gradient(name, sizes, N, K, "bf16", "contiguous", "equal" in name, of=each)
-        for name, sizes, N, K in training_shapes()
-        for each in of
-    ]
-
-
-def swiglu_cases() -> list[Swiglu]:
-    """Returns cases with the gate and up matrices of DeepSeek-V3's experts."""
-    dtypes: tuple[Dtype, ...] = ("fp8", "bf16")
-    sizes: list[tuple[int, int, Literal["contiguous", "masked"]]] = [
-        (8, 4096, "contiguous"), (32, 1024, "contiguous"), (32, 16, "masked"),
-    ]  # fmt: skip
-    return [
-        Swiglu(f"g{g} m{m}", (m,) * g, 2048, 7168, dtype, layout)
-        for dtype in dtypes
-        for g, m, layout in sizes
-    ]
-
-
-def prefill_cases() -> list[Prefill]:
-    shapes = [(1, 8192, 8192), (4, 4096, 4096), (8, 2048, 2048), (1, 2048, 8192)]
-    return [Prefill(*shape) for shape in shapes]
-
-
-def cases() -> list[Case]:
-    """Returns all cases once: core cases first, ops interleaved for runs that end early."""
-    order_of: dict[str, tuple[bool, float]] = {}
-    unique: dict[str, Case] = {}
-    dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases(), gradient_cases()]
-    for of_op in (*dense, *sparse_cases(), layer_shapes.layer_cases()):
-        for i, case in enumerate(of_op):
-            order_of.setdefault(key(case), (not case.core, i / len(of_op)))
-            unique.setdefault(key(case), case)
-    return [unique[name] for name in sorted(order_of, key=order_of.__getitem__)]
-
-
-def select(
-    available: Iterable[Case], ops: Sequence[str], shapes: Sequence[str], *, everything: bool
-) -> list[Case]:
-    """Returns the cases of ``ops`` whose key contains one of ``shapes``, in the order of these.
-
-    Without ``shapes``, returns the core cases, or all if ``everything``.
-    """
-    of_ops = [case for case in available if not ops or case.op in ops]
-    if not shapes:
-        return [case for case in of_ops if everything or case.core]
-    unique = {key(case): case for s in shapes for case in of_ops if s in key(case)}
-    return list(unique.values())

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import peer_libraries as libraries
-from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor
-from benchmarks.kernels.sparse_shapes import (
+from benchmarks.kernels import peer as libraries
+from benchmarks.kernels.peer import Inputs, Peer, Random, Tensor, float8_tokens, latent_of
+from benchmarks.kernels.shapes import (
     FLOAT8_TOKEN,
     INDEX_COLUMNS,
     INDEX_HEADS,
@@ -28,7 +28,6 @@ from benchmarks.kernels.sparse_shapes import (
     SparseCase,
     TopK,
 )
-from benchmarks.kernels.torch_cache import float8_tokens, latent_of
 
 SCALE = 192**-0.5
 SPARSE_HEADS = 64  # FlashMLA's sparse kernels take 64 or 128 heads; engines pad

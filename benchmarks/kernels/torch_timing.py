@@ -1,24 +1,56 @@
-"""Times of torch calls in a CUDA graph, by the GPU's clock."""
+"""Times of torch calls in a CUDA graph, by the GPU's clock. Needs Triton."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from benchmarks.kernels import clock
 from benchmarks.kernels.shapes import WARM_S, WINDOW_S, WINDOWS
+
+_CAPACITY = 1 << 16
+
+
+@triton.jit
+def _global_timer(words, count, capacity):
+    index = tl.load(count)
+    now = tl.inline_asm_elementwise(
+        "mov.u32 $0, %globaltimer_lo;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.store(words + index % capacity, now)
+    tl.store(count, index + 1)
+
+
+class TorchStamps:
+    """Records time stamps on the current stream, in order of execution."""
+
+    def __init__(self):
+        self._words = torch.zeros(_CAPACITY, device="cuda", dtype=torch.int32)
+        self._count = torch.zeros(1, device="cuda", dtype=torch.int32)
+
+    def stamp(self) -> None:
+        """Enqueues a stamp."""
+        _global_timer[(1,)](self._words, self._count, _CAPACITY, num_warps=1)  # pyright: ignore[reportIndexIssue]
+
+    def clear(self) -> None:
+        """Discards all stamps."""
+        self._count.zero_()
+
+    def read(self) -> list[tuple[int, int]]:
+        """Returns the stamps since :meth:`clear` as pairs. There are at most 65,536."""
+        words = self._words[: int(self._count.item())].cpu().numpy().astype(np.int64)
+        return [(int(begin), int(end)) for begin, end in words.reshape(-1, 2)]
 
 
 class Timed:
     """A CUDA graph of ``laps`` rounds of ``calls``, between two stamps."""
 
     def __init__(self, calls: list[Callable[[], Any]], laps: int):
-        # Imported here, because Triton is installed only where torch has a GPU.
-        from benchmarks.kernels.torch_clock import TorchStamps
-
         # Keep the calls, because a graph does not keep the tensors alive that it reads.
         self._calls, self._count, self._stamps = calls, laps * len(calls), TorchStamps()
         stream = torch.cuda.Stream()
@@ -40,7 +72,7 @@ class Timed:
         """Times a call in windows of many replays, without pauses, after a warm-up of ``warm_s``.
 
         Returns:
-          "us": by the GPU's clock; "event_us": by CUDA events around a window's replays;
+          "us": by the GPU's clock;
           "busy": the least share of a window in which a graph ran.
         """
         self._replay(1)
@@ -49,19 +81,13 @@ class Timed:
         for _ in range(max(1, int(warm_s * 1e3 / once))):
             self._graph.replay()
         self._stamps.clear()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(WINDOWS + 1)]
-        events[0].record()
-        for event in events[1:]:
-            for _ in range(replays):
-                self._graph.replay()
-            event.record()
+        for _ in range(WINDOWS * replays):
+            self._graph.replay()
         torch.cuda.synchronize()
         stamps = self._stamps.read()
         windows = [stamps[i : i + replays] for i in range(0, len(stamps), replays)]
-        between = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
         return {
             "us": [clock.mean_us(each) / self._count for each in windows],
-            "event_us": [1e3 * ms / replays / self._count for ms in between],
             "busy": min(map(clock.busy, windows)),
         }
 

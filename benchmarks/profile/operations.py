@@ -1,4 +1,4 @@
-"""Classifies the operations of optimised HLO by the part of the model that they belong to."""
+"""Finds the module of the model, or the kernel, that each operation of optimised HLO comes from."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-KINDS = (
-    # (substring of a source path, kind); the first match counts
-    ("mla_decode/schedule", "schedule"),
-    ("grouped_matmul/tile_scheduler", "schedule"),
-    ("pallas_kernels/mla_", "attention"),
-    ("pallas_kernels/softmax", "attention"),
-    ("pallas_kernels/quantized_matmul", "dense matmul"),
-    ("pallas_kernels/rms_norm", "norm"),
-    ("pallas_kernels/swiglu", "dense matmul"),
-    ("pallas_kernels/grouped_", "expert matmul"),
-    ("pallas_kernels/block_quant", "dequantisation"),
-    ("pallas_kernels/route", "router"),
-    ("layers/router", "router"),
-    ("layers/moe", "sort, permute, sum"),
-    ("layers/norm", "norm"),
-    ("layers/rope", "rope"),
-    ("layers/linear", "dense matmul"),
-    ("layers/mlp", "SwiGLU"),
-    ("layers/attention", "around attention"),
-    ("layers/block", "residual sum"),
-    ("kv_cache", "cache write"),
-)
+_SOURCE = re.compile(r"(?:dsv3_jax|(pallas_kernels))/(\w+(?:/\w+)?)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +18,7 @@ class Operation:
     name: str
     """Name in the traced program, such as jit(run)/.../dot_general."""
     kind: str
+    """The kernel's folder or the module that it comes from, such as ``layers/moe``."""
 
 
 def operations(hlo: str) -> dict[str, Operation]:
@@ -102,27 +82,22 @@ def _traced_name(line: str) -> str:
     return match[1] if match else ""
 
 
-_MATMUL_KINDS = ("attention", "expert matmul", "router")
 _IGNORED = {
-    "parameter",
-    "constant",
-    "broadcast",
-    "bitcast",
-    "tuple",
-    "get-tuple-element",
-    "convert",
-}
+    "parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element", "convert",
+}  # fmt: skip
 
 
 def _kind(lines: Sequence[tuple[str, str]], sources: _Sources) -> str:
     """Returns the kind of most fused operations, but a matmul decides for the whole fusion."""
     kinds = collections.Counter[str]()
     for opcode, line in lines:
-        source = sources.of(line)
-        kind = next((kind for part, kind in KINDS if part in source), "other")
+        source = _SOURCE.search(sources.of(line))
+        if source is None:
+            continue
+        kind = source[2].split("/")[0] if source[1] else source[2]
         if opcode == "dot" or "__cublas" in line:
-            return kind if kind in _MATMUL_KINDS else "dense matmul"
-        if kind != "other" and opcode not in _IGNORED:
+            return kind
+        if opcode not in _IGNORED:
             kinds[kind] += 1
     if kinds:
         return kinds.most_common(1)[0][0]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import Any
 
 import numpy as np
 
 from dsv3_jax.engine import Engine, EngineRequest
-from dsv3_jax.engine.stats import Timeline
 from dsv3_jax.traces import Trace
 
-SAMPLE_SECONDS = 0.05  # between two entries of a timeline
+POLL_SECONDS = 0.05
 PERCENTILES = (50, 90, 99)
 
 
@@ -23,8 +23,6 @@ class Replay:
     seconds: float
     """From the first submission to the last token."""
     requests: list[EngineRequest]
-    timeline: dict[str, list[float]]
-    """Samples of the engine's figures by name, see :class:`dsv3_jax.engine.stats.Timeline`."""
     stats: dict[str, Any]
     """The engine's figures at the end."""
 
@@ -76,10 +74,8 @@ def replay(
     chosen = trace.requests[:count]
     prompts, outputs = lengths_scaled(trace, count, vocab_size, scale)
     arrivals = [0.0 if rate is None else request.unit_arrival / rate for request in chosen]
-    timeline = Timeline()
     before = engine.stats()
     began = time.monotonic()
-    next_sample = 0.0
     requests: list[EngineRequest] = []
     while len(requests) < len(chosen) or not all(request.is_done for request in requests):
         now = time.monotonic() - began
@@ -90,15 +86,11 @@ def replay(
                     prompts[i], max_new_tokens=outputs[i], ignore_eos=True, temperature=0.0
                 )
             )
-        if now >= next_sample:
-            timeline.sample(engine.stats())
-            next_sample = now + SAMPLE_SECONDS
-        due = arrivals[len(requests)] if len(requests) < len(chosen) else next_sample
-        time.sleep(min(max(due - (time.monotonic() - began), 0.0), SAMPLE_SECONDS))
-    timeline.sample(engine.stats())
+        due = arrivals[len(requests)] if len(requests) < len(chosen) else math.inf
+        time.sleep(min(max(due - (time.monotonic() - began), 0.0), POLL_SECONDS))
     end = max(request.times.end for request in requests)
     stats = engine.stats().since(before)
-    return Replay(end - began, requests, timeline.columns, stats.as_json())
+    return Replay(end - began, requests, stats.as_json())
 
 
 def lengths_scaled(

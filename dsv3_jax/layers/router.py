@@ -53,7 +53,7 @@ class Router(nnx.Module):
         # A product of two bfloat16 is exact in float32, in which they are summed. HIGHEST: a
         # float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
         # Where all matmuls are in float32, XLA would merge this one with the shared expert's first
-        # two, and the result on a Hopper GPU has had NaN (benchmarks/NOTES.md). So they stay apart.
+        # two, and the result on a Hopper GPU has had NaN (jax issue 39486). So they stay apart.
         tokens = jax.lax.optimization_barrier(x) if x.dtype == jnp.float32 else x
         logits = jnp.einsum(
             "md,ed->me",

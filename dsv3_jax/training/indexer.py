@@ -104,20 +104,6 @@ def recall(
     return jnp.mean(_by_block(attention, x, rotation, of_block)[:, topk:])
 
 
-def attention_mass(
-    attention: SparseAttention, x: Float[Array, "B T D"], rotation: Rotation
-) -> Float32[Array, ""]:
-    """Returns the share of dense attention's mean probability that the selected tokens have, over
-    the queries that see more than ``index_topk`` tokens."""
-    topk = attention.indexer.topk
-
-    def of_block(heads: Heads, scores: Scores, visible: Bool[Array, "#B t S"]) -> jax.Array:
-        p = _mean_probabilities(heads, visible)
-        return jnp.sum(jnp.where(_chosen(scores, topk), p, 0), axis=-1)
-
-    return jnp.mean(_by_block(attention, x, rotation, of_block)[:, topk:])
-
-
 def _mean_probabilities(heads: Heads, mask: Bool[Array, "#B t S"]) -> Scores:
     probabilities = jax.nn.softmax(jnp.where(mask[:, None], heads, -jnp.inf), axis=-1)
     return jax.lax.stop_gradient(jnp.mean(probabilities, axis=1))

@@ -3,7 +3,7 @@
 Such a matmul takes as long as reading the matrices of the groups that have tokens. It reads at the
 bandwidth of HBM, unless the tiles are spread so unevenly over the multiprocessors, or are so many
 and small, that the busiest multiprocessor takes longer. The measurements behind the constants are
-in benchmarks/NOTES.md, "Tiles for few tokens".
+summarised in docs/kernels/grouped_matmul.md.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ A key block takes 2.2 us of a multiprocessor's share of HBM bandwidth and a merg
 latencies. The partial results of all partitions are 9 MB to write and read. Two blocks of a
 partition are processed concurrently. By this arithmetic a sequence costs nothing, because its
 prologue and epilogue overlap with fetching the next one; measured, a cost of 2 is better than 1
-(benchmarks/NOTES.md)."""
+(docs/kernels/mla_decode.md)."""
 
 
 def whole_sequences(lengths: Int[Array, " B"], *, max_pages: int) -> Schedule:

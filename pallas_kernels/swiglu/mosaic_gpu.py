@@ -14,8 +14,8 @@ from pallas_kernels.hopper import require_hopper
 from pallas_kernels.quantized_matmul.reference import Matrix
 
 # Rows for which the kernel is faster than XLA's matmuls if the matrices are not quantized
-# (benchmarks/NOTES.md, "Whole models"). Large matrices have no lower limit: for one row by two of
-# them, XLA took more than twice as long as reading them takes.
+# (64 rows: 14 us instead of 17.5 on an H200; 256 rows: 28.7 instead of 25). Large matrices have no
+# lower limit: for one row by two of them, XLA took more than twice as long as reading them takes.
 _MIN_ROWS, _MAX_ROWS = 32, 128
 _LARGE = 2**24  # elements of a matrix
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks.serving.soak import Count, growth, soak
 from dsv3_jax.engine import Engine
 from tests.engine.conftest import BUCKETS, MAX_LEN
+from tests.engine.soak import Count, growth, soak
 
 COUNT = Count(
     seconds=1.0,

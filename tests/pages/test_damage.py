@@ -1,7 +1,4 @@
-"""A tier on disk returns no wrong page.
-
-``python -m scripts.bench_tiers`` does the same for longer.
-"""
+"""A tier on disk returns no wrong page."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import page_damage
 from dsv3_jax.pages import PageRecord
 from dsv3_jax.pages.disk import DiskPages
+from tests.pages import page_damage
 from tests.pages.conftest import IDENTITY, record_of
 
 SECONDS = 10

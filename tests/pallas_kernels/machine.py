@@ -6,6 +6,7 @@ The interpreter detects races. With a Hopper GPU and JAX for CUDA, the same test
         tests/pallas_kernels/test_{*hopper,few_tokens,grouped_swiglu,mla_decode_float8}.py
     JAX_PLATFORMS=cuda pytest -k 'kernel' \\
         tests/pallas_kernels/test_{route,rms_norm,quantized_matmul,swiglu}.py
+    JAX_PLATFORMS=cuda pytest tests/pallas_kernels/test_{ragged_inputs,token_exchange}.py
 
 Slow cases run there too. Interpreted, they take seconds each; ``make test-all`` with Python 3.12
 runs them.

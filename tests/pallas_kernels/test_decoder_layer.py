@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.feed_forward import chain, exact, plain
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.kv_cache import LatentKVCache, TokenBatch
 from dsv3_jax.layers.block import DecoderLayer
@@ -39,6 +38,7 @@ from tests.pallas_kernels.decoder_layer_cases import (
     rule,
     stored_dtype,
 )
+from tests.pallas_kernels.layer_halves import chain, exact, plain
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, relative_error, tolerance
 from tests.support.checkpoints import tiny_config

@@ -1,7 +1,4 @@
-"""The barrier across a grid, in the interpreter and as a model of its counter.
-
-``python -m scripts.bench_grid_barrier`` checks it on a GPU.
-"""
+"""The barrier across a grid, in the interpreter and as a model of its counter."""
 
 import functools
 
@@ -9,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.grid_barrier import grid_barrier
 from pallas_kernels.hopper import H200_SMS
 from pallas_kernels.hopper.grid_barrier import FLIP, GridBarrier, arrival, new_counter
+from tests.pallas_kernels.grid_barrier_kernel import grid_barrier
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs
 
 

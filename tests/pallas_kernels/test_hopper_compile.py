@@ -28,15 +28,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels.machine_code import (
-    digest,
-    disassemble,
-    listing_of,
-    main_loops,
-    nvdisasm,
-    ptx_of,
-    unfinished_loads,
-)
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
@@ -55,6 +46,15 @@ from tests.pallas_kernels.known_programs import (
     known_programs,
     program_digest,
     ptxas_version,
+)
+from tests.support.machine_code import (
+    digest,
+    disassemble,
+    listing_of,
+    main_loops,
+    nvdisasm,
+    ptx_of,
+    unfinished_loads,
 )
 
 MOST_SECONDS = 20  # CPU seconds to compile one kernel
@@ -443,7 +443,9 @@ def kernels() -> dict[str, Kernel]:
         words = "with words" if checked else "alone"
         options = {"programs": 132, "rounds": 1000, "checked": checked}
         arrays = {"counter": Struct((1,), I32)}
-        table[f"grid_barrier {words}"] = Kernel("benchmarks.grid_barrier", arrays, options)
+        table[f"grid_barrier {words}"] = Kernel(
+            "tests.pallas_kernels.grid_barrier_kernel", arrays, options
+        )
     table |= {f"feed_forward {name}": layer for name, layer in feed_forward_layers().items()}
     eps = {"eps": 1e-5, "latent_eps": 1e-6}
     for name, arrays in before_attention_layers().items():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.kernels import machine_code
-from benchmarks.kernels.machine_code import Loop, main_loops, parse, ptx_of
+from tests.support import machine_code
+from tests.support.machine_code import Loop, main_loops, parse, ptx_of
 
 
 def listing(text: str) -> str:

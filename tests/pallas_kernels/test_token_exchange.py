@@ -1,7 +1,6 @@
 """token_exchange: compares the reference with NumPy, and tests the refusals.
 
-No interpreter supports remote memory, so the kernel is not tested here.
-``python -m scripts.bench_exchange`` checks its results on GPUs before it times it.
+No interpreter supports remote memory: the kernel is tested on two GPUs or more only.
 """
 
 import functools
@@ -10,10 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import token_exchange
 from sharding import make_mesh
+from tests.pallas_kernels.machine import on_gpus
+
+EXCHANGES = 100
+LATE = 20  # maximum delay of a device, in iterations of a loop
 
 
 def exchange(mesh, axes, rows, counts, implementation=None):
@@ -74,3 +78,39 @@ def test_refusals():
         exchange(mesh, ("expert",), rows, counts)
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
         exchange(mesh, ("expert",), jnp.zeros((16, 5, 16)), jnp.zeros(16, jnp.int32), "mosaic_gpu")
+
+
+@on_gpus
+@pytest.mark.parametrize(
+    ("dtype", "C", "W"), [("uint8", 16, 7456), ("uint16", 64, 7168), ("uint16", 3, 1032)]
+)
+def test_the_kernel_with_late_devices(dtype, C, W):
+    """Rows and counts change between exchanges. What a device sends is a function of the step, the
+    sender and the receiver, so that only the kernel synchronises the devices."""
+    mesh = make_mesh(expert=jax.device_count())
+    n = mesh.size
+
+    def sent(step, one, other):
+        """Returns rows [n, C, W] and counts [n] from ``one`` to ``other``; one of these is [n]."""
+        seed = step * 7919 + one * 131 + other * 31
+        value = jnp.arange(C)[:, None] * 1009 + jnp.arange(W)
+        return (seed[:, None, None] + value).astype(dtype), seed % (C + 1)
+
+    def local():
+        me, others = lax.axis_index("expert"), jnp.arange(n)
+
+        def step(i, wrong):
+            late = (me * 5 + i * 7) % LATE
+            waited = lax.fori_loop(0, late, lambda _, v: v * 0.5 + 1, i.astype(jnp.float32))
+            rows, counts = sent(i + (waited < 0), me, others)  # depends on the delay
+            received, came = token_exchange(
+                rows, counts, axes=("expert",), implementation="mosaic_gpu"
+            )
+            want, due = sent(i, others, me)
+            there = jnp.arange(C) < due[:, None]
+            return wrong + jnp.sum(there[..., None] & (received != want)) + jnp.sum(came != due)
+
+        return lax.fori_loop(0, EXCHANGES, step, jnp.int32(0)).reshape(1)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P("expert"), check_vma=False)
+    assert int(np.sum(jax.jit(run)())) == 0

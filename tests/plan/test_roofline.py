@@ -12,7 +12,7 @@ from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.network import Traffic, devices_reached, traffic
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import ModelShapes
-from scripts import plan_published
+from tests.support import published_speeds
 from tests.support.covering import slow_except
 
 V3 = presets.DEEPSEEK_V3
@@ -158,17 +158,17 @@ def test_devices_reached():
 
 @pytest.fixture(scope="module")
 def bounds():
-    return plan_published.bounds()
+    return published_speeds.bounds()
 
 
 @pytest.mark.slow
 def test_no_bound_is_below_a_published_figure(bounds):
-    for published, bound in zip(plan_published.PUBLISHED, bounds, strict=True):
+    for published, bound in zip(published_speeds.PUBLISHED, bounds, strict=True):
         assert bound.tokens_per_s_per_device >= published.tokens_per_s, published
 
 
 @pytest.mark.slow
 def test_the_page_has_the_table(bounds):
     text = PAGE.read_text("utf-8")
-    begin, end = plan_published.BEGIN, plan_published.END
-    assert text.partition(begin)[2].partition(end)[0].strip() == plan_published.table(bounds)
+    begin, end = published_speeds.BEGIN, published_speeds.END
+    assert text.partition(begin)[2].partition(end)[0].strip() == published_speeds.table(bounds)

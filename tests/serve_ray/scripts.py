@@ -19,7 +19,7 @@ def result_of(code: str, **environment: str) -> Any:
     """Returns what a script prints as one line of JSON, an object. Its argument is a directory with
     a short path, as Ray's sockets need it."""
     pytest.importorskip("ray.serve", reason="needs the extra ray: pip install '.[ray]'")
-    from benchmarks.serving.ray_cluster import ENVIRONMENT
+    from tests.serve_ray.ray_cluster import ENVIRONMENT
 
     with tempfile.TemporaryDirectory(prefix="ray") as directory:
         run = subprocess.run(

@@ -10,8 +10,8 @@ from tests.support.xla_flags import fast_compilation
 CODE = """
 import json, os, pathlib, signal, sys, time, urllib.error, urllib.request
 import ray
-from benchmarks.serving import ray_cluster
-from benchmarks.serving.small_replica import SmallReplica, make_small_engine
+from tests.serve_ray import ray_cluster
+from tests.serve_ray.small_replica import SmallReplica, make_small_engine
 from dsv3_jax.serve_ray.app import application
 from dsv3_jax.serve_ray.settings import AppSettings
 

@@ -11,8 +11,8 @@ from tests.serve_ray.scripts import result_of
 CODE = """
 import asyncio, json, os, pathlib, random, sys, time
 import aiohttp
-from benchmarks.serving import ray_cluster
-from benchmarks.serving.small_replica import SmallPrefillReplica, SmallReplica, make_small_engine
+from tests.serve_ray import ray_cluster
+from tests.serve_ray.small_replica import SmallPrefillReplica, SmallReplica, make_small_engine
 from dsv3_jax.serve_ray.app import application
 from dsv3_jax.serve_ray.settings import AppSettings
 

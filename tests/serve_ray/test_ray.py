@@ -10,11 +10,11 @@ from tests.serve_ray.scripts import result_of
 
 CODE = """
 import asyncio, json, pathlib, sys, urllib.error, urllib.request
-from benchmarks.serving import ray_cluster
-from benchmarks.serving.replica_clients import Clients
+from tests.serve_ray import ray_cluster
+from tests.serve_ray.replica_clients import Clients
 from dsv3_jax.serve_ray.app import application
 from dsv3_jax.serve_ray.settings import AppSettings
-from benchmarks.serving.small_replica import SmallReplica
+from tests.serve_ray.small_replica import SmallReplica
 
 settings = AppSettings.of({
     "autoscaling": {"min_replicas": 2, "max_replicas": 2},

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.local_server import serving_in_a_process
-from benchmarks.serving.sleeping_device import sleeping_engine
+from benchmarks.serving.local_server import serving
 from dsv3_jax.disaggregation.protocol import PATH as PREFILL
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.openai.body import MAX_DEPTH, MAX_OBJECTS, MAX_TEXTS, MAX_VALUES, read_body
@@ -29,6 +28,7 @@ from tests.server.hostile_bodies import (
     VALID,
     costly_bodies,
 )
+from tests.server.sleeping_device import sleeping_engine
 
 SECONDS = 0.5
 """Most CPU time of a body. The worst take 0.07 s; those below took up to 22 s."""
@@ -310,7 +310,7 @@ def test_a_thousand_costly_bodies_of_each_endpoint(capsys):
     limit = 0.05 * max(1.0, reference_seconds() / 0.033)
     worst = (0.0, "", b"")
     statuses: Counter[int] = Counter()
-    with serving_in_a_process(engine, tokenizer, "demo", max_requests=8, max_len=1024) as url:
+    with serving(engine, tokenizer, "demo", max_requests=8, max_len=1024) as url:
         loop_seconds, largest_mib = http_process()
         with largest_gap(url) as idle:
             time.sleep(20)

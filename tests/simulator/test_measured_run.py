@@ -8,11 +8,10 @@ import pytest
 
 from dsv3_jax.simulator.measured_run import MeasuredRun
 from dsv3_jax.simulator.replica import HostCosts
-from dsv3_jax.simulator.step_times import Efficiency, measured
-from scripts import simulate_measured, simulate_published
-from scripts.simulate_measured import CALIBRATION, METRICS, MORE, RESULTS, RUNS
+from tests.simulator import measured_replays
+from tests.simulator.measured_replays import CALIBRATION, METRICS, MORE, RECORD, RESULTS, RUNS
 
-COMPARED = json.loads((RESULTS / "simulated_replays.json").read_text("utf-8"))["rows"]
+COMPARED = json.loads(RECORD.read_text("utf-8"))["rows"]
 TOLERANCE = 0.10
 
 
@@ -28,51 +27,19 @@ def test_the_committed_comparison_is_complete():
     assert sum(row["gives_parameters"] for row in COMPARED) == 8
 
 
-def test_the_tables_of_the_page_are_those_of_the_results():
-    page = (RESULTS.parents[1] / "docs" / "planning.md").read_text("utf-8")
-    published = json.loads((RESULTS / "simulated_h800.json").read_text("utf-8"))
-    tables = [
-        simulate_measured.table(COMPARED),
-        simulate_published.table(published["rows"]),
-        simulate_published.day_table(simulate_published.days(published["rows"])),
-    ]
-    for table in tables:
-        assert f"begin -->\n{table}\n<!--" in page
-    for assumption in published["assumptions"]:
-        assert f"- {assumption}\n" in page
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", [("chat", None), ("prefixed", 24.0)])
 def test_the_committed_comparison_is_that_of_this_code(replay):
-    run = simulate_measured.read("H100")
+    run = measured_replays.read("H100")
     host = run.host_costs(run.find(*CALIBRATION), run.find(*MORE))
-    times = simulate_measured.calibrated(run, host)
-    row = simulate_measured._row("H100", run, run.find(*replay), times, host)
+    times = measured_replays.calibrated(run, host)
+    row = measured_replays.row_of("H100", run, run.find(*replay), times, host)
     (committed,) = (
         each for each in COMPARED if (each["machine"], each["replay"]) == ("H100", row["replay"])
     )
     for name in METRICS:
         assert row[name] == committed[name]
     assert row["steps"] == committed["steps"]
-
-
-class Known:
-    """A model in which one second is the time to read a request and to compute a prompt token."""
-
-    def parts(self, work):
-        return {"weights": work.decodes, "cache": 0.0, "arithmetic": float(work.prompt_tokens)}
-
-
-def test_an_efficiency_is_found_again():
-    """From times that were made with it: a pass of 0.5 s and a quarter of the bandwidth."""
-    decode = [
-        {"batch": batch, "context": 10, "ms": 1e3 * (0.5 + 4 * batch)} for batch in (1, 5, 20)
-    ]
-    prefill = [{"batch": 2, "context": 30, "chunk": 16, "ms": 1e3 * 60 / 0.5}]
-    reached = measured(Known(), decode, prefill)
-    expected = Efficiency(memory=0.25, arithmetic=0.5, pass_seconds=0.5)
-    assert vars(reached) == pytest.approx(vars(expected))
 
 
 def test_refused_results(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsv3_jax.simulator.scaling import Unit, day_curve, depth_of, scale
 from dsv3_jax.simulator.workload import Lengths, SubmitCosts, poisson, replayed
 from dsv3_jax.traces import chat
 
@@ -66,20 +65,3 @@ def test_refused_workloads(change, message):
                 lambda now: 1.0, 1.0, prompts=Lengths(9, 0, 9), outputs=Lengths(9, 0, 9), **settings
             )
         )
-
-
-def test_the_day_curve_has_the_asked_mean():
-    curve = day_curve(depth_of(0.8))
-    assert len(curve) == 24
-    assert sum(curve) / 24 == pytest.approx(0.8)
-    assert max(curve) == pytest.approx(1, abs=0.01)
-    assert curve.index(max(curve)) == 15
-    with pytest.raises(ValueError, match="mean_share: expected a share"):
-        depth_of(0.1)
-
-
-def test_units_are_whole_and_enough():
-    hours = scale([10.0, 25.0, 100.0], [Unit(4, 12.0), Unit(18, 60.0)])
-    assert [hour.units for hour in hours] == [(1, 1), (3, 1), (9, 2)]
-    assert [hour.nodes for hour in hours] == [22, 30, 72]
-    assert scale([10.0], [Unit(1, 10.0)], headroom=0.2)[0].units == (2,)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 DOCUMENTS = [*PAGES, *ROOT.glob("[A-Z]*.md"), *(ROOT / "benchmarks").glob("*.md")]
 DOCUMENTS = sorted({*DOCUMENTS, *(ROOT / "dsv3_jax").glob("demo*/README.md")})
 

@@ -16,7 +16,7 @@ from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.layers.sparse_attention import SparseAttention
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import indexer
-from dsv3_jax.training.indexer import attention_mass, divergence, recall
+from dsv3_jax.training.indexer import divergence, recall
 from dsv3_jax.training.trainer import Trainer
 from sharding import make_layout
 from tests.support.checkpoints import random_tensors, sparse_config, write_checkpoint
@@ -140,23 +140,6 @@ def test_gradient_does_not_depend_on_the_block_size(monkeypatch):
     for name in whole:
         if "indexer" in name:
             assert relative_error(in_blocks[name], whole[name]) < 0.005, name
-
-
-@pytest.mark.slow
-def test_attention_mass(model):
-    """Compares with float64 the share of dense attention that the selected tokens have."""
-    got = of_first_layer(model, attention_mass)
-    oracle = SparseOracle(CONFIG, random_tensors(CONFIG), latent_norm_eps=1e-6)
-    x = oracle.tensors["model.embed_tokens.weight"][TOKENS]
-    x = oracle._norm("model.layers.0.input_layernorm", x)
-    heads, scores = oracle.attention_scores("model.layers.0.self_attn", x)
-    mass = []
-    for b, t in np.ndindex(TOKENS.shape):
-        if t >= 4:
-            p = softmax(heads[b, t][:, : t + 1]).mean(axis=0)
-            mass.append(p[np.argsort(-scores[b, t, : t + 1], kind="stable")[:4]].sum())
-    assert got == pytest.approx(np.mean(mass), rel=1e-5)
-    assert 0.2 < got < 0.9
 
 
 @pytest.mark.parametrize(
