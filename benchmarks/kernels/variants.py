@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks.kernels.shapes import Case
-from pallas_kernels.grouped_matmul import few_tokens
+from pallas_kernels.grouped_matmul import dense_plan, few_tokens, few_tokens_plan
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
@@ -53,7 +53,7 @@ def _few_tokens(dtype: str, **settings: Any) -> dict[str, Variant]:
 
     def matmul(lhs: Any, rhs: Any, *args: Any, block_shape: Any, **arrays: Any) -> Any:
         weights = few_tokens.weights_of(rhs, lhs.shape[1], block_shape)
-        config = few_tokens.default_config(len(lhs), len(rhs), weights)
+        config = few_tokens_plan.default_config(len(lhs), len(rhs), weights)
         config = dataclasses.replace(config, **settings)
         return grouped_matmul.grouped_matmul(
             lhs, rhs, *args, **arrays, block_shape=block_shape, config=config
@@ -79,24 +79,10 @@ def _index(**settings: Any) -> dict[str, Variant]:
 
 def _float8(**settings: Any) -> dict[str, Variant]:
     """Returns the kernels of many float8 tokens with other settings than the default's."""
-    matmul = dataclasses.replace(grouped_matmul.UNROLLED_FLOAT8, **settings)
-    swiglu = dataclasses.replace(grouped_swiglu.UNROLLED_FLOAT8, **settings)
+    config = dataclasses.replace(dense_plan.UNROLLED_FLOAT8, **settings)
     return {
-        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": matmul}),
-        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": swiglu}),
-    }
-
-
-def _bfloat16(**settings: Any) -> dict[str, Variant]:
-    """Returns the kernels of many bfloat16 tokens with other settings than the default's."""
-    ops = {"grouped_matmul": grouped_matmul, "grouped_swiglu": grouped_swiglu}
-    return {
-        name: Variant(
-            getattr(op, name),
-            {"config": dataclasses.replace(op.MANY_TOKENS_BFLOAT16[0], **settings)},
-            ("bf16",),
-        )
-        for name, op in ops.items()
+        "grouped_matmul": Variant(grouped_matmul.grouped_matmul, {"config": config}),
+        "grouped_swiglu": Variant(grouped_swiglu.grouped_swiglu, {"config": config}),
     }
 
 
@@ -109,18 +95,9 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "few queries": {"mla_decode": _decode(FewQueries())},
     "scored, one operand ahead": {"mla_decode": _decode(ScoredQueries(ahead=1))},
     "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
-    "rolled": {
-        "grouped_matmul": Variant(
-            grouped_matmul.grouped_matmul, {"config": grouped_matmul.MANY_TOKENS_FLOAT8[0]}
-        ),
-        "grouped_swiglu": Variant(
-            grouped_swiglu.grouped_swiglu, {"config": grouped_swiglu.MANY_TOKENS_FLOAT8[0]}
-        ),
-    },
+    "rolled": _float8(unrolled=False),
     "without pairs": _float8(),
     "pairs": _float8(paired=True),
-    "panels of 2 tiles": _bfloat16(panel=2),
-    "panels of 8 tiles": _bfloat16(panel=8),
     "permuted columns": _few_tokens("int8", tokens_in_order=False),
     "prefetch": {
         "sparse_mla_decode": Variant(

@@ -63,15 +63,15 @@ def copy_rows(
     """Returns ``x[rows]`` from a kernel."""
     (N,), (M, D) = rows.shape, x.shape
     most = max(1, _BYTES_IN_FLIGHT * _THREADS // (D * x.dtype.itemsize))
-    # Short inputs get a program per row, so that every multiprocessor has a few.
-    per_program = min(most, max(1, N // (4 * multiprocessors())))
+    # Short inputs get a CTA per row, so that every multiprocessor has a few.
+    per_cta = min(most, max(1, N // (4 * multiprocessors())))
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=vector_size(D, x.dtype.itemsize))
 
     def gather_rows(x_g: Any, rows_g: Any, out_g: Any) -> None:
         overlap_preceding_kernel(interpret=interpret)
-        first = jax.lax.axis_index("rows") * per_program
-        # The last program copies its last row several times.
-        targets = [jnp.minimum(first + i, N - 1) for i in range(per_program)]
+        first = jax.lax.axis_index("cta") * per_cta
+        # The last CTA copies its last row several times.
+        targets = [jnp.minimum(first + i, N - 1) for i in range(per_cta)]
         sources = [jnp.clip(rows_g[target], 0, M - 1) for target in targets]
         copies = [load_with_layout(x_g.at[source], layout) for source in sources]
         for target, row in zip(targets, copies, strict=True):
@@ -80,8 +80,8 @@ def copy_rows(
     return plgpu.kernel(
         gather_rows,
         out_type=jax.ShapeDtypeStruct((N, D), x.dtype),
-        grid=(-(-N // per_program),),
-        grid_names=("rows",),
+        grid=(-(-N // per_cta),),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
     )(x, rows)

@@ -13,8 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import few_tokens
-from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Weights, stages_that_fit
+from pallas_kernels.grouped_matmul import few_tokens, mosaic_gpu
+from pallas_kernels.grouped_matmul.few_tokens_plan import (
+    Config,
+    Weights,
+    default_config,
+    stages_that_fit,
+)
 from pallas_kernels.grouped_matmul.heuristics import (
     choose_tile_and_split_k,
     choose_tile_width,
@@ -32,7 +37,7 @@ from tests.support.covering import slow_except
 
 
 def back_end(config: Config | None = None):
-    return functools.partial(few_tokens.grouped_matmul, config=config, interpret=INTERPRET)
+    return functools.partial(mosaic_gpu.grouped_matmul, config=config, interpret=INTERPRET)
 
 
 def inputs(sizes, N, K, rhs_dtype, block_shape, M=None) -> Inputs:
@@ -148,12 +153,12 @@ def test_default_config(M, G, bits, warpgroups, token_widths, k_warpgroups, spli
     weights = Weights.of(f"int{bits}", 4096, 7168, (1, 128))
     in_order = token_widths[-1] <= 32 and bits == 8
     expected = Config(warpgroups, token_widths, k_warpgroups, split_k, tokens_in_order=in_order)
-    assert few_tokens.default_config(M, G, weights) == expected
+    assert default_config(M, G, weights) == expected
 
 
 def test_tokens_by_float8_matrices_are_permuted():
     weights = Weights.of("float8", 4096, 7168, (128, 128))
-    assert not few_tokens.default_config(8, 8, weights).tokens_in_order
+    assert not default_config(8, 8, weights).tokens_in_order
 
 
 @kernel_runs
@@ -173,7 +178,7 @@ def test_a_step_is_not_split():
     """All of K is one step, fewer than the warpgroups that could share it."""
     weights = Weights.of("int4", 256, 256, (1, 128))
     assert weights.k_steps == 1
-    assert few_tokens.default_config(1, 1, weights).split_k == 1
+    assert default_config(1, 1, weights).split_k == 1
 
 
 def choose(widths, steps, N, K, M=1, G=1):
@@ -235,15 +240,17 @@ def test_refuses(lhs_dtype, rhs_dtype, N, K, block_shape, message, monkeypatch):
         rhs_dtype=rhs_dtype,
         block_shape=block_shape,
     )
+    lhs, rhs, sizes, _, scale = x.arrays()
+    scales = () if scale is None else (scale,)
     with pytest.raises(NotImplementedError, match=message):
-        few_tokens.grouped_matmul(*x.arrays(), block_shape=block_shape)
+        few_tokens.grouped_matmuls(lhs, (rhs,), sizes, scales, block_shape=block_shape)
 
 
 @off_gpu
 def test_other_platforms_are_refused():
-    x = inputs((3, 4), 64, 128, "int8", (1, 128))
+    lhs, rhs, sizes, _, scale = inputs((3, 4), 64, 128, "int8", (1, 128)).arrays()
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
-        few_tokens.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
+        few_tokens.grouped_matmuls(lhs, (rhs,), sizes, (scale,), block_shape=(1, 128))
 
 
 def test_the_number_of_stages_is_limited_by_barriers():
