@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 KINDS = (
     # (substring of a source path, kind); the first match counts
     ("mla_decode/schedule", "schedule"),
-    ("grouped_matmul/tile_scheduler", "schedule"),
     ("pallas_kernels/mla_", "attention"),
     ("pallas_kernels/softmax", "attention"),
     ("pallas_kernels/quantized_matmul", "dense matmul"),

@@ -17,11 +17,10 @@ Budget for 4.3 TB/s on 132 multiprocessors: 16.5 bytes of matrices per cycle at 
 bytes of 256 rows in 990 cycles. Of int4 these are 64 weights per thread: 24 shifts, 32 ands (both
 at half rate), 32 additions, 8 matmul instructions, 6 reads, and 30 more for scales and the ring.
 That is 130 issue slots for each of a scheduler's 4 warps, 520 in all, 450 of them in its integer
-unit. Tokens whose columns are in their own order take a quarter more instructions, and no kernel of
-XLA's before this one. Shared memory needs 128 cycles to be filled, 128 to be read, and 256 for each
-8 tokens, which every warp reads. Wide tiles use wgmma, which reads the tokens once, but makes its
-four warps wait for each other and for its completion. Registers: 32 per thread for unpacked
-weights, 8 for packed ones, and twice tokens / 2 for sums. 128 KiB and more are in flight.
+unit. Shared memory needs 128 cycles to be filled, 128 to be read, and 256 for each 8 tokens, which
+every warp reads. Wide tiles use wgmma, which reads the tokens once, but makes its four warps wait
+for each other and for its completion. Registers: 32 per thread for unpacked weights, 8 for packed
+ones, and twice tokens / 2 for sums. 128 KiB and more are in flight.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from pallas_kernels.hopper.tiles import ACC, WGMMA
 
 _FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
 # Registers per thread of the (producer, consumers), by number of consumer warpgroups.
-_REGISTERS = {1: (40, 216), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
+_REGISTERS = {1: (40, 216), 2: (40, 232), 4: (32, 112)}
 
 
 # ---- launch --------------------------------------------------------------------------------------
@@ -376,7 +375,7 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[A
 
     fill = lax.fori_loop(0, tiles.count(), copy_tile, jnp.int32(0))
 
-    def drain(j: Any, carry: int) -> int:
+    def drain(j: Any, carry: Any) -> Any:
         @when(fill + j >= stages)
         def _() -> None:
             plgpu.barrier_wait(ring.empty.at[lax.rem(fill + j, jnp.int32(stages))])
@@ -404,7 +403,7 @@ class _Consumer:
     first_row: Any  # first of its features in the tile
 
     def run(self) -> None:
-        def consume_tile(i: Any, carry: int) -> int:
+        def consume_tile(i: Any, carry: Any) -> Any:
             tile = self.tiles.locate(i)
             body = functools.partial(self.compute_tile, i, tile)
             _for_width(self.plan, tile.tokens, body)

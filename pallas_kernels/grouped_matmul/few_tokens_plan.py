@@ -25,7 +25,7 @@ class Config:
     """Tile configuration."""
 
     warpgroups: int = 4
-    """Number of consumer warpgroups (1-4). Each computes 64 output features."""
+    """Number of consumer warpgroups (1, 2 or 4). Each computes 64 output features."""
 
     token_widths: tuple[int, ...] = (8, 16)
     """Widths of a tile in tokens that are compiled, ascending. A tile uses the narrowest one that
@@ -43,9 +43,9 @@ class Config:
     """Stages of the ring buffer. The default is the largest number that fits in shared memory."""
 
     tokens_in_order: bool = False
-    """Whether the kernel reads the tokens as they are. Otherwise XLA first permutes their columns,
-    in a kernel of its own unless it is part of what computes the tokens. With int4 matrices they
-    are always permuted: pairs of neighbouring int4 take a quarter more instructions."""
+    """int8 only: whether the kernel reads the tokens as they are. Otherwise XLA first permutes their
+    columns, in an extra kernel unless it is part of what computes the tokens. Pairs of neighbouring
+    int4 would take a quarter more instructions, and float8 has not been timed."""
 
     @property
     def max_tokens(self) -> int:
@@ -173,8 +173,8 @@ class Plan:
             raise NotImplementedError(
                 f"takes N of at least {self.config.features}, got {self.weights.N}"
             )
-        if self.config.tokens_in_order and self.weights.format == "int4":
-            raise NotImplementedError("takes tokens in order for int8 and float8, got int4")
+        if self.config.tokens_in_order and self.weights.format != "int8":
+            raise NotImplementedError(f"takes tokens in order for int8, got {self.weights.format}")
 
     @property
     def stages(self) -> int:
@@ -237,7 +237,6 @@ def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Confi
         weight_row_bytes=weights.K * weights.bits // 8,
         token_bytes=2 * weights.K,
     )
-    # Not yet timed on a GPU with float8 matrices.
     in_order = weights.format == "int8" and token_widths[-1] <= _MAX_TOKENS_IN_ORDER
     return Config(
         warpgroups[features],

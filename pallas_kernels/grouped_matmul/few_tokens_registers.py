@@ -56,8 +56,7 @@ def load_operands(
     """Loads and unpacks a thread's weights of one column block of its two rows.
 
     Args:
-      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted. Int4
-        has no such form, see :class:`few_tokens.Config`.
+      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted.
 
     Returns:
       For each 16 columns, the four registers of the operand: upper row, lower row, and both again 8

@@ -452,8 +452,6 @@ def kernels() -> dict[str, Kernel]:
 FEW_TOKENS = (
     ("in order", "int8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
     ("permuted", "int8", 1, FewTokens(4, (8,), 4)),
-    ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
-    ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
 )
 
 
