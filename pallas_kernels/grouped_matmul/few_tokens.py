@@ -49,8 +49,13 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import when_computed
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC, WGMMA
+from pallas_kernels.hopper.unpack import Format
 
-_FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
+_FORMATS: dict[Any, Format] = {
+    jnp.dtype(jnp.int8): "int8",
+    jnp.dtype(jnp.uint8): "int4",
+    jnp.dtype(FLOAT8): "float8",
+}
 # Registers per thread of the (producer, consumers), by number of consumer warpgroups.
 _REGISTERS = {1: (40, 216), 2: (40, 232), 4: (32, 112)}
 

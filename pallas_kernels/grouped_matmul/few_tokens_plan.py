@@ -9,9 +9,9 @@ and float8, 128 of int4.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
 
 from pallas_kernels.grouped_matmul.heuristics import choose_tile_and_split_k
+from pallas_kernels.hopper.unpack import Format
 
 _TOKEN_WIDTHS = (8, 16, 32, 64)
 _MAX_TOKENS_IN_ORDER = 32  # per tile; wider ones use wgmma
@@ -43,9 +43,9 @@ class Config:
     """Stages of the ring buffer. The default is the largest number that fits in shared memory."""
 
     tokens_in_order: bool = False
-    """int8 only: whether the kernel reads the tokens as they are. Otherwise XLA first permutes their
-    columns, in an extra kernel unless it is part of what computes the tokens. Pairs of neighbouring
-    int4 would take a quarter more instructions, and float8 has not been timed."""
+    """int8 only: whether the kernel reads the tokens as they are. Otherwise XLA first permutes
+    their columns, in an extra kernel unless it is part of what computes the tokens. Pairs of
+    neighbouring int4 would take a quarter more instructions, and float8 has not been timed."""
 
     @property
     def max_tokens(self) -> int:
@@ -72,7 +72,7 @@ class Config:
 class Weights:
     """Layout of the matrices in memory, and their division into K steps."""
 
-    format: Literal["int8", "int4", "float8"]
+    format: Format
 
     N: int
     """Output features."""
@@ -89,7 +89,7 @@ class Weights:
     """Number of column blocks in one K step (1 or 2): a copy is 64 or 128 bytes wide."""
 
     @classmethod
-    def of(cls, format: Any, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
+    def of(cls, format: Format, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
         """Returns the layout of matrices [N, K] with one scale per ``block_shape``.
 
         Raises:

@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
 from pallas_kernels.hopper.registers import advance, load_words
 from pallas_kernels.hopper.tiles import ROW, WGMMA
-from pallas_kernels.hopper.unpack import neighbours_to_bfloat16, to_bfloat16
+from pallas_kernels.hopper.unpack import Format, neighbours_to_bfloat16, to_bfloat16
 
 _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
@@ -51,7 +51,7 @@ def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
 
 
 def load_operands(
-    packed: Any, form: str, block: int, column_blocks: int, *, in_order: bool = False
+    packed: Any, form: Format, block: int, column_blocks: int, *, in_order: bool = False
 ) -> list[list[Any]]:
     """Loads and unpacks a thread's weights of one column block of its two rows.
 
@@ -77,7 +77,7 @@ def load_operands(
     return [[upper[i], lower[i], upper[i + 1], lower[i + 1]] for i in range(0, len(upper), 2)]
 
 
-def unpack(packed: Any, form: str, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
+def unpack(packed: Any, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
     """Unpacks column block ``block`` of 64 weight rows in shared memory to operands of wgmma.
 
     Returns:
@@ -100,7 +100,7 @@ def _swizzle(column_blocks: int) -> tuple[Any, ...]:
     return (plgpu.SwizzleTransform(128),) if column_blocks == 2 else ()
 
 
-def unpack_in_interpreter(packed: jax.Array, form: str, *, in_order: bool) -> jax.Array:
+def unpack_in_interpreter(packed: jax.Array, form: Format, *, in_order: bool) -> jax.Array:
     """Unpacks a column block of 64 weight rows in jax.numpy.
 
     The columns have the order of :func:`unpack`, or their own if ``in_order``.
@@ -144,7 +144,7 @@ def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
 
 
 def multiply(
-    packed: Any, x: Any, form: str, blocks: range, column_blocks: int, tokens: int, *,
+    packed: Any, x: Any, form: Format, blocks: range, column_blocks: int, tokens: int, *,
     in_order: bool,
 ) -> jax.Array:  # fmt: skip
     """Multiplies column blocks of 64 packed weight rows with the tokens. Each warp has 16 rows.

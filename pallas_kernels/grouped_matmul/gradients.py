@@ -227,11 +227,10 @@ class _RowTiles:
         tiles = GroupTiles(group_sizes, sizes.tile_m, on_gpu=sizes.on_gpu)
         rows = dataclasses.replace(tiles, tile_m=1).count()
         panel = panel_height(sizes.M, sizes.G, sizes.tile_m, 2 * sizes.N * sizes.pairs)
+        columns = sizes.K, sizes.tile_n
+        count = tiles.count()
         cta = lax.axis_index("cta")
-        scheduler = TileScheduler(
-            tiles, tiles.count(), sizes.K, sizes.tile_n, panel, sizes.ctas, cta
-        )
-        return cls(scheduler, rows)
+        return cls(TileScheduler(tiles, count, *columns, panel, sizes.ctas, cta), rows)
 
     def count(self) -> jax.Array:
         return self.scheduler.count()
