@@ -176,17 +176,10 @@ def _supported(
 class RhsCopy(NamedTuple):
     """One copy of rows of a matrix to a stage."""
 
-    matrix: int
-    """Index of the matrix in its group."""
-
-    column: int
-    """First row of the matrix, relative to the first column of the tile of the result."""
-
-    width: int
-    """Number of rows."""
-
-    stage_row: int
-    """First row of the stage that it fills."""
+    matrix: int  # index of the matrix in its group
+    column: int  # first row of the matrix, relative to the first column of the tile of the result
+    width: int  # number of rows
+    stage_row: int  # first row of the stage that it fills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,15 +189,12 @@ class Plan:
     config: Config
     M: int
     G: int
-    N: int
-    """Columns of the result, and rows of each matrix."""
+    N: int  # columns of the result, and rows of each matrix
     K: int
     float8: bool
-    matrices: int
-    """Matrices per group: 1, or 2 for SwiGLU (gate and up)."""
+    matrices: int  # per group: 1, or 2 for SwiGLU (gate and up)
     ctas: int
-    on_gpu: bool
-    """False in the interpreter."""
+    on_gpu: bool  # False in the interpreter
 
     @property
     def dtype(self) -> Any:

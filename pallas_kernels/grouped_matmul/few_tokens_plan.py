@@ -158,15 +158,11 @@ class Plan:
 
     weights: Weights
     config: Config
-    M: int
-    """Tokens of all groups."""
-    matrices: int
-    """Matrices per group, all of one shape."""
-    scales: int
-    """Scales per row of a matrix."""
+    M: int  # tokens of all groups
+    matrices: int  # per group, all of one shape
+    scales: int  # per row of a matrix
     ctas: int
-    on_gpu: bool
-    """False in the interpreter."""
+    on_gpu: bool  # False in the interpreter
 
     def __post_init__(self) -> None:
         if self.config.features > self.weights.N:

@@ -154,10 +154,8 @@ class _Sizes:
     G: int
     N: int
     K: int
-    pairs: int
-    """Products that the rows gradient adds."""
-    of_matrices: bool
-    """Whether it is the gradient of the matrices."""
+    pairs: int  # products that the rows gradient adds
+    of_matrices: bool  # whether it is the gradient of the matrices
     interpret: Any
 
     @property
@@ -199,18 +197,10 @@ class _Tile(NamedTuple):
     """A tile of the result."""
 
     group: jax.Array
-
-    row: jax.Array
-    """First row: of the tile, or for the matrices gradient of the group."""
-
-    rows: jax.Array
-    """Rows that belong to the group, from ``row`` on."""
-
-    column: jax.Array
-    """First column of the result."""
-
-    out_row: jax.Array
-    """First row of the result's matrix. 0 for the rows gradient."""
+    row: jax.Array  # first row: of the tile, or for the matrices gradient of the group
+    rows: jax.Array  # rows that belong to the group, from ``row`` on
+    column: jax.Array  # first column of the result
+    out_row: jax.Array  # first row of the result's matrix; 0 for the rows gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +208,7 @@ class _RowTiles:
     """Tiles of the rows gradient, in the order of the forward kernel."""
 
     scheduler: TileScheduler
-
-    rows: jax.Array
-    """Rows of all groups."""
+    rows: jax.Array  # of all groups
 
     @classmethod
     def of(cls, sizes: _Sizes, group_sizes: Any) -> _RowTiles:
@@ -245,8 +233,7 @@ class _MatrixTiles:
     """Tiles of the matrices gradient: those of one group after the other, the largest first."""
 
     sizes: _Sizes
-    groups: Any
-    """Result of :func:`_descending` in global memory."""
+    groups: Any  # result of :func:`_descending` in global memory
 
     @property
     def per_group(self) -> tuple[int, int]:
@@ -281,17 +268,14 @@ class _MatrixTiles:
 class _Memory(NamedTuple):
     """References to everything that the kernel reads and writes, except the ring's barriers."""
 
-    lefts: tuple[Any, ...]
-    """d_out of each pair, in global memory."""
-    rights: tuple[Any, ...]
-    """The matrices of each pair, or lhs."""
+    # in global memory
+    lefts: tuple[Any, ...]  # d_out of each pair
+    rights: tuple[Any, ...]  # the matrices of each pair, or lhs
     out: Any
-    left_stages: Any
-    """[stages, tile_m, 64]: rows of d_out. Or [stages, tile_m / 64, 64, 64]: panels of it."""
-    right_stages: Any
-    """[stages, tile_n / 64, 64, 64]: panels."""
-    staging: Any
-    """[CONSUMERS * 2, 64, 64], tiled: results on their way out."""
+    # in shared memory
+    left_stages: Any  # rows of d_out [stages, tile_m, 64], or panels [stages, tile_m / 64, 64, 64]
+    right_stages: Any  # panels [stages, tile_n / 64, 64, 64]
+    staging: Any  # tiled [CONSUMERS * 2, 64, 64]: results on their way out
     staging_untiled: Any
 
 

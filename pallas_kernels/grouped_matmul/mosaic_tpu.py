@@ -79,37 +79,21 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 class Plan:
     """Block sizes of one call, and how it converts quantized matrices."""
 
-    rows: int
-    """Rows per tile of lhs and of the result."""
-
-    columns: int
-    """Columns per block of the result: rows of a matrix."""
-
+    rows: int  # per tile of lhs and of the result
+    columns: int  # per block of the result: rows of a matrix
+    # Whether a block of a matrix of another dtype than lhs is converted to scratch, once per group.
     expands: bool
-    """Whether a block of a matrix of another dtype than lhs is converted to scratch, once per
-    group."""
-
+    # Whether it is instead converted inside the matmul, one slice of K at a time.
     converts_slices: bool
-    """Whether it is instead converted inside the matmul, one slice of K at a time."""
-
-    slice_width: int
-    """Columns of such a slice, in stored numbers (bytes for int4)."""
-
+    slice_width: int  # columns of such a slice, in stored numbers (bytes for int4)
+    # Value of 1 in the dtype to which registers convert stored numbers: 16 for float8 on chips that
+    # do not have float8_e4m3fn, otherwise 1.
     unit: float
-    """Value of 1 in the dtype to which registers convert stored numbers: 16 for float8 on chips
-    that do not have float8_e4m3fn, otherwise 1."""
-
-    packed: bool
-    """Whether the matrices are int4, two columns per byte."""
-
+    packed: bool  # whether the matrices are int4, two columns per byte
+    # Whether each row of a matrix has a single scale, which multiplies the result.
     one_scale_per_row: bool
-    """Whether each row of a matrix has a single scale, which multiplies the result."""
-
-    block_shape: tuple[int, int]
-    """(rows, columns) of a matrix that share a scale."""
-
-    vmem: int
-    """Bytes of VMEM that the compiler may use."""
+    block_shape: tuple[int, int]  # (rows, columns) of a matrix that share a scale
+    vmem: int  # bytes of VMEM that the compiler may use
 
     @property
     def step(self) -> int:

@@ -44,14 +44,9 @@ def panel_height(M: int, G: int, tile_m: int, row_bytes: int) -> int:
 class GroupTiles:
     """The tiles along M of all groups. All lanes of a warp call its methods together."""
 
-    sizes: Any
-    """int32 [G] in global memory: rows of each group."""
-
-    tile_m: int
-    """Rows per tile."""
-
-    on_gpu: bool
-    """False in the interpreter."""
+    sizes: Any  # int32 [G] in global memory: rows of each group
+    tile_m: int  # rows per tile
+    on_gpu: bool  # False in the interpreter
 
     def count(self) -> jax.Array:
         """Returns the number of tiles of all groups."""
@@ -162,47 +157,26 @@ class Tile(NamedTuple):
     """A tile of the result."""
 
     group: jax.Array
-
-    row: jax.Array
-    """First row of lhs."""
-
-    rows: jax.Array
-    """Number of rows that belong to the group, at most tile_m."""
-
+    row: jax.Array  # first row of lhs
+    rows: jax.Array  # number of rows that belong to the group, at most tile_m
+    # First column. The last tile along N is moved back to end at N, so it may overlap the tile
+    # before it.
     column: jax.Array
-    """First column. The last tile along N is moved back to end at N, so it may overlap the tile
-    before it."""
-
-    first_new_column: jax.Array
-    """First column that the tile before it along N does not have."""
+    first_new_column: jax.Array  # first column that the tile before it along N does not have
 
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
     """The tiles of one CTA, or of the two CTAs of a cluster, which share the columns of a tile."""
 
-    group_tiles: GroupTiles
-    """With the rows of all CTAs of a cluster."""
-
-    m_tiles: jax.Array
-    """Number of tiles along M, over all groups."""
-
+    group_tiles: GroupTiles  # whose tiles have the rows of both CTAs of a cluster
+    m_tiles: jax.Array  # number of tiles along M, over all groups
     N: int
-
-    columns: int
-    """Columns per tile."""
-
-    panel: int
-    """M tiles of a panel, see :func:`panel_height`."""
-
-    clusters: int
-    """Clusters in the grid, or CTAs."""
-
-    cluster: jax.Array
-    """Index of this CTA's cluster, or of the CTA."""
-
-    member: jax.Array | None = None
-    """Index of this CTA in its cluster of two."""
+    columns: int  # per tile
+    panel: int  # M tiles of a panel, see :func:`panel_height`
+    clusters: int  # clusters in the grid, or CTAs
+    cluster: jax.Array  # index of this CTA's cluster, or of the CTA
+    member: jax.Array | None = None  # index of this CTA in its cluster of two
 
     def count(self) -> jax.Array:
         """Returns the number of this CTA's tiles."""

@@ -1,4 +1,4 @@
-"""Register access for inlined code: single registers, addresses, and sums over a warp's lanes."""
+"""Register access for inlined code: addresses, loads, and sums over a warp's lanes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ _SCAN_STEP = f"""{{
     @p add.s32 x, x, other;
     mov.b32 $0, x;
 }}"""
-
-
-def only(values: Any) -> Any:
-    """Returns the number of an array of which each thread has one."""
-    return llvm.extractelement(values.registers.item(), const(0))
 
 
 def advance(pointer: Any, count: Any) -> Any:
