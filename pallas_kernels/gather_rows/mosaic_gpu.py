@@ -21,6 +21,7 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.lowered_once import lowered_once
+from pallas_kernels.reference_gradients import with_gradients_of
 
 _THREADS = 128
 _VECTOR_BYTES = 16  # of a load
@@ -48,7 +49,8 @@ def gather_rows(
         raise NotImplementedError(
             f"takes rows of a multiple of {8 * _THREADS} bytes, got {D * size}"
         )
-    return _gather(interpret, x, rows)
+    copy = functools.partial(copy_rows, interpret=interpret)
+    return with_gradients_of(reference.gather_rows, copy)(x, rows)
 
 
 def vector_size(D: int, itemsize: int) -> int:
@@ -85,21 +87,3 @@ def copy_rows(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
     )(x, rows)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(interpret: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
-    return copy_rows(x, rows, interpret=interpret)
-
-
-def _forward(interpret: Any, x: jax.Array, rows: jax.Array) -> Any:
-    return _gather(interpret, x, rows), (x, rows)
-
-
-def _backward(interpret: Any, residuals: Any, cotangent: jax.Array) -> Any:
-    del interpret
-    x, rows = residuals
-    return *jax.vjp(lambda x: reference.gather_rows(x, rows), x)[1](cotangent), None
-
-
-_gather.defvjp(_forward, _backward)

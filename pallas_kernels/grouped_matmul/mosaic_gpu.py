@@ -137,7 +137,8 @@ def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) 
     lhs, rhs, group_sizes, *_ = args
     _, interpret, block_shape = settings
     if rhs.dtype != jnp.bfloat16:
-        return reference.gradients(args, cotangent, block_shape=block_shape)
+        specification = functools.partial(reference.grouped_matmul, block_shape=block_shape)
+        return jax.vjp(specification, *args)[1](cotangent)
     # any shape that the forward kernel takes
     d_lhs = gradients.rows_gradient((cotangent,), (rhs,), group_sizes, interpret=interpret)
     d_rhs = gradients.matrices_gradient(cotangent, lhs, group_sizes, interpret=interpret)

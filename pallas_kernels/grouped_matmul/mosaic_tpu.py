@@ -44,6 +44,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.reference_gradients import with_gradients_of
 from pallas_kernels.tpu import LANES, Chip, dot, require_tpu, require_vmem, tiled_bytes
 
 _LHS_DTYPES = "bfloat16", "float32", "float8_e4m3fn"
@@ -232,37 +233,12 @@ def grouped_matmul(
     if lhs_scale is not None:
         lhs = reference.dense_rows(lhs, lhs_scale, block_shape).astype(jnp.bfloat16)
     plan = plan or choose_plan(chip, lhs, rhs, rhs_scale, block_shape)
-    return _grouped_matmul((plan, interpret), lhs, rhs, group_sizes, rhs_scale)
-
-
-_Settings = tuple[Plan, Any]  # block sizes, interpreter parameters
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(
-    settings: _Settings,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    rhs_scale: jax.Array | None,
-) -> jax.Array:
-    plan, interpret = settings
-    return matmul(lhs, rhs, group_sizes, rhs_scale, plan=plan, interpret=interpret)
-
-
-def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    return _grouped_matmul(settings, *args), args
-
-
-def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, group_sizes, rhs_scale = args
-    d_lhs, d_rhs, _, _, d_scale = reference.gradients(
-        (lhs, rhs, group_sizes, None, rhs_scale), cotangent, block_shape=settings[0].block_shape
+    specification = functools.partial(reference.grouped_matmul, block_shape=block_shape)
+    run = functools.partial(matmul, plan=plan, interpret=interpret)
+    multiply = with_gradients_of(
+        lambda lhs, rhs, sizes, scale: specification(lhs, rhs, sizes, None, scale), run
     )
-    return d_lhs, d_rhs, None, d_scale
-
-
-_grouped_matmul.defvjp(_forward, _backward)
+    return multiply(lhs, rhs, group_sizes, rhs_scale)
 
 
 # ---- visits --------------------------------------------------------------------------------------

@@ -110,7 +110,8 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
 
 
 def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    (lhs, gate, up, group_sizes, *scales), saved = residuals
+    args, saved = residuals
+    lhs, gate, up, group_sizes, *_ = args
     if saved is not None:
         _, vjp = jax.vjp(lambda *x: reference.silu_multiply(*x).astype(lhs.dtype), *saved)
         d_outs = vjp(cotangent)
@@ -121,14 +122,8 @@ def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tupl
         )
         return d_lhs, d_gate, d_up, None, None, None, None
 
-    def swiglu(lhs: Any, gate: Any, up: Any, *scales: Any) -> Any:
-        return reference.grouped_swiglu(
-            lhs, gate, up, group_sizes, *scales, block_shape=settings[2]
-        )
-
-    _, vjp = jax.vjp(swiglu, lhs, gate, up, *scales)
-    d_lhs, d_gate, d_up, *d_scales = vjp(cotangent)
-    return d_lhs, d_gate, d_up, None, *d_scales
+    specification = functools.partial(reference.grouped_swiglu, block_shape=settings[2])
+    return jax.vjp(specification, *args)[1](cotangent)
 
 
 _grouped_swiglu.defvjp(_forward, _backward)
