@@ -30,7 +30,7 @@ import dsv3_jax
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.files import atomic_write
 from dsv3_jax.generation.completion import Completion
-from dsv3_jax.generation.token_mask import TokenMask
+from dsv3_jax.generation.request import TokenMask
 
 PROMPTS = (
     "def fibonacci(n):\n",

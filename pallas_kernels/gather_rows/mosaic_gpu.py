@@ -21,6 +21,7 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.lowered_once import lowered_once
+from pallas_kernels.reference_gradients import with_gradients_of
 
 _THREADS = 128
 _VECTOR_BYTES = 16  # of a load
@@ -48,7 +49,8 @@ def gather_rows(
         raise NotImplementedError(
             f"takes rows of a multiple of {8 * _THREADS} bytes, got {D * size}"
         )
-    return _gather(interpret, x, rows)
+    copy = functools.partial(copy_rows, interpret=interpret)
+    return with_gradients_of(reference.gather_rows, copy)(x, rows)
 
 
 def vector_size(D: int, itemsize: int) -> int:
@@ -63,15 +65,15 @@ def copy_rows(
     """Returns ``x[rows]`` from a kernel."""
     (N,), (M, D) = rows.shape, x.shape
     most = max(1, _BYTES_IN_FLIGHT * _THREADS // (D * x.dtype.itemsize))
-    # Short inputs get a program per row, so that every multiprocessor has a few.
-    per_program = min(most, max(1, N // (4 * multiprocessors())))
+    # Short inputs get a CTA per row, so that every multiprocessor has a few.
+    per_cta = min(most, max(1, N // (4 * multiprocessors())))
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=vector_size(D, x.dtype.itemsize))
 
     def gather_rows(x_g: Any, rows_g: Any, out_g: Any) -> None:
         overlap_preceding_kernel(interpret=interpret)
-        first = jax.lax.axis_index("rows") * per_program
-        # The last program copies its last row several times.
-        targets = [jnp.minimum(first + i, N - 1) for i in range(per_program)]
+        first = jax.lax.axis_index("cta") * per_cta
+        # The last CTA copies its last row several times.
+        targets = [jnp.minimum(first + i, N - 1) for i in range(per_cta)]
         sources = [jnp.clip(rows_g[target], 0, M - 1) for target in targets]
         copies = [load_with_layout(x_g.at[source], layout) for source in sources]
         for target, row in zip(targets, copies, strict=True):
@@ -80,26 +82,8 @@ def copy_rows(
     return plgpu.kernel(
         gather_rows,
         out_type=jax.ShapeDtypeStruct((N, D), x.dtype),
-        grid=(-(-N // per_program),),
-        grid_names=("rows",),
+        grid=(-(-N // per_cta),),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
     )(x, rows)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(interpret: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
-    return copy_rows(x, rows, interpret=interpret)
-
-
-def _forward(interpret: Any, x: jax.Array, rows: jax.Array) -> Any:
-    return _gather(interpret, x, rows), (x, rows)
-
-
-def _backward(interpret: Any, residuals: Any, cotangent: jax.Array) -> Any:
-    del interpret
-    x, rows = residuals
-    return *jax.vjp(lambda x: reference.gather_rows(x, rows), x)[1](cotangent), None
-
-
-_gather.defvjp(_forward, _backward)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.reference_gradients import with_gradients_of
 from pallas_kernels.target import platform
 
 _BLOCK_ROWS = 32
@@ -39,17 +40,20 @@ def grouped_matmul(
     """
     if platform() != "cpu":
         raise NotImplementedError(f"runs on CPUs, this is {platform()}")
-    return _grouped_matmul(block_shape, lhs, rhs, group_sizes, lhs_scale, rhs_scale)
+    options: Any = {"block_shape": block_shape}
+    specification = functools.partial(reference.grouped_matmul, **options)
+    matmul = with_gradients_of(specification, functools.partial(_grouped_matmul, **options))
+    return matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_matmul(
-    block_shape: tuple[int, int],
     lhs: Float[Array, "M K"],
     rhs: reference.Matrices,
     group_sizes: Int[Array, " G"],
     lhs_scale: Float32[Array, "M Kb"] | None,
     rhs_scale: Float32[Array, "G Nb Kb"] | None,
+    *,
+    block_shape: tuple[int, int],
 ) -> Float[Array, "M N"]:
     dtype = jnp.bfloat16 if lhs.dtype == FLOAT8 else lhs.dtype
     if lhs_scale is not None:
@@ -87,14 +91,3 @@ def _multiply(rows: Float[Array, "R K"], matrix: Float[Array, "N K"]) -> Float32
         return jnp.einsum("rk,nk->rn", rows, matrix, preferred_element_type=f32)
     # One or two rows are multiplied one by one: XLA's matmul is slower for them.
     return jnp.stack([jnp.dot(matrix, row, preferred_element_type=f32) for row in rows])
-
-
-def _forward(block_shape: tuple[int, int], *args: Any):
-    return _grouped_matmul(block_shape, *args), args
-
-
-def _backward(block_shape: tuple[int, int], args: tuple[Any, ...], cotangent: jax.Array):
-    return reference.gradients(args, cotangent, block_shape=block_shape)
-
-
-_grouped_matmul.defvjp(_forward, _backward)

@@ -5,90 +5,67 @@ average. The time is that of reading the matrices, so they are read once, in the
 they are stored. The matmul is transposed, ``out^T = W x^T``: 64 weight rows are the M dimension of
 the tensor core instruction, and the few tokens of a group are its N dimension.
 
-This file chooses the configuration and prepares the operands. The kernel is in
-``few_tokens_kernel``, code for single threads in ``few_tokens_registers`` and ``few_tokens_mma``,
-tile and weight layout in ``few_tokens_plan``.
+One persistent CTA per multiprocessor takes tiles round-robin: 64 to 256 output features by the
+tokens of one group. The producer warpgroup keeps a ring buffer filled with K steps of weights and
+tokens, by TMA. Each consumer warpgroup unpacks 64 features of a step to bfloat16 in registers,
+multiplies them with the tokens in shared memory, applies the scales and adds to float32 sums. With
+``k_warpgroups`` > 1 a stage holds one K step for each warpgroup that shares a tile, and their sums
+are reduced through shared memory. ``few_tokens_plan`` has the configuration, and
+``few_tokens_registers`` the code for single threads.
+
+Budget for 4.3 TB/s on 132 multiprocessors: 16.5 bytes of matrices per cycle at 1.98 GHz, so 64
+bytes of 256 rows in 990 cycles. Of int4 these are 64 weights per thread: 24 shifts, 32 ands (both
+at half rate), 32 additions, 8 matmul instructions, 6 reads, and 30 more for scales and the ring.
+That is 130 issue slots for each of a scheduler's 4 warps, 520 in all, 450 of them in its integer
+unit. Shared memory needs 128 cycles to be filled, 128 to be read, and 256 for each 8 tokens, which
+every warp reads. Wide tiles use wgmma, which reads the tokens once, but makes its four warps wait
+for each other and for its completion. Registers: 32 per thread for unpacked weights, 8 for packed
+ones, and twice tokens / 2 for sums. 128 KiB and more are in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
-from pallas_kernels.grouped_matmul import few_tokens_kernel, reference
-from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Weights
-from pallas_kernels.grouped_matmul.heuristics import choose_tile_and_split_k
+from pallas_kernels.grouped_matmul import few_tokens_registers as registers
+from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Plan, Weights, default_config
+from pallas_kernels.grouped_matmul.reference import Matrices
+from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper.branch import cond, when
+from pallas_kernels.hopper.keep import keep
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.loads import when_computed
+from pallas_kernels.hopper.lowered_once import lowered_once
+from pallas_kernels.hopper.tiles import ACC, WGMMA
+from pallas_kernels.hopper.unpack import Format
 
-_FORMATS = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.uint8): "int4", jnp.dtype(FLOAT8): "float8"}
-_TOKEN_WIDTHS = (8, 16, 32, 64)
-_MAX_TOKENS_IN_ORDER = 32  # per tile; wider ones use wgmma
-
-
-def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Config:
-    """Chooses a configuration from the shapes, since the group sizes are unknown when compiling.
-
-    Args:
-      matrices: matrices per group.
-    """
-    mean = -(-M // G)
-    # Group sizes vary, relatively more if groups are small.
-    largest = min(M, 4 * mean if mean <= 4 else 2 * mean)
-    last = next((i for i, w in enumerate(_TOKEN_WIDTHS) if w >= largest), len(_TOKEN_WIDTHS) - 1)
-    token_widths = _TOKEN_WIDTHS[max(last - 2, 0) : last + 1]
-    # With four warpgroups there are too few registers for sums of 64 tokens and unpacked
-    # weights, and tiles of three warpgroups rarely fill the last wave.
-    wide = token_widths[-1] == 64
-    max_features = 128 if wide and weights.format != "int8" else 256
-    warpgroups = {features: 2 if wide and features < 256 else 4 for features in (256, 128, 64)}
-    k_warpgroups = {
-        features: 64 * warpgroups[features] // features
-        for features in warpgroups
-        if features <= min(max_features, weights.N)
-    }
-    features, split_k = choose_tile_and_split_k(
-        {width: max(1, weights.k_steps // shares) for width, shares in k_warpgroups.items()},
-        M,
-        G,
-        matrices * weights.N,
-        weight_row_bytes=weights.K * weights.bits // 8,
-        token_bytes=2 * weights.K,
-    )
-    # Not yet timed on a GPU with float8 matrices.
-    in_order = weights.format == "int8" and token_widths[-1] <= _MAX_TOKENS_IN_ORDER
-    return Config(
-        warpgroups[features],
-        token_widths,
-        k_warpgroups[features],
-        split_k,
-        tokens_in_order=in_order,
-    )
+_FORMATS: dict[Any, Format] = {
+    jnp.dtype(jnp.int8): "int8",
+    jnp.dtype(jnp.uint8): "int4",
+    jnp.dtype(FLOAT8): "float8",
+}
+# Registers per thread of the (producer, consumers), by number of consumer warpgroups.
+_REGISTERS = {1: (40, 216), 2: (40, 232), 4: (32, 112)}
 
 
-def grouped_matmul(
-    lhs: Float[Array, "M K"],
-    rhs: reference.Matrices,
-    group_sizes: Int[Array, " G"],
-    lhs_scale: Float32[Array, "M Kb"] | None = None,
-    rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
-    *,
-    block_shape: tuple[int, int] = (128, 128),
-    config: Config | None = None,
-    interpret: Any = None,
-) -> Float[Array, "M N"]:
-    """As :func:`pallas_kernels.grouped_matmul`; raises as :func:`grouped_matmuls`."""
-    scales = () if rhs_scale is None else (rhs_scale,)
-    settings: Any = {"block_shape": block_shape, "config": config, "interpret": interpret}
-    return grouped_matmuls(lhs, (rhs,), group_sizes, scales, **settings)
+# ---- launch --------------------------------------------------------------------------------------
 
 
 def grouped_matmuls(
     lhs: Float[Array, "M K"],
-    matrices: Sequence[reference.Matrices],
+    matrices: Sequence[Matrices],
     group_sizes: Int[Array, " G"],
     scales: Sequence[Float32[Array, "G Nb Kb"]],
     *,
@@ -125,7 +102,7 @@ def grouped_matmuls(
         tokens = jnp.pad(lhs, ((0, rows - M), (0, 0)))
     else:
         tokens = permute_columns(lhs, weights, rows)
-    partial_results = few_tokens_kernel.matmul(
+    partial_results = _matmul(
         tokens,
         tuple(matrices),
         tuple(scales),
@@ -133,7 +110,7 @@ def grouped_matmuls(
         M=M,
         weights=weights,
         config=config,
-        thread_blocks=multiprocessors() if interpret is None else 2,
+        ctas=multiprocessors() if interpret is None else 2,
         interpret=interpret,
     )
     if len(partial_results) == 1:
@@ -141,12 +118,11 @@ def grouped_matmuls(
     return jnp.sum(partial_results, axis=0).astype(lhs.dtype)
 
 
-def weights_of(matrices: reference.Matrices, K: int, block_shape: tuple[int, int]) -> Weights:
+def weights_of(matrices: Matrices, K: int, block_shape: tuple[int, int]) -> Weights:
     """Returns the layout of int8, int4 or float8_e4m3fn matrices with K columns.
 
     Raises:
-      NotImplementedError: N, K or the scale blocks are not multiples of what :class:`Weights`
-        requires.
+      NotImplementedError: see :meth:`Weights.of`.
     """
     return Weights.of(_FORMATS[jnp.dtype(matrices.dtype)], matrices.shape[1], K, block_shape)
 
@@ -171,3 +147,499 @@ def permute_columns(
         # (thread, block, word, pair, slice, half): a word's half bytes as 0, 4; 1, 5; 2, 6; 3, 7.
         x = lhs.reshape(M, K // 128, 4, 2, 2, 2, 2, 2).transpose(1, 3, 0, 4, 6, 7, 2, 5)
     return jnp.pad(x.reshape(K // 64, M, 64), ((0, 0), (0, rows - M), (0, 0)))
+
+
+@lowered_once("M", "weights", "config", "ctas", "interpret")
+def _matmul(
+    x: BFloat16[Array, "blocks rows 64"] | BFloat16[Array, "rows K"],
+    matrices: Sequence[Matrices],
+    scales: Sequence[Float32[Array, "G Nb Kb"]],
+    group_sizes: Int[Array, " G"],
+    *,
+    M: int,
+    weights: Weights,
+    config: Config,
+    ctas: int,
+    interpret: Any,
+) -> Float[Array, "split_k M N_of_all"]:
+    """Multiplies each token with its group's matrices, all of one shape.
+
+    Args:
+      x: tokens, as :func:`permute_columns` returns them, or with ``tokens_in_order`` as they are.
+        Rows up to the width of a tile or, in the interpreter, up to M and that width.
+
+    Returns:
+      bfloat16 [1, M, N_of_all], or with split-K float32 partial sums.
+    """
+    plan = Plan(weights, config, M, len(matrices), scales[0].shape[2], ctas, interpret is None)
+    gpu, consumers, matrix_count = plan.on_gpu, config.warpgroups, plan.matrices
+    ring_scratch = _Stages.scratch(plan, matrices[0].dtype)
+
+    def few_tokens(x_g: Any, *refs: Any) -> None:
+        w_g, scale_g = refs[:matrix_count], refs[matrix_count : 2 * matrix_count]
+        sizes_g, out_g, *scratch = refs[2 * matrix_count :]
+        ring = _Stages(plan, *scratch[: len(ring_scratch)])
+        reduction = scratch[len(ring_scratch) :]
+        overlap_preceding_kernel(interpret=interpret)
+        warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
+        tiles = _Tiles(plan, GroupTiles(sizes_g, config.max_tokens, on_gpu=gpu), cta)
+
+        @when(warpgroup == consumers)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[consumers][0], action="decrease")
+            _produce(plan, tiles, ring, x_g, w_g)
+
+        @when(warpgroup < consumers)
+        def _() -> None:
+            plgpu.set_max_registers(_REGISTERS[consumers][1], action="increase")
+            k_part = lax.rem(warpgroup, jnp.int32(config.k_warpgroups))
+            first_row = lax.div(warpgroup, jnp.int32(config.k_warpgroups)) * 64
+            first_row = pl.multiple_of(first_row, 64)
+            split = _Reduction(config.k_warpgroups, *reduction) if reduction else None
+            _Consumer(plan, tiles, ring, scale_g, out_g, split, warpgroup, k_part, first_row).run()
+
+    dtype = jnp.bfloat16 if config.split_k == 1 else jnp.float32
+    return plgpu.kernel(
+        few_tokens,
+        out_type=jax.ShapeDtypeStruct((config.split_k, M, matrix_count * weights.N), dtype),
+        scratch_types=[*ring_scratch, *_Reduction.scratch(plan)],
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(x, *matrices, *scales, group_sizes.astype(jnp.int32))
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+class _Tile(NamedTuple):
+    """A number of output features by the tokens of a group. All fields are int32."""
+
+    group: Any
+    token: Any  # first token
+    tokens: Any  # number of tokens
+    matrix: Any  # index of the matrix in its group
+    k_slice: Any  # index of the slice of K, with split-K
+    # First feature. The last tile is moved back to end at N, so that it overlaps the one before it.
+    feature: Any
+    first_new_feature: Any  # first feature that the tile before it does not have
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """The tiles of one CTA, which takes them round-robin."""
+
+    plan: Plan
+    groups: GroupTiles
+    cta: Any
+
+    def count(self) -> Any:
+        """Returns the number of the CTA's tiles.
+
+        Each role computes it for itself, so that it takes no register meanwhile.
+        """
+        plan = self.plan
+        total = self.groups.count() * (plan.matrices * plan.feature_tiles * plan.config.split_k)
+        return lax.div(total - self.cta + (plan.ctas - 1), jnp.int32(plan.ctas))
+
+    def locate(self, i: Any) -> _Tile:
+        """Returns the CTA's i-th tile."""
+        plan, N, features = self.plan, self.plan.weights.N, self.plan.config.features
+        t, indices = self.cta + i * plan.ctas, []
+        for choices in (plan.config.split_k, plan.feature_tiles, plan.matrices):
+            indices.append(jnp.int32(0) if choices == 1 else lax.rem(t, jnp.int32(choices)))
+            t = t if choices == 1 else lax.div(t, jnp.int32(choices))
+        k_slice, feature_tile, matrix = indices
+        first = feature_tile * features
+        feature = jnp.minimum(first, N - features) if N % features else first
+        return _Tile(*self.groups.locate(t), matrix, k_slice, feature, first)
+
+
+def _for_matrix(plan: Plan, matrix: Any, body: Callable[[int], None]) -> None:
+    """Runs ``body(n)`` for the static index n that equals ``matrix``."""
+    for n in range(plan.matrices):
+        if plan.matrices == 1:
+            body(n)
+        else:
+            when(matrix == n)(functools.partial(body, n))
+
+
+def _for_width(plan: Plan, tokens: Any, body: Callable[[int, int], None]) -> None:
+    """Runs ``body(n, width)`` for the narrowest of the token widths that holds a tile."""
+    widths, max_tokens, low = plan.config.token_widths, plan.config.max_tokens, 0
+    for n, width in enumerate(widths):
+        if len(widths) == 1:
+            body(n, width)
+        else:
+            high = width if width != max_tokens else max_tokens + 1
+            when((tokens > low) & (tokens <= high))(functools.partial(body, n, width))
+        low = width
+
+
+# ---- the producer, and the ring buffer that it fills ---------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stages:
+    """The ring buffer: K steps of tokens and weights in shared memory, and their barriers."""
+
+    plan: Plan
+    x: Any  # [slots, blocks of x, tokens, 64]; on a GPU with two views for each width
+    weights: Any  # [slots, features, bytes of a step]
+    full: Any  # one barrier per stage; each copy arrives at it
+    empty: Any  # one barrier per stage; each consumer warpgroup arrives at it
+
+    @staticmethod
+    def scratch(plan: Plan, dtype: Any) -> list[Any]:
+        """Returns the scratch types of the fields after ``plan``. Weights are of ``dtype``."""
+        swizzle = (plgpu.SwizzleTransform(128),)
+        tiling = (plgpu.TilingTransform((8, 64)), *swizzle)
+        max_tokens = plan.config.max_tokens
+        if plan.on_gpu:
+            # Two views of the same memory for each width: tiled for wgmma, untiled for TMA.
+            x_scratch = plgpu.RefUnion(
+                *(
+                    plgpu.SMEM(
+                        (plan.slots * (max_tokens // width), plan.x_blocks, width, 64),
+                        jnp.bfloat16,
+                        transforms=transforms,
+                    )
+                    for width in plan.config.token_widths
+                    for transforms in (tiling, swizzle)
+                )
+            )
+        else:
+            x_scratch = plgpu.SMEM((plan.slots, plan.x_blocks, max_tokens, 64), jnp.bfloat16)
+        weights = plgpu.SMEM(
+            (plan.slots, plan.config.features, plan.weights.step_bytes),
+            dtype,
+            transforms=swizzle if plan.weights.column_blocks == 2 and plan.on_gpu else (),
+        )
+        copies_per_step = 1 + (plan.x_blocks if plan.config.tokens_in_order else 1)
+        copies = copies_per_step * plan.config.k_warpgroups
+        full = plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages)
+        empty = plgpu.Barrier(num_arrivals=plan.config.warpgroups, num_barriers=plan.stages)
+        return [x_scratch, weights, full, empty]
+
+    def tokens(self, n: int, width: int, slot: Any, tiled: bool) -> Any:
+        """Returns the tokens of a slot, [blocks of x, width, 64], in the view of width n."""
+        if not self.plan.on_gpu:
+            return self.x.at[slot, :, pl.ds(0, width)]
+        view = self.x[2 * n + (0 if tiled else 1)]
+        return view.at[slot * (self.plan.config.max_tokens // width)]
+
+
+def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[Any]) -> None:
+    """Copies weights and tokens of every K step of this CTA's tiles to the ring."""
+    k_warpgroups, stages, features = plan.config.k_warpgroups, plan.stages, plan.config.features
+    step_bytes, x_blocks = plan.weights.step_bytes, plan.x_blocks
+
+    def copy(source: Any, target: Any, stage: Any) -> None:
+        plgpu.copy_gmem_to_smem(source, target, ring.full.at[stage])
+
+    def copy_tile(i: Any, fill: Any) -> Any:
+        tile = tiles.locate(i)
+
+        def copy_step(k: Any, fill: Any) -> Any:
+            stage = lax.rem(fill, jnp.int32(stages))
+
+            @when(fill >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(ring.empty.at[stage])
+
+            for part in range(k_warpgroups):
+                # Past the end of K the last step is copied again, and counts as zero.
+                step = (tile.k_slice * plan.fills + k) * k_warpgroups + part
+                step = jnp.minimum(step, plan.weights.k_steps - 1)
+                slot = stage * k_warpgroups + part
+
+                def copy_weights(n: int, step: Any = step, slot: Any = slot) -> None:
+                    window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
+                    copy(w_g[n].at[tile.group, *window], ring.weights.at[slot], stage)
+
+                def copy_tokens(n: int, width: int, step: Any = step, slot: Any = slot) -> None:
+                    rows = pl.ds(tile.token, width)
+                    target = ring.tokens(n, width, slot, tiled=False)
+                    if not plan.config.tokens_in_order:
+                        copy(x_g.at[pl.ds(step * x_blocks, x_blocks), rows], target, stage)
+                        return
+                    for b in range(x_blocks):
+                        columns = pl.ds((step * x_blocks + b) * 64, 64)
+                        copy(x_g.at[rows, columns], target.at[b], stage)
+
+                _for_matrix(plan, tile.matrix, copy_weights)
+                _for_width(plan, tile.tokens, copy_tokens)
+            return fill + 1
+
+        return lax.fori_loop(0, plan.fills, copy_step, fill)
+
+    fill = lax.fori_loop(0, tiles.count(), copy_tile, jnp.int32(0))
+
+    def drain(j: Any, carry: Any) -> Any:
+        @when(fill + j >= stages)
+        def _() -> None:
+            plgpu.barrier_wait(ring.empty.at[lax.rem(fill + j, jnp.int32(stages))])
+
+        return carry
+
+    lax.fori_loop(0, stages, drain, 0)
+
+
+# ---- the consumers -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Consumer:
+    """A consumer warpgroup, which computes 64 features of every tile, or a part of their K."""
+
+    plan: Plan
+    tiles: _Tiles
+    ring: _Stages
+    scales: Sequence[Any]  # float32 [G, Nb, Kb] in global memory, one per matrix
+    out: Any
+    reduction: _Reduction | None
+    warpgroup: Any
+    k_part: Any  # index among the warpgroups that share a tile
+    first_row: Any  # first of its features in the tile
+
+    def run(self) -> None:
+        def consume_tile(i: Any, carry: Any) -> Any:
+            tile = self.tiles.locate(i)
+            body = functools.partial(self.compute_tile, i, tile)
+            _for_width(self.plan, tile.tokens, body)
+            return carry
+
+        lax.fori_loop(0, self.tiles.count(), consume_tile, 0)
+        if self.reduction is not None:
+            self.reduction.drain(self.k_part, self.tiles.count)
+
+    def compute_tile(self, i: Any, tile: _Tile, n: int, width: int) -> None:
+        """Computes a tile of at most ``width`` tokens, the n-th of the token widths."""
+        plan, weights, ring = self.plan, self.plan.weights, self.ring
+        k_warpgroups, fills = plan.config.k_warpgroups, plan.fills
+        feature, tokens = tile.feature + self.first_row, tile.tokens
+        if weights.N % plan.config.features:
+            tokens = jnp.where(feature < tile.first_new_feature, 0, tokens)
+        first_fill = i * fills
+        first_step = tile.k_slice * (fills * k_warpgroups) + self.k_part
+
+        def k_step(k: Any, carry: Any) -> Any:
+            total, step_scales = carry
+            stage = lax.rem(first_fill + k, jnp.int32(plan.stages))
+            step = first_step + k * k_warpgroups
+            next_scales = (
+                step_scales
+                if weights.is_scaled_last
+                else self.load_scales(tile.group, tile.matrix, feature, step + k_warpgroups)
+            )
+            plgpu.barrier_wait(ring.full.at[stage])
+            slot = stage * k_warpgroups + self.k_part
+            firsts = range(0, weights.column_blocks, weights.blocks_per_scale)
+            for j, first in enumerate(firsts):
+                product = self.multiply(n, width, slot, first)
+                if not plan.k_divides_evenly:
+                    product = product * jnp.where(step < weights.k_steps, 1.0, 0.0)
+                if not weights.is_scaled_last:
+                    product = _scaled(product, step_scales[j])
+                total = total + product
+            if not plan.on_gpu:
+                # The interpreter requires a fence between reading a stage and the copy that
+                # overwrites it. A GPU requires that everything loaded from it has been used.
+                plgpu.commit_smem()
+            else:
+                stage = when_computed(stage, _unknown_zero(i), total)
+            plgpu.barrier_arrive(ring.empty.at[stage])
+            return total, next_scales
+
+        total = jnp.zeros((64, width), jnp.float32)
+        if plan.on_gpu:
+            total = plgpu.layout_cast(total, WGMMA)
+        first_scales = self.load_scales(tile.group, tile.matrix, feature, first_step)
+        total, last_scales = lax.fori_loop(0, fills, k_step, (total, first_scales))
+        if weights.is_scaled_last:
+            total = _scaled(total, last_scales[0])
+
+        def finish(total: jax.Array) -> None:
+            column = tile.matrix * weights.N + feature
+            _store(plan, self.out, total, tile.k_slice, tile.token, tokens, column)
+
+        if self.reduction is None:
+            finish(total)
+        else:
+            self.reduction.reduce(total, i, self.warpgroup, self.k_part, finish, on_gpu=plan.on_gpu)
+
+    def load_scales(self, group: Any, matrix: Any, feature: Any, step: Any) -> tuple[Any, ...]:
+        """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks.
+
+        Each is a vector over the 64 features, or a scalar.
+        """
+        plan, weights = self.plan, self.plan.weights
+
+        def load(n: int) -> tuple[Any, ...]:
+            loaded, scales = [], self.scales[n]
+            for first in range(0, weights.column_blocks, weights.blocks_per_scale):
+                column = step * weights.step_columns + first * weights.block_columns
+                kb = lax.div(column, jnp.int32(weights.scale_columns))
+                kb = jnp.minimum(kb, plan.scales - 1)
+                if weights.scale_rows > 1:
+                    row = lax.div(feature, jnp.int32(weights.scale_rows))
+                    loaded.append(scales[group, row, kb])
+                elif not plan.on_gpu:
+                    loaded.append(scales[group, pl.ds(feature, 64), kb])
+                else:
+                    rows = scales.at[group, pl.ds(feature, 64), kb]
+                    loaded.append(registers.load_row_scales(rows, weights.column_blocks))
+            return tuple(loaded)
+
+        def choose(n: int) -> tuple[Any, ...]:
+            if n == plan.matrices - 1:
+                return load(n)
+            return cond(matrix == n, functools.partial(load, n), functools.partial(choose, n + 1))
+
+        return choose(0)
+
+    def multiply(self, n: int, width: int, slot: Any, first: int) -> jax.Array:
+        """Returns the product of column blocks ``first`` to ``first + blocks_per_scale`` of 64
+        features with the tokens: float32 [64, width], not scaled."""
+        weights, ring, config = self.plan.weights, self.ring, self.plan.config
+        rows, form, in_order = pl.ds(self.first_row, 64), weights.format, config.tokens_in_order
+        blocks = range(first, first + weights.blocks_per_scale)
+        x_first = weights.block_columns // 64 * first
+        if not self.plan.on_gpu:
+            values = ring.weights[slot, rows]
+            unpacked = [
+                registers.unpack_in_interpreter(
+                    values[:, 64 * b : 64 * b + 64], form, in_order=in_order
+                )
+                for b in blocks
+            ]
+            x_end = weights.block_columns // 64 * (first + weights.blocks_per_scale)
+            return jnp.einsum(
+                "nbk,bmk->nm",
+                jnp.concatenate(unpacked, axis=1),
+                ring.x[slot][x_first:x_end, :width].astype(jnp.float32),
+                precision="highest",
+            )
+
+        packed, column_blocks = ring.weights.at[slot, rows], weights.column_blocks
+        if not config.uses_wgmma(width):
+            tokens = ring.tokens(n, width, slot, tiled=False)
+            return registers.multiply(
+                packed, tokens, form, blocks, column_blocks, width, in_order=in_order
+            )
+
+        def multiply_with_wgmma(accumulator: Any) -> jax.Array:
+            unpacked = [registers.unpack(packed, form, b, column_blocks) for b in blocks]
+            operands = [a for block in unpacked for a in block]
+            tokens = ring.tokens(n, width, slot, tiled=True)
+            for b, a in enumerate(operands):
+                plgpu.wgmma(accumulator, a, tokens.at[x_first + b].T)
+            product = accumulator[...]
+            keep(*operands)  # ptxas before 13.3 may reuse the registers before wgmma is complete
+            return product
+
+        return pl.run_scoped(multiply_with_wgmma, ACC((64, width), jnp.float32))
+
+
+def _scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
+    if scale.ndim:
+        scale = lax.broadcast_in_dim(scale, product.shape, (0,))
+    return product * scale
+
+
+def _unknown_zero(i: Any) -> Any:
+    """Returns 0, which no compiler knows. A CTA's tile ``i`` is one of fewer than 2^24."""
+    return lax.shift_right_logical(i, jnp.int32(24))
+
+
+# ---- epilogue ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Reduction:
+    """The sum over the warpgroups that share a tile's features, through shared memory.
+
+    The first of them adds the others' sums to its own.
+    """
+
+    k_warpgroups: int  # that share a tile
+    partial_sums: Any  # float32 [partial warpgroups, 64 * tokens] in shared memory
+    written: Any  # completes when all partial sums of a tile are in shared memory
+    read: Any  # completes when all of them have been read
+
+    @staticmethod
+    def scratch(plan: Plan) -> Sequence[Any]:
+        """Returns the scratch types of a reduction, none if warpgroups share no tiles."""
+        config = plan.config
+        if config.k_warpgroups == 1:
+            return ()
+        return (
+            plgpu.SMEM((config.partial_warpgroups, 64 * config.max_tokens), jnp.float32),
+            plgpu.Barrier(num_arrivals=config.partial_warpgroups),
+            plgpu.Barrier(num_arrivals=config.warpgroups - config.partial_warpgroups),
+        )
+
+    def reduce(
+        self, total: jax.Array, i: Any, warpgroup: Any, k_part: Any,
+        finish: Callable[[jax.Array], None], *, on_gpu: bool,
+    ) -> None:  # fmt: skip
+        """Calls ``finish`` with the whole sum in the first of the warpgroups that share a tile.
+
+        Args:
+          total: this warpgroup's sum, [64, width].
+          i: index of the tile in its CTA.
+          k_part: index of the warpgroup among those that share the tile.
+        """
+        first = lax.div(warpgroup, jnp.int32(self.k_warpgroups)) * (self.k_warpgroups - 1)
+
+        @when(k_part > 0)
+        def _() -> None:
+            @when(i > 0)
+            def _() -> None:
+                plgpu.barrier_wait(self.read)
+
+            target = self.partial_sums.at[first + k_part - 1]
+            registers.store_partial_sum(target, total, on_gpu=on_gpu)
+            plgpu.barrier_arrive(self.written)
+
+        @when(k_part == 0)
+        def _() -> None:
+            plgpu.barrier_wait(self.written)
+            whole = total
+            for part in range(self.k_warpgroups - 1):
+                source = self.partial_sums.at[first + part]
+                whole = whole + registers.load_partial_sum(source, total.shape[1], on_gpu=on_gpu)
+            zero = jnp.int32(0)
+            if on_gpu:  # the sums that were loaded must have been used before the arrival
+                zero = when_computed(zero, _unknown_zero(i), whole)
+            when(zero == 0)(lambda: plgpu.barrier_arrive(self.read))
+            finish(whole)
+
+    def drain(self, k_part: Any, tile_count: Callable[[], Any]) -> None:
+        """Waits until the last partial sums have been read. A CTA may exit only then."""
+
+        @when((k_part > 0) & (tile_count() > 0))
+        def _() -> None:
+            plgpu.barrier_wait(self.read)
+
+
+def _store(
+    plan: Plan, out: Any, total: jax.Array, k_slice: Any, token: Any, tokens: Any, column: Any
+) -> None:
+    """Stores the transpose of ``total`` [64, width], its first ``tokens`` columns."""
+    width = total.shape[1]
+    result = total.astype(out.dtype)
+    if plan.on_gpu:
+        target = out.at[k_slice, pl.ds(token, width), pl.ds(column, 64)]
+        registers.store_transposed(target, result, tokens, plan.weights.column_blocks)
+        return
+    for j in range(width):
+
+        @when(j < tokens)
+        def _(j: int = j) -> None:
+            out[k_slice, token + j, pl.ds(column, 64)] = result[:, j]

@@ -1,4 +1,4 @@
-"""Tile configuration and weight layout of the few-token matmul kernel, and its shared memory.
+"""Tile configuration of the few-token kernel, the layout of its matrices, and their sizes.
 
 The kernel computes ``out^T = W x^T``. A tile is a number of output features, which are rows of a
 weight matrix, by all tokens of a group, at most 64. One K step is one TMA copy of a tile's weights:
@@ -9,19 +9,23 @@ and float8, 128 of int4.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
 
-_SHARED_BYTES = 232448 - 1024  # of a thread block, less barriers and alignment
-_MAX_STAGES = 32  # Mosaic supports no more barriers in an array
+from pallas_kernels.grouped_matmul.heuristics import choose_tile_and_split_k
+from pallas_kernels.hopper.unpack import Format
+
+_TOKEN_WIDTHS = (8, 16, 32, 64)
+_MAX_TOKENS_IN_ORDER = 32  # per tile; wider ones use wgmma
 _MMA_TOKENS = 16
+_SHARED_BYTES = 232448 - 1024  # of a CTA, less barriers and alignment
+_MAX_STAGES = 32  # Mosaic supports no more barriers in an array
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile configuration of the few-token kernel."""
+    """Tile configuration."""
 
     warpgroups: int = 4
-    """Number of consumer warpgroups (1-4). Each computes 64 output features."""
+    """Number of consumer warpgroups (1, 2 or 4). Each computes 64 output features."""
 
     token_widths: tuple[int, ...] = (8, 16)
     """Widths of a tile in tokens that are compiled, ascending. A tile uses the narrowest one that
@@ -36,17 +40,12 @@ class Config:
     ``k_warpgroups`` still leaves too few tiles."""
 
     stages: int | None = None
-    """Number of stages of the ring buffer. The default is the largest number that fits in shared
-    memory."""
+    """Stages of the ring buffer. The default is the largest number that fits in shared memory."""
 
     tokens_in_order: bool = False
-    """Whether the kernel reads the tokens as they are. Otherwise XLA first permutes their columns,
-    in a kernel of its own unless it is part of what computes the tokens. With int4 matrices they
-    are always permuted: pairs of neighbouring int4 take a quarter more instructions."""
-
-    keep_operands: bool = True
-    """Whether to keep the unpacked weights in their registers until wgmma is complete. ptxas before
-    13.3 may reuse the registers earlier."""
+    """int8 only: whether the kernel reads the tokens as they are. Otherwise XLA first permutes
+    their columns, in an extra kernel unless it is part of what computes the tokens. Pairs of
+    neighbouring int4 would take a quarter more instructions, and float8 has not been timed."""
 
     @property
     def max_tokens(self) -> int:
@@ -73,7 +72,7 @@ class Config:
 class Weights:
     """Layout of the matrices in memory, and their division into K steps."""
 
-    format: Literal["int8", "int4", "float8"]
+    format: Format
 
     N: int
     """Output features."""
@@ -90,14 +89,13 @@ class Weights:
     """Number of column blocks in one K step (1 or 2): a copy is 64 or 128 bytes wide."""
 
     @classmethod
-    def of(cls, format: Any, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
+    def of(cls, format: Format, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
         """Returns the layout of matrices [N, K] with one scale per ``block_shape``.
 
         Raises:
           NotImplementedError: the kernel does not support the widths or the scale blocks.
         """
-        bits = 4 if format == "int4" else 8
-        block = 512 // bits
+        block = 512 // (4 if format == "int4" else 8)
         rows, scale_columns = block_shape[0], min(block_shape[1], K)
         columns_fit = scale_columns == K or scale_columns % block == 0
         row_multiple = 64 if format == "float8" else 1
@@ -136,6 +134,11 @@ class Weights:
         return self.column_blocks * self.block_columns
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes of a weight row per K step."""
+        return 64 * self.column_blocks
+
+    @property
     def k_steps(self) -> int:
         """K steps of a tile that covers all of K."""
         return self.K // self.step_columns
@@ -143,41 +146,31 @@ class Weights:
 
 def stages_that_fit(weights: Weights, config: Config) -> int:
     """Returns the number of ring stages that fit in shared memory."""
-    columns = weights.step_columns
-    weight_bytes = config.features * 64 * weights.column_blocks
-    stage = config.k_warpgroups * (weight_bytes + config.max_tokens * columns * 2)
+    weight_bytes = config.features * weights.step_bytes
+    stage = config.k_warpgroups * (weight_bytes + config.max_tokens * weights.step_columns * 2)
     partial_sums = config.partial_warpgroups * 64 * config.max_tokens * 4
     return min((_SHARED_BYTES - partial_sums) // stage, _MAX_STAGES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static parameters of one call."""
+    """Static sizes of one call."""
 
     weights: Weights
     config: Config
-    M: int
-    """Tokens of all groups."""
-
-    matrices: int
-    """Matrices per group, all of one shape."""
-
-    scales: int
-    """Scales per row of a matrix."""
-
-    thread_blocks: int
-    """Thread blocks in the grid."""
-
-    on_gpu: bool
-    """False in the interpreter."""
+    M: int  # tokens of all groups
+    matrices: int  # per group, all of one shape
+    scales: int  # per row of a matrix
+    ctas: int
+    on_gpu: bool  # False in the interpreter
 
     def __post_init__(self) -> None:
         if self.config.features > self.weights.N:
             raise NotImplementedError(
                 f"takes N of at least {self.config.features}, got {self.weights.N}"
             )
-        if self.config.tokens_in_order and self.weights.format == "int4":
-            raise NotImplementedError("takes tokens in order for int8 and float8, got int4")
+        if self.config.tokens_in_order and self.weights.format != "int8":
+            raise NotImplementedError(f"takes tokens in order for int8, got {self.weights.format}")
 
     @property
     def stages(self) -> int:
@@ -206,21 +199,45 @@ class Plan:
         return steps == self.weights.k_steps
 
     @property
-    def step_columns(self) -> int:
-        """Columns of K per K step."""
-        return self.weights.step_columns
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of a weight row per K step."""
-        return 64 * self.weights.column_blocks
-
-    @property
-    def copies_per_step(self) -> int:
-        """TMA copies of weights and tokens per K step."""
-        return 1 + (self.x_blocks if self.config.tokens_in_order else 1)
-
-    @property
     def x_blocks(self) -> int:
         """Blocks of 64 columns of the tokens per K step."""
-        return self.step_columns // 64
+        return self.weights.step_columns // 64
+
+
+def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Config:
+    """Chooses a configuration from the shapes, since the group sizes are unknown when compiling.
+
+    Args:
+      matrices: matrices per group.
+    """
+    mean = -(-M // G)
+    # Group sizes vary, relatively more if groups are small.
+    largest = min(M, 4 * mean if mean <= 4 else 2 * mean)
+    last = next((i for i, w in enumerate(_TOKEN_WIDTHS) if w >= largest), len(_TOKEN_WIDTHS) - 1)
+    token_widths = _TOKEN_WIDTHS[max(last - 2, 0) : last + 1]
+    # With four warpgroups there are too few registers for sums of 64 tokens and unpacked
+    # weights, and tiles of three warpgroups rarely fill the last wave.
+    wide = token_widths[-1] == 64
+    max_features = 128 if wide and weights.format != "int8" else 256
+    warpgroups = {features: 2 if wide and features < 256 else 4 for features in (256, 128, 64)}
+    k_warpgroups = {
+        features: 64 * warpgroups[features] // features
+        for features in warpgroups
+        if features <= min(max_features, weights.N)
+    }
+    features, split_k = choose_tile_and_split_k(
+        {width: max(1, weights.k_steps // shares) for width, shares in k_warpgroups.items()},
+        M,
+        G,
+        matrices * weights.N,
+        weight_row_bytes=weights.K * weights.bits // 8,
+        token_bytes=2 * weights.K,
+    )
+    in_order = weights.format == "int8" and token_widths[-1] <= _MAX_TOKENS_IN_ORDER
+    return Config(
+        warpgroups[features],
+        token_widths,
+        k_warpgroups[features],
+        split_k,
+        tokens_in_order=in_order,
+    )

@@ -5,7 +5,8 @@ of a tensor core instruction. In an operand of 64 weight rows, thread ``lane`` o
 rows, ``lane // 4`` and ``lane // 4 + 8``, and 4 of each 16 columns. Which weight rows and columns
 these stand for is free, as long as the tokens and the result agree. The kernel uses an order in
 which no value has to move between threads: ``few_tokens.permute_columns`` defines the columns, and
-``row_of_thread`` the rows. Tokens whose columns are not permuted take a few instructions more.
+``row_of_thread`` the rows. Tokens whose columns are not permuted take a few instructions more: a
+thread loads 16 bytes of a token, eight columns, which are those of twice four of its weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
+from pallas_kernels.hopper.registers import advance, load_words
+from pallas_kernels.hopper.tiles import ROW, WGMMA
+from pallas_kernels.hopper.unpack import Format, neighbours_to_bfloat16, to_bfloat16
+
+_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
+_LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+_LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
 def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
@@ -38,95 +47,16 @@ def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
     return arith.addi(arith.muli(warp, const(16)), row), arith.andi(lane, const(3))
 
 
-def _offset(pointer: Any, count: Any, itemsize: int) -> Any:
-    """Returns ``pointer`` advanced by ``count`` items."""
-    i8 = ir.IntegerType.get_signless(8)
-    offset = arith.muli(count, const(itemsize)) if itemsize != 1 else count
-    return mgpu.utils.getelementptr(pointer, [offset], i8)
-
-
-# Each unpacks a 32-bit word to bfloat16 pairs. The constants are pairs of bfloat16: 0x4300 is 128,
-# whose last mantissa bit is worth 1, so that OR with an integer below 128 adds it.
-
-
-def _unpack_int8(word: Any) -> list:
-    """Returns the 4 integers as the pairs of bytes (0, 2) and (1, 3).
-
-    The low 7 bits are added to 128. Then 128 is subtracted, or 256 if the integer is negative.
-    """
-    pairs = []
-    for shift in (0, 8):
-        text = """{
-            .reg .b32 w, a, b;
-            shr.u32 w, $1, SHIFT;
-            lop3.b32 a, w, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, w, 0x00800080, 0x43004300, 0xEA;
-            sub.rn.bf16x2 $0, a, b;
-        }""".replace("SHIFT", str(shift))
-        pairs.append(asm(text, "=r,r", word, result=i32()))
-    return pairs
-
-
-def _unpack_int4(word: Any) -> list:
-    """Returns the 8 integers as the pairs of half bytes (0, 4), (1, 5), (2, 6) and (3, 7).
-
-    Flipping the top bit of a two's complement half byte adds 8. The result is added to 128, and 136
-    is subtracted.
-    """
-    pairs = []
-    for shift in (0, 4, 8, 12):
-        text = """{
-            .reg .b32 w, a, b;
-            shr.u32 w, $1, SHIFT;
-            lop3.b32 a, w, 0x000F000F, 0x43084308, 0x6A;
-            mov.b32 b, 0x43084308;
-            sub.rn.bf16x2 $0, a, b;
-        }""".replace("SHIFT", str(shift))
-        pairs.append(asm(text, "=r,r", word, result=i32()))
-    return pairs
-
-
-def _unpack_float8(word: Any) -> list:
-    """Returns the 4 float8_e4m3fn as the pairs of bytes (0, 2) and (1, 3).
-
-    Exponent and mantissa, shifted to their positions in a bfloat16, are 2^-120 times the number.
-    """
-    pairs = []
-    for shift in (8, 0):
-        text = """{
-            .reg .b32 w, a, b, s;
-            shl.b32 w, $1, SHIFT;
-            shr.u32 a, w, 4;
-            and.b32 a, a, 0x07F007F0;
-            lop3.b32 b, w, 0x80008000, a, 0xEA;
-            mov.b32 s, 0x7B807B80;
-            mul.rn.bf16x2 $0, b, s;
-        }""".replace("SHIFT", str(shift))
-        pairs.append(asm(text, "=r,r", word, result=i32()))
-    return pairs
-
-
-_UNPACK = {"int8": _unpack_int8, "int4": _unpack_int4, "float8": _unpack_float8}
-
-
-# Words with neighbouring bytes in two halves, for the first pair of _UNPACK: bytes 0 and 1, then 2
-# and 3.
-_IN_ORDER = ("prmt.b32 $0, $1, 0, 0x4140;", "prmt.b32 $0, $1, 0, 0x4342;")
-
-
-def _unpack_in_order(word: Any, format: str) -> list:
-    """Returns a word's bytes as the pairs (0, 1) and (2, 3)."""
-    return [_UNPACK[format](asm(text, "=r,r", word, result=i32()))[0] for text in _IN_ORDER]
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def load_operands(
-    packed: Any, format: str, block: int, column_blocks: int, *, in_order: bool = False
-) -> list[list]:
+    packed: Any, form: Format, block: int, column_blocks: int, *, in_order: bool = False
+) -> list[list[Any]]:
     """Loads and unpacks a thread's weights of one column block of its two rows.
 
     Args:
-      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted. Int4
-        has no such form, see :class:`few_tokens_plan.Config`.
+      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted.
 
     Returns:
       For each 16 columns, the four registers of the operand: upper row, lower row, and both again 8
@@ -138,66 +68,203 @@ def load_operands(
     if column_blocks == 2:
         chunk = arith.xori(arith.xori(quarter, arith.andi(row, const(7))), const(4 * block))
     offset = arith.addi(arith.muli(row, const(64 * column_blocks)), arith.muli(chunk, const(16)))
-    four = ir.VectorType.get((4,), i32())
+    unpack_word = neighbours_to_bfloat16 if in_order else to_bfloat16
     rows = []
     for half in range(2):
-        pointer = _offset(base, arith.addi(offset, const(half * 8 * 64 * column_blocks)), 1)
-        loaded = llvm.load(four, pointer, alignment=16)
-        words = [llvm.extractelement(loaded, const(i)) for i in range(4)]
-        pairs = [_unpack_in_order(w, format) if in_order else _UNPACK[format](w) for w in words]
-        rows.append([pair for word in pairs for pair in word])
+        words = load_words(advance(base, arith.addi(offset, const(half * 8 * 64 * column_blocks))))
+        rows.append([pair for word in words for pair in unpack_word(word, form)])
     upper, lower = rows
     return [[upper[i], lower[i], upper[i + 1], lower[i + 1]] for i in range(0, len(upper), 2)]
 
 
-def unpack(packed: Any, format: str, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
+def unpack(packed: Any, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
     """Unpacks column block ``block`` of 64 weight rows in shared memory to operands of wgmma.
 
     Returns:
       bfloat16 [64, 64]: one array of int8 and float8, two of int4.
     """
-    layout = plgpu.Layout.WGMMA
-    count = 2 if format == "int4" else 1
-    result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+    count = 2 if form == "int4" else 1
+    result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=WGMMA)
 
-    @inline(plgpu.RefType(swizzle(column_blocks)), returns=(result,) * count)
-    def load(packed):
+    @inline(plgpu.RefType(_swizzle(column_blocks)), returns=(result,) * count)
+    def load(packed: Any) -> Any:
         bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
-        operands = load_operands(packed, format, block, column_blocks)
+        operands = load_operands(packed, form, block, column_blocks)
         flat = [llvm.bitcast(bf16x2, pair) for operand in operands for pair in operand]
-        return tuple(array(flat[b * 16 : (b + 1) * 16], (64, 64), layout) for b in range(count))
+        return tuple(array(flat[b * 16 : (b + 1) * 16], (64, 64), WGMMA) for b in range(count))
 
     return load(packed)
 
 
-def swizzle(column_blocks: int) -> tuple:
+def _swizzle(column_blocks: int) -> tuple[Any, ...]:
     return (plgpu.SwizzleTransform(128),) if column_blocks == 2 else ()
+
+
+def unpack_in_interpreter(packed: jax.Array, form: Format, *, in_order: bool) -> jax.Array:
+    """Unpacks a column block of 64 weight rows in jax.numpy.
+
+    The columns have the order of :func:`unpack`, or their own if ``in_order``.
+
+    Returns:
+      float32 [64, 1, 64], or [64, 2, 64] of int4.
+    """
+    if form != "int4":
+        # (thread, word, pair, half)
+        values = packed.astype(jnp.float32).reshape(64, 4, 4, 2, 2)
+        axes = (0, 1, 2, 3, 4) if in_order else (0, 2, 4, 1, 3)
+        return values.transpose(axes).reshape(64, 1, 64)
+    integers = packed.astype(jnp.int32)
+    nibbles = jnp.stack([integers & 15, integers >> 4], axis=-1)
+    values = ((nibbles ^ 8) - 8).astype(jnp.float32).reshape(64, 4, 2, 2, 2, 2, 2)
+    return values.transpose(0, 2, 3, 5, 6, 1, 4).reshape(64, 2, 64)
 
 
 def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
     """Loads the scales of 64 weight rows, float32 [64], from a strided array in global memory."""
-    layout = plgpu.Layout.WGMMA.reduce(1)
 
-    @inline(REF, returns=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout))
-    def load(ref):
+    @inline(REF, returns=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=ROW))
+    def load(ref: Any) -> Any:
         (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         row, _ = row_of_thread(column_blocks)
         f32 = ir.F32Type.get()
         registers = []
         for half in range(2):
-            pointer = _offset(base, arith.addi(row, const(8 * half)), 4 * stride)
-            loaded = asm(
-                "ld.global.nc.f32 $0, [$1];",
-                "=f,l",
-                llvm.ptrtoint(i64(), pointer),
-                result=f32,
-                effects=True,
-            )
+            at = arith.muli(arith.addi(row, const(8 * half)), const(4 * stride))
+            address = llvm.ptrtoint(i64(), advance(base, at))
+            text = "ld.global.nc.f32 $0, [$1];"
+            loaded = asm(text, "=f,l", address, result=f32, effects=True)
             registers.append(vector.broadcast(ir.VectorType.get((1,), f32), loaded))
-        return array(registers, (64,), layout)
+        return array(registers, (64,), ROW)
 
     return load(scales)
+
+
+# ---- products with mma.sync ----------------------------------------------------------------------
+
+
+def multiply(
+    packed: Any, x: Any, form: Format, blocks: range, column_blocks: int, tokens: int, *,
+    in_order: bool,
+) -> jax.Array:  # fmt: skip
+    """Multiplies column blocks of 64 packed weight rows with the tokens. Each warp has 16 rows.
+
+    Args:
+      packed: the weights of a K step in shared memory.
+      x: [blocks, tokens, 64] in shared memory: the columns of the whole step.
+      blocks: consecutive column blocks, which are summed.
+      in_order: whether the columns of the tokens are in their own order.
+
+    Returns:
+      float32 [64, tokens].
+    """
+
+    @inline(
+        plgpu.RefType(_swizzle(column_blocks)),
+        plgpu.RefType(_swizzle(2)),
+        returns=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=WGMMA),
+    )
+    def product(packed: Any, x: Any) -> Any:
+        f32 = ir.F32Type.get()
+        address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x))
+        addresses = _addresses_in_order(address) if in_order else _matrix_addresses(address)
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        sums: list[list[Any]] = [[zero] * 4 for _ in range(tokens // 8)]
+        operands = [
+            a
+            for b in blocks
+            for a in load_operands(packed, form, b, column_blocks, in_order=in_order)
+        ]
+        first = blocks.start * (8 if form == "int4" else 4)
+        four_words = llvm.StructType.get_literal([i32()] * 4)
+        four_sums = llvm.StructType.get_literal([f32] * 4)
+        for s in range(0, len(operands), 2):  # 32 columns
+            x_block, which = divmod((first + s) // 2, 2)
+            for n in range(tokens // 8):
+                source = arith.addi(addresses[which], const((x_block * tokens + 8 * n) * 128))
+                text = _LOAD if in_order else _LDMATRIX
+                loaded = asm(text, "=r,=r,=r,=r,r", source, result=four_words, effects=True)
+                b = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+                for d in range(2):
+                    numbers = *sums[n], *operands[s + d], *b[2 * d : 2 * d + 2]
+                    kinds = "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r"
+                    result = asm(_MMA, kinds, *numbers, result=four_sums)
+                    sums[n] = [llvm.extractvalue(f32, result, [i]) for i in range(4)]
+        pair = ir.VectorType.get((2,), f32)
+        flat = [vector.from_elements(pair, r[i : i + 2]) for r in sums for i in (0, 2)]
+        return array(flat, (64, tokens), WGMMA)
+
+    return product(packed, x)
+
+
+def _matrix_addresses(x: Any) -> list[Any]:
+    """Returns a lane's addresses for ldmatrix, for each half of a block of 64 columns from x on.
+
+    ldmatrix loads four 8 x 8 matrices: 32 columns of 8 tokens. Lane l provides the address of 16
+    bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of the 32.
+    """
+    lane = arith.andi(mgpu.utils.thread_idx(), const(31))
+    row, eight = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
+    x = arith.addi(x, arith.muli(row, const(128)))
+    chunk = arith.muli(arith.xori(row, eight), const(16))
+    return [arith.addi(x, chunk), arith.addi(x, arith.xori(chunk, const(64)))]
+
+
+def _addresses_in_order(x: Any) -> list[Any]:
+    """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands.
+
+    Lane l has the weights of a quarter l % 4 of a column block: 16 columns. Rows of 128 bytes are
+    swizzled by the low three bits of their index.
+    """
+    lane = arith.andi(mgpu.utils.thread_idx(), const(31))
+    token, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
+    first = arith.muli(quarter, const(2))
+    chunks = [arith.addi(first, const(half)) for half in range(2)]
+    x = arith.addi(x, arith.muli(token, const(128)))
+    return [arith.addi(x, arith.muli(arith.xori(chunk, token), const(16))) for chunk in chunks]
+
+
+# ---- partial sums and results --------------------------------------------------------------------
+
+
+def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
+    """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`.
+
+    The order is that of the registers, so that no bank conflicts arise.
+    """
+    if not on_gpu:
+        target[pl.ds(0, values.size)] = values.reshape(-1)
+        return
+
+    @inline(REF, WGMMA)
+    def write(ref: Any, values: Any) -> None:
+        pointers = _pair_pointers(ref, values.registers.size)
+        for pointer, pair in zip(pointers, values.registers.flat, strict=True):
+            llvm.store(pair, pointer)
+
+    write(target, values)
+
+
+def load_partial_sum(source: Any, width: int, *, on_gpu: bool) -> jax.Array:
+    """Loads float32 [64, width] that another warpgroup's :func:`store_partial_sum` has stored."""
+    if not on_gpu:
+        return source[pl.ds(0, 64 * width)].reshape(64, width)
+
+    @inline(REF, returns=plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=WGMMA))
+    def read(ref: Any) -> Any:
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        pairs = [llvm.load(pair, pointer) for pointer in _pair_pointers(ref, width // 4)]
+        return array(pairs, (64, width), WGMMA)
+
+    return read(source)
+
+
+def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
+    """Returns the addresses of a thread's float32 pairs. Those of a warp are adjacent."""
+    warp, lane = warp_and_lane()
+    thread = arith.addi(arith.muli(warp, const(32)), lane)
+    base = advance(mgpu.utils.memref_ptr(ref), arith.muli(thread, const(8)))
+    return [advance(base, const(1024 * j)) for j in range(pairs)]
 
 
 def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_blocks: int) -> None:
@@ -208,19 +275,20 @@ def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_bloc
     """
     size = values.dtype.itemsize
 
-    @inline(REF, plgpu.Layout.WGMMA, SCALAR)
-    def write(ref, values, tokens):
+    @inline(REF, WGMMA, SCALAR)
+    def write(ref: Any, values: Any, tokens: Any) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         tokens = tokens.registers.item()
         row, quarter = row_of_thread(column_blocks)
         first = arith.muli(quarter, const(2))
-        column = _offset(base, row, size)
+        column = advance(base, arith.muli(row, const(size)))
         registers = values.registers.flat
         for n in range(values.shape[1] // 8):
             for e in range(2):
                 token = arith.addi(first, const(8 * n + e))
-                address = llvm.ptrtoint(i64(), _offset(column, token, size * stride))
+                at = arith.muli(token, const(size * stride))
+                address = llvm.ptrtoint(i64(), advance(column, at))
                 for half in range(2):
                     pair = registers[2 * n + half]
                     if size == 2:
@@ -239,63 +307,3 @@ def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_bloc
                     asm(text, f"l,{kind},r,r", address, value, token, tokens, effects=True)
 
     write(out, values, tokens)
-
-
-def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
-    """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`.
-
-    The order is that of the registers, so that no bank conflicts arise.
-    """
-    if not on_gpu:
-        target[pl.ds(0, values.size)] = values.reshape(-1)
-        return
-
-    @inline(REF, plgpu.Layout.WGMMA)
-    def write(ref, values):
-        pointers = _pair_pointers(ref, values.registers.size)
-        for pointer, pair in zip(pointers, values.registers.flat, strict=True):
-            llvm.store(pair, pointer)
-
-    write(target, values)
-
-
-def load_partial_sum(source: Any, width: int, *, on_gpu: bool) -> jax.Array:
-    """Loads float32 [64, width] that another warpgroup's :func:`store_partial_sum` has stored."""
-    if not on_gpu:
-        return source[pl.ds(0, 64 * width)].reshape(64, width)
-    layout = plgpu.Layout.WGMMA
-
-    @inline(REF, returns=plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=layout))
-    def read(ref):
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
-        pairs = [llvm.load(pair, pointer) for pointer in _pair_pointers(ref, width // 4)]
-        return array(pairs, (64, width), layout)
-
-    return read(source)
-
-
-def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
-    """Returns the addresses of a thread's float32 pairs. Those of a warp are adjacent."""
-    warp, lane = warp_and_lane()
-    thread = arith.addi(arith.muli(warp, const(32)), lane)
-    base = _offset(mgpu.utils.memref_ptr(ref), thread, 8)
-    return [_offset(base, const(1024 * j), 1) for j in range(pairs)]
-
-
-def unpack_in_interpreter(packed: jax.Array, format: str, *, in_order: bool) -> jax.Array:
-    """Unpacks a column block of 64 weight rows in jax.numpy.
-
-    The columns have the order of :func:`unpack`, or their own if ``in_order``.
-
-    Returns:
-      float32 [64, 1, 64], or [64, 2, 64] of int4.
-    """
-    if format != "int4":
-        # (thread, word, pair, half)
-        values = packed.astype(jnp.float32).reshape(64, 4, 4, 2, 2)
-        axes = (0, 1, 2, 3, 4) if in_order else (0, 2, 4, 1, 3)
-        return values.transpose(axes).reshape(64, 1, 64)
-    integers = packed.astype(jnp.int32)
-    nibbles = jnp.stack([integers & 15, integers >> 4], axis=-1)
-    values = ((nibbles ^ 8) - 8).astype(jnp.float32).reshape(64, 4, 2, 2, 2, 2, 2)
-    return values.transpose(0, 2, 3, 5, 6, 1, 4).reshape(64, 2, 64)

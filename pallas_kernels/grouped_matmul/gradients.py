@@ -3,7 +3,7 @@
     d_lhs[m] = rhs[g(m)].T @ d_out[m]                         :func:`rows_gradient`
     d_rhs[g] = d_out[rows of g].T @ lhs[rows of g]            :func:`matrices_gradient`
 
-It is persistent and warp-specialised, as :mod:`kernel`: one warp keeps a ring of stages filled by
+It is persistent and warp-specialised, as :mod:`dense`: one warp keeps a ring of stages filled by
 TMA, and two consumer warpgroups multiply and store. A stage has 64 steps of the contraction, and an
 output tile is 128 x 256 or 256 x 128.
 
@@ -19,7 +19,7 @@ Four things are not obvious.
     what follows the last row in its sixteenth. Both operands are zeroed: zero times NaN is NaN.
 4.  A tile of the matrices gradient takes as long as its group has rows. The groups are taken in
     descending order of their size, and every second round of tiles is dealt in reverse, so that no
-    block is left with the largest tiles.
+    CTA is left with the largest tiles.
 
 Every sum has one order, whatever the other groups are. So equal calls give equal bits.
 """
@@ -40,10 +40,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, BFloat16, Int
 
-from pallas_kernels.grouped_matmul.epilogue import store_rows
-from pallas_kernels.grouped_matmul.plan import CONSUMERS, Config, Plan
-from pallas_kernels.grouped_matmul.tile_scheduler import GroupTiles, TileScheduler
-from pallas_kernels.grouped_matmul.unrolled import zeros
+from pallas_kernels.grouped_matmul.dense import REGISTERS, store_rows, zeros
+from pallas_kernels.grouped_matmul.dense_plan import CONSUMERS
+from pallas_kernels.grouped_matmul.schedule import GroupTiles, TileScheduler, panel_height
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.copies import TmaCopy
@@ -53,17 +52,26 @@ from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ROWS, two_views
 from pallas_kernels.hopper.warpgroup import first_warp
 
-CONFIGS = (
-    Config(128, 256, 4, "m", staging_buffers=2),
-    Config(256, 128, 4, "m", staging_buffers=2),
-)
 STEP = 64
 """Steps of the contraction per stage, and columns of a panel."""
 
-_INTERPRETED_BLOCKS = 2
+_STAGING_BUFFERS = 2  # of 64 rows, per consumer warpgroup; they are stored together
+_INTERPRETED_CTAS = 2
 _SIXTEENTH = 16  # rows: the K of one wgmma instruction
 _ROW_BYTES = 128  # of a panel
 _UNTILED = plgpu.RefType((plgpu.SwizzleTransform(_ROW_BYTES),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile of the result, and stages of the ring buffer."""
+
+    tile_m: int
+    tile_n: int
+    stages: int = 4
+
+
+CONFIGS = Config(128, 256), Config(256, 128)
 
 
 # ---- the two forms -------------------------------------------------------------------------------
@@ -146,10 +154,8 @@ class _Sizes:
     G: int
     N: int
     K: int
-    pairs: int
-    """Products that the rows gradient adds."""
-    of_matrices: bool
-    """Whether it is the gradient of the matrices."""
+    pairs: int  # products that the rows gradient adds
+    of_matrices: bool  # whether it is the gradient of the matrices
     interpret: Any
 
     @property
@@ -157,10 +163,8 @@ class _Sizes:
         return self.interpret is None
 
     @property
-    def blocks(self) -> int:
-        if self.config.blocks:
-            return self.config.blocks
-        return multiprocessors() if self.on_gpu else _INTERPRETED_BLOCKS
+    def ctas(self) -> int:
+        return multiprocessors() if self.on_gpu else _INTERPRETED_CTAS
 
     @property
     def tile_m(self) -> int:
@@ -193,18 +197,10 @@ class _Tile(NamedTuple):
     """A tile of the result."""
 
     group: jax.Array
-
-    row: jax.Array
-    """First row: of the tile, or for the matrices gradient of the group."""
-
-    rows: jax.Array
-    """Rows that belong to the group, from ``row`` on."""
-
-    column: jax.Array
-    """First column of the result."""
-
-    out_row: jax.Array
-    """First row of the result's matrix. 0 for the rows gradient."""
+    row: jax.Array  # first row: of the tile, or for the matrices gradient of the group
+    rows: jax.Array  # rows that belong to the group, from ``row`` on
+    column: jax.Array  # first column of the result
+    out_row: jax.Array  # first row of the result's matrix; 0 for the rows gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,24 +208,24 @@ class _RowTiles:
     """Tiles of the rows gradient, in the order of the forward kernel."""
 
     scheduler: TileScheduler
-
-    rows: jax.Array
-    """Rows of all groups."""
+    rows: jax.Array  # of all groups
 
     @classmethod
     def of(cls, sizes: _Sizes, group_sizes: Any) -> _RowTiles:
-        M, G, N, K, on_gpu = sizes.M, sizes.G, sizes.N, sizes.K, sizes.on_gpu
-        plan = Plan(sizes.config, M, G, K, N * sizes.pairs, False, 1, False, sizes.blocks, on_gpu)
-        tiles = GroupTiles(group_sizes, sizes.tile_m, on_gpu=on_gpu)
+        tiles = GroupTiles(group_sizes, sizes.tile_m, on_gpu=sizes.on_gpu)
         rows = dataclasses.replace(tiles, tile_m=1).count()
-        return cls(TileScheduler(plan, tiles, tiles.count(), lax.axis_index("block")), rows)
+        panel = panel_height(sizes.M, sizes.G, sizes.tile_m, 2 * sizes.N * sizes.pairs)
+        columns = sizes.K, sizes.tile_n
+        count = tiles.count()
+        cta = lax.axis_index("cta")
+        return cls(TileScheduler(tiles, count, *columns, panel, sizes.ctas, cta), rows)
 
     def count(self) -> jax.Array:
         return self.scheduler.count()
 
     def locate(self, i: jax.Array | int) -> _Tile:
         tile = self.scheduler.locate(i)
-        return _Tile(tile.group, tile.row, tile.rows, tile.first_own_column, jnp.int32(0))
+        return _Tile(tile.group, tile.row, tile.rows, tile.first_new_column, jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,8 +233,7 @@ class _MatrixTiles:
     """Tiles of the matrices gradient: those of one group after the other, the largest first."""
 
     sizes: _Sizes
-    groups: Any
-    """Result of :func:`_descending` in global memory."""
+    groups: Any  # result of :func:`_descending` in global memory
 
     @property
     def per_group(self) -> tuple[int, int]:
@@ -246,18 +241,17 @@ class _MatrixTiles:
         return pl.cdiv(self.sizes.N, self.sizes.tile_m), pl.cdiv(self.sizes.K, self.sizes.tile_n)
 
     def count(self) -> jax.Array:
-        blocks = self.sizes.blocks
-        rounds, rest = divmod(self.sizes.G * math.prod(self.per_group), blocks)
+        rounds, rest = divmod(self.sizes.G * math.prod(self.per_group), self.sizes.ctas)
         return rounds + jnp.where(self._position(rounds) < rest, 1, 0)
 
     def _position(self, i: Any) -> jax.Array:
-        """Returns the block's position in the i-th round."""
-        block = lax.axis_index("block")
-        return jnp.where(jnp.asarray(i & 1, jnp.int32) == 1, self.sizes.blocks - 1 - block, block)
+        """Returns the CTA's position in the i-th round."""
+        cta = lax.axis_index("cta")
+        return jnp.where(jnp.asarray(i & 1, jnp.int32) == 1, self.sizes.ctas - 1 - cta, cta)
 
     def locate(self, i: jax.Array | int) -> _Tile:
         tall, wide = map(jnp.int32, self.per_group)
-        tile = i * jnp.int32(self.sizes.blocks) + self._position(i)
+        tile = i * jnp.int32(self.sizes.ctas) + self._position(i)
         rank = lax.div(tile, tall * wide)
         tile = tile - rank * (tall * wide)
         n_tile = lax.div(tile, tall)
@@ -274,17 +268,14 @@ class _MatrixTiles:
 class _Memory(NamedTuple):
     """References to everything that the kernel reads and writes, except the ring's barriers."""
 
-    lefts: tuple[Any, ...]
-    """d_out of each pair, in global memory."""
-    rights: tuple[Any, ...]
-    """The matrices of each pair, or lhs."""
+    # in global memory
+    lefts: tuple[Any, ...]  # d_out of each pair
+    rights: tuple[Any, ...]  # the matrices of each pair, or lhs
     out: Any
-    left_stages: Any
-    """[stages, tile_m, 64]: rows of d_out. Or [stages, tile_m / 64, 64, 64]: panels of it."""
-    right_stages: Any
-    """[stages, tile_n / 64, 64, 64]: panels."""
-    staging: Any
-    """[CONSUMERS * staging_buffers, 64, 64], tiled: results on their way out."""
+    # in shared memory
+    left_stages: Any  # rows of d_out [stages, tile_m, 64], or panels [stages, tile_m / 64, 64, 64]
+    right_stages: Any  # panels [stages, tile_n / 64, 64, 64]
+    staging: Any  # tiled [CONSUMERS * 2, 64, 64]: results on their way out
     staging_untiled: Any
 
 
@@ -306,12 +297,12 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
 
         @when(warpgroup == CONSUMERS)
         def _() -> None:
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
             when(first_warp(on_gpu))(lambda: _produce(sizes, memory, tiles, ring))
 
         @when(warpgroup != CONSUMERS)
         def _() -> None:
-            plgpu.set_max_registers(config.registers[0], action="increase")
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
             _Consumer(sizes, memory, tiles, ring, warpgroup).run()
 
     body.__name__ = name  # profiles show it
@@ -322,7 +313,7 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzle if on_gpu else ())
 
     left = (sizes.tile_m // STEP, STEP) if sizes.of_matrices else (sizes.tile_m,)
-    staging = CONSUMERS * config.staging_buffers, ROWS, STEP
+    staging = CONSUMERS * _STAGING_BUFFERS, ROWS, STEP
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
@@ -332,8 +323,8 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
             two_views(staging, jnp.bfloat16, on_gpu=on_gpu),
             *ring_scratch,
         ],
-        grid=(sizes.blocks,),
-        grid_names=("block",),
+        grid=(sizes.ctas,),
+        grid_names=("cta",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -345,7 +336,7 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
 
 
 def _produce(sizes: _Sizes, memory: _Memory, tiles: _RowTiles | _MatrixTiles, ring: Ring) -> None:
-    """Copies the operands of every step of this block's tiles to the ring. One warp calls it."""
+    """Copies the operands of every step of this CTA's tiles to the ring. One warp calls it."""
     options: Any = {"tiled": False, "swizzle": _ROW_BYTES}
 
     def panels(source: Any, before: Any, first: Any, count: int, width: int, stages: Any) -> list:
@@ -406,7 +397,7 @@ _Sums = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """A consumer warpgroup, which computes and stores its share of every tile of its block."""
+    """A consumer warpgroup, which computes and stores its share of every tile of its CTA."""
 
     sizes: _Sizes
     memory: _Memory
@@ -591,7 +582,7 @@ class _Consumer:
     def store(self, tile: _Tile, sums: _Sums) -> None:
         """Rounds a warpgroup's share to bfloat16, and stores what belongs to the result."""
         sizes, memory = self.sizes, self.memory
-        buffers = sizes.config.staging_buffers
+        buffers = _STAGING_BUFFERS
         values = [x.astype(jnp.bfloat16) for x in sums]
         corners = [(r, c) for r in sizes.parts for c in range(0, sizes.tile_n, STEP)]
         first_row = self.warpgroup * jnp.int32(sizes.share)
@@ -620,9 +611,9 @@ class _Consumer:
     def zero_rows_past(self, rows: jax.Array) -> None:
         """Stores zeros to the rows that belong to no group. All warpgroups share them."""
         sizes, memory = self.sizes, self.memory
-        index = self.warpgroup * jnp.int32(sizes.config.staging_buffers)
-        worker = lax.axis_index("block") * jnp.int32(CONSUMERS) + self.warpgroup
-        workers = sizes.blocks * CONSUMERS
+        index = self.warpgroup * jnp.int32(_STAGING_BUFFERS)
+        worker = lax.axis_index("cta") * jnp.int32(CONSUMERS) + self.warpgroup
+        workers = sizes.ctas * CONSUMERS
         height = workers * ROWS  # rows of one round
 
         def store(i: jax.Array, carry: tuple[()]) -> tuple[()]:

@@ -1,17 +1,15 @@
 """grouped_matmul for Hopper GPUs: chooses a kernel and its configuration, and defines gradients.
 
-There are three kernels. ``kernel`` multiplies bfloat16 by bfloat16 and float8 by float8.
+There are three kernels. ``dense`` multiplies bfloat16 by bfloat16 and float8 by float8.
 ``few_tokens`` multiplies bfloat16 rows by int8, int4 or float8 matrices, with at most 64 rows per
-group on average; for more rows, XLA dequantizes the matrices to bfloat16 and ``kernel`` multiplies
+group on average; for more rows, XLA dequantizes the matrices to bfloat16 and ``dense`` multiplies
 by them. ``w4a8`` multiplies float8 rows by int4 matrices. ``gradients`` has the backward pass of
 bfloat16 by bfloat16.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,40 +17,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
-from pallas_kernels.grouped_matmul import (
-    batched,
-    few_tokens,
-    few_tokens_plan,
-    gradients,
-    kernel,
-    reference,
-    w4a8,
-    w4a8_kernel,
+from pallas_kernels.grouped_matmul import dense, few_tokens, gradients, reference, w4a8
+from pallas_kernels.grouped_matmul.dense_plan import (
+    SCALE_BLOCK,
+    Config,
+    check_shapes,
+    choose_config,
 )
-from pallas_kernels.grouped_matmul.heuristics import choose_tile_width
-from pallas_kernels.grouped_matmul.plan import SCALE_BLOCK, Config, check_shapes, pairs_pay
 from pallas_kernels.hopper import require_hopper
 
-# Ordered by descending width: the first that N and K allow is chosen.
-MANY_TOKENS_FLOAT8 = (
-    Config(128, 192, 4, "m", staging_buffers=3, tma_scales=True),
-    Config(128, 128, 5, "m", staging_buffers=2, tma_scales=True),
-    Config(128, 64, 6, "m", tma_scales=True),
-)
-UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True)
-"""Preferred to them where N and K allow it, in pairs if :func:`plan.pairs_pay`."""
-
-MANY_TOKENS_BFLOAT16 = (
-    Config(128, 256, 4, "m"),
-    Config(128, 128, 6, "m"),
-    Config(128, 64, 6, "m"),
-)
-FEW_TOKENS = (
-    Config(64, 256, 4, "n", staging_buffers=2, panel=1, copy_heights=(16, 32), early=True),
-    Config(64, 128, 8, "n", panel=1, copy_heights=(16, 32), early=True),
-    Config(128, 64, 6, "m", panel=1, copy_heights=(16, 32), early=True),
-)
-_MANY_TOKENS = 128  # rows per group, on average
 _MAX_FEW_TOKENS = 64  # rows per group, on average, that the few-token kernel accepts
 
 
@@ -64,7 +37,7 @@ def grouped_matmul(
     rhs_scale: Float32[Array, "G Nb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
-    config: Config | few_tokens_plan.Config | w4a8_kernel.Config | None = None,
+    config: Config | few_tokens.Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
     """grouped_matmul on a Hopper GPU.
@@ -72,17 +45,17 @@ def grouped_matmul(
     It supports bfloat16 by bfloat16, float8 by float8, float8 rows by int4 matrices, and bfloat16
     rows by int8, int4 or float8 matrices. With more than 64 of these rows per group on average, the
     matrices are dequantized to bfloat16 first. Gradients of bfloat16 by bfloat16 are kernels too
-    (:mod:`gradients`), others are computed by other back-ends.
+    (:mod:`gradients`), others are the reference's.
 
     Args:
-      config: tuning parameters of the kernel, by default chosen from the shapes.
+      config: tuning parameters of ``dense`` or ``few_tokens``, by default chosen from the shapes.
       interpret: parameters of Pallas' interpreter, or None to run on a GPU.
 
     Raises:
       NotImplementedError: no Hopper GPU, other dtypes, or N not a multiple of 64. Without quantized
         matrices: K not a multiple of 64 (bfloat16) or 128 (float8), or scale blocks other than
         128 x 128. With up to 64 bfloat16 rows per group and quantized matrices: what
-        :func:`few_tokens.grouped_matmul` refuses. With float8 rows and int4 matrices: see
+        :func:`few_tokens.grouped_matmuls` refuses. With float8 rows and int4 matrices: see
         :func:`w4a8.check_shapes`.
     """
     require_hopper(interpret)
@@ -129,45 +102,6 @@ def check_dtypes(lhs: jax.Array, matrix: jax.Array, block_shape: tuple[int, int]
         raise NotImplementedError(f"takes scales of blocks of 128 x 128, got {block_shape}")
 
 
-def choose_config(M: int, G: int, N: int, K: int, float8: bool) -> Config:
-    """Returns the configuration that N and K allow and that was the fastest on an H200 for the
-    average number of rows per group."""
-    if M < _MANY_TOKENS * G:
-        return choose_few_tokens_config(FEW_TOKENS, M, G, N, K, float8)
-    unrolled = dataclasses.replace(UNROLLED_FLOAT8, paired=pairs_pay(M, G, K))
-    candidates = (unrolled, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
-    return supported_configs(candidates, N, K, float8)[0]
-
-
-def choose_few_tokens_config(
-    candidates: Sequence[Config], M: int, G: int, N: int, K: int, float8: bool, matrices: int = 1
-) -> Config:
-    """Returns the widest tile, or a narrower one if multiprocessors would be idle."""
-    supported = supported_configs(candidates, N, K, float8, matrices)
-    by_width = {config.tile_n // matrices: config for config in supported}
-    return by_width[choose_tile_width(tuple(by_width), M, G, N)]
-
-
-def supported_configs(
-    candidates: Sequence[Config], N: int, K: int, float8: bool, matrices: int = 1
-) -> list[Config]:
-    """Returns the candidates that N and K allow, in their order.
-
-    Raises:
-      NotImplementedError: there is none; the message is that of the last one.
-    """
-    supported, refusals = [], []
-    for config in candidates:
-        try:
-            check_shapes(config, N, K, float8, matrices)
-            supported.append(config)
-        except NotImplementedError as refusal:
-            refusals.append(str(refusal))
-    if not supported:
-        raise NotImplementedError(refusals[-1])
-    return supported
-
-
 # (Config of a kernel, interpreter parameters, block_shape)
 _Settings = tuple[Any, Any, tuple[int, int]]
 
@@ -182,31 +116,17 @@ def _grouped_matmul(
     rhs_scale: jax.Array | None,
 ) -> jax.Array:
     config, interpret, block_shape = settings
-    if lhs_scale is None and rhs_scale is not None:
-        return few_tokens.grouped_matmul(
-            lhs,
-            rhs,
-            group_sizes,
-            rhs_scale=rhs_scale,
-            block_shape=block_shape,
-            config=config,
-            interpret=interpret,
+    scales = () if rhs_scale is None else (rhs_scale,)
+    options: Any = {"config": config, "interpret": interpret}
+    if lhs_scale is None and scales:
+        return few_tokens.grouped_matmuls(
+            lhs, (rhs,), group_sizes, scales, block_shape=block_shape, **options
         )
     if rhs.dtype == jnp.uint8:
-        return w4a8.grouped_matmul(
-            lhs,
-            rhs,
-            group_sizes,
-            lhs_scale,
-            rhs_scale,
-            block_shape=block_shape,
-            config=config,
-            interpret=interpret,
-        )
-    scales = () if rhs_scale is None else (rhs_scale,)
-    return kernel.matmul(
-        lhs, (rhs,), group_sizes, lhs_scale, scales, config=config, interpret=interpret
-    )
+        assert lhs_scale is not None, "reference.check_scales has been called"
+        assert rhs_scale is not None, "reference.check_scales has been called"
+        return w4a8.matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale, interpret=interpret)
+    return dense.matmul(lhs, (rhs,), group_sizes, lhs_scale, scales, **options)
 
 
 def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -214,23 +134,15 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
 
 
 def _backward(settings: _Settings, args: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, group_sizes, *scales = args
+    lhs, rhs, group_sizes, *_ = args
     _, interpret, block_shape = settings
-    if rhs.dtype == jnp.bfloat16:  # any shape that the forward kernel takes
-        d_lhs = gradients.rows_gradient((cotangent,), (rhs,), group_sizes, interpret=interpret)
-        d_rhs = gradients.matrices_gradient(cotangent, lhs, group_sizes, interpret=interpret)
-        return d_lhs, d_rhs, None, None, None
-    shape = {"block_shape": block_shape}
-
-    def matmul(lhs: Any, rhs: Any, *scales: Any) -> jax.Array:
-        try:
-            return batched.grouped_matmul(lhs, rhs, group_sizes, *scales, **shape)
-        except NotImplementedError:
-            return reference.grouped_matmul(lhs, rhs, group_sizes, *scales, **shape)
-
-    _, vjp = jax.vjp(matmul, lhs, rhs, *scales)
-    d_lhs, d_rhs, *d_scales = vjp(cotangent)
-    return d_lhs, d_rhs, None, *d_scales
+    if rhs.dtype != jnp.bfloat16:
+        specification = functools.partial(reference.grouped_matmul, block_shape=block_shape)
+        return jax.vjp(specification, *args)[1](cotangent)
+    # any shape that the forward kernel takes
+    d_lhs = gradients.rows_gradient((cotangent,), (rhs,), group_sizes, interpret=interpret)
+    d_rhs = gradients.matrices_gradient(cotangent, lhs, group_sizes, interpret=interpret)
+    return d_lhs, d_rhs, None, None, None
 
 
 _grouped_matmul.defvjp(_forward, _backward)

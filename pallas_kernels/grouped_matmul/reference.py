@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
@@ -91,23 +89,3 @@ def grouped_matmul(
         preferred_element_type=jnp.float32,
     )
     return out.astype(dtype)
-
-
-def gradients(
-    args: tuple[Any, ...], cotangent: Float[Array, "M N"], *, block_shape: tuple[int, int]
-) -> tuple[Any, ...]:
-    """Returns the gradients with respect to the five arguments of :func:`grouped_matmul`.
-
-    Back-ends without a backward pass of their own use it.
-    """
-    lhs, rhs, group_sizes, *scales = args
-    _, vjp = jax.vjp(
-        lambda lhs, rhs, *scales: grouped_matmul(
-            lhs, rhs, group_sizes, *scales, block_shape=block_shape
-        ),
-        lhs,
-        rhs,
-        *scales,
-    )
-    d_lhs, d_rhs, *d_scales = vjp(cotangent)
-    return d_lhs, d_rhs, None, *d_scales

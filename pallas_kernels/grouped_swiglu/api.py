@@ -24,9 +24,8 @@ def grouped_swiglu(
     up_scale: Float32[Array, "G Fb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
-    quantize: bool = False,
     implementation: Implementation = None,
-) -> reference.Result:
+) -> Float[Array, "M F"]:
     """Computes ``out[m] = silu(gate[g(m)] @ lhs[m]) * (up[g(m)] @ lhs[m])``.
 
     g(m) is the group of row m, and silu(x) = x / (1 + exp(-x)).
@@ -35,19 +34,13 @@ def grouped_swiglu(
       lhs, lhs_scale, group_sizes, block_shape: as in :func:`pallas_kernels.grouped_matmul`.
       gate, up: one matrix of each per group, of the same shape and dtype, as its ``rhs``.
       gate_scale, up_scale: as its ``rhs_scale``.
-      quantize: whether to return float8 with one scale per row and 128 columns, which is the form
-        that the next grouped matmul takes its rows in.
 
     Returns:
       [M, F] in lhs's dtype, or bfloat16 for float8 rows. Rows past the groups' sum are undefined.
       Sums, silu and the multiplication by up are float32. A back-end may round both sums to the
       result's dtype before silu.
-      With ``quantize``: values float8_e4m3fn [M, F] and scale float32 [M, ceil(F / 128)], which are
-      :func:`pallas_kernels.block_quant` of the float32 result. A back-end may round that to
-      bfloat16 first. They have no gradient.
 
     Raises:
-      TypeError: a gradient through a quantized result is requested.
       ValueError: gate and up differ in shape or dtype, or grouped_matmul would raise it.
       NotImplementedError: the named back-end does not support these arguments.
     """
@@ -69,5 +62,4 @@ def grouped_swiglu(
         gate_scale,
         up_scale,
         block_shape=block_shape,
-        quantize=quantize,
     )

@@ -7,7 +7,6 @@ the few-token kernel computes both matmuls, and XLA computes SwiGLU.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -15,41 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import block_dequant, block_quant
-from pallas_kernels.grouped_matmul import few_tokens, few_tokens_plan, gradients, kernel
-from pallas_kernels.grouped_matmul.mosaic_gpu import (
-    check_dtypes,
-    choose_few_tokens_config,
-    has_many_rows,
-    supported_configs,
-)
-from pallas_kernels.grouped_matmul.mosaic_gpu import choose_config as choose_matmul_config
-from pallas_kernels.grouped_matmul.plan import (
-    SCALE_BLOCK,
-    Config,
-    check_shapes,
-    pairs_pay,
-    quantizes,
-)
+from pallas_kernels.block_quant.reference import block_dequant
+from pallas_kernels.grouped_matmul import dense, few_tokens, gradients
+from pallas_kernels.grouped_matmul.dense_plan import Config, check_shapes, choose_config
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, has_many_rows
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
-
-# tile_n counts both matrices: a tile has half as many columns of the result.
-MANY_TOKENS_FLOAT8 = (
-    Config(128, 192, 4, "m", staging_buffers=3, tma_scales=True),
-    Config(128, 128, 5, "m", staging_buffers=2, tma_scales=True),
-)
-UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True, approximate_silu=True)
-"""Preferred to them where F and K allow it, in pairs if :func:`plan.pairs_pay`."""
-
-MANY_TOKENS_BFLOAT16 = (Config(128, 256, 4, "m"), Config(128, 128, 6, "m"))
-FEW_TOKENS = (
-    Config(64, 256, 4, "n", staging_buffers=2, panel=1, copy_heights=(16, 32), early=True),
-    Config(128, 128, 6, "m", panel=1, copy_heights=(16, 32), early=True),
-    Config(128, 64, 8, "m", panel=1, copy_heights=(16, 32), early=True),
-)
-_MANY_TOKENS = 128  # rows per group, on average
 
 
 def grouped_swiglu(
@@ -62,10 +33,9 @@ def grouped_swiglu(
     up_scale: Float32[Array, "G Fb Kb"] | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
-    quantize: bool = False,
-    config: Config | few_tokens_plan.Config | None = None,
+    config: Config | None = None,
     interpret: Any = None,
-) -> reference.Result:
+) -> Float[Array, "M F"]:
     """grouped_swiglu on a Hopper GPU.
 
     bfloat16 by bfloat16 and float8 by float8 are rounded once, at the end. Few bfloat16 rows by
@@ -76,79 +46,34 @@ def grouped_swiglu(
     and saved; the backward pass is of :mod:`grouped_matmul.gradients`. Other gradients are the
     reference's.
 
-    ``quantize`` is part of the kernel if a tile has 128 columns of the result, which holds with few
-    rows, and with many in bfloat16. Tiles for many float8 rows have 96 columns. Then the result is
-    written in bfloat16, and XLA quantizes it.
-
     Args:
-      config: tuning parameters of the kernel, by default chosen from the shapes.
+      config: tuning parameters of ``dense``, by default chosen from the shapes.
       interpret: parameters of Pallas' interpreter, or None to run on a GPU.
 
     Raises:
       NotImplementedError: no Hopper GPU, other dtypes, scale blocks other than 128 x 128, F not a
-        multiple of 64 (128 with ``quantize``), or K not a multiple of 64 (bfloat16) or 128
-        (float8). For few rows by quantized matrices: ``quantize``, or what grouped_matmul refuses.
-      TypeError: a gradient through a quantized result is requested.
+        multiple of 64, or K not a multiple of 64 (bfloat16) or 128 (float8). For few rows by
+        quantized matrices: what grouped_matmul refuses.
     """
     require_hopper(interpret)
     if 0 in (lhs.size, gate.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {gate.shape}")
     (M, K), (G, F, _) = lhs.shape, gate.shape
-    float8 = lhs_scale is not None
     if lhs.dtype == jnp.bfloat16 and gate_scale is not None and has_many_rows(M, G):
         assert up_scale is not None
         gate = block_dequant(gate, gate_scale, block_shape, jnp.bfloat16)
         up = block_dequant(up, up_scale, block_shape, jnp.bfloat16)
         gate_scale = up_scale = None
-    if lhs.dtype == jnp.bfloat16 and gate_scale is not None:
-        if quantize:
-            raise NotImplementedError(f"does not quantize the result of {gate.dtype} matrices")
-        settings = config, interpret, block_shape
-        return _grouped_swiglu(settings, lhs, gate, up, group_sizes, None, gate_scale, up_scale)
-    check_dtypes(lhs, gate, block_shape)
-    if config is None:
-        config = choose_config(M, G, F, K, float8, quantize)
-    assert isinstance(config, Config)
-    check_shapes(config, F, K, float8, matrices=2)
-    if quantize:
-        if F % SCALE_BLOCK:
-            raise NotImplementedError(f"quantizes multiples of {SCALE_BLOCK} columns, got F {F}")
-        arrays = lhs, gate, up, lhs_scale, gate_scale, up_scale
-        return _quantized(config, interpret, group_sizes, *reference.without_gradient(arrays))
+    if lhs.dtype != jnp.bfloat16 or gate_scale is None:  # few_tokens checks its arguments itself
+        check_dtypes(lhs, gate, block_shape)
+        float8 = lhs_scale is not None
+        config = config or choose_config(M, G, F, K, float8, matrices=2)
+        check_shapes(config, F, K, float8, matrices=2)
     settings = config, interpret, block_shape
     return _grouped_swiglu(settings, lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale)
 
 
-def choose_config(M: int, G: int, F: int, K: int, float8: bool, quantize: bool) -> Config:
-    """Returns the configuration that F and K allow and that was the fastest on an H200 for the
-    average number of rows per group."""
-    if M >= _MANY_TOKENS * G:
-        unrolled = dataclasses.replace(UNROLLED_FLOAT8, paired=pairs_pay(M, G, K))
-        candidates = (unrolled, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
-        return supported_configs(candidates, F, K, float8, matrices=2)[0]
-    if quantize:  # only the widest tile quantizes in the kernel; after the others XLA would have to
-        return supported_configs(FEW_TOKENS, F, K, float8, matrices=2)[0]
-    return choose_few_tokens_config(FEW_TOKENS, M, G, F, K, float8, matrices=2)
-
-
-def _quantized(
-    config: Config,
-    interpret: Any,
-    group_sizes: jax.Array,
-    lhs: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    lhs_scale: jax.Array | None,
-    *matrix_scales: jax.Array | None,
-) -> reference.Result:
-    scales = tuple(x for x in matrix_scales if x is not None)
-    arrays = lhs, (gate, up), group_sizes, lhs_scale, scales
-    if quantizes(config, gate.shape[1], matrices=2):
-        return kernel.matmul(*arrays, config=config, quantize=True, interpret=interpret)
-    return block_quant(kernel.matmul(*arrays, config=config, interpret=interpret))
-
-
-# (Config of either kernel, interpreter parameters, block_shape)
+# (Config of dense, interpreter parameters, block_shape)
 _Settings = tuple[Any, Any, tuple[int, int]]
 
 
@@ -166,10 +91,10 @@ def _grouped_swiglu(
     scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
     config, interpret, block_shape = settings
     if lhs_scale is None and scales:
-        options: Any = {"block_shape": block_shape, "config": config, "interpret": interpret}
+        options: Any = {"block_shape": block_shape, "interpret": interpret}
         both = few_tokens.grouped_matmuls(lhs, (gate, up), group_sizes, scales, **options)
         return reference.silu_multiply(*jnp.split(both, 2, axis=1)).astype(lhs.dtype)
-    return kernel.matmul(
+    return dense.matmul(
         lhs, (gate, up), group_sizes, lhs_scale, scales, config=config, interpret=interpret
     )
 
@@ -179,13 +104,14 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
     if gate.dtype != jnp.bfloat16:
         return _grouped_swiglu(settings, *args), (args, None)
     (M, K), (G, F, _) = lhs.shape, gate.shape
-    options = {"config": choose_matmul_config(M, G, F, K, False), "interpret": settings[1]}
-    saved = tuple(kernel.matmul(lhs, (x,), group_sizes, None, (), **options) for x in (gate, up))
+    options = {"config": choose_config(M, G, F, K, False), "interpret": settings[1]}
+    saved = tuple(dense.matmul(lhs, (x,), group_sizes, None, (), **options) for x in (gate, up))
     return reference.silu_multiply(*saved).astype(lhs.dtype), (args, saved)
 
 
 def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    (lhs, gate, up, group_sizes, *scales), saved = residuals
+    args, saved = residuals
+    lhs, gate, up, group_sizes, *_ = args
     if saved is not None:
         _, vjp = jax.vjp(lambda *x: reference.silu_multiply(*x).astype(lhs.dtype), *saved)
         d_outs = vjp(cotangent)
@@ -196,14 +122,8 @@ def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tupl
         )
         return d_lhs, d_gate, d_up, None, None, None, None
 
-    def swiglu(lhs: Any, gate: Any, up: Any, *scales: Any) -> Any:
-        return reference.grouped_swiglu(
-            lhs, gate, up, group_sizes, *scales, block_shape=settings[2]
-        )
-
-    _, vjp = jax.vjp(swiglu, lhs, gate, up, *scales)
-    d_lhs, d_gate, d_up, *d_scales = vjp(cotangent)
-    return d_lhs, d_gate, d_up, None, *d_scales
+    specification = functools.partial(reference.grouped_swiglu, block_shape=settings[2])
+    return jax.vjp(specification, *args)[1](cotangent)
 
 
 _grouped_swiglu.defvjp(_forward, _backward)

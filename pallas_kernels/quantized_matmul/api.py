@@ -6,11 +6,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.quantized_matmul import one_group, reference
 
 BACKENDS = {
-    "mosaic_gpu": mosaic_gpu.quantized_matmul,
-    "mosaic_tpu": mosaic_tpu.quantized_matmul,
+    "mosaic_gpu": one_group.on_hopper,
+    "mosaic_tpu": one_group.on_tpu,
     "reference": reference.quantized_matmul,
 }
 

@@ -6,11 +6,11 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.quantized_matmul.reference import Matrix, check_shapes
-from pallas_kernels.swiglu import mosaic_gpu, reference, separate
+from pallas_kernels.swiglu import gpu, reference
 
 BACKENDS = {
-    "mosaic_gpu": mosaic_gpu.swiglu,
-    "separate": separate.swiglu,
+    "mosaic_gpu": gpu.one_kernel,
+    "separate": gpu.two_matmuls,
     "reference": reference.swiglu,
 }
 

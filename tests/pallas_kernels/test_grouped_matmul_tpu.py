@@ -13,8 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import mosaic_tpu, reference
-from pallas_kernels.grouped_matmul.tpu_plan import Plan, choose_plan
-from pallas_kernels.grouped_matmul.tpu_visits import visits_of
+from pallas_kernels.grouped_matmul.mosaic_tpu import Plan, choose_plan, visits_of
 from pallas_kernels.tpu import CHIPS
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_swiglu
-from pallas_kernels.grouped_matmul import kernel as matmul_kernel
-from pallas_kernels.grouped_matmul.plan import quantizes
+from pallas_kernels.grouped_matmul import dense_plan
 from pallas_kernels.grouped_swiglu import mosaic_gpu
 from tests.pallas_kernels import grouped_matmul_cases
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
@@ -21,7 +20,6 @@ from tests.pallas_kernels.grouped_swiglu_cases import (
     ROUNDINGS,
     GroupedSwigluCases,
     Inputs,
-    check_quantized,
     named,
     run,
 )
@@ -47,10 +45,10 @@ class TestHopper(GroupedSwigluCases):
 CONFIGS = [
     (dtype, dataclasses.replace(config, stages=2))
     for dtype, many in (
-        ("bfloat16", mosaic_gpu.MANY_TOKENS_BFLOAT16),
-        (FLOAT8, mosaic_gpu.MANY_TOKENS_FLOAT8),
+        ("bfloat16", dense_plan.MANY_TOKENS_BFLOAT16[:2]),
+        (FLOAT8, dense_plan.MANY_TOKENS_FLOAT8[:2]),
     )
-    for config in dict.fromkeys((*mosaic_gpu.FEW_TOKENS, *many))
+    for config in (*dense_plan.FEW_TOKENS[2], *many)
 ]
 QUICK = [0, 3, 6, 7, 8]  # every tile in one dtype
 
@@ -64,8 +62,6 @@ def test_quantized_matrices(form, block_shape):
     x = quantized((5, 0, 1, 17), form, block_shape)
     got = jax.jit(functools.partial(back_end(), block_shape=block_shape))(*x.arrays())
     check(got, x.expected(), 2 * ROUNDINGS * tolerance("bfloat16"))
-    with pytest.raises(NotImplementedError, match="does not quantize the result of"):
-        back_end()(*x.arrays(), block_shape=block_shape, quantize=True)
 
 
 @kernel_runs
@@ -110,55 +106,9 @@ def test_configs(dtype, config):
     ids=lambda x: "-".join(x) or "default",
 )
 def test_an_unrolled_loop_and_approximate_silu(settings):
-    config = dataclasses.replace(mosaic_gpu.UNROLLED_FLOAT8, stages=2, **settings)
+    config = dataclasses.replace(dense_plan.UNROLLED_FLOAT8, stages=2, **settings)
     x = Inputs.random((70, 0, 3), F=256, K=512, dtype=FLOAT8)
     check(run(x, back_end(config)), x.expected(), ROUNDINGS * tolerance("bfloat16"))
-
-
-@kernel_runs
-@pytest.mark.parametrize(
-    ("dtype", "config"),
-    slow_except([(dtype, config) for dtype, config in CONFIGS if config.tile_n > 128], (1, 2)),
-    ids=lambda x: x if isinstance(x, str) else f"{x.tile_m}x{x.tile_n}",
-)
-def test_configs_that_quantize(dtype, config):
-    """Groups of several tiles and of a part of one, several tiles along N, NaN in unused rows."""
-    x = Inputs.random((130, 0, 1, 3), M=140, F=256, K=256, dtype=dtype)
-    check_quantized(x, back_end(config), ROUNDINGS * tolerance("bfloat16"))
-
-
-@kernel_runs
-@pytest.mark.parametrize("config", [mosaic_gpu.FEW_TOKENS[0], mosaic_gpu.MANY_TOKENS_BFLOAT16[0]])
-def test_the_kernel_quantizes_before_rounding(config):
-    x = Inputs.random((70, 3), F=256, K=64, dtype="bfloat16")
-    check_quantized(x, back_end(dataclasses.replace(config, stages=2)), 2.0**-14)
-
-
-def test_only_whole_blocks_are_quantized_in_the_kernel():
-    config = mosaic_gpu.MANY_TOKENS_BFLOAT16[0]
-    assert quantizes(config, 384, matrices=2)
-    assert not quantizes(config, 320, matrices=2)
-    assert not quantizes(dataclasses.replace(config, tile_n=192), 384, matrices=2)
-    assert not quantizes(dataclasses.replace(config, tile_m=256), 384, matrices=2)
-    lhs, gate, up, sizes, *_ = Inputs.random((3, 4), F=128, K=64, dtype="bfloat16").arrays()
-    with pytest.raises(NotImplementedError, match="quantizes tiles of 64 x 128, or 128 x 128"):
-        matmul_kernel.matmul(
-            lhs,
-            (gate, up),
-            sizes,
-            None,
-            (),
-            config=dataclasses.replace(config, tile_n=128),
-            quantize=True,
-            interpret=object(),
-        )
-
-
-def test_part_blocks_are_not_quantized():
-    x = Inputs.random((3, 4), F=192, K=64, dtype="bfloat16")
-    with pytest.raises(NotImplementedError, match="quantizes multiples of 128 columns, got F 192"):
-        mosaic_gpu.grouped_swiglu(*x.arrays(), quantize=True, interpret=object())
-    check_quantized(x, "reference", ROUNDINGS * tolerance("bfloat16"))
 
 
 @kernel_runs
@@ -214,7 +164,7 @@ def test_refusals(F, K, dtype, message):
 
 
 def test_part_tiles_are_refused():
-    config = dataclasses.replace(mosaic_gpu.FEW_TOKENS[0], tile_n=128)
+    config = dataclasses.replace(dense_plan.FEW_TOKENS[2][0], tile_n=128)
     x = Inputs.random((3, 4), F=128, K=128, dtype=FLOAT8)
     with pytest.raises(
         NotImplementedError, match="multiples of 32 columns, or of 128 if split along N, got 64"

@@ -30,9 +30,8 @@ import pytest
 
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Projection
+from pallas_kernels.grouped_matmul.dense_plan import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
-from pallas_kernels.grouped_matmul.mosaic_gpu import MANY_TOKENS_FLOAT8
-from pallas_kernels.grouped_swiglu.mosaic_gpu import MANY_TOKENS_FLOAT8 as SWIGLU_FLOAT8
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.plan import Config as DecodeConfig
@@ -184,7 +183,7 @@ def few_tokens(rows: int, groups: int, N: int, K: int, form: str, **options: Any
     dtype, columns = {"int8": (jnp.int8, K), "int4": (jnp.uint8, K // 2), "fp8": (FP8, K)}[form]
     block = {"int8": (1, K), "int4": (1, 128), "fp8": (128, 128)}[form]
     return Kernel(
-        "pallas_kernels.grouped_matmul.few_tokens",
+        "pallas_kernels.grouped_matmul.mosaic_gpu",
         {
             "lhs": Struct((rows * groups, K), BF16),
             "rhs": Struct((groups, N, columns), dtype),
@@ -394,16 +393,12 @@ def kernels() -> dict[str, Kernel]:
             for rows in (4, 4096):
                 shape = f"grouped_swiglu {name} {F} wide, {rows} rows"
                 table[shape] = swiglu(rows, 8, F, K, dtype)
-        # XLA quantizes the result of float8's 128x192 tile, which is used with many rows.
-        for rows in (4, 4096) if dtype == BF16 else (4,):
-            shape = f"grouped_swiglu {name} quantized, {rows} rows"
-            table[shape] = swiglu(rows, 8, 2048, 7168, dtype, quantize=True)
     for N, K in WIDTHS.values():
         # K is not a multiple of four steps.
         shape = f"grouped_matmul fp8 {N}x{K} 4096 rows, rolled"
         table[shape] = grouped(4096, 8, N, K, FP8, config=MANY_TOKENS_FLOAT8[0])
     shape = "grouped_swiglu fp8 2048 wide, 4096 rows, rolled"
-    table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=SWIGLU_FLOAT8[0])
+    table[shape] = swiglu(4096, 8, 2048, 7168, FP8, config=MANY_TOKENS_FLOAT8[0])
     N, K = WIDTHS["gate_up"]  # with too few rows for pairs of blocks
     table["grouped_matmul fp8 gate_up 1024 rows"] = grouped(1024, 8, N, K, FP8)
     table["grouped_swiglu fp8 2048 wide, 1024 rows"] = swiglu(1024, 8, N // 2, K, FP8)
@@ -459,8 +454,6 @@ def kernels() -> dict[str, Kernel]:
 FEW_TOKENS = (
     ("in order", "int8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
     ("permuted", "int8", 1, FewTokens(4, (8,), 4)),
-    ("in order", "fp8", 1, FewTokens(4, (8,), 4, tokens_in_order=True)),
-    ("in order", "fp8", 16, FewTokens(4, (8, 16, 32), tokens_in_order=True)),
 )
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import integer_quant, quantized_matmul
-from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
+from pallas_kernels.grouped_matmul import few_tokens, mosaic_gpu
+from pallas_kernels.quantized_matmul import one_group
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, device, random_e4m3, rounded, tolerance
 
@@ -42,7 +43,7 @@ def inputs(form, batch=(5,), widths=None, block=None, dtype="bfloat16", seed=0):
 
 
 def kernel(*arrays, **options):
-    return mosaic_gpu.quantized_matmul(
+    return one_group.on_hopper(
         *arrays, **{"out_dtype": jnp.bfloat16, "interpret": INTERPRET, **options}
     )
 
@@ -127,13 +128,11 @@ def test_shapes_that_do_not_fit():
 
 @pytest.mark.parametrize("form", list(BLOCKS))
 def test_lowers_for_cuda(form, monkeypatch):
-    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, mosaic_gpu.mosaic_gpu.few_tokens):
+    for module in (one_group, mosaic_gpu, few_tokens):
         monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
-    monkeypatch.setattr(mosaic_gpu.mosaic_gpu.few_tokens, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(few_tokens, "multiprocessors", lambda: 132)
     arrays, _ = inputs(form)
-    f = functools.partial(
-        mosaic_gpu.quantized_matmul, block_shape=BLOCKS[form], out_dtype=jnp.bfloat16
-    )
+    f = functools.partial(one_group.on_hopper, block_shape=BLOCKS[form], out_dtype=jnp.bfloat16)
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 
@@ -144,7 +143,7 @@ def test_lowers_for_cuda(form, monkeypatch):
 def test_on_a_tpu(form, block):
     arrays, want = inputs(form, (2, 3), widths=(192, 384), block=block)
     options = {"block_shape": block or BLOCKS[form], "interpret": True}
-    run = functools.partial(mosaic_tpu.quantized_matmul, **options)
+    run = functools.partial(one_group.on_tpu, **options)
     got = jax.jit(functools.partial(run, out_dtype=jnp.bfloat16))(*arrays)
     check(got, want, tolerance("bfloat16"))
     cast = jax.jit(functools.partial(run, out_dtype=jnp.float32))(*arrays)
@@ -155,6 +154,6 @@ def test_int8_with_one_scale_per_row_is_left_to_xla():
     arrays, _ = inputs("int8", widths=(192, 384), block=(1, 384))
     options = {"block_shape": (1, 384), "out_dtype": jnp.bfloat16}
     with pytest.raises(NotImplementedError, match="XLA reads int8 with one scale a row as it is"):
-        mosaic_tpu.quantized_matmul(*arrays, **options, interpret=True)
+        one_group.on_tpu(*arrays, **options, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_tpu: runs on TPUs, this is cpu"):
         quantized_matmul(*arrays, block_shape=(1, 384), implementation="mosaic_tpu")

@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels import swiglu
 from pallas_kernels.grouped_matmul import few_tokens
-from pallas_kernels.swiglu import mosaic_gpu, separate
+from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_mosaic_gpu
+from pallas_kernels.swiglu import gpu
 from tests.pallas_kernels import test_quantized_matmul as quantized_matmul_tests
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, device, tolerance
@@ -54,7 +55,7 @@ def options(form):
 
 
 def kernel(*arrays, **options):
-    return mosaic_gpu.swiglu(*arrays, **{"interpret": INTERPRET, **options})
+    return gpu.one_kernel(*arrays, **{"interpret": INTERPRET, **options})
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -111,15 +112,15 @@ def test_dense_matrices_are_left_to_xla(rows):
 
 
 def test_large_dense_matrices_take_fewer_rows(monkeypatch):
-    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu):
+    for module in (gpu, grouped_mosaic_gpu):
         monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
     large = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
     for rows in (1, 128):
         x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
-        assert jax.eval_shape(mosaic_gpu.swiglu, x, large, large).shape == (rows, 8192)
+        assert jax.eval_shape(gpu.one_kernel, x, large, large).shape == (rows, 8192)
     x = jax.ShapeDtypeStruct((129, 2048), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"takes 1 to 128 rows .*, got 129"):
-        jax.eval_shape(mosaic_gpu.swiglu, x, large, large)
+        jax.eval_shape(gpu.one_kernel, x, large, large)
 
 
 @pytest.mark.parametrize(
@@ -163,18 +164,18 @@ def test_matrices_that_do_not_fit():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_is_one_kernel(form, monkeypatch):
-    for module in (mosaic_gpu, mosaic_gpu.mosaic_gpu, few_tokens):
+    for module in (gpu, grouped_mosaic_gpu, few_tokens):
         monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
     monkeypatch.setattr(few_tokens, "multiprocessors", lambda: 132)
     arrays, _ = inputs(form, (ROWS,))
-    f = functools.partial(mosaic_gpu.swiglu, **options(form))
+    f = functools.partial(gpu.one_kernel, **options(form))
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
 def test_two_matmuls_that_are_not_merged():
     arrays, want = dense_inputs((2, 70), "bfloat16")
-    separately = jax.jit(separate.multiply_apart)
+    separately = jax.jit(gpu.multiply_apart)
     check(separately(*arrays), want, ROUNDINGS * tolerance("bfloat16"))
     assert "optimization_barrier" in separately.lower(*arrays).as_text()
 
@@ -186,7 +187,7 @@ def test_gradients_of_two_matmuls_that_are_not_merged():
         return jax.jit(jax.grad(lambda *arrays: jnp.sum(op(*arrays) ** 2), (0, 1, 2)))(*arrays)
 
     want = gradients(functools.partial(swiglu, implementation="reference"))
-    for got, exact in zip(gradients(separate.multiply_apart), want, strict=True):
+    for got, exact in zip(gradients(gpu.multiply_apart), want, strict=True):
         check(got, np.asarray(exact, np.float64), 2 * tolerance("float32"))
 
 
@@ -199,6 +200,6 @@ def test_gradients_of_two_matmuls_that_are_not_merged():
     ],
 )
 def test_refusals_of_two_matmuls(form, rows, where, message, monkeypatch):
-    monkeypatch.setattr(separate, "platform", lambda: where)
+    monkeypatch.setattr(gpu, "platform", lambda: where)
     with pytest.raises(NotImplementedError, match=message):
-        separate.swiglu(*inputs(form, (rows,))[0], **options(form))
+        gpu.two_matmuls(*inputs(form, (rows,))[0], **options(form))

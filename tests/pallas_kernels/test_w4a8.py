@@ -13,15 +13,18 @@ import pytest
 from pallas_kernels import grouped_matmul
 from pallas_kernels.block_quant.api import block_quant
 from pallas_kernels.grouped_matmul import mosaic_gpu, w4a8
-from pallas_kernels.grouped_matmul.w4a8_kernel import Config
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8, Inputs, run
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import E4M3_LEAST_ERROR, E4M3_ROUNDING, check, tolerance
 from tests.support.covering import slow_except
 
 
-def back_end(config: Config | None = None):
-    return functools.partial(w4a8.grouped_matmul, config=config, interpret=INTERPRET)
+def back_end(tokens: int | None = None, stages: int | None = None):
+    def matmul(*arrays, block_shape):
+        assert block_shape == (1, w4a8.BLOCK)
+        return w4a8.matmul(*arrays, tokens=tokens, stages=stages, interpret=INTERPRET)
+
+    return matmul
 
 
 def inputs(sizes, N=128, K=256, M=None, **settings) -> Inputs:
@@ -31,19 +34,19 @@ def inputs(sizes, N=128, K=256, M=None, **settings) -> Inputs:
 
 CASES = [
     # Several tiles of a group, first tokens at every remainder of 4, tiles of both widths.
-    ((37, 0, 3, 1), 128, 256, Config(32, stages=2)),
-    ((1, 70, 0, 66), 256, 512, Config(64, stages=2)),
-    ((2, 129), 128, 384, Config(128, stages=3)),
-    ((3, 0, 4), 256, 1024, None),
+    ((37, 0, 3, 1), 128, 256, (32, 2)),
+    ((1, 70, 0, 66), 256, 512, (64, 2)),
+    ((2, 129), 128, 384, (128, 3)),
+    ((3, 0, 4), 256, 1024, ()),
 ]
 
 
 @kernel_runs
-@pytest.mark.parametrize(("sizes", "N", "K", "config"), slow_except(CASES, [0]))
-def test_results(sizes, N, K, config):
+@pytest.mark.parametrize(("sizes", "N", "K", "settings"), slow_except(CASES, [0]))
+def test_results(sizes, N, K, settings):
     """Rows past the groups' sum are NaN and stay apart from the others."""
     x = inputs(sizes, N, K, M=sum(sizes) + 2)
-    out = run(x, back_end(config))[: sum(sizes)]
+    out = run(x, back_end(*settings))[: sum(sizes)]
     check(out, x.expected(), tolerance("bfloat16"))
 
 
@@ -101,19 +104,18 @@ def test_error_of_float8_rows():
         ({"block_shape": (1, 64)}, "scales of 1 x 128"),
     ],
 )
-def test_refuses(change, message, monkeypatch):
-    monkeypatch.setattr(w4a8, "require_hopper", lambda interpret: None)
+def test_refuses(change, message):
     x = inputs((3, 4), **change)
     with pytest.raises(NotImplementedError, match=message):
-        w4a8.grouped_matmul(*x.arrays(), block_shape=x.block_shape)
+        w4a8.check_shapes(*x.arrays()[:2], x.block_shape)
 
 
 @kernel_runs
 @pytest.mark.slow
 def test_it_is_a_kernel_of_the_back_end():
-    x, settings = inputs((3, 5)), {"config": Config(32), "interpret": INTERPRET}
-    chosen = run(x, functools.partial(mosaic_gpu.grouped_matmul, **settings))
-    np.testing.assert_array_equal(chosen, run(x, back_end(Config(32))))
+    x = inputs((3, 5))
+    chosen = run(x, functools.partial(mosaic_gpu.grouped_matmul, interpret=INTERPRET))
+    np.testing.assert_array_equal(chosen, run(x, back_end()))
 
 
 @off_gpu

@@ -1,11 +1,11 @@
-"""Static tile scheduler of the Hopper grouped matmuls: the tiles of each thread block, in order.
+"""Tiles of the Hopper grouped matmuls: which tile each CTA computes, in which order.
 
 A group of n rows has ``ceil(n / tile_m)`` tiles along M, so no tile contains rows of two groups.
 ``GroupTiles`` finds a tile's group from the group sizes inside the kernel, with warp-wide scans. A
 table of tiles, computed beforehand, would take three XLA kernels of two microseconds each. That is
 a tenth of a matmul with few tokens.
 
-``TileScheduler`` deals the tiles of the result to the blocks of a persistent grid round-robin. The
+``TileScheduler`` deals the tiles of the result to the CTAs of a persistent grid round-robin. The
 tiles are ordered by panels: a panel is a number of consecutive M tiles, which are all computed for
 one N tile before the next N tile. So the rows of lhs stay in the L2 cache while the matrices stream
 through it.
@@ -20,40 +20,33 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.grouped_matmul.plan import Plan
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline
+from pallas_kernels.hopper.ir import REF, SCALAR, const, i32, inline
+from pallas_kernels.hopper.registers import last_lane, prefix_sums, warp_sum
 
 _LANES = 32
-_ALL_LANES = "0xffffffff"
-# Adds the number of the lane DISTANCE before this one, if there is one.
-_SCAN_STEP = f"""{{
-    .reg .pred p;
-    .reg .b32 x, other;
-    mov.b32 x, $1;
-    shfl.sync.up.b32 other|p, x, DISTANCE, 0, {_ALL_LANES};
-    @p add.s32 x, x, other;
-    mov.b32 $0, x;
-}}"""
-_LAST_LANE = f"shfl.sync.idx.b32 $0, $1, 31, 31, {_ALL_LANES};"
-_SUM = f"redux.sync.add.s32 $0, $1, {_ALL_LANES};"
+_PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
+
+
+def panel_height(M: int, G: int, tile_m: int, row_bytes: int) -> int:
+    """Returns the M tiles of a panel: a group's on average, in equal parts that stay in the L2
+    cache. Tiles of other groups share no matrix with them."""
+    most = max(1, _PANEL_BYTES // (tile_m * row_bytes))
+    tiles = pl.cdiv(M, G * tile_m)
+    return pl.cdiv(tiles, pl.cdiv(tiles, most))
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupTiles:
     """The tiles along M of all groups. All lanes of a warp call its methods together."""
 
-    sizes: Any
-    """int32 [G] in global memory: rows of each group."""
-
-    tile_m: int
-    """Rows per tile."""
-
-    on_gpu: bool
-    """False in the interpreter."""
+    sizes: Any  # int32 [G] in global memory: rows of each group
+    tile_m: int  # rows per tile
+    on_gpu: bool  # False in the interpreter
 
     def count(self) -> jax.Array:
         """Returns the number of tiles of all groups."""
@@ -66,7 +59,7 @@ class GroupTiles:
             total = tiles[0]
             for more in tiles[1:]:
                 total = arith.addi(total, more)
-            return (_warp(_SUM, total),)
+            return (warp_sum(total),)
 
         return add(self.sizes)[0]
 
@@ -82,19 +75,19 @@ class GroupTiles:
             tiles = [self._tiles_of(size) for _, size in groups]
             # The tile's group is the number of groups that end at or before it.
             ended = const(0)
-            for end in _prefix_sums(tiles):
-                end, last = arith.addi(before, end), _warp(_LAST_LANE, end)
+            for end in prefix_sums(tiles):
+                end, last = arith.addi(before, end), last_lane(end)
                 over = arith.cmpi(arith.CmpIPredicate.sle, end, tile)
                 ended = arith.addi(ended, arith.extui(i32(), over))
                 before = arith.addi(before, last)
-            group = _warp(_SUM, ended)
+            group = warp_sum(ended)
 
             def sum_where(predicate: Any, values: Iterable[Any]) -> Any:
                 total = const(0)
                 for (number, _), value in zip(groups, values, strict=True):
                     chosen = arith.cmpi(predicate, number, group)
                     total = arith.addi(total, arith.select(chosen, value, const(0)))
-                return _warp(_SUM, total)
+                return warp_sum(total)
 
             less, equal = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
             tiles_before = sum_where(less, tiles)
@@ -143,16 +136,6 @@ class GroupTiles:
         return arith.divui(arith.addi(size, const(self.tile_m - 1)), const(self.tile_m))
 
 
-def _prefix_sums(values: list[Any]) -> list[Any]:
-    """Returns inclusive prefix sums over the lanes, of each value on its own.
-
-    The scans are interleaved, because one step has a long latency.
-    """
-    for distance in (1, 2, 4, 8, 16):
-        values = [_warp(_SCAN_STEP.replace("DISTANCE", str(distance)), x) for x in values]
-    return values
-
-
 def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
     """Decorates functions that return int32 scalars, as :func:`ir.inline`."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
@@ -170,84 +153,58 @@ def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[
     return decorate
 
 
-def _warp(text: str, number: Any) -> Any:
-    """Runs an instruction of the whole warp, with each lane's number as its operand."""
-    return asm(text, "=r,r", number, result=i32(), effects=True)
-
-
 class Tile(NamedTuple):
     """A tile of the result."""
 
     group: jax.Array
-
-    row: jax.Array
-    """First row of lhs."""
-
-    rows: jax.Array
-    """Number of rows that belong to the group, at most tile_m."""
-
+    row: jax.Array  # first row of lhs
+    rows: jax.Array  # number of rows that belong to the group, at most tile_m
+    # First column. The last tile along N is moved back to end at N, so it may overlap the tile
+    # before it.
     column: jax.Array
-    """First column. The last tile along N is moved back to end at N, so it may overlap the tile
-    before it."""
-
-    first_own_column: jax.Array
-    """First column that no other tile writes."""
+    first_new_column: jax.Array  # first column that the tile before it along N does not have
 
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """The tiles of one thread block."""
+    """The tiles of one CTA, or of the two CTAs of a cluster, which share the columns of a tile."""
 
-    plan: Plan
-
-    group_tiles: GroupTiles
-
-    m_tiles: jax.Array
-    """Number of tiles along M, over all groups."""
-
-    cluster: jax.Array
-    """Index of this thread block's cluster, or of the block itself."""
-
-    member: jax.Array | None = None
-    """Index of this thread block in its cluster of two."""
+    group_tiles: GroupTiles  # whose tiles have the rows of both CTAs of a cluster
+    m_tiles: jax.Array  # number of tiles along M, over all groups
+    N: int
+    columns: int  # per tile
+    panel: int  # M tiles of a panel, see :func:`panel_height`
+    clusters: int  # clusters in the grid, or CTAs
+    cluster: jax.Array  # index of this CTA's cluster, or of the CTA
+    member: jax.Array | None = None  # index of this CTA in its cluster of two
 
     def count(self) -> jax.Array:
-        """Returns the number of this block's tiles."""
-        clusters, total = jnp.int32(self.plan.clusters), self.m_tiles * self.plan.n_tiles
+        """Returns the number of this CTA's tiles."""
+        clusters = jnp.int32(self.clusters)
+        total = self.m_tiles * pl.cdiv(self.N, self.columns)
         return lax.div(total - self.cluster + (clusters - 1), clusters)
 
     def locate(self, i: jax.Array | int) -> Tile:
-        """Returns this block's i-th tile. Past the last, it has no rows."""
-        plan = self.plan
-        n_tiles = jnp.int32(plan.n_tiles)
-        tile = self.cluster + i * jnp.int32(plan.clusters)
-        if plan.panel == 1:
+        """Returns this CTA's i-th tile. Past the last, it has no rows."""
+        n_tiles = jnp.int32(pl.cdiv(self.N, self.columns))
+        tile = self.cluster + i * jnp.int32(self.clusters)
+        if self.panel == 1:
             m_tile = lax.div(tile, n_tiles)
             n_tile = tile - m_tile * n_tiles
         else:
-            panel = jnp.int32(plan.panel)
+            panel = jnp.int32(self.panel)
             tiles_per_panel = panel * n_tiles
             first = lax.div(tile, tiles_per_panel) * panel
             tile = lax.rem(tile, tiles_per_panel)
             height = jnp.maximum(jnp.minimum(panel, self.m_tiles - first), 1)
             n_tile = lax.div(tile, height)
             m_tile = first + tile - n_tile * height
-        column = n_tile * jnp.int32(plan.out_columns)
-        return Tile(
-            *self._own(*self.group_tiles.locate(m_tile)),
-            jnp.minimum(column, plan.N - plan.out_columns),
-            column,
-        )
-
-    def _own(
-        self, group: jax.Array, row: jax.Array, rows: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns this block's share of the rows of a cluster.
-
-        Without rows of its own, it has the first row of the cluster's.
-        """
-        if self.member is None:
-            return group, row, rows
-        before = self.member * jnp.int32(self.plan.config.tile_m)
-        own = jnp.clip(rows - before, 0, self.plan.config.tile_m)
-        return group, row + jnp.where(own > 0, before, 0), own
+        column = n_tile * jnp.int32(self.columns)
+        group, row, rows = self.group_tiles.locate(m_tile)
+        if self.member is not None:
+            height = self.group_tiles.tile_m // 2
+            before = self.member * jnp.int32(height)
+            rows = jnp.clip(rows - before, 0, height)
+            # A CTA without rows computes the first CTA's, and stores none.
+            row = row + jnp.where(rows > 0, before, 0)
+        return Tile(group, row, rows, jnp.minimum(column, self.N - self.columns), column)

@@ -1,0 +1,110 @@
+"""swiglu on GPUs: one kernel for the few tokens of decoding, two matmuls of XLA for many."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
+from pallas_kernels.grouped_swiglu.mosaic_gpu import grouped_swiglu
+from pallas_kernels.grouped_swiglu.reference import silu_multiply
+from pallas_kernels.hopper import require_hopper
+from pallas_kernels.quantized_matmul.reference import Matrix
+from pallas_kernels.target import platform
+
+# Rows for which the kernel is faster than XLA's matmuls if the matrices are not quantized
+# (64 rows: 14 us instead of 17.5 on an H200; 256 rows: 28.7 instead of 25). Large matrices have no
+# lower limit: for one row by two of them, XLA took more than twice as long as reading them takes.
+_MIN_ROWS, _MAX_ROWS = 32, 128
+_LARGE = 2**24  # elements of a matrix
+
+
+def one_kernel(
+    x: Float[Array, "*batch K"],
+    gate: Matrix,
+    up: Matrix,
+    gate_scale: Float32[Array, "Fb Kb"] | None = None,
+    up_scale: Float32[Array, "Fb Kb"] | None = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+    interpret: Any = None,
+) -> Float[Array, "*batch F"]:
+    """swiglu as grouped_swiglu of one group, on Hopper GPUs. With quantized matrices, the results
+    of both matmuls are rounded to bfloat16.
+
+    Raises:
+      NotImplementedError: no Hopper GPU, x not bfloat16, or what grouped_swiglu refuses for one
+        group. XLA's matmuls are as fast for more than 64 rows by quantized matrices or 128 by
+        others, and for fewer than 32 unless the matrices are large: these are refused too.
+    """
+    require_hopper(interpret)
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
+    M = math.prod(x.shape[:-1])
+    least = 1 if gate.size >= _LARGE else _MIN_ROWS
+    if gate_scale is not None:
+        check_few_tokens(M, 1, gate.dtype)
+    elif not least <= M <= _MAX_ROWS:
+        raise NotImplementedError(
+            f"takes {least} to {_MAX_ROWS} rows by such bfloat16 matrices, got {M}: XLA's matmuls"
+            " are as fast"
+        )
+    out = grouped_swiglu(
+        x.reshape(M, x.shape[-1]),
+        gate[None],
+        up[None],
+        jnp.full((1,), M, jnp.int32),
+        None,
+        None if gate_scale is None else gate_scale[None],
+        None if up_scale is None else up_scale[None],
+        block_shape=block_shape,
+        interpret=interpret,
+    )
+    return out.reshape(*x.shape[:-1], gate.shape[0])
+
+
+def two_matmuls(
+    x: Float[Array, "*batch K"],
+    gate: Matrix,
+    up: Matrix,
+    gate_scale: Float32[Array, "Fb Kb"] | None = None,
+    up_scale: Float32[Array, "Fb Kb"] | None = None,
+    *,
+    block_shape: tuple[int, int] = (128, 128),
+) -> Float[Array, "*batch F"]:
+    """swiglu of many rows, as two matmuls that XLA does not merge.
+
+    Raises:
+      NotImplementedError: the program is not for a GPU, the matrices are quantized, or there are
+        fewer than 129 rows, for which XLA compiles one merged matmul without a copy.
+    """
+    del block_shape
+    if platform() != "gpu":
+        raise NotImplementedError(f"is for GPUs, this is {platform()}")
+    if gate_scale is not None or up_scale is not None:
+        raise NotImplementedError("takes matrices without scales")
+    if (rows := math.prod(x.shape[:-1])) <= _MAX_ROWS:
+        raise NotImplementedError(f"takes {_MAX_ROWS + 1} rows or more, got {rows}")
+    return multiply_apart(x, gate, up)
+
+
+def multiply_apart(
+    x: Float[Array, "*batch K"], gate: Float[Array, "F K"], up: Float[Array, "F K"]
+) -> Float[Array, "*batch F"]:
+    """Does :func:`two_matmuls` on any platform.
+
+    XLA merges matmuls that share an operand. For that it joins ``gate`` and ``up`` into one matrix,
+    each time anew, unless it compiles the matmul itself: with 512 rows it calls cuBLAS, and copies
+    the 23 MB of a layer's shared experts first. A barrier keeps it from merging them.
+    """
+
+    def matmul(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        product = jnp.einsum("...k,fk->...f", x, matrix, preferred_element_type=jnp.float32)
+        return product.astype(x.dtype)
+
+    gated, product = matmul(x, gate), matmul(jax.lax.optimization_barrier(x), up)
+    return silu_multiply(gated, product).astype(x.dtype)
