@@ -16,9 +16,6 @@ from benchmarks.kernels.shapes import Case
 from pallas_kernels.grouped_matmul import few_tokens
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
-from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
-from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
 from pallas_kernels.sparse_index.mosaic_gpu_kernel import plan as index_plan
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
@@ -42,10 +39,6 @@ class Variant:
 
     def __call__(self, **arguments: Any) -> Any:
         return self.op(**arguments, **self.keywords)
-
-
-def _decode(config: Any) -> Variant:
-    return Variant(mla_decode.mla_decode, {"config": config})
 
 
 def _few_tokens(dtype: str, **settings: Any) -> dict[str, Variant]:
@@ -105,10 +98,6 @@ def _top_k(**keywords: int) -> dict[str, Variant]:
 
 
 VARIANTS: dict[str, dict[str, Variant]] = {
-    "scored": {"mla_decode": _decode(ScoredQueries())},
-    "few queries": {"mla_decode": _decode(FewQueries())},
-    "scored, one operand ahead": {"mla_decode": _decode(ScoredQueries(ahead=1))},
-    "scored, two pages ahead": {"mla_decode": _decode(ScoredQueries(prefetch=2))},
     "rolled": {
         "grouped_matmul": Variant(
             grouped_matmul.grouped_matmul, {"config": grouped_matmul.MANY_TOKENS_FLOAT8[0]}
