@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.hopper.branch import cond
 from pallas_kernels.hopper.tiles import ROWS
@@ -213,12 +213,19 @@ class Parts(NamedTuple):
         return jnp.stack(outs)
 
 
+Outputs = tuple[
+    BFloat16[Array, "B rows C"],
+    Float32[Array, "B rows"],
+    tuple[Float32[Array, "parts rows C"], Float32[Array, "parts rows"]],
+]
+"""Outputs of a split-KV kernel: ``out`` and ``lse``, written for sequences that are not split, and
+the partial results and their log-sum-exps, written for those that are."""
+
+
 def output_types(
     B: int, rows: int, columns: int, partitions: int, *, part_rows: int | None = None
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the output types of a split-KV kernel: ``out``, ``lse``, and those of the parts.
-
-    The first two are written for sequences that are not split, the others for those that are.
+    """Returns the types of :data:`Outputs`.
 
     Args:
       part_rows: query rows of a part, by default ``rows`` rounded up to whole tiles.

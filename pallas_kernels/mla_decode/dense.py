@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int
+from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
@@ -53,7 +53,7 @@ from pallas_kernels.hopper.online_softmax import (
     reciprocal,
     scale_rows,
 )
-from pallas_kernels.hopper.split_kv import BLOCK, Partition, Schedule, output_types
+from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule
 from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
@@ -63,53 +63,15 @@ from pallas_kernels.mla_decode.row_tiles import (
     TILE,
     Part,
     TileMemory,
+    TilePlan,
     TileResults,
     clear_tokens,
+    launch,
     load_sums,
-    masked_scores,
 )
 
 _VALUE_REGISTERS, _SCORE_REGISTERS = 160, 96  # per thread; together 512 in four warpgroups
 _VALUE_COLUMNS = HALF // 2  # output columns of a value warpgroup in each half
-_Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Static parameters of one call."""
-
-    M: int
-    """Query rows per sequence."""
-
-    queries: int
-    heads: int
-    scale: float
-    interpret: Any
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a tile, fewer than TILE if a sequence has fewer."""
-        return min(TILE, self.M)
-
-    @property
-    def tiles(self) -> int:
-        """Tiles per sequence."""
-        return -(-self.M // TILE)
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether results go through shared memory: a copy can write part of a tile, a store of
-        registers cannot."""
-        return self.rows < TILE
-
-    @property
-    def pair(self) -> int:
-        """CTAs of a cluster: 2 if they share key blocks, or 1."""
-        return 2 if self.tiles % 2 == 0 else 1
-
-    @property
-    def multicast_axis(self) -> str | None:
-        return "pair" if self.pair == 2 else None
 
 
 # ---- barriers and launch -------------------------------------------------------------------------
@@ -175,13 +137,20 @@ def p_ready(slot: Any) -> Any:
 class Cta:
     """What all warpgroups of a CTA see."""
 
-    plan: Plan
-    q_latent: Any
-    q_rope: Any
+    plan: TilePlan
+    queries: tuple[Any, Any]
+    """Latent and rope parts in global memory."""
+
     pages: Any
     memory: TileMemory
     signals: Signals
     partition: Partition
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether results go through shared memory: a copy can write part of a tile, a store of
+        registers cannot."""
+        return self.plan.rows < TILE
 
     def first_query_row(self) -> Any:
         """Returns the tile's first query row, recomputed at each use to save a register."""
@@ -200,15 +169,10 @@ def attend(
     heads: int,
     scale: float,
     interpret: Any = None,
-) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Partials]:
-    """Attention of M = T * H query rows, padded to whole tiles if M > 64. Row m is query m // H.
-
-    Returns:
-      ``out`` and ``lse``, written for sequences that are not split, and the partial results and
-      their log-sum-exps of the sequences that are.
-    """
-    B, M, _ = q_latent.shape
-    plan, buffers = Plan(M, queries, heads, scale, interpret), TileMemory.scratch()
+) -> Outputs:
+    """Attention of M = T * H query rows, padded to whole tiles if M > 64. Row m is query m // H."""
+    M, buffers = q_latent.shape[1], TileMemory.scratch()
+    plan = TilePlan(M, queries, heads, scale, interpret)
 
     def mla_decode(q_latent, q_rope, pages, tables, table, *refs):
         results, scratch = refs[:4], refs[4:]
@@ -218,7 +182,7 @@ def attend(
         overlap_preceding_kernel(interpret=interpret)
         index, wg = lax.axis_index("partition"), lax.axis_index("wg")
         partition = Partition(table, tables, schedule.partitions, index, pages.shape[0])
-        cta = Cta(plan, q_latent, q_rope, pages, memory, signals, partition)
+        cta = Cta(plan, (q_latent, q_rope), pages, memory, signals, partition)
 
         @when(wg >= 2)
         def _score():
@@ -229,33 +193,11 @@ def attend(
         @when(wg < 2)
         def _add():
             plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
-            outputs = TileResults(
-                *results,
-                lse_staging=memory.lse,
-                first_row=cta.first_query_row,
-                rows=plan.rows,
-                rows_per_copy=8,
-                interpret=interpret,
-            )
+            outputs = TileResults.of(results, memory, plan, cta.first_query_row, rows_per_copy=8)
             ValueWarpgroup(cta, wg, outputs).run()
 
-    out, lse, *partials = plgpu.kernel(
-        mla_decode,
-        out_type=output_types(B, M, LATENT, schedule.partitions),
-        scratch_types=[*buffers, *Signals.scratch(interpret)],
-        # The last axis varies fastest, so tiles that read the same pages run concurrently.
-        grid=(schedule.partitions, plan.tiles // plan.pair),
-        grid_names=("partition", "tile"),
-        cluster=(plan.pair,),
-        cluster_names=("pair",),
-        num_threads=4,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
-    )(q_latent, q_rope, pages, block_tables, schedule.table)
-    return out, lse, tuple(partials)
+    arrays = q_latent, q_rope, pages, block_tables
+    return launch(mla_decode, plan, arrays, schedule, Signals.scratch(interpret), warpgroups=4)
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -299,12 +241,8 @@ class ScoreWarpgroup:
         @when((self.slot == 0) & first_warp(cta.plan.interpret is None))
         def _():
             signals.sequences.wait(Q_FREE, i)
-            m, rows = pl.ds(cta.first_query_row(), cta.plan.rows), pl.ds(0, cta.plan.rows)
-            for half in range(2):
-                window = b, m, pl.ds(HALF * half, HALF)
-                signals.q_full.copy(0, cta.q_latent, window, cta.memory.q_latent.at[half, rows])
-            window = b, m, pl.ds(0, ROPE)
-            signals.q_full.copy(0, cta.q_rope, window, cta.memory.q_rope.at[0, rows])
+            first_row, rows = cta.first_query_row(), cta.plan.rows
+            cta.memory.copy_queries(signals.q_full, cta.queries, b, first_row, rows)
 
     def copy_block(self, page: Any, *, wait: bool) -> None:
         """Copies a page into this warpgroup's slot.
@@ -312,7 +250,7 @@ class ScoreWarpgroup:
         With ``wait``, each half is copied when the slot's previous block releases it.
         """
         signals, memory, slot = self.cta.signals, self.cta.memory, self.slot
-        pages, axis = self.cta.pages, self.cta.plan.multicast_axis
+        pages, axis = self.cta.pages, "pair" if self.cta.plan.pair == 2 else None
 
         @when(first_warp(self.cta.plan.interpret is None))
         def _():
@@ -357,10 +295,8 @@ class ScoreWarpgroup:
             use = lax.shift_right_logical(done + j, jnp.int32(1))
             s = self.scores(k, use)
             if masked:
-                s = masked_scores(
-                    s, length, begin + j, queries=plan.queries, heads=plan.heads,
-                    max_pages=partition.max_pages, first_query_row=self.cta.first_query_row,
-                )  # fmt: skip
+                max_pages, first_row = partition.max_pages, self.cta.first_query_row
+                s = plan.masked(s, length, begin + j, max_pages, first_row)
             p, new_running = self.softmax(s, use, j, done + j)
             block_sums = partial_row_sums(p)
             rescale = jnp.exp2(running - new_running)
@@ -471,7 +407,7 @@ class ValueWarpgroup:
 
     def run_segment(self, i: Any, done: Any) -> Any:
         """Processes one segment; ``done`` counts the partition's blocks before it."""
-        partition, is_staged = self.cta.partition, self.cta.plan.is_staged
+        partition, is_staged = self.cta.partition, self.cta.is_staged
         b, begin, count, has_last_block = partition.segment_and_end(i)
         acc: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
         acc = lax.fori_loop(0, count - 1, lambda j, acc: self.add_block(done + j, acc), acc)
@@ -543,11 +479,6 @@ class ValueWarpgroup:
         maximum, total = merge_sums(*load_sums(memory.sum_maxima, memory.sums))
         signals.sequences.arrive(SUM_FREE)
         acc = acc * lax.broadcast_in_dim(reciprocal(total), (TILE, HALF), [0])
-        segments = partition.segments(b)
-
-        @when(self.index == 0)
-        def _():
-            outputs.stage_lse(maximum, total)
 
         # Staged in the columns of the last block that only this warpgroup reads.
         parts = [
@@ -555,18 +486,9 @@ class ValueWarpgroup:
                 slice(half * _VALUE_COLUMNS, (half + 1) * _VALUE_COLUMNS),
                 pl.ds(half * HALF + self.index * _VALUE_COLUMNS, _VALUE_COLUMNS),
                 (lambda m, half=half: memory.values.at[slot, half, m, columns])
-                if self.cta.plan.is_staged
+                if self.cta.is_staged
                 else None,
             )
             for half in range(2)
         ]
-
-        @when(segments == 1)
-        def _():
-            outputs.store(b, acc, parts, self.index == 0)
-
-        @when(segments > 1)
-        def _():
-            outputs.store_partial(partition.partial(b), acc, parts, self.index == 0)
-
-        plgpu.wait_smem_to_gmem(0)
+        outputs.store_sequence(partition, b, acc, (maximum, total), parts, self.index == 0)

@@ -15,9 +15,9 @@ in flight or in use, and no key block waits for its predecessor.
 
 * Two consumers (:class:`Consumer`) process the partition's key blocks in turn. Each has its own
   ring buffer, running maximum, sums and O^T, so that neither waits for the other.
-* The producer (:class:`Producer`) keeps the rings filled by TMA and runs ahead into the following
-  sequences: one warp copies key blocks, another one queries. A key block is stored in column
-  slices. Each occupies one stage and is released on its own.
+* The producer (:class:`transposed.Producer`) keeps the rings filled by TMA and runs ahead into the
+  following sequences: one warp copies key blocks, another one queries. A key block is stored in
+  column slices. Each occupies one stage and is released on its own.
 
 **Loop.** A consumer computes S^T of its block, P, and O^T += V^T P^T, and releases each slice when
 its matmul has ended. The running maximum is raised only when a score exceeds it by more than SLACK
@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math
-from jaxtyping import Array, BFloat16, Float32, Int
+from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
@@ -58,13 +58,14 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
-from pallas_kernels.hopper.split_kv import BLOCK, Partition, Schedule, output_types
+from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns, tiles_of
-from pallas_kernels.hopper.warpgroup import WARPS, meet, publish, warp_is
+from pallas_kernels.hopper.warpgroup import WARPS, meet, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.row_tiles import clear_tokens
 from pallas_kernels.mla_decode.transposed import (
     TILE_BYTES,
+    Producer,
     QueryBuffer,
     Results,
     Softmax,
@@ -82,7 +83,6 @@ CONSUMERS = 2
 _WIDTH = LATENT + ROPE
 _SHARED_BYTES = 232448 - 6 * 1024  # of a CTA, less barriers and vectors
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24  # per thread: 2 * 240 + 24 <= 504
-_Partials = tuple[Float32[Array, "partials M C"], Float32[Array, "partials M"]]
 
 
 # ---- shared memory -------------------------------------------------------------------------------
@@ -193,12 +193,17 @@ class Rings:
             for k in range(count)
         ]
 
+    def wait_for_arrivals(self, done: Any) -> None:
+        """Waits for all releases of a partition's ``done`` blocks."""
+        for w in range(CONSUMERS):
+            blocks = index_of(done + (CONSUMERS - 1 - w))
+            self.of(w).wait_for_arrivals(blocks * len(self.layout.slices))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cta:
-    """What all warpgroups of a CTA see."""
+    """What both consumers see."""
 
-    pages: Any
     rings: Rings
     queries: QueryBuffer
     partition: Partition
@@ -220,7 +225,7 @@ def attend(
     heads: int,
     scale: float,
     interpret: Any = None,
-) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Partials]:
+) -> Outputs:
     """As :func:`dense.attend`, with M = T * H a multiple of 8 and at most 32."""
     B, N, _ = q_latent.shape
     gpu, layout, partitions = interpret is None, Layout.of(N), schedule.partitions
@@ -239,12 +244,13 @@ def attend(
         overlap_preceding_kernel(interpret=interpret)
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
         partition = Partition(schedule_g, tables_g, partitions, partition, kv_g.shape[0])
-        cta = Cta(kv_g, rings, query_buffer, partition, interpret)
+        cta = Cta(rings, query_buffer, partition, interpret)
 
         @when(wg == CONSUMERS)
         def _produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            Producer(cta).run()
+            copy = functools.partial(copy_block, kv_g, rings)
+            Producer(query_buffer, partition, interpret, copy, rings.wait_for_arrivals).run()
 
         @when(wg < CONSUMERS)
         def _consume():
@@ -280,70 +286,24 @@ def attend(
         ),
         **({} if gpu else {"interpret": interpret}),
     )(q_latent, q_rope, pages, block_tables, schedule.table)
-    return out, lse, tuple(partials)
+    return out, lse, (partials[0], partials[1])
 
 
 # ---- producer ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Producer:
-    """Fills the rings and the query buffer for all sequences of a partition."""
-
-    cta: Cta
-
-    def run(self) -> None:
-        """Copies key blocks in one warp and queries in another."""
-        queries, i32 = self.cta.queries, jnp.int32
-        sequence_count = self.cta.partition.sequence_count()
-        if self.cta.interpret is not None:  # in the interpreter a warpgroup is one thread
-
-            def copy_sequence(i, done):
-                self.copy_queries(i)
-                return self.copy_blocks(i, done)
-
-            self.wait_for_arrivals(lax.fori_loop(0, sequence_count, copy_sequence, i32(0)))
-            queries.wait_for_arrivals(sequence_count)
-            return
-
-        @when(warp_is(0))
-        def _():
-            self.wait_for_arrivals(lax.fori_loop(0, sequence_count, self.copy_blocks, i32(0)))
-
-        @when(warp_is(1))
-        def _():
-            lax.fori_loop(0, sequence_count, lambda i, _: self.copy_queries(i), None)
-            queries.wait_for_arrivals(sequence_count)
-
-    def copy_queries(self, i: Any) -> None:
-        self.cta.queries.fetch(i, self.cta.partition.first_sequence() + i)
-
-    def copy_blocks(self, i: Any, done: Any) -> Any:
-        """Copies the key blocks of the i-th segment; ``done`` counts the blocks before it."""
-        rings, partition, pages = self.cta.rings, self.cta.partition, self.cta.pages
-        entry = partition.entry()
-        page = partition.page(entry[0] + i, jnp.where(i == 0, entry[2], 0))
-        b, begin, count = partition.segment(i, entry)
-
-        def copy(j, page):
-            ahead = partition.page(b, begin + j + 1)
-            w = consumer_of(done + j)
-            ring, stages = rings.of(w), rings.stages_of(index_of(done + j))
-            for columns, (stage, use) in zip(rings.layout.slices, stages, strict=True):
-                ring.wait_until_free(stage, use)
-                window = page, pl.ds(0, BLOCK), pl.ds(columns.first, columns.width)
-                target = rings.stage_ref(w, stage)
-                rings.barriers.copy(ring.full(stage), pages, window, target)
-            return ahead
-
-        lax.fori_loop(0, count, copy, page)
-        return done + count
-
-    def wait_for_arrivals(self, done: Any) -> None:
-        rings = self.cta.rings
-        for w in range(CONSUMERS):
-            blocks = index_of(done + (CONSUMERS - 1 - w))
-            rings.of(w).wait_for_arrivals(blocks * len(rings.layout.slices))
+def copy_block(
+    pages: Any, rings: Rings, block: tuple[Any, Any], count: Any, page: Any, next_page: Any
+) -> None:
+    """Copies a block of a partition to its ring, slice by slice. See :class:`Producer`."""
+    del count, next_page
+    n = block[0] + block[1]
+    w = consumer_of(n)
+    ring, stages = rings.of(w), rings.stages_of(index_of(n))
+    for columns, (stage, use) in zip(rings.layout.slices, stages, strict=True):
+        ring.wait_until_free(stage, use)
+        window = page, pl.ds(0, BLOCK), pl.ds(columns.first, columns.width)
+        rings.barriers.copy(ring.full(stage), pages, window, rings.stage_ref(w, stage))
 
 
 # ---- consumers -----------------------------------------------------------------------------------
@@ -404,8 +364,8 @@ class Consumer:
             )  # fmt: skip
 
         acc = plgpu.layout_cast(jnp.full((LATENT, N), 0.0, jnp.float32), WGMMA)
-        carry = acc, column_vector(N, 0.0), column_vector(N, NO_SCORE)
-        acc, total, maximum = lax.fori_loop(0, own_count, process_block, carry)
+        initial = acc, column_vector(N, 0.0), column_vector(N, NO_SCORE)
+        acc, total, maximum = lax.fori_loop(0, own_count, process_block, initial)
         # A warpgroup without a block has had no barrier since it last read the scratch.
         reduce_total = functools.partial(
             reduce_threads, kind="add", scratch=self.scratch.at[self.index], gpu=gpu

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int, UInt8
+from jaxtyping import Array, BFloat16, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
@@ -52,22 +52,14 @@ from pallas_kernels.hopper.split_kv import (
     NO_BLOCK,
     Block,
     BlockWalk,
+    Outputs,
     Partition,
     Schedule,
-    output_types,
 )
 from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
-from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, ROPE_AT
-from pallas_kernels.mla_decode.float8_registers import (
-    copy_rope,
-    fetch_half,
-    prefetch_page,
-    prefetch_rope,
-    store_half,
-    unpacked_page,
-    wait_rope_copies,
-)
+from pallas_kernels.mla_decode import float8_registers
+from pallas_kernels.mla_decode.float8_cache import ROPE, ROPE_AT
 from pallas_kernels.mla_decode.row_tiles import (
     HALF,
     SLOTS,
@@ -76,15 +68,15 @@ from pallas_kernels.mla_decode.row_tiles import (
     ConsumerSignals,
     Part,
     TileMemory,
+    TilePlan,
     TileResults,
+    launch,
     load_sums,
-    masked_scores,
 )
 
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
 _SINGLE_REGISTERS, _PAIR_REGISTERS = (192, 120), (216, 72)
 _QUARTER_BYTES = BLOCK * HALF * 2 // WARPS
-_Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
 # ---- barriers ------------------------------------------------------------------------------------
@@ -95,42 +87,28 @@ sums. Use i is the partition's i-th sequence."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PallasBarriers:
-    """Pallas' barriers as :class:`Barriers`. They count their uses themselves."""
-
-    memory: Any
-
-    def wait(self, i: Any, use: Any = None) -> None:
-        del use
-        plgpu.barrier_wait(self.memory.at[i])
-
-    def arrive(self, i: Any) -> None:
-        plgpu.barrier_arrive(self.memory.at[i])
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class SingleSignals:
     """Barriers of a CTA that unpacks for itself. Slot s has halves 0 and 1.
 
-    They are few arrays, because each keeps its phases in one register per thread.
+    They are Pallas' barriers, as :class:`Barriers` uses them in the interpreter: they count their
+    uses themselves. They are few arrays, because each keeps its phases in a register per thread.
     """
 
-    q_full: PallasBarriers
+    q_full: Barriers
     """One barrier. The queries of a sequence are filled, by three copies."""
 
-    max_ready: PallasBarriers
+    max_ready: Barriers
     """The maximum of the block in each slot is in shared memory."""
 
-    sequences: PallasBarriers
+    sequences: Barriers
 
-    blocks: PallasBarriers
+    blocks: Barriers
     """Halves that are filled, halves that are free, and P that is ready."""
 
     interpret: Any
 
     @staticmethod
     def scratch() -> list[Any]:
-        """Returns the scratch types of the four arrays of barriers."""
         return [
             plgpu.Barrier(num_arrivals=3, num_barriers=1),
             plgpu.Barrier(num_barriers=SLOTS),
@@ -138,10 +116,6 @@ class SingleSignals:
             # Cluster barriers let one thread arrive for a warpgroup.
             plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=5 * SLOTS),
         ]
-
-    @classmethod
-    def of(cls, scratch: Sequence[Any], interpret: Any) -> SingleSignals:
-        return cls(*map(PallasBarriers, scratch), interpret=interpret)
 
     def kv_full(self, slot: Any, half: int) -> Any:
         return slot * 2 + half
@@ -156,7 +130,7 @@ class SingleSignals:
         """Returns the barriers of the consumer that scores the blocks in slot ``index``."""
         other = 1 - index
         return ConsumerSignals(
-            wait_full=lambda half, n: self.blocks.wait(self.kv_full(index, half)),
+            wait_full=lambda half, n: self.blocks.wait(self.kv_full(index, half), n),
             max_ready=lambda: self.max_ready.arrive(index),
             p_ready=lambda: self.arrive_once(self.p_ready(index)),
             wait_other_max=lambda n: self.wait_max(other, n),
@@ -165,9 +139,7 @@ class SingleSignals:
         )
 
     def use_of(self, block: Any, k: Any) -> Any:
-        """Returns a number for the waits for a block. It is the ``k``-th of the consumer."""
-        del block
-        return k
+        return k  # of any use: the barriers count
 
     def wait_max(self, slot: Any, block: Any) -> None:
         self.max_ready.wait(slot, block)
@@ -204,10 +176,8 @@ class PairSignals:
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
-        """Returns the scratch types of the four arrays of barriers."""
-        counts = (1, 3), (5 * SLOTS, 1), (3, 2)
-        of_cta = [Barriers.scratch(*count, interpret) for count in counts]
-        return [*of_cta, Barriers.scratch(2 * SLOTS, 1, interpret, "pair")]
+        counts = (1, 3, None), (5 * SLOTS, 1, None), (3, 2, None), (2 * SLOTS, 1, "pair")
+        return [Barriers.scratch(n, arrivals, interpret, axis) for n, arrivals, axis in counts]
 
     @classmethod
     def of(cls, scratch: Sequence[Any], rank: Any, interpret: Any) -> PairSignals:
@@ -215,7 +185,6 @@ class PairSignals:
         return cls(q_full, blocks, sequences, free, rank)
 
     def initialise(self) -> None:
-        """Initialises all barriers. Every thread calls it."""
         self.q_full.initialise([3], cluster=False)
         halves_and_rope = [WARPS, WARPS, 1]
         self.blocks.initialise(halves_and_rope * SLOTS + [WARPS] * (2 * SLOTS), cluster=False)
@@ -258,8 +227,7 @@ class PairSignals:
         )
 
     def use_of(self, block: Any, k: Any) -> Any:
-        """Returns the use of a block's slot."""
-        del k
+        """Returns the use of a block's slot. The block is the consumer's k-th of the segment."""
         return lax.shift_right_logical(block, jnp.int32(1))
 
     def wait_max(self, slot: Any, block: Any) -> None:
@@ -275,41 +243,14 @@ class PairSignals:
 # ---- launch --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Static parameters of one call."""
-
-    M: int
-    """Query rows per sequence."""
-
-    queries: int
-    heads: int
-    scale: float
-    interpret: Any
-
-    @property
-    def tiles(self) -> int:
-        """Tiles per sequence."""
-        return -(-self.M // TILE)
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a tile, fewer than TILE if a sequence has fewer."""
-        return min(TILE, self.M)
-
-    @property
-    def pair(self) -> int:
-        """CTAs of a cluster: 2 if they unpack together, or 1."""
-        return 2 if self.tiles % 2 == 0 else 1
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cta:
     """What all warpgroups of a CTA see."""
 
-    plan: Plan
-    q_latent: Any
-    q_rope: Any
+    plan: TilePlan
+    queries: tuple[Any, Any]
+    """Latent and rope parts in global memory."""
+
     pages: Any
     memory: TileMemory
     signals: Any
@@ -336,15 +277,10 @@ def attend(
     heads: int,
     scale: float,
     interpret: Any = None,
-) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"], _Partials]:
-    """Attention of M = T * H query rows, padded to whole tiles if M > 64. Row m is query m // H.
-
-    Returns:
-      ``out`` and ``lse``, written for sequences that are not split, and the partial results and
-      their log-sum-exps of the sequences that are.
-    """
-    B, M, _ = q_latent.shape
-    plan, buffers = Plan(M, queries, heads, scale, interpret), TileMemory.scratch()
+) -> Outputs:
+    """As :func:`dense.attend`, over a float8 cache."""
+    M, buffers = q_latent.shape[1], TileMemory.scratch()
+    plan = TilePlan(M, queries, heads, scale, interpret)
     is_pair, partitions = plan.pair == 2, schedule.partitions
     registers = _PAIR_REGISTERS if is_pair else _SINGLE_REGISTERS
 
@@ -356,7 +292,8 @@ def attend(
             signals.initialise()
             overlap_preceding_kernel(interpret=interpret)
         else:
-            signals = SingleSignals.of(barriers, interpret)
+            pallas_barriers = (Barriers(each, "Pallas") for each in barriers)
+            signals = SingleSignals(*pallas_barriers, interpret=interpret)
         index, wg = lax.axis_index("partition"), lax.axis_index("wg")
         partition = Partition(table, tables, partitions, index, pages.shape[0])
 
@@ -371,19 +308,12 @@ def attend(
             m0, known = lax.axis_index("tile") * TILE, bounds()
             first_query_row, bounds = (lambda: m0), (lambda: known)
         cta = Cta(
-            plan, q_latent, q_rope, pages, memory, signals, partition, first_query_row, bounds
+            plan, (q_latent, q_rope), pages, memory, signals, partition, first_query_row, bounds
         )
 
         def consume(index):
             plgpu.set_max_registers(registers[0], action="increase")
-            outputs = TileResults(
-                *results,
-                lse_staging=memory.lse,
-                first_row=first_query_row,
-                rows=plan.rows,
-                rows_per_copy=plan.rows,
-                interpret=interpret,
-            )
+            outputs = TileResults.of(results, memory, plan, first_query_row, plan.rows)
             ConsumerWarpgroup.of(cta, index, outputs).run()
 
         @when(wg == 2)
@@ -395,29 +325,12 @@ def attend(
             when(wg == index_of_consumer)(functools.partial(consume, index_of_consumer))
 
     kernel.__name__ = "mla_decode_float8_pairs" if is_pair else "mla_decode_float8"
-    out, lse, *partials = plgpu.kernel(
-        kernel,
-        out_type=output_types(B, M, LATENT, partitions),
-        scratch_types=[
-            *buffers,
-            *(PairSignals.scratch(interpret) if is_pair else SingleSignals.scratch()),
-        ],
-        # The last axis varies fastest, so tiles that read the same pages run concurrently.
-        grid=(partitions, plan.tiles // plan.pair),
-        grid_names=("partition", "tile"),
-        cluster=(plan.pair,),
-        cluster_names=("pair",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
-    )(q_latent, q_rope, pages, block_tables, schedule.table)
-    return out, lse, tuple(partials)
+    arrays = q_latent, q_rope, pages, block_tables
+    barriers = PairSignals.scratch(interpret) if is_pair else SingleSignals.scratch()
+    return launch(kernel, plan, arrays, schedule, barriers, warpgroups=3)
 
 
-# ---- producer of a CTA that unpacks for itself ---------------------------------------------------
+# ---- producers -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -439,13 +352,9 @@ class SingleProducer:
             carry = jnp.int32(0), self.fetch(page), page, tokens
             done = lax.fori_loop(0, sequence_count, self.run_segment, carry)[0]
             # A CTA may exit only after every arrival at its barriers has happened.
-            signals.sequences.wait(Q_FREE)
+            signals.sequences.wait(Q_FREE, None)
             for slot in range(SLOTS):
-
-                @when(done > slot)
-                def _(slot=slot):
-                    for half in range(2):
-                        signals.blocks.wait(signals.kv_free(slot, half))
+                when(done > slot)(functools.partial(self.wait_free, slot))
 
     def run_segment(self, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         """Processes one segment.
@@ -454,7 +363,7 @@ class SingleProducer:
           carry: the partition's blocks before it, and the next block: its bytes in registers, its
             page, and the number of valid tokens that follow the page's first slot.
         """
-        done, *carry = carry
+        done, *next_block = carry
         signals, (first_sequence, last_sequence, _) = self.cta.signals, self.cta.bounds()
         b, _, begin, count = self.cta.partition.segment_and_length(i, first_sequence, last_sequence)
 
@@ -469,45 +378,40 @@ class SingleProducer:
 
             @when((j == 0) & (i > 0))
             def _():
-                signals.sequences.wait(Q_FREE)
+                signals.sequences.wait(Q_FREE, None)
                 self.copy_queries(b)
 
             return registers, next_page, next_tokens
 
-        return done + count, *lax.fori_loop(0, count, step, tuple(carry))
+        return done + count, *lax.fori_loop(0, count, step, tuple(next_block))
 
     def page_and_tokens(self, b: Any, block: Any) -> tuple[Any, Any]:
         partition = self.cta.partition
         return partition.page(b, block), partition.length(b) - block * BLOCK
 
     def copy_queries(self, b: Any) -> None:
-        cta, full = self.cta, self.cta.signals.q_full.memory.at[0]
-        m, rows = pl.ds(self.first_query_row, cta.plan.rows), pl.ds(0, cta.plan.rows)
+        cta, first_row = self.cta, self.first_query_row
+        cta.memory.copy_queries(cta.signals.q_full, cta.queries, b, first_row, cta.plan.rows)
+
+    def wait_free(self, slot: Any) -> None:
         for half in range(2):
-            source = cta.q_latent.at[b, m, pl.ds(HALF * half, HALF)]
-            plgpu.copy_gmem_to_smem(source, cta.memory.q_latent.at[half, rows], full)
-        plgpu.copy_gmem_to_smem(cta.q_rope.at[b, m, :], cta.memory.q_rope.at[0, rows], full)
+            self.cta.signals.blocks.wait(self.cta.signals.kv_free(slot, half), None)
 
     def fetch(self, page: Any) -> tuple[Any, ...]:
         """Loads a page's latents and scales into registers, and its rope keys into the L2 cache."""
         if self.cta.plan.interpret is not None:
             return ()
         page = self.cta.pages.at[page]
-        prefetch_rope(page)
-        return *fetch_half(page, 0), *fetch_half(page, 1)
+        float8_registers.prefetch_rope(page)
+        return *float8_registers.fetch_half(page, 0), *float8_registers.fetch_half(page, 1)
 
     def fill(self, n: Any, registers: Any, page: Any, tokens: Any, next_page: Any) -> Any:
         """Stores block n of the partition from registers, and loads the next block."""
         signals, memory, pages = self.cta.signals, self.cta.memory, self.cta.pages
         slot = n & 1
-
-        @when(n >= SLOTS)
-        def _():
-            for half in range(2):
-                signals.blocks.wait(signals.kv_free(slot, half))
-
+        when(n >= SLOTS)(lambda: self.wait_free(slot))
         if self.cta.plan.interpret is not None:
-            latent, rope = unpacked_page(pages[page], tokens)
+            latent, rope = float8_registers.unpacked_page(pages[page], tokens)
             for half in range(2):
                 memory.values[slot, half] = latent[:, half * HALF : (half + 1) * HALF]
                 if half:
@@ -515,21 +419,18 @@ class SingleProducer:
                 signals.arrive_once(signals.kv_full(slot, half))
             return registers
         registers = list(registers)
-        copy_rope(memory.rope.at[slot], pages.at[page])
+        float8_registers.copy_rope(memory.rope.at[slot], pages.at[page])
         for half in range(2):
             of_half = slice(2 * half, 2 * half + 2)
             words, scales = registers[of_half]
-            store_half(memory.values.at[slot, half], words, scales, tokens)
+            float8_registers.store_half(memory.values.at[slot, half], words, scales, tokens)
             if half:
-                wait_rope_copies()
+                float8_registers.wait_rope_copies()
             publish()
             signals.arrive_once(signals.kv_full(slot, half))
-            registers[of_half] = fetch_half(pages.at[next_page], half)
-        prefetch_rope(pages.at[next_page])
+            registers[of_half] = float8_registers.fetch_half(pages.at[next_page], half)
+        float8_registers.prefetch_rope(pages.at[next_page])
         return tuple(registers)
-
-
-# ---- producer of a pair --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -588,14 +489,15 @@ class PairProducer:
 
     def load(self, block: Block) -> tuple[Any, ...]:
         """Loads this CTA's half of a block into registers, and its scales."""
-        return fetch_half(self.cta.pages.at[block[1]], self.rank) if self.gpu else ()
+        page = self.cta.pages.at[block[1]]
+        return float8_registers.fetch_half(page, self.rank) if self.gpu else ()
 
     def prefetch(self, block: Block) -> None:
         if self.gpu:
 
             @when((block[0] != NO_BLOCK) & (self.rank == 0))
             def _():
-                prefetch_page(self.cta.pages.at[block[1]])
+                float8_registers.prefetch_page(self.cta.pages.at[block[1]])
 
     def wait_free(self, n: Any, half: Any) -> None:
         signals, use = self.cta.signals, lax.shift_right_logical(n, jnp.int32(1))
@@ -615,7 +517,7 @@ class PairProducer:
             return
         target = memory.values.at[slot, self.rank]
         words, scales = registers
-        store_half(target, words, scales, tokens)
+        float8_registers.store_half(target, words, scales, tokens)
         publish()
         signals.blocks.arrive(signals.kv_full(slot, self.rank))
         send_quarter(target, _QUARTER_BYTES, signals.blocks, signals.kv_full(slot, self.rank))
@@ -629,7 +531,7 @@ class PairProducer:
     def interpreted_fill(self, slot: Any, page: Any, tokens: Any) -> None:
         """Unpacks both halves: the interpreter has no stores to another CTA's memory."""
         signals, memory = self.cta.signals, self.cta.memory
-        latent, memory.rope[slot] = unpacked_page(self.cta.pages[page], tokens)
+        latent, memory.rope[slot] = float8_registers.unpacked_page(self.cta.pages[page], tokens)
         for half in range(2):
             memory.values[slot, half] = latent[:, half * HALF : (half + 1) * HALF]
         publish(self.cta.plan.interpret)
@@ -642,11 +544,8 @@ class PairProducer:
 
         def copy(i: Any, _: Any) -> None:
             when(i > 0)(lambda: signals.sequences.wait(Q_FREE, i - 1))
-            b, m = walk.first_sequence + i, pl.ds(self.first_query_row, TILE)
-            for half in range(2):
-                window = b, m, pl.ds(HALF * half, HALF)
-                signals.q_full.copy(0, cta.q_latent, window, cta.memory.q_latent.at[half])
-            signals.q_full.copy(0, cta.q_rope, (b, m, pl.ds(0, ROPE)), cta.memory.q_rope.at[0])
+            b, first_row = walk.first_sequence + i, self.first_query_row
+            cta.memory.copy_queries(signals.q_full, cta.queries, b, first_row, TILE)
 
         @when(first_warp(self.gpu))
         def _():
@@ -663,9 +562,6 @@ class ConsumerWarpgroup:
     """Attends to all key blocks of a partition, and stores half of its sequences' results."""
 
     cta: Cta
-    index: int
-    """Parity of the blocks that it scores, their slot, and its half of the output."""
-
     consumer: Consumer
     outputs: TileResults
 
@@ -681,7 +577,7 @@ class ConsumerWarpgroup:
             # The half that its own CTA unpacks is scored while the other one is on its way.
             first_half=cta.signals.rank if cta.plan.pair == 2 else 0,
         )
-        return cls(cta, index, consumer, outputs)
+        return cls(cta, consumer, outputs)
 
     @property
     def few_registers(self) -> bool:
@@ -701,9 +597,9 @@ class ConsumerWarpgroup:
             done = lax.fori_loop(0, bounds()[2], self.run_segment, zero)
 
         # A CTA may exit only after every arrival at its barriers has happened.
-        @when((done >= 1) & ((done & 1) == self.index))
+        @when((done >= 1) & ((done & 1) == self.consumer.index))
         def _():
-            signals.wait_max(1 - self.index, done - 1)
+            signals.wait_max(1 - self.consumer.index, done - 1)
 
         sequence_count = bounds()[2]
 
@@ -713,8 +609,8 @@ class ConsumerWarpgroup:
 
     def run_segment(self, i: Any, done: Any) -> Any:
         """Processes one segment; ``done`` counts the partition's blocks before it."""
-        index, other, few_registers = self.index, 1 - self.index, self.few_registers
         memory, signals, consumer = self.cta.memory, self.cta.signals, self.consumer
+        index, other, few_registers = consumer.index, 1 - consumer.index, self.few_registers
         partition, bounds = self.cta.partition, self.cta.bounds
         _, length, begin, count = partition.segment_and_length(i, *bounds()[:2])
         first = (index + done) & 1
@@ -780,19 +676,15 @@ class ConsumerWarpgroup:
     def softmax(
         self, s: Any, before: Any, length: Any, block: Any, sums: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Stores P of a block, its maximum and its factor. Returns the factor and the row sums'
-        state."""
+        """Stores P of a block, its maximum and factor. Returns the factor, and the row sums."""
         plan, max_pages = self.cta.plan, self.cta.partition.max_pages
         fully_visible = length - (plan.queries - 1)  # tokens that every query sees
         fully_visible = jnp.minimum(fully_visible, max_pages * BLOCK)
         s = cond(
             (block + 1) * BLOCK <= fully_visible,
             lambda: s,
-            lambda: masked_scores(
-                s, length, block, queries=plan.queries, heads=plan.heads, max_pages=max_pages,
-                first_query_row=self.cta.first_query_row,
-            ),
-        )  # fmt: skip
+            lambda: plan.masked(s, length, block, max_pages, self.cta.first_query_row),
+        )
         to_log2 = plan.scale * LOG2E
         p, running, alpha = self.consumer.store_p(
             s.max(axis=1) * to_log2,
@@ -811,7 +703,7 @@ class ConsumerWarpgroup:
         Args:
           maximum, total: this consumer's sums, which it merges with the other's.
         """
-        index, memory, outputs = self.index, self.cta.memory, self.outputs
+        index, memory, outputs = self.consumer.index, self.cta.memory, self.outputs
         signals, partition = self.cta.signals, self.cta.partition
 
         @when(i > 0)
@@ -825,24 +717,9 @@ class ConsumerWarpgroup:
         signals.sequences.arrive(SUM_FREE)
         maximum, total = merge_sums(maxima, sums)
         acc = acc * lax.broadcast_in_dim(reciprocal(total), (TILE, HALF), [0])
-        segments = partition.segments(b)
-
-        @when(index == 0)
-        def _():
-            outputs.stage_lse(maximum, total)
-
         # Staged in the half of the last block that only this warpgroup reads. Not so in a pair: the
         # other CTA may still be sent its copy.
         staging = None if self.cta.plan.pair == 2 else (lambda m: memory.values.at[slot, index, m])
         parts = [Part(slice(None), pl.ds(index * HALF, HALF), staging)]
-
-        @when(segments == 1)
-        def _():
-            outputs.store(b, acc, parts, index == 0)
-
-        @when(segments > 1)
-        def _():
-            outputs.store_partial(partition.partial(b), acc, parts, index == 0)
-
-        plgpu.wait_smem_to_gmem(0)
+        outputs.store_sequence(partition, b, acc, (maximum, total), parts, index == 0)
         signals.release(slot, index)

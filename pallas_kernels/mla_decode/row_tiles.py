@@ -19,10 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import SCALAR, asm, const, inline, shared_address, word
 from pallas_kernels.hopper.online_softmax import log_sum_exp, raised_maximum, scale_rows
-from pallas_kernels.hopper.split_kv import BLOCK
+from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, TILES, WGMMA, tiles_of
 from pallas_kernels.hopper.warpgroup import meet, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
@@ -67,6 +68,20 @@ class TileMemory:
             plgpu.SMEM((9, TILE), jnp.float32),
         ]
 
+    def copy_queries(
+        self, full: Barriers, sources: tuple[Any, Any], b: Any, first_row: Any, rows: int
+    ) -> None:
+        """Starts the three copies of a tile's queries. One warp calls it.
+
+        Args:
+          sources: queries' latent and rope parts in global memory.
+        """
+        m, here = pl.ds(first_row, rows), pl.ds(0, rows)
+        for half in range(2):
+            window = b, m, pl.ds(HALF * half, HALF)
+            full.copy(0, sources[0], window, self.q_latent.at[half, here])
+        full.copy(0, sources[1], (b, m, pl.ds(0, ROPE)), self.q_rope.at[0, here])
+
     @property
     def maxima(self) -> Any:
         """Running maximum when the block in each slot was scored."""
@@ -93,31 +108,84 @@ class TileMemory:
         return self.vectors.at[8]
 
 
-def masked_scores(
-    s: jax.Array,
-    length: jax.Array,
-    block: jax.Array,
-    *,
-    queries: int,
-    heads: int,
-    max_pages: int,
-    first_query_row: Callable[[], jax.Array],
-) -> jax.Array:
-    """Returns ``s`` with -inf where a query row may not attend to a token.
+@dataclasses.dataclass(frozen=True)
+class TilePlan:
+    """Static parameters of one call."""
+
+    M: int
+    """Query rows per sequence. Row m is query m // heads."""
+
+    queries: int
+    heads: int
+    scale: float
+    interpret: Any
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile, fewer than TILE if a sequence has fewer."""
+        return min(TILE, self.M)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles per sequence."""
+        return -(-self.M // TILE)
+
+    @property
+    def pair(self) -> int:
+        """CTAs of a cluster: 2 if two tiles of a sequence share its key blocks, or 1."""
+        return 2 if self.tiles % 2 == 0 else 1
+
+    def masked(
+        self, s: jax.Array, length: Any, block: Any, max_pages: int, first_row: Callable[[], Any]
+    ) -> jax.Array:
+        """Returns ``s`` with -inf where a query row may not attend to a token.
+
+        Args:
+          s: scores of a tile against a key block, [TILE, BLOCK].
+          length: cached tokens of the sequence.
+          block: index of the key block in the sequence.
+          first_row: returns the tile's first query row.
+        """
+        column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=WGMMA)
+        visible = length - (self.queries - 1) - block * BLOCK
+        end = max_pages * BLOCK - block * BLOCK
+        if self.queries > 1:
+            m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=WGMMA)
+            visible = visible + lax.div(m + first_row(), jnp.int32(self.heads))
+        return jnp.where(column < jnp.minimum(visible, end), s, -jnp.inf)
+
+
+def launch(
+    kernel: Callable[..., None], plan: TilePlan, arrays: Sequence[jax.Array], schedule: Schedule,
+    barriers: Sequence[Any], warpgroups: int,
+) -> Outputs:  # fmt: skip
+    """Runs a kernel in a CTA per partition and tile.
+
+    Its arguments are references to the arrays and the schedule, to the outputs, to the buffers of
+    :class:`TileMemory`, and to the barriers.
 
     Args:
-      s: scores of a tile against one key block, [TILE, BLOCK].
-      length: cached tokens of the sequence.
-      block: index of the key block in the sequence.
-      first_query_row: returns the tile's first query row; row m is query m // heads.
+      arrays: latent queries, rope queries, pages and block tables.
+      barriers: their scratch types.
     """
-    column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=WGMMA)
-    visible = length - (queries - 1) - block * BLOCK
-    end = max_pages * BLOCK - block * BLOCK
-    if queries > 1:
-        m = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=WGMMA)
-        visible = visible + lax.div(m + first_query_row(), jnp.int32(heads))
-    return jnp.where(column < jnp.minimum(visible, end), s, -jnp.inf)
+    B, interpret = arrays[0].shape[0], plan.interpret
+    out, lse, *partials = plgpu.kernel(
+        kernel,
+        out_type=output_types(B, plan.M, LATENT, schedule.partitions),
+        scratch_types=[*TileMemory.scratch(), *barriers],
+        # The last axis varies fastest, so tiles that read the same pages run concurrently.
+        grid=(schedule.partitions, plan.tiles // plan.pair),
+        grid_names=("partition", "tile"),
+        cluster=(plan.pair,),
+        cluster_names=("pair",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(*arrays, schedule.table)
+    return out, lse, (partials[0], partials[1])
 
 
 def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any = None) -> None:
@@ -375,10 +443,44 @@ class TileResults:
 
     interpret: Any
 
+    @classmethod
+    def of(
+        cls, refs: Sequence[Any], memory: TileMemory, plan: TilePlan, first_row: Callable[[], Any],
+        rows_per_copy: int,
+    ) -> TileResults:  # fmt: skip
+        return cls(
+            *refs,
+            lse_staging=memory.lse,
+            first_row=first_row,
+            rows=plan.rows,
+            rows_per_copy=rows_per_copy,
+            interpret=plan.interpret,
+        )
+
     def stage_lse(self, maximum: jax.Array, total: jax.Array) -> None:
         """Prepares the log-sum-exp for both kinds of store. One warpgroup calls it."""
         self.lse_staging[...] = log_sum_exp(maximum, total)
         plgpu.commit_smem()
+
+    def store_sequence(
+        self, partition: Partition, b: Any, acc: jax.Array, sums: tuple[jax.Array, jax.Array],
+        parts: Sequence[Part], is_first: Any,
+    ) -> None:  # fmt: skip
+        """Stores a sequence's output, or its partial output if it is split.
+
+        Args:
+          sums: the maximum in base 2, and the sum of exponentials.
+          is_first: whether this warpgroup also stores the log-sum-exp.
+        """
+        segments = partition.segments(b)
+        when(is_first)(lambda: self.stage_lse(*sums))
+        when(segments == 1)(lambda: self.store(b, acc, parts, is_first))
+
+        @when(segments > 1)
+        def _():
+            self.store_partial(partition.partial(b), acc, parts, is_first)
+
+        plgpu.wait_smem_to_gmem(0)
 
     def store(self, b: Any, acc: jax.Array, parts: Sequence[Part], has_lse: Any) -> None:
         """Stores a sequence's normalised output, and in one warpgroup its log-sum-exp."""

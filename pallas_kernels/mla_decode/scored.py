@@ -11,8 +11,8 @@ the scores' matmul takes them from registers.
 
 **Roles.** Four warpgroups, which synchronise only through mbarriers:
 
-* The producer (:class:`Producer`) copies pages as they are cached, by TMA, a quarter (the 16 tokens
-  of one warp) per stage of a ring buffer. Another of its warps copies queries.
+* The producer (:class:`transposed.Producer`) copies pages as they are cached, by TMA, a quarter
+  (the 16 tokens of one warp) per stage of a ring buffer. Another of its warps copies queries.
 * Two scorers (:class:`Scorer`) take the even and the odd key blocks. Each loads its block's float8
   latents into registers and multiplies them by their scales. There they are the operand of S^T = K
   Q^T, and from there they are stored as bfloat16 values in the scorer's slot. It writes P = 2^(S -
@@ -31,6 +31,7 @@ sequences, and 2 % more with short ones.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float32, Int, UInt8
+from jaxtyping import Array, BFloat16, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.branch import cond, when
@@ -48,13 +49,14 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
-from pallas_kernels.hopper.split_kv import BLOCK, Partition, Schedule, output_types
+from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, WGMMA, spread_columns, tiles_of
-from pallas_kernels.hopper.warpgroup import WARPS, warp_is
+from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode import float8_registers as registers
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.float8_registers import QUARTER_BYTES, WARP_TOKENS
 from pallas_kernels.mla_decode.transposed import (
+    Producer,
     QueryBuffer,
     Results,
     Softmax,
@@ -75,7 +77,6 @@ _MOST_STAGES = 12
 _INTERPRETED_STAGES = 8
 # Registers per thread. Four warpgroups have 512 together.
 _SCORER_REGISTERS, _VALUE_REGISTERS, _PRODUCER_REGISTERS = 152, 176, 24
-_Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 
 
 # ---- plan, shared memory and barriers ------------------------------------------------------------
@@ -249,7 +250,7 @@ def attend(
     heads: int,
     scale: float,
     interpret: Any = None,
-) -> tuple[BFloat16[Array, "B Mp C"], Float32[Array, "B Mp"], _Partials]:
+) -> Outputs:
     """As :func:`float8.attend`, with M = T * H a multiple of 8. Results are padded to Mp."""
     B, M, _ = q_latent.shape
     plan, partitions = Plan(M, interpret), schedule.partitions
@@ -291,13 +292,18 @@ def attend(
         @when(wg == SCORERS)
         def _add():
             plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
-            rows = lambda: pl.ds(first_query_row(), N)  # noqa: E731
-            ValueWarpgroup(cta, Results(*results, rows=rows, swapped=plan.gpu)).run()
+            outputs = Results(*results, rows=lambda: pl.ds(first_query_row(), N), swapped=plan.gpu)
+            ValueWarpgroup(cta, outputs).run()
 
         @when(wg == SCORERS + 1)
         def _produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            Producer(cta).run()
+            copy = functools.partial(copy_page, cta)
+
+            def wait_for_arrivals(done):
+                signals.ring.wait_for_arrivals(WARPS * done)
+
+            Producer(query_buffer, partition, interpret, copy, wait_for_arrivals).run()
 
     out, lse, *partials = plgpu.kernel(
         mla_decode_scored,
@@ -322,74 +328,29 @@ def attend(
         ),
         **({} if plan.gpu else {"interpret": interpret}),
     )(q_latent, q_rope, pages, block_tables, schedule.table)
-    return out, lse, tuple(partials)
+    return out, lse, (partials[0], partials[1])
 
 
 # ---- producer ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Producer:
-    """Fills the ring with all pages of a partition, and the query buffer for its sequences."""
+def copy_page(cta: Cta, block: tuple[Any, Any], count: Any, page: Any, next_page: Any) -> None:
+    """Copies a block of a partition to the ring, quarter by quarter, and prefetches the next one
+    into the L2 cache. See :class:`Producer`."""
+    pages, ring, (done, j) = cta.pages, cta.signals.ring, block
+    if cta.plan.gpu:
 
-    cta: Cta
-
-    def run(self) -> None:
-        """Copies pages in one warp and queries in another."""
-        queries, i32 = self.cta.queries, jnp.int32
-        sequence_count = self.cta.partition.sequence_count()
-        if not self.cta.plan.gpu:  # in the interpreter a warpgroup is one thread
-
-            def copy_sequence(i, done):
-                self.copy_queries(i)
-                return self.copy_pages(i, done)
-
-            self.wait_for_arrivals(lax.fori_loop(0, sequence_count, copy_sequence, i32(0)))
-            queries.wait_for_arrivals(sequence_count)
-            return
-
-        @when(warp_is(0))
+        @when(j + 1 < count)
         def _():
-            self.wait_for_arrivals(lax.fori_loop(0, sequence_count, self.copy_pages, i32(0)))
+            registers.prefetch_page(pages.at[next_page])
 
-        @when(warp_is(1))
-        def _():
-            lax.fori_loop(0, sequence_count, lambda i, _: self.copy_queries(i), None)
-            queries.wait_for_arrivals(sequence_count)
-
-    def copy_queries(self, i: Any) -> None:
-        self.cta.queries.fetch(i, self.cta.partition.first_sequence() + i)
-
-    def copy_pages(self, i: Any, done: Any) -> Any:
-        """Copies the pages of the i-th segment; ``done`` counts the pages before it."""
-        partition, pages, memory = self.cta.partition, self.cta.pages, self.cta.memory
-        ring, blocks = self.cta.signals.ring, self.cta.signals.blocks
-        entry = partition.entry()
-        page = partition.page(entry[0] + i, jnp.where(i == 0, entry[2], 0))
-        b, begin, count = partition.segment(i, entry)
-
-        def copy(j, page):
-            ahead = partition.page(b, begin + j + 1)
-            if self.cta.plan.gpu:
-
-                @when(j + 1 < count)
-                def _():
-                    registers.prefetch_page(pages.at[ahead])
-
-            for warp in range(WARPS):
-                stage, use = ring.position(WARPS * (done + j) + warp)
-                ring.wait_until_free(stage, use)
-                window = page, pl.ds(WARP_TOKENS * warp, WARP_TOKENS), pl.ds(0, TOKEN_BYTES)
-                target = memory.ring.at[stage]
-                copy = TmaCopy(pages, window, target, tiled=False, swizzle=None, contiguous=True)
-                blocks.fill(ring.full(stage), [copy])
-            return ahead
-
-        lax.fori_loop(0, count, copy, page)
-        return done + count
-
-    def wait_for_arrivals(self, done: Any) -> None:
-        self.cta.signals.ring.wait_for_arrivals(WARPS * done)
+    for warp in range(WARPS):
+        stage, use = ring.position(WARPS * (done + j) + warp)
+        ring.wait_until_free(stage, use)
+        window = page, pl.ds(WARP_TOKENS * warp, WARP_TOKENS), pl.ds(0, TOKEN_BYTES)
+        target = cta.memory.ring.at[stage]
+        copy = TmaCopy(pages, window, target, tiled=False, swizzle=None, contiguous=True)
+        cta.signals.blocks.fill(ring.full(stage), [copy])
 
 
 # ---- scorers -------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from pallas_kernels.hopper.math import LOG2E
 from pallas_kernels.hopper.online_softmax import SLACK, log_sum_exp, raised_maximum, reciprocal
 from pallas_kernels.hopper.split_kv import BLOCK, Partition
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns
-from pallas_kernels.hopper.warpgroup import WARPS, any_thread, meet, publish
+from pallas_kernels.hopper.warpgroup import WARPS, any_thread, meet, publish, warp_is
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 
 TILE_BYTES = 8 * 128
@@ -99,6 +99,61 @@ class QueryBuffer:
         @when(sequences > 0)
         def _():
             self.free.wait(0, sequences - 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Producer:
+    """A warpgroup that runs ahead: a warp copies a partition's key blocks, another one queries."""
+
+    queries: QueryBuffer
+    partition: Partition
+    interpret: Any
+
+    copy_block: Callable[[Any, Any, Any, Any], None]
+    """Copies block ``done + j`` of the partition: ((done, j), blocks of the segment, page, next
+    page). The segment is of one sequence, and ``done`` counts the partition's blocks before it."""
+
+    wait_for_arrivals: Callable[[Any], None]
+    """Waits for all releases of this number of blocks; the CTA may exit only then."""
+
+    def run(self) -> None:
+        sequence_count, zero = self.partition.sequence_count(), jnp.int32(0)
+        if self.interpret is not None:  # in the interpreter a warpgroup is one thread
+
+            def copy_sequence(i, done):
+                self.copy_queries(i)
+                return self.copy_blocks(i, done)
+
+            self.wait_for_arrivals(lax.fori_loop(0, sequence_count, copy_sequence, zero))
+            self.queries.wait_for_arrivals(sequence_count)
+            return
+
+        @when(warp_is(0))
+        def _():
+            self.wait_for_arrivals(lax.fori_loop(0, sequence_count, self.copy_blocks, zero))
+
+        @when(warp_is(1))
+        def _():
+            lax.fori_loop(0, sequence_count, lambda i, _: self.copy_queries(i), None)
+            self.queries.wait_for_arrivals(sequence_count)
+
+    def copy_blocks(self, i: Any, done: Any) -> Any:
+        """Copies the key blocks of the i-th segment; ``done`` counts the blocks before it."""
+        partition = self.partition
+        entry = partition.entry()
+        page = partition.page(entry[0] + i, jnp.where(i == 0, entry[2], 0))
+        b, begin, count = partition.segment(i, entry)
+
+        def copy(j, page):
+            next_page = partition.page(b, begin + j + 1)
+            self.copy_block((done, j), count, page, next_page)
+            return next_page
+
+        lax.fori_loop(0, count, copy, page)
+        return done + count
+
+    def copy_queries(self, i: Any) -> None:
+        self.queries.fetch(i, self.partition.first_sequence() + i)
 
 
 @dataclasses.dataclass(frozen=True)
