@@ -230,9 +230,7 @@ class ScoreWarpgroup:
             for half in range(2):
                 plgpu.barrier_wait(signals.kv_free.at[slot * 2 + half])
 
-        @when(sequence_count > 0)
-        def _():
-            signals.sequences.wait(SUM_FREE, sequence_count - 1)
+        when(sequence_count > 0)(lambda: signals.sequences.wait(SUM_FREE, sequence_count - 1))
 
     def copy_queries(self, i: Any, b: Any) -> None:
         """Copies the queries of the partition's i-th sequence, when the buffer is free."""
@@ -374,11 +372,7 @@ class ScoreWarpgroup:
     def store_sums(self, i: Any, maximum: Any, partial_sums: Any) -> None:
         """Stores the sums of the partition's i-th sequence, when those before have been read."""
         signals, memory = self.cta.signals, self.cta.memory
-
-        @when(i > 0)
-        def _():
-            signals.sequences.wait(SUM_FREE, i - 1)
-
+        when(i > 0)(lambda: signals.sequences.wait(SUM_FREE, i - 1))
         total = partial_sums.sum(axis=1)
         memory.sum_maxima[self.slot], memory.sums[self.slot] = maximum, total
         signals.sequences.arrive(SUM_READY)

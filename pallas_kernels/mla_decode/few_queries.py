@@ -350,10 +350,7 @@ class Consumer:
         own_count = index_of(count - first + (CONSUMERS - 1))
         has_last_block = consumer_of(done + count - 1) == self.index
         queries.full.wait(0, i)
-
-        @when(own_count == 0)
-        def _():
-            queries.free.arrive(0)
+        when(own_count == 0)(lambda: queries.free.arrive(0))
 
         def process_block(k, carry):
             j = first + k * CONSUMERS
@@ -411,11 +408,7 @@ class Consumer:
         # Double buffered: other warps' matmuls may still read the previous P.
         p_ref = self.p.at[self.index, r & 1]
         s = self.scores(r, stages)
-
-        @when(is_last)
-        def _():
-            self.cta.queries.free.arrive(0)
-
+        when(is_last)(lambda: self.cta.queries.free.arrive(0))
         s = softmax.masked(s, length, block)
         p = softmax.put(p_ref, s, maximum)
 
@@ -482,9 +475,7 @@ class Consumer:
         rings = self.cta.rings
 
         def release_stage(stage):
-            @when(releases)
-            def _():
-                rings.barriers.arrive(rings.of(self.index).free(stage))
+            when(releases)(lambda: rings.barriers.arrive(rings.of(self.index).free(stage)))
 
         return [
             Values(

@@ -76,7 +76,6 @@ from pallas_kernels.mla_decode.row_tiles import (
 
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
 _SINGLE_REGISTERS, _PAIR_REGISTERS = (192, 120), (216, 72)
-_QUARTER_BYTES = BLOCK * HALF * 2 // WARPS
 
 
 # ---- barriers ------------------------------------------------------------------------------------
@@ -94,6 +93,8 @@ class SingleSignals:
     uses themselves. They are few arrays, because each keeps its phases in a register per thread.
     """
 
+    interpret: Any
+
     q_full: Barriers
     """One barrier. The queries of a sequence are filled, by three copies."""
 
@@ -104,8 +105,6 @@ class SingleSignals:
 
     blocks: Barriers
     """Halves that are filled, halves that are free, and P that is ready."""
-
-    interpret: Any
 
     @staticmethod
     def scratch() -> list[Any]:
@@ -161,7 +160,6 @@ class PairSignals:
     """Barriers of a CTA of a pair. Key block n of a partition is use n // 2 of its slot."""
 
     q_full: Barriers
-    """One barrier. The queries of a sequence are filled, by three copies."""
 
     blocks: Barriers
     """Barriers at :meth:`kv_full`, :meth:`max_ready` and :meth:`p_ready`."""
@@ -259,8 +257,6 @@ class Cta:
     partition: Partition
 
     first_query_row: Callable[[], Any]
-    """Returns the tile's first query row."""
-
     bounds: Callable[[], tuple[Any, Any, Any]]
     """Returns the partition's first and last sequence, and their number."""
 
@@ -292,8 +288,7 @@ def attend(
             signals.initialise()
             overlap_preceding_kernel(interpret=interpret)
         else:
-            pallas_barriers = (Barriers(each, "Pallas") for each in barriers)
-            signals = SingleSignals(*pallas_barriers, interpret=interpret)
+            signals = SingleSignals(interpret, *(Barriers(each, "Pallas") for each in barriers))
         index, wg = lax.axis_index("partition"), lax.axis_index("wg")
         partition = Partition(table, tables, partitions, index, pages.shape[0])
 
@@ -307,9 +302,8 @@ def attend(
         if not is_pair:  # where they are not read again for each sequence, which saves registers
             m0, known = lax.axis_index("tile") * TILE, bounds()
             first_query_row, bounds = (lambda: m0), (lambda: known)
-        cta = Cta(
-            plan, (q_latent, q_rope), pages, memory, signals, partition, first_query_row, bounds
-        )
+        shared = (q_latent, q_rope), pages, memory, signals, partition
+        cta = Cta(plan, *shared, first_query_row, bounds)
 
         def consume(index):
             plgpu.set_max_registers(registers[0], action="increase")
@@ -386,8 +380,8 @@ class SingleProducer:
         return done + count, *lax.fori_loop(0, count, step, tuple(next_block))
 
     def page_and_tokens(self, b: Any, block: Any) -> tuple[Any, Any]:
-        partition = self.cta.partition
-        return partition.page(b, block), partition.length(b) - block * BLOCK
+        page, length = self.cta.partition.page(b, block), self.cta.partition.length(b)
+        return page, length - block * BLOCK
 
     def copy_queries(self, b: Any) -> None:
         cta, first_row = self.cta, self.first_query_row
@@ -501,10 +495,7 @@ class PairProducer:
 
     def wait_free(self, n: Any, half: Any) -> None:
         signals, use = self.cta.signals, lax.shift_right_logical(n, jnp.int32(1))
-
-        @when(use > 0)
-        def _():
-            signals.free.wait(signals.kv_free(n & 1, half), use - 1)
+        when(use > 0)(lambda: signals.free.wait(signals.kv_free(n & 1, half), use - 1))
 
     def fill(self, n: Any, block: Block, registers: tuple[Any, ...]) -> None:
         """Fills block n in both CTAs."""
@@ -519,8 +510,9 @@ class PairProducer:
         words, scales = registers
         float8_registers.store_half(target, words, scales, tokens)
         publish()
-        signals.blocks.arrive(signals.kv_full(slot, self.rank))
-        send_quarter(target, _QUARTER_BYTES, signals.blocks, signals.kv_full(slot, self.rank))
+        full = signals.kv_full(slot, self.rank)
+        signals.blocks.arrive(full)
+        send_quarter(target, BLOCK * HALF * 2 // WARPS, signals.blocks, full)
 
         @when(first_warp(self.gpu))
         def _():
@@ -547,10 +539,7 @@ class PairProducer:
             b, first_row = walk.first_sequence + i, self.first_query_row
             cta.memory.copy_queries(signals.q_full, cta.queries, b, first_row, TILE)
 
-        @when(first_warp(self.gpu))
-        def _():
-            lax.fori_loop(first, end, copy, None)
-
+        when(first_warp(self.gpu))(lambda: lax.fori_loop(first, end, copy, None))
         return jnp.maximum(first, end)
 
 
@@ -602,10 +591,7 @@ class ConsumerWarpgroup:
             signals.wait_max(1 - self.consumer.index, done - 1)
 
         sequence_count = bounds()[2]
-
-        @when(sequence_count > 0)
-        def _():
-            signals.sequences.wait(SUM_FREE, sequence_count - 1)
+        when(sequence_count > 0)(lambda: signals.sequences.wait(SUM_FREE, sequence_count - 1))
 
     def run_segment(self, i: Any, done: Any) -> Any:
         """Processes one segment; ``done`` counts the partition's blocks before it."""
@@ -624,11 +610,7 @@ class ConsumerWarpgroup:
         def first_block():
             """Processes the segment's first block, if this warpgroup scores it."""
             s = consumer.scores(signals.use_of(done, done))
-
-            @when(done >= 1)
-            def _():
-                signals.wait_max(other, done - 1)
-
+            when(done >= 1)(lambda: signals.wait_max(other, done - 1))
             acc, *sums = initial
             sums = self.softmax(s, row_vector(NO_SCORE), length, begin, sums)[1:]
             acc = consumer.add_values(acc, index)
@@ -698,18 +680,11 @@ class ConsumerWarpgroup:
         return alpha, running, total
 
     def store(self, i: Any, b: Any, slot: Any, acc: Any, maximum: Any, total: Any) -> None:
-        """Stores the result of sequence b, the partition's i-th, whose last block is in ``slot``.
-
-        Args:
-          maximum, total: this consumer's sums, which it merges with the other's.
-        """
+        """Merges the consumers' sums, and stores the result of sequence b, the partition's i-th,
+        whose last block is in ``slot``."""
         index, memory, outputs = self.consumer.index, self.cta.memory, self.outputs
         signals, partition = self.cta.signals, self.cta.partition
-
-        @when(i > 0)
-        def _():
-            signals.sequences.wait(SUM_FREE, i - 1)
-
+        when(i > 0)(lambda: signals.sequences.wait(SUM_FREE, i - 1))
         memory.sum_maxima[index], memory.sums[index] = maximum, total
         signals.sequences.arrive(SUM_READY)
         signals.sequences.wait(SUM_READY, i)

@@ -339,10 +339,7 @@ def copy_page(cta: Cta, block: tuple[Any, Any], count: Any, page: Any, next_page
     into the L2 cache. See :class:`Producer`."""
     pages, ring, (done, j) = cta.pages, cta.signals.ring, block
     if cta.plan.gpu:
-
-        @when(j + 1 < count)
-        def _():
-            registers.prefetch_page(pages.at[next_page])
+        when(j + 1 < count)(lambda: registers.prefetch_page(pages.at[next_page]))
 
     for warp in range(WARPS):
         stage, use = ring.position(WARPS * (done + j) + warp)
@@ -385,13 +382,8 @@ class Scorer:
         def _():
             blocks.wait(signals.max_ready(self.other), half_of(done - 1))
 
-        @when(done > slot)
-        def _():
-            blocks.wait(signals.free(slot), half_of(done - slot - 1))
-
-        @when(sequence_count > 0)
-        def _():
-            blocks.wait(signals.sums_free, sequence_count - 1)
+        when(done > slot)(lambda: blocks.wait(signals.free(slot), half_of(done - slot - 1)))
+        when(sequence_count > 0)(lambda: blocks.wait(signals.sums_free, sequence_count - 1))
 
     def run_segment(self, i: Any, done: Any) -> Any:
         """Processes one segment; ``done`` counts the partition's blocks before it."""
@@ -401,10 +393,7 @@ class Scorer:
         first = (self.slot + done) & 1
         own_count = half_of(jnp.maximum(count - first + 1, 0))
         queries.full.wait(0, i)
-
-        @when(own_count == 0)
-        def _():
-            queries.free.arrive(0)
+        when(own_count == 0)(lambda: queries.free.arrive(0))
 
         def process_block(k, carry):
             total, maximum = carry
@@ -417,11 +406,7 @@ class Scorer:
                 self.cta.signals.blocks.wait(self.cta.signals.free(self.slot), half_of(n) - 1)
 
             s = self.scores(n, k, tokens)
-
-            @when(k == own_count - 1)
-            def _():
-                queries.free.arrive(0)
-
+            when(k == own_count - 1)(lambda: queries.free.arrive(0))
             s = self.softmax.masked(s, length, begin + j)
             sums, raised = self.store_p(s, j, n)
             return total * jnp.exp2(maximum - raised) + sums, raised
@@ -438,10 +423,7 @@ class Scorer:
           j, n: the block's number in the segment, and in the partition.
         """
         signals, memory, softmax = self.cta.signals, self.cta.memory, self.softmax
-
-        @when(n >= 1)
-        def _():
-            signals.blocks.wait(signals.max_ready(self.other), half_of(n - 1))
+        when(n >= 1)(lambda: signals.blocks.wait(signals.max_ready(self.other), half_of(n - 1)))
 
         def load_maximum():
             return plgpu.layout_cast(memory.maxima[self.other], COLUMN)
@@ -472,11 +454,7 @@ class Scorer:
             return reduce_threads(total, "add", scratch, gpu=self.cta.plan.gpu)
 
         total = cond(own_count > 0, reduce_total, lambda total: total, total)
-
-        @when(i > 0)
-        def _():
-            signals.blocks.wait(signals.sums_free, i - 1)
-
+        when(i > 0)(lambda: signals.blocks.wait(signals.sums_free, i - 1))
         memory.sums[self.slot], memory.sum_maxima[self.slot] = total, maximum
         signals.sums_ready.arrive(0)
 

@@ -84,21 +84,14 @@ class QueryBuffer:
 
         One warp calls it.
         """
-
-        @when(i > 0)
-        def _():
-            self.free.wait(0, i - 1)
-
+        when(i > 0)(lambda: self.free.wait(0, i - 1))
         for source, target, columns in zip(self.sources, self.targets, (LATENT, ROPE), strict=True):
             window = b, pl.ds(self.first_row(), target.shape[1]), pl.ds(0, columns)
             self.full.copy(0, source, window, target.at[0], None)
 
     def wait_for_arrivals(self, sequences: Any) -> None:
         """Waits until the last sequence has been read; the CTA may exit only then."""
-
-        @when(sequences > 0)
-        def _():
-            self.free.wait(0, sequences - 1)
+        when(sequences > 0)(lambda: self.free.wait(0, sequences - 1))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
