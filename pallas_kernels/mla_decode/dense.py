@@ -269,7 +269,7 @@ class ScoreWarpgroup:
         next_page = partition.page(first_sequence + i, jnp.where(i == 0, first_block, 0) + first)
         b, begin, count, _ = partition.segment_and_end(i, entry)
         length = partition.length(b)
-        own_count = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
+        block_count = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
         # Blocks that need no mask, and how many of them this warpgroup processes.
         unmasked = jnp.clip(lax.div(length - plan.queries + 1, BLOCK) - begin, 0, count)
         unmasked = lax.shift_right_logical(jnp.maximum(unmasked - first + 1, 0), jnp.int32(1))
@@ -312,7 +312,7 @@ class ScoreWarpgroup:
         carry = row_vector(NO_SCORE), plgpu.layout_cast(zeros, WGMMA)
         carry = lax.fori_loop(0, unmasked, functools.partial(process_block, masked=False), carry)
         carry = lax.fori_loop(
-            unmasked, own_count, functools.partial(process_block, masked=True), carry
+            unmasked, block_count, functools.partial(process_block, masked=True), carry
         )
         self.store_sums(i, *carry)
         return done + count

@@ -347,14 +347,14 @@ class Consumer:
         b, begin, count = partition.segment(i)
         length = partition.length(b)
         first = consumer_of(self.index - done)
-        own_count = index_of(count - first + (CONSUMERS - 1))
+        block_count = index_of(count - first + (CONSUMERS - 1))
         has_last_block = consumer_of(done + count - 1) == self.index
         queries.full.wait(0, i)
-        when(own_count == 0)(lambda: queries.free.arrive(0))
+        when(block_count == 0)(lambda: queries.free.arrive(0))
 
         def process_block(k, carry):
             j = first + k * CONSUMERS
-            is_last = k == own_count - 1
+            is_last = k == block_count - 1
             return self.process_block(
                 index_of(done + j), begin + j, length, carry,
                 is_last=is_last, has_last_block=has_last_block,
@@ -362,17 +362,17 @@ class Consumer:
 
         acc = plgpu.layout_cast(jnp.full((LATENT, N), 0.0, jnp.float32), WGMMA)
         initial = acc, column_vector(N, 0.0), column_vector(N, NO_SCORE)
-        acc, total, maximum = lax.fori_loop(0, own_count, process_block, initial)
+        acc, total, maximum = lax.fori_loop(0, block_count, process_block, initial)
         # A warpgroup without a block has had no barrier since it last read the scratch.
         reduce_total = functools.partial(
             reduce_threads, kind="add", scratch=self.scratch.at[self.index], gpu=gpu
         )
-        total = cond(own_count > 0, reduce_total, lambda total: total, total)
+        total = cond(block_count > 0, reduce_total, lambda total: total, total)
 
         def last_block_of(w):
             return self.cta.rings.stages_of(index_of(done + count - 1 - w))
 
-        @when(~has_last_block & (own_count > 0))
+        @when(~has_last_block & (block_count > 0))
         def _give():
             self.handover.give(self.index, last_block_of(self.index), (acc, maximum, total))
 
@@ -582,9 +582,9 @@ def read_handover_vectors(stages: Sequence[Any], N: int, count: int) -> tuple[ja
 
 
 def add_handover(
-    stages: Sequence[Any], acc: jax.Array, own_factor: jax.Array, other_factor: jax.Array
+    stages: Sequence[Any], acc: jax.Array, factor: jax.Array, other_factor: jax.Array
 ) -> jax.Array:
-    """Returns ``acc * own_factor + other_acc * other_factor``.
+    """Returns ``acc * factor + other_acc * other_factor``.
 
     ``other_acc`` is what another warpgroup stored with :func:`write_handover`. It is loaded 64 rows
     at a time, because registers have room for only one [512, N].
@@ -593,21 +593,22 @@ def add_handover(
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA)
 
     @inline([TILES] * len(stages), WGMMA, COLUMN, COLUMN, returns=result)
-    def add(stages: Any, acc: Any, own_factor: Any, other_factor: Any):
+    def add(stages: Any, acc: Any, factor: Any, other_factor: Any):
         results = []
-        for tile, (own, tile_addresses) in enumerate(
+        for tile, (pairs, tile_addresses) in enumerate(
             zip(_tiles(acc), _addresses(stages), strict=False)
         ):
             if tile % 2 == 0:
-                instruction(
-                    "bar.warp.sync 0xffffffff;"
-                )  # otherwise ptxas loads everything before it adds any
-            for n, (a, b) in enumerate(zip(own, _load_fours(tile_addresses, N // 4), strict=True)):
-                factors = own_factor.registers.flat[n // 2], other_factor.registers.flat[n // 2]
+                # Otherwise ptxas loads everything before it adds any.
+                instruction("bar.warp.sync 0xffffffff;")
+            for n, (a, b) in enumerate(
+                zip(pairs, _load_fours(tile_addresses, N // 4), strict=True)
+            ):
+                factors = factor.registers.flat[n // 2], other_factor.registers.flat[n // 2]
                 results.append(math.fma(a, factors[0], arith.mulf(b, factors[1])))
         return array(results, (LATENT, N), WGMMA)
 
-    return add(list(stages), acc, own_factor, other_factor)
+    return add(list(stages), acc, factor, other_factor)
 
 
 def _tiles(acc: Any) -> list[list[Any]]:

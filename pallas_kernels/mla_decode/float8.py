@@ -4,12 +4,12 @@ A CTA processes one tile of 64 query rows (of a sequence's T * H) over one parti
 schedule, one key block of 64 cached tokens after the other.
 
 **Budget.** The matmuls of a key block take 2,176 cycles of an SM's tensor cores, as in
-:mod:`dense`. Its 41 KB arrive from HBM every 2,200 cycles. But both matmuls read bfloat16 from
-shared memory, and unpacking 64 x 512 numbers there takes a warpgroup about as long as the matmuls.
-So with an even number of tiles (128 heads), two CTAs of the same sequence form a cluster and unpack
-together: each unpacks half of the columns and sends them to the other through distributed shared
-memory. With an odd number, as with 64 heads, a tile of padding would cost more, and each CTA
-unpacks for itself.
+:mod:`dense`, and HBM delivers its 41 KB every 2,200. Neither limits the kernel: it takes 4,300. The
+two slots of shared memory hold bfloat16, and refilling a slot, half of the scores, P V and the
+release of the slot mostly follow one another. With an even number of tiles (128 heads) two CTAs of
+a sequence form a cluster and unpack together: each unpacks half of the columns and sends them to
+the other through distributed shared memory, in 0.82 of the time. With an odd number, as with 64
+heads, a tile of padding would cost more, and each CTA unpacks for itself.
 
 **Roles.** Three warpgroups, which synchronise only through mbarriers:
 
@@ -600,7 +600,7 @@ class ConsumerWarpgroup:
         partition, bounds = self.cta.partition, self.cta.bounds
         _, length, begin, count = partition.segment_and_length(i, *bounds()[:2])
         first = (index + done) & 1
-        own_count = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
+        block_count = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
         zeros: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
         initial = zeros, row_vector(NO_SCORE), row_vector(0.0)
         if few_registers:
@@ -634,7 +634,7 @@ class ConsumerWarpgroup:
             return acc, *sums
 
         carry = cond(first == 0, first_block, lambda: initial)
-        carry = lax.fori_loop(1 - first, own_count, add_block, carry)
+        carry = lax.fori_loop(1 - first, block_count, add_block, carry)
         acc, *sums = carry
         signals.sequences.arrive(Q_FREE)
 

@@ -4,10 +4,11 @@ A CTA processes the query rows of its sequences over one partition of the split-
 block of 64 cached tokens after the other. As in :mod:`few_queries` the matmuls are transposed, so
 that N of wgmma is query rows (:mod:`transposed`).
 
-**Budget.** A key block is 41 KB of float8, which HBM delivers to each SM every 2,200 cycles. That
-is hardly more than the 2,000 cycles that shared memory takes for a block in :mod:`few_queries`, and
-unpacking adds stores of 64 KB. So unpacked keys are read from shared memory only once, as values:
-the scores' matmul takes them from registers.
+**Budget.** HBM delivers a key block (41 KB) to each SM every 2,500 cycles of 1.98 GHz. If both
+matmuls read it from shared memory, they would take 68 wgmma instructions of 42 cycles each, 2,860.
+But who unpacks a block has the keys in registers, which are an operand of wgmma too: then the
+matmuls take 2,000 cycles, and shared memory is busy for 1,980. The unpacking warpgroups therefore
+also compute the scores. Each has 5,000 cycles until its next block, and needs up to 3,000.
 
 **Roles.** Four warpgroups, which synchronise only through mbarriers:
 
@@ -391,9 +392,9 @@ class Scorer:
         b, begin, count = partition.segment(i)
         length = partition.length(b)
         first = (self.slot + done) & 1
-        own_count = half_of(jnp.maximum(count - first + 1, 0))
+        block_count = half_of(jnp.maximum(count - first + 1, 0))
         queries.full.wait(0, i)
-        when(own_count == 0)(lambda: queries.free.arrive(0))
+        when(block_count == 0)(lambda: queries.free.arrive(0))
 
         def process_block(k, carry):
             total, maximum = carry
@@ -406,14 +407,14 @@ class Scorer:
                 self.cta.signals.blocks.wait(self.cta.signals.free(self.slot), half_of(n) - 1)
 
             s = self.scores(n, k, tokens)
-            when(k == own_count - 1)(lambda: queries.free.arrive(0))
+            when(k == block_count - 1)(lambda: queries.free.arrive(0))
             s = self.softmax.masked(s, length, begin + j)
             sums, raised = self.store_p(s, j, n)
             return total * jnp.exp2(maximum - raised) + sums, raised
 
         carry = column_vector(N, 0.0), column_vector(N, NO_SCORE)
-        total, maximum = lax.fori_loop(0, own_count, process_block, carry)
-        self.store_sums(i, own_count, total, maximum)
+        total, maximum = lax.fori_loop(0, block_count, process_block, carry)
+        self.store_sums(i, block_count, total, maximum)
         return done + count
 
     def store_p(self, s: Any, j: Any, n: Any) -> tuple[Any, Any]:
@@ -444,7 +445,7 @@ class Scorer:
         signals.blocks.arrive(signals.p_ready(self.slot))
         return sums, maximum
 
-    def store_sums(self, i: Any, own_count: Any, total: Any, maximum: Any) -> None:
+    def store_sums(self, i: Any, block_count: Any, total: Any, maximum: Any) -> None:
         """Stores the sums of the partition's i-th sequence, when those before have been read."""
         signals, memory = self.cta.signals, self.cta.memory
 
@@ -453,7 +454,7 @@ class Scorer:
             scratch = memory.scratch.at[self.slot]
             return reduce_threads(total, "add", scratch, gpu=self.cta.plan.gpu)
 
-        total = cond(own_count > 0, reduce_total, lambda total: total, total)
+        total = cond(block_count > 0, reduce_total, lambda total: total, total)
         when(i > 0)(lambda: signals.blocks.wait(signals.sums_free, i - 1))
         memory.sums[self.slot], memory.sum_maxima[self.slot] = total, maximum
         signals.sums_ready.arrive(0)
