@@ -410,7 +410,7 @@ class Consumer:
         s = self.scores(r, stages)
         when(is_last)(lambda: self.cta.queries.free.arrive(0))
         s = softmax.masked(s, length, block)
-        p = softmax.put(p_ref, s, maximum)
+        p = softmax.store_p(p_ref, s, maximum)
 
         def keep_maximum(acc, total, new_total, maximum):
             del total
@@ -418,13 +418,13 @@ class Consumer:
 
         def raise_maximum(acc, total, new_total, maximum):
             del new_total
-            raised, sums = softmax.raised(p_ref, s, maximum, self.scratch.at[self.index])
+            raised, sums = softmax.raise_maximum(p_ref, s, maximum, self.scratch.at[self.index])
             alpha = jnp.exp2(maximum - raised)
             total = total * alpha + sums
             return acc * spread_columns(alpha, LATENT), total, raised
 
-        above = softmax.above(p)
-        new_total = total + softmax.sums(p)
+        above = softmax.exceeds_slack(p)
+        new_total = total + softmax.thread_sums(p)
         acc, total, maximum = cond(
             above, raise_maximum, keep_maximum, acc, total, new_total, maximum
         )

@@ -431,13 +431,13 @@ class Scorer:
 
         before = cond(j == 0, lambda: column_vector(softmax.N, NO_SCORE), load_maximum)
         p_ref = memory.p.at[self.slot]
-        p = softmax.put(p_ref, s, before)
+        p = softmax.store_p(p_ref, s, before)
 
         def raise_maximum(sums, before):
             del sums
-            return softmax.raised(p_ref, s, before, memory.scratch.at[self.slot])[::-1]
+            return softmax.raise_maximum(p_ref, s, before, memory.scratch.at[self.slot])[::-1]
 
-        above, sums = softmax.above(p), softmax.sums(p)
+        above, sums = softmax.exceeds_slack(p), softmax.thread_sums(p)
         sums, maximum = cond(above, raise_maximum, lambda *same: same, sums, before)
         memory.maxima[self.slot] = maximum
         memory.raised[self.slot] = above.astype(jnp.int32)

@@ -184,7 +184,7 @@ class Softmax:
         end = (jnp.minimum(length, end) if self.padded else end) - block * BLOCK
         return jnp.where(token < jnp.minimum(visible, end), s, -jnp.inf)
 
-    def put(self, target: Any, s: jax.Array, maximum: jax.Array) -> jax.Array:
+    def store_p(self, target: Any, s: jax.Array, maximum: jax.Array) -> jax.Array:
         """Returns P and writes it to ``target``; wgmma may read it after a barrier."""
         p = jnp.exp2(s - spread_columns(maximum, BLOCK))
         gpu = self.interpret is None
@@ -192,25 +192,25 @@ class Softmax:
         publish(self.interpret)
         return p
 
-    def above(self, p: jax.Array) -> jax.Array:
-        """Returns whether the maximum must be raised. It is a barrier of the warpgroup."""
+    def exceeds_slack(self, p: jax.Array) -> jax.Array:
+        """Returns whether the running maximum must be raised. It is a barrier of the warpgroup."""
         return any_above(p, 2.0**SLACK, gpu=self.interpret is None)
 
-    def sums(self, p: jax.Array) -> jax.Array:
+    def thread_sums(self, p: jax.Array) -> jax.Array:
         """Returns the sums of a thread's exponentials."""
         return reduce_rows(p, "add", gpu=self.interpret is None)
 
-    def raised(
+    def raise_maximum(
         self, target: Any, s: jax.Array, maximum: jax.Array, scratch: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Writes P relative to a raised maximum. Returns the maximum and :meth:`sums`."""
+        """Writes P relative to a raised maximum. Returns the maximum and :meth:`thread_sums`."""
         gpu = self.interpret is None
         highest = reduce_rows(s, "max", gpu=gpu)
         highest = reduce_threads(highest, "max", scratch, gpu=gpu)
         raised = raised_maximum(highest, maximum)
-        p = self.put(target, s, raised)
+        p = self.store_p(target, s, raised)
         meet(self.interpret)
-        return raised, self.sums(p)
+        return raised, self.thread_sums(p)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
