@@ -571,6 +571,7 @@ def test_variants_are_timed_beside_ours():
 
 def test_a_wrong_variant_is_not_timed(monkeypatch):
     """Variants of other operations are left out. What is wrong is not even prepared."""
+    monkeypatch.setitem(VARIANTS, "scored", {"mla_decode": Variant(lambda: None, {})})
     bench = bench_kernels.Bench(bench_kernels.parse(["--variants", "scored", "rolled"]))
     replies = {"wrong": None}, {"wrong": "it is"}, {"ours": {"sets": 2}, "xla": {"error": "no"}}
     bench._ours = FakeWorker(*replies, {})
