@@ -135,7 +135,7 @@ def p_ready(slot: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cta:
-    """What all warpgroups of a CTA see."""
+    """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: TilePlan
     queries: tuple[Any, Any]

@@ -202,7 +202,7 @@ class Rings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cta:
-    """What both consumers see."""
+    """Buffers and barriers that both consumers share."""
 
     rings: Rings
     queries: QueryBuffer

@@ -243,7 +243,7 @@ class PairSignals:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cta:
-    """What all warpgroups of a CTA see."""
+    """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: TilePlan
     queries: tuple[Any, Any]

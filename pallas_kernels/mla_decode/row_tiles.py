@@ -1,4 +1,4 @@
-"""What the kernels for tiles of 64 query rows share: memory, mask, two consumers, results.
+"""Shared parts of the kernels for tiles of 64 query rows: memory, mask, consumers, results.
 
 A CTA computes 64 query rows, the M of a wgmma instruction, in blocks of 64 keys. Shared memory has
 the queries (72 KB) and two slots for key blocks (72 KB each). A block's rope keys are overwritten

@@ -226,7 +226,7 @@ class Signals:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cta:
-    """What all warpgroups of a CTA see."""
+    """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: Plan
     pages: Any

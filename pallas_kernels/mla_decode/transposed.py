@@ -1,4 +1,4 @@
-"""What the kernels for few query rows share: softmax, P V, results, and their per-thread code.
+"""Shared parts of the kernels for few query rows: softmax, P V, results, per-thread code.
 
 Their matmuls are transposed, S^T = K Q^T and O^T += V^T P^T, so that the M dimension of wgmma (64)
 is tokens or latent columns and its N dimension is query rows: no query rows are padded. Scores are
