@@ -292,7 +292,7 @@ class Partition:
         return self.schedule[self.index, 0]
 
     def sequence_count(self) -> Any:
-        """Returns the number of the partition's sequences, each of which has one segment."""
+        """Returns the number of sequences in the partition. Each has one segment."""
         return self.schedule[self.index, 1] - self.schedule[self.index, 0] + 1
 
     def segment(self, i: Any, entry: tuple[Any, ...] | None = None) -> tuple[Any, Any, Any]:
