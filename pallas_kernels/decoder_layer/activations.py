@@ -35,8 +35,8 @@ from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, i
 from pallas_kernels.hopper.ir import word as register
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.math import NO_SCORE
-from pallas_kernels.hopper.warpgroup import meet
 from pallas_kernels.hopper.split_kv import Parts
+from pallas_kernels.hopper.warpgroup import meet
 from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
 
 PIECE = 8
