@@ -474,15 +474,17 @@ class ValueWarpgroup:
         signals.sequences.arrive(SUM_FREE)
         acc = acc * lax.broadcast_in_dim(reciprocal(total), (TILE, HALF), [0])
 
-        # Staged in the columns of the last block that only this warpgroup reads.
-        parts = [
-            Part(
-                slice(half * _VALUE_COLUMNS, (half + 1) * _VALUE_COLUMNS),
-                pl.ds(half * HALF + self.index * _VALUE_COLUMNS, _VALUE_COLUMNS),
-                (lambda m, half=half: memory.values.at[slot, half, m, columns])
-                if self.cta.is_staged
-                else None,
-            )
-            for half in range(2)
-        ]
+        def parts():
+            return [
+                Part(
+                    slice(half * _VALUE_COLUMNS, (half + 1) * _VALUE_COLUMNS),
+                    pl.ds(half * HALF + self.index * _VALUE_COLUMNS, _VALUE_COLUMNS),
+                    # In the columns of the last block that only this warpgroup reads.
+                    (lambda m, half=half: memory.values.at[slot, half, m, columns])
+                    if self.cta.is_staged
+                    else None,
+                )
+                for half in range(2)
+            ]
+
         outputs.store_sequence(partition, b, acc, (maximum, total), parts, self.index == 0)

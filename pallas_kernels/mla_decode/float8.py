@@ -695,6 +695,6 @@ class ConsumerWarpgroup:
         # Staged in the half of the last block that only this warpgroup reads. Not so in a pair: the
         # other CTA may still be sent its copy.
         staging = None if self.cta.plan.pair == 2 else (lambda m: memory.values.at[slot, index, m])
-        parts = [Part(slice(None), pl.ds(index * HALF, HALF), staging)]
-        outputs.store_sequence(partition, b, acc, (maximum, total), parts, index == 0)
+        part = Part(slice(None), pl.ds(index * HALF, HALF), staging)
+        outputs.store_sequence(partition, b, acc, (maximum, total), lambda: [part], index == 0)
         signals.release(slot, index)

@@ -464,21 +464,23 @@ class TileResults:
 
     def store_sequence(
         self, partition: Partition, b: Any, acc: jax.Array, sums: tuple[jax.Array, jax.Array],
-        parts: Sequence[Part], is_first: Any,
+        parts: Callable[[], Sequence[Part]], is_first: Any,
     ) -> None:  # fmt: skip
         """Stores a sequence's output, or its partial output if it is split.
 
         Args:
           sums: the maximum in base 2, and the sum of exponentials.
+          parts: returns the parts of this warpgroup.
           is_first: whether this warpgroup also stores the log-sum-exp.
         """
         segments = partition.segments(b)
         when(is_first)(lambda: self.stage_lse(*sums))
-        when(segments == 1)(lambda: self.store(b, acc, parts, is_first))
+        made = parts()
+        when(segments == 1)(lambda: self.store(b, acc, made, is_first))
 
         @when(segments > 1)
         def _():
-            self.store_partial(partition.partial(b), acc, parts, is_first)
+            self.store_partial(partition.partial(b), acc, made, is_first)
 
         plgpu.wait_smem_to_gmem(0)
 
