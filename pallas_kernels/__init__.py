@@ -11,6 +11,7 @@ from pallas_kernels.decoder_layer.api import feed_forward
 from pallas_kernels.gather_rows.api import gather_rows
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_swiglu.api import grouped_swiglu
+from pallas_kernels.hopper.split_kv import whole_sequences as mla_decode_whole_sequences
 from pallas_kernels.mla_decode.api import mla_decode, mla_decode_parts, page_width
 from pallas_kernels.mla_decode.float8_cache import (
     dequantize_latent,
@@ -18,7 +19,6 @@ from pallas_kernels.mla_decode.float8_cache import (
     quantize_latent,
 )
 from pallas_kernels.mla_decode.mosaic_gpu import make_schedule as mla_decode_schedule
-from pallas_kernels.mla_decode.schedule import whole_sequences as mla_decode_whole_sequences
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm

@@ -23,7 +23,7 @@ from dsv3_jax.layers.indexer import hadamard
 from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import mla_decode
-from pallas_kernels.mla_decode.schedule import Schedule
+from pallas_kernels.hopper.split_kv import Schedule
 from pallas_kernels.sparse_index import blocked
 from sharding import make_layout
 from tests.support.checkpoints import (

@@ -49,7 +49,7 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation, rotate
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import mla_decode, mla_decode_whole_sequences, mla_prefill, target
-from pallas_kernels.mla_decode.schedule import Schedule
+from pallas_kernels.hopper.split_kv import Schedule
 from sharding import Layout
 
 # The published code gives these two norms its default and not the config's rms_norm_eps, which

@@ -31,7 +31,7 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.quantization import Quantization
 from pallas_kernels import mla_decode_schedule, sparse_mla_decode, sparse_mla_prefill
-from pallas_kernels.mla_decode.schedule import Schedule
+from pallas_kernels.hopper.split_kv import Schedule
 
 _Result = tuple[Float[Array, "B T H _"], Float32[Array, "B T H"]]
 

@@ -45,7 +45,7 @@ from pallas_kernels.decoder_layer.stream import MOST_TOKENS
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
-from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.hopper.split_kv import Parts
 from sharding import Layout
 
 # ---- the choice ----------------------------------------------------------------------------------

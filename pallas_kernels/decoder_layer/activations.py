@@ -35,8 +35,8 @@ from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, i
 from pallas_kernels.hopper.ir import word as register
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.hopper.warpgroup import meet
-from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
 
 PIECE = 8
@@ -158,7 +158,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
     """Stores columns of a row of attention's output, merged from its parts, in shared memory.
 
     Every CTA merges the rows of the heads that it needs, which saves the kernel
-    :mod:`mla_decode.merge_kernel`. The parts are in the L2 cache.
+    :mod:`mla_decode.merge`. The parts are in the L2 cache.
 
     Args:
       parts: references to the parts in global memory.

@@ -17,7 +17,7 @@ from pallas_kernels.decoder_layer.reference import (
     shape_of,
 )
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.route.reference import Rule
 
 # The reference is first, so only a caller who names the kernel gets it: whether it is faster

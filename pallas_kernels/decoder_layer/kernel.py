@@ -72,8 +72,8 @@ from pallas_kernels.decoder_layer.stream import (
 )
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.loads import load_with_layout
+from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.hopper.warpgroup import WARPS
-from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.route.choice import choose, load_bias
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
 

@@ -21,7 +21,7 @@ from pallas_kernels.decoder_layer.reference import (
 from pallas_kernels.decoder_layer.stream import weight_dtype_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
-from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.route.reference import Rule
 
 _INTERPRETED_CTAS = 2

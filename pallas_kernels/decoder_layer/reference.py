@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 
 from pallas_kernels.block_quant.reference import block_dequant, scale_shape
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
-from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.rms_norm import reference as rms_norm
 from pallas_kernels.route import reference as route
 from pallas_kernels.route.reference import Rule

@@ -20,6 +20,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.barriers import Barriers
+from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.warpgroup import WARPS
 
@@ -152,3 +153,44 @@ class Ring:
             return self.next(state)
 
         lax.fori_loop(0, self.stages, wait, state)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CountedRing:
+    """A ring whose producer and consumers find a stage by counting fills.
+
+    Fill f is use ``f // stages`` of stage ``f % stages``. No state is passed from one fill to the
+    next, so warps may fill or read different stages at the same time.
+    """
+
+    stages: int
+    barriers: Barriers
+    """The full barriers of every stage of all rings, then the free ones. Others may follow."""
+
+    number: Any = 0
+    """Number of this ring."""
+
+    rings: int = 1
+    """Number of rings."""
+
+    def position(self, fill: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the stage of a fill, and which use of the stage it is."""
+        use = lax.div(fill, jnp.int32(self.stages))
+        return fill - use * self.stages, use
+
+    def full(self, stage: Any) -> Any:
+        return self.number * self.stages + stage
+
+    def free(self, stage: Any) -> Any:
+        return (self.rings + self.number) * self.stages + stage
+
+    def wait_until_free(self, stage: Any, use: Any) -> None:
+        """Waits until a stage's use before ``use`` has been released."""
+
+        @when(use > 0)
+        def _():
+            self.barriers.wait(self.free(stage), use - 1)
+
+    def wait_for_arrivals(self, fills: Any) -> None:
+        """Waits for all releases after ``fills`` fills. The CTA may exit only then."""
+        self.barriers.wait_for_arrivals(self.free(0), self.stages, fills)

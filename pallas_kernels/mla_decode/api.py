@@ -7,9 +7,8 @@ import functools
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.hopper.split_kv import Parts, Schedule
 from pallas_kernels.mla_decode import cpu, mosaic_gpu, mosaic_tpu, reference
-from pallas_kernels.mla_decode.parts import Parts
-from pallas_kernels.mla_decode.schedule import Schedule
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.mla_decode,

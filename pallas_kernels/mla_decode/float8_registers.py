@@ -1,15 +1,18 @@
-"""Per-thread code of the float8 kernel: loads a key block's bytes from global memory to registers,
-and stores them to shared memory as bfloat16.
+"""Per-thread code for float8 caches: a key block's bytes to bfloat16 for the tensor cores.
 
-A key block has 64 tokens, and warp w handles tokens 16 w to 16 w + 15. A warp loads 256 columns of
-two tokens at a time, 16 bytes per thread. Shared memory is tiled by 8 tokens and 64 columns with a
-128-byte swizzle: the 16-byte chunk c of a token is stored at chunk ``c ^ token % 8`` of its row. A
-quarter of a warp, which stores in one transaction, has four threads of an even and four of an odd
-token. Each stores 16 of its 32 bytes at a time, so that the eight stores use different banks.
+There are two ways. The kernels for tiles of 64 query rows unpack from global memory to shared
+memory (:func:`fetch_half`, :func:`store_half`), where both matmuls read the block. The scored
+kernel copies bytes to shared memory, and from there unpacks operands in registers
+(:func:`load_words`, :func:`unpack`), which :func:`store_values` then stores for the other matmul.
+
+A key block has 64 tokens, and warp w handles tokens 16 w to 16 w + 15. Shared memory has tiles of 8
+tokens by 64 columns with a 128-byte swizzle: the 16-byte chunk c of a token is at chunk ``c ^ token
+% 8`` of its row. A quarter of a warp stores in one transaction, and must not use a bank twice.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, BFloat16
 
 from pallas_kernels.hopper.ir import (
     REF,
@@ -30,10 +34,12 @@ from pallas_kernels.hopper.ir import (
     i64,
     inline,
     item,
+    scalar,
     shared_address,
     warp_and_lane,
     word,
 )
+from pallas_kernels.hopper.split_kv import BLOCK
 from pallas_kernels.hopper.tiles import TILES, WGMMA
 from pallas_kernels.mla_decode.float8_cache import (
     GROUP,
@@ -42,13 +48,12 @@ from pallas_kernels.mla_decode.float8_cache import (
     ROPE_AT,
     SCALES_AT,
     TOKEN_BYTES,
+    dequantize_latent,
 )
-from pallas_kernels.mla_decode.schedule import BLOCK
 
 HALF = LATENT // 2
 _TOKENS = BLOCK // 4  # per warp
 _PAIRS = _TOKENS // 2
-_TILE_COLUMNS = 64  # of a swizzled tile
 _TOGETHER = 4  # loads that are unpacked before any is stored
 _SCALE_BYTES = 4 * (HALF // GROUP)  # of half of a token
 _ROPE_COPIES = _TOKENS // 4  # per thread: 8 threads copy a token's 128 bytes
@@ -63,6 +68,8 @@ def _words(loads: int) -> Any:
 
 def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Loads half of the latents (256 columns) of a page [64, 656], and their scales.
+
+    A warp loads 256 columns of two tokens at a time, 16 bytes per thread.
 
     Args:
       half: 0 or 1, or a scalar.
@@ -175,77 +182,42 @@ def prefetch_page(page: Any) -> None:
 def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
     """Stores ``words`` times their scales as bfloat16 [64, 256] in shared memory.
 
+    A quarter of a warp has four threads of an even and four of an odd token. Each stores 16 of its
+    32 bytes at a time, so that the eight stores use different banks.
+
     Tokens from index ``tokens`` on are zeroed, whatever they contain. The scale is rounded to
     bfloat16. A float8 NaN becomes 480 times its scale.
     """
 
     @inline(TILES, _WORDS, _SCALE_WORD, SCALAR)
     def store(tile: Any, words: Any, scales: Any, tokens: Any):
-        _, lane = warp_and_lane()
+        eight_tokens = HALF * 8 * 2  # bytes
+        warp, lane = warp_and_lane()
         column = arith.shli(arith.shrui(lane, const(3)), const(10))
         address = arith.addi(shared_address(tile), column)
-        _store_scaled(address, HALF // _TILE_COLUMNS, words, scales, tokens)
+        scale_word = item(scales.registers.item(), 0)
+        token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
+        scale = factor_of(scale_word, token, tokens)
+        odd = _bit(lane, 2)
+        source_lane = arith.ori(arith.andi(lane, const(16)), odd)  # of the first pair's scale
+        row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
+        chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
+        address = arith.addi(address, arith.addi(row, chunk))
+        words = words_of(words)
+        for first in range(0, _PAIRS, _TOGETHER):
+            stores = []
+            for i in range(first, first + _TOGETHER):
+                text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+                source = arith.addi(source_lane, const(2 * i))
+                factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
+                for j in range(2):
+                    two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
+                    four = [unpack_pair(each, factor, pair) for each in two for pair in range(2)]
+                    offset = (i // 4) * eight_tokens + (i % 4) * 256
+                    stores.append((32 * (i % 4) + 16 * j, offset, four))
+            store_all(address, stores)
 
     store(tile, words, scales, tokens)
-
-
-def store_slices(
-    memory: Any, ring_start: jax.Array, stage: jax.Array, ring: int,
-    words: jax.Array, scales: jax.Array, tokens: jax.Array,
-) -> None:  # fmt: skip
-    """Stores half of a key block as :func:`store_half` does, in four stages of a ring buffer.
-
-    Args:
-      memory: stages [n, 64, 64] in shared memory.
-      ring_start: index of the ring buffer's first stage.
-      stage: stage of the half's first 64 columns, counted from ``ring_start``. The following ones
-        wrap around.
-      ring: number of stages of the ring buffer.
-    """
-
-    @inline(TILES, SCALAR, SCALAR, _WORDS, _SCALE_WORD, SCALAR)
-    def store(memory: Any, start: Any, stage: Any, words: Any, scales: Any, tokens: Any):
-        _, lane = warp_and_lane()
-        at = arith.addi(word(stage), arith.shrui(lane, const(3)))
-        wraps = arith.cmpi(arith.CmpIPredicate.sge, at, const(ring))
-        at = arith.select(wraps, arith.subi(at, const(ring)), at)
-        offset = arith.muli(arith.addi(word(start), at), const(BLOCK * _TILE_COLUMNS * 2))
-        _store_scaled(arith.addi(shared_address(memory), offset), 1, words, scales, tokens)
-
-    start = jnp.asarray(ring_start, jnp.int32)
-    store(memory, start, stage, words, scales, tokens)
-
-
-def _store_scaled(address: Any, tile_columns: int, words: Any, scales: Any, tokens: Any) -> None:
-    """Scales and stores a thread's words.
-
-    Args:
-      address: of the thread's 64 columns of the key block, whose tiles [8, 64] are ``tile_columns``
-        tiles apart.
-    """
-    eight_tokens = tile_columns * 8 * _TILE_COLUMNS * 2  # bytes
-    warp, lane = warp_and_lane()
-    scale_word = item(scales.registers.item(), 0)
-    token = arith.addi(arith.muli(warp, const(_TOKENS)), _low(lane, 4))
-    scale = factor_of(scale_word, token, tokens)
-    odd = _bit(lane, 2)
-    source_lane = arith.ori(arith.andi(lane, const(16)), odd)  # lane of the first pair's scale
-    row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
-    chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
-    address = arith.addi(address, arith.addi(row, chunk))
-    words = words_of(words)
-    for first in range(0, _PAIRS, _TOGETHER):
-        stores = []
-        for i in range(first, first + _TOGETHER):
-            text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-            source = arith.addi(source_lane, const(2 * i))
-            factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
-            for j in range(2):
-                two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
-                four = [unpack_pair(each, factor, pair) for each in two for pair in range(2)]
-                offset = (i // 4) * eight_tokens + (i % 4) * 256
-                stores.append((32 * (i % 4) + 16 * j, offset, four))
-        store_all(address, stores)
 
 
 def _low(x: Any, bits: int) -> Any:
@@ -325,6 +297,14 @@ def words_of(words: Any) -> list[Any]:
     return [item(register, i) for register in words.registers.flat for i in range(2)]
 
 
+def unpacked_page(page: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the latents of a page, zero from token ``tokens`` on, and its rope keys, as the
+    kernels unpack them. For the interpreter."""
+    latent, rope = dequantize_latent(with_rounded_scales(page), jnp.bfloat16)
+    valid = jnp.arange(BLOCK)[:, None] < tokens
+    return jnp.where(valid, latent, jnp.zeros_like(latent)), rope
+
+
 def with_rounded_scales(tokens: jax.Array) -> jax.Array:
     """Rounds the scales of tokens as :func:`store_half` does; used by the interpreter."""
     words = tokens[..., SCALES_AT:ROPE_AT].reshape(*tokens.shape[:-1], -1, 4)
@@ -336,3 +316,197 @@ def with_rounded_scales(tokens: jax.Array) -> jax.Array:
         tokens[..., ROPE_AT:],
     )
     return jnp.concatenate([field.reshape(*tokens.shape[:-1], -1) for field in fields], axis=-1)
+
+
+# ---- the scored kernel ---------------------------------------------------------------------------
+#
+# Thread ``lane`` has two tokens of an operand of 64 tokens and 64 columns, ``lane // 4`` and
+# ``lane // 4 + 8`` of the warp's, and 4 of each 16 columns. Which columns these are is free as long
+# as the queries agree: they are those of the 16 bytes that the thread loads, so that nothing moves
+# between threads. :func:`permute_queries` has the order. In odd tiles of the values, chunk c is at
+# ``c ^ 2`` before the swizzle. Without it, two threads of a quarter of a warp would use the same
+# banks. :func:`transposed.store_transposed` undoes it. Loads have no bank conflicts, because a
+# token's 656 bytes are 16 more than a multiple of 128.
+
+WARP_TOKENS = 16
+QUARTER_BYTES = WARP_TOKENS * TOKEN_BYTES
+"""Bytes of a warp's tokens, which are one stage of the scored kernel's ring buffer."""
+
+COLUMNS = 64
+"""Latent columns of an operand."""
+
+_TILE_BYTES = 64 * 2 * COLUMNS
+_EIGHT_WORDS = plgpu.ShapeDtypeStruct((64, 16), jnp.int32, layout=WGMMA)
+"""Type of eight words per thread."""
+_OPERAND = plgpu.ShapeDtypeStruct((64, COLUMNS), jnp.bfloat16, layout=WGMMA)
+
+
+def permute_queries(
+    q_latent: BFloat16[Array, "B M C"], q_rope: BFloat16[Array, "B M R"]
+) -> tuple[BFloat16[Array, "B M C"], BFloat16[Array, "B M R"]]:
+    """Permutes the columns of queries to the order of the keys in a scorer's operands.
+
+    Thread t of four has 32 consecutive columns of each group of 128 latent columns, or 16 of the 64
+    rope columns. A matmul instruction takes four of them from each thread, as two pairs.
+    """
+    B, M, C = q_latent.shape
+    latent = q_latent.reshape(B, M, C // GROUP, 4, 8, 2, 2).transpose(0, 1, 2, 4, 5, 3, 6)
+    rope = q_rope.reshape(B, M, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5)
+    return latent.reshape(q_latent.shape), rope.reshape(q_rope.shape)
+
+
+def warp_index() -> jax.Array:
+    """Returns the number of the thread's warp in its warpgroup."""
+
+    @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def index() -> Any:
+        return scalar(arith.remui(mgpu.utils.warp_idx(), const(4)))
+
+    return index()
+
+
+def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
+    """Loads the float8 latents of operand ``unit`` of eight: 16 bytes of each of two tokens.
+
+    Args:
+      ring: uint8 [stages, 16, 656] in shared memory.
+      stage: the stage of this thread's warp.
+    """
+
+    @inline(REF, SCALAR, returns=_EIGHT_WORDS)
+    def load(ring: Any, stage: Any) -> Any:
+        group, half = divmod(unit, 2)
+        address = _token_address(ring, stage)
+        return pack_words(_load_rows(address, GROUP * group + 16 * half))
+
+    return load(ring, stage)
+
+
+def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Loads the factors of two tokens, four each, see :func:`factor_of`.
+
+    Those of tokens from index ``tokens`` of the page on are 0.
+    """
+
+    @inline(REF, SCALAR, SCALAR, returns=_EIGHT_WORDS)
+    def load(ring: Any, stage: Any, tokens: Any) -> Any:
+        warp, lane = warp_and_lane()
+        first = arith.addi(arith.shli(warp, const(4)), arith.shrui(lane, const(2)))
+        address = _token_address(ring, stage, column_bytes=0)
+        return pack_words(
+            [
+                factor_of(scale, arith.addi(first, const(8 * (i // 4))), tokens)
+                for i, scale in enumerate(_load_rows(address, SCALES_AT))
+            ]
+        )
+
+    return load(ring, stage, tokens)
+
+
+def when_loaded(words: jax.Array, zero: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns ``number``, when the words are in registers.
+
+    A barrier does not wait for the loads before it, and a copy that waits for the barrier could
+    overwrite what they have not read yet.
+
+    Args:
+      zero: 0, which the compiler does not know.
+    """
+
+    @inline(WGMMA, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def add_nothing(words: Any, zero: Any, number: Any) -> Any:
+        all_words = functools.reduce(arith.ori, words_of(words))
+        return scalar(arith.addi(word(number), arith.andi(all_words, word(zero))))
+
+    return add_nothing(words, zero, number)
+
+
+def unpack(words: jax.Array, factors: jax.Array, unit: int) -> jax.Array:
+    """Returns operand ``unit``, bfloat16 [64, 64], of its words and the tokens' factors."""
+
+    @inline(WGMMA, WGMMA, returns=_OPERAND)
+    def convert(words: Any, factors: Any) -> Any:
+        words, factors = words_of(words), words_of(factors)
+        rows = [
+            [
+                unpack_pair(each, factors[4 * row + unit // 2], pair)
+                for each in words[4 * row : 4 * row + 4]
+                for pair in range(2)
+            ]
+            for row in range(2)
+        ]
+        return _operand(rows)
+
+    return convert(words, factors)
+
+
+def load_rope(ring: Any, stage: jax.Array) -> jax.Array:
+    """Loads the rope keys of a page as an operand, bfloat16 [64, 64]."""
+
+    @inline(REF, SCALAR, returns=_OPERAND)
+    def load(ring: Any, stage: Any) -> Any:
+        address = _token_address(ring, stage)
+        first, second = (_load_rows(address, ROPE_AT + 16 * half) for half in range(2))
+        return _operand([first[4 * row : 4 * row + 4] + second[4 * row : 4 * row + 4]
+                         for row in range(2)])  # fmt: skip
+
+    return load(ring, stage)
+
+
+def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
+    """Stores operand ``unit`` in a slot for values, [8, 64, 64] in shared memory."""
+
+    @inline(TILES, WGMMA)
+    def store(slot: Any, operand: Any) -> None:
+        warp, lane = warp_and_lane()
+        row, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
+        odd_tile = arith.shrui(quarter, const(1))
+        chunk = arith.xori(
+            arith.shli(arith.andi(quarter, const(1)), const(2)), arith.shli(odd_tile, const(1))
+        )
+        token = arith.addi(arith.shli(warp, const(4)), row)
+        offset = arith.addi(
+            arith.muli(odd_tile, const(_TILE_BYTES)),
+            arith.ori(arith.shli(token, const(7)), arith.shli(arith.xori(chunk, row), const(4))),
+        )
+        address = arith.addi(shared_address(slot), offset)
+        words = [llvm.bitcast(i32(), pair) for pair in operand.registers.flat]
+        group, half = divmod(unit, 2)
+        stores = []
+        for row_half in range(2):
+            pairs = [words[4 * (p // 2) + 2 * (p % 2) + row_half] for p in range(8)]
+            for e in range(2):
+                flipped = 16 * (2 * half + e)
+                offset = 2 * group * _TILE_BYTES + 1024 * row_half
+                stores.append((flipped, offset, pairs[4 * e : 4 * e + 4]))
+        store_all(address, stores)
+
+    store(slot, operand)
+
+
+def _token_address(ring: Any, stage: Any, column_bytes: int = 32) -> Any:
+    """Returns the address of the thread's first token, at ``column_bytes`` times ``lane % 4``."""
+    _, lane = warp_and_lane()
+    row, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
+    address = arith.addi(shared_address(ring), arith.muli(word(stage), const(QUARTER_BYTES)))
+    address = arith.addi(address, arith.muli(row, const(TOKEN_BYTES)))
+    return arith.addi(address, arith.muli(quarter, const(column_bytes)))
+
+
+def _load_rows(address: Any, offset: int) -> list[Any]:
+    """Loads 16 bytes at ``offset`` of each of the thread's two tokens, as eight words."""
+    four = llvm.StructType.get_literal([i32()] * 4)
+    words = []
+    for row in range(2):
+        text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset + 8 * row * TOKEN_BYTES}];"
+        loaded = asm(text, "=r,=r,=r,=r,r,~{memory}", address, result=four, effects=True)
+        words += [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+    return words
+
+
+def _operand(rows: list[list[Any]]) -> Any:
+    """Makes an operand of the eight pairs of each of a thread's two tokens."""
+    upper, lower = rows
+    flat = [x for p in range(8) for x in (upper[p], lower[p])]
+    bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
+    return array([llvm.bitcast(bf16x2, pair) for pair in flat], (64, COLUMNS), WGMMA)

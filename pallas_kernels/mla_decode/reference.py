@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.mla_decode.float8_cache import check_width, dequantize_latent
-from pallas_kernels.mla_decode.parts import Parts
 from pallas_kernels.softmax import masked_softmax
 
 

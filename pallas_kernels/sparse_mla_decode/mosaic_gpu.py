@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
-from pallas_kernels.mla_decode.kernel_parts import TILE
-from pallas_kernels.mla_decode.merge_kernel import merge_partials
+from pallas_kernels.mla_decode.merge import merge_partials
+from pallas_kernels.mla_decode.row_tiles import TILE
 from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config, attend
 from pallas_kernels.sparse_mla_decode.work import PAIR, Work, divide
 

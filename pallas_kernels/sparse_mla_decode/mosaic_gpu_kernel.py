@@ -15,7 +15,7 @@ three warpgroups are specialised and synchronise only through barriers:
   block's scores, then P V of the other consumer's last block, then the other half.
 
 So one consumer's softmax overlaps with the other's matmuls. Scores are scaled to base 2. If queries
-are cut into pieces, :func:`merge_kernel.merge_partials` merges the partial results.
+are cut into pieces, :func:`merge.merge_partials` merges the partial results.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.online_softmax import merge_sums
+from pallas_kernels.hopper.split_kv import output_types
 from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
 from pallas_kernels.hopper.warpgroup import WARPS, publish
-from pallas_kernels.mla_decode.consumer import Consumer, ConsumerSignals
-from pallas_kernels.mla_decode.epilogue import Part, TileResults, load_sums, merge_sums
-from pallas_kernels.mla_decode.float8_cache import ROPE
-from pallas_kernels.mla_decode.kernel_parts import TILE, results
-from pallas_kernels.mla_decode.tile_memory import HALF, TileMemory
+from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
+from pallas_kernels.mla_decode.row_tiles import (
+    HALF,
+    TILE,
+    Consumer,
+    ConsumerSignals,
+    Part,
+    TileMemory,
+    TileResults,
+    load_sums,
+)
 from pallas_kernels.sparse_mla_decode import gather
 from pallas_kernels.sparse_mla_decode.producer import Cache, fill_slots
 from pallas_kernels.sparse_mla_decode.signals import (
@@ -177,7 +185,7 @@ def attend(
                 penalties = plgpu.layout_cast(penalties_s[own], _COLUMN)
                 s = s * (scale * LOG2E) + lax.broadcast_in_dim(penalties, s.shape, [1])
                 maximum = s.max(axis=1)
-                p, running, alpha = consumer.publish_p(
+                p, running, alpha = consumer.store_p(
                     maximum, before, lambda running: s - lax.broadcast_in_dim(running, s.shape, [0])
                 )
                 # Row sums of eight columns each. A thread's own are reduced at the end.
@@ -271,7 +279,7 @@ def attend(
 
     out, lse, *partials = plgpu.kernel(
         sparse_mla,
-        out_type=results(Q, M, 1 if work.pieces == 1 else -(-work.total // 2)),
+        out_type=output_types(Q, M, LATENT, 1 if work.pieces == 1 else -(-work.total // 2)),
         scratch_types=[
             *buffers,
             plgpu.SMEM((2, 4, TILE), jnp.float32),

@@ -13,8 +13,7 @@ from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.warpgroup import first_warp, publish
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.float8_registers import store_half, wait_rope_copies
-from pallas_kernels.mla_decode.kernel_parts import SLOTS
-from pallas_kernels.mla_decode.tile_memory import HALF
+from pallas_kernels.mla_decode.row_tiles import HALF, SLOTS
 from pallas_kernels.sparse_mla_decode import gather, unpack
 from pallas_kernels.sparse_mla_decode.signals import Q_FREE, Signals, penalties_ready
 from pallas_kernels.sparse_mla_decode.work import BLOCK, Work

@@ -8,7 +8,7 @@ from typing import Any
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.warpgroup import WARPS
-from pallas_kernels.mla_decode.kernel_parts import SLOTS
+from pallas_kernels.mla_decode.row_tiles import SLOTS
 
 Q_FREE, SUMS_READY = 0, 1
 """Indices in :attr:`Signals.by_both`."""

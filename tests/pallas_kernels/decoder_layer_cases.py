@@ -16,7 +16,7 @@ from pallas_kernels.decoder_layer.reference import (
     scale_block,
     scales_shape,
 )
-from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.numerics import rounded
 

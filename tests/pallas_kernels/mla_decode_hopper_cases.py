@@ -7,21 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_decode import merge_kernel, mosaic_gpu
-from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
-from pallas_kernels.mla_decode.plan import Config
-from pallas_kernels.mla_decode.schedule import schedule, whole_sequences
-from pallas_kernels.mla_decode.scored_plan import ScoredQueries
+from pallas_kernels.hopper.split_kv import schedule, whole_sequences
+from pallas_kernels.mla_decode import merge, mosaic_gpu
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU
 from tests.pallas_kernels.mla_decode_cases import MlaDecodeCases, run
 from tests.pallas_kernels.numerics import device
 
-_Config = Config | FewQueries | ScoredQueries | Float8Pairs | None
-
 
 @functools.cache
-def kernel(partitions: int, config: _Config = None):
+def kernel(partitions: int):
     """The back-end with a schedule of few partitions, which the interpreter runs one by one."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
@@ -33,7 +27,6 @@ def kernel(partitions: int, config: _Config = None):
             lengths,
             scale=scale,
             schedule=schedule(lengths, max_pages=block_tables.shape[1], partitions=partitions),
-            config=config,
             interpret=INTERPRET,
         )
 
@@ -41,13 +34,13 @@ def kernel(partitions: int, config: _Config = None):
 
 
 @functools.cache
-def kernel_in_parts(partitions: int, config: Config | FewQueries | None = None):
+def kernel_in_parts(partitions: int):
     """Like :func:`kernel`, but the parts are merged by plain operations, without a log-sum-exp."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
         made = schedule(lengths, max_pages=block_tables.shape[1], partitions=partitions)
         arrays = q_latent, q_rope, pages, block_tables, lengths
-        options = {"scale": scale, "schedule": made, "config": config}
+        options = {"scale": scale, "schedule": made}
         parts, lse = mosaic_gpu.mla_decode_parts(*arrays, **options, interpret=INTERPRET)
         B, T, H, C = q_latent.shape
         return parts.merged()[:, : T * H].reshape(B, T, H, C), lse
@@ -56,9 +49,7 @@ def kernel_in_parts(partitions: int, config: Config | FewQueries | None = None):
 
 
 @functools.cache
-def kernel_of_whole_sequences(
-    config: _Config = None,
-):
+def kernel_of_whole_sequences():
     """The back-end with a partition for each sequence."""
 
     def decode(q_latent, q_rope, pages, block_tables, lengths, *, scale):
@@ -70,7 +61,6 @@ def kernel_of_whole_sequences(
             lengths,
             scale=scale,
             schedule=whole_sequences(lengths, max_pages=block_tables.shape[1]),
-            config=config,
             interpret=INTERPRET,
         )
 
@@ -88,7 +78,6 @@ def segments_of_sequences(x, partitions):
 
 
 class HopperCases(MlaDecodeCases):
-    config: _Config = None
     implementation = staticmethod(kernel(132 if ON_GPU else 3))
     dtype = "bfloat16"
     widths = (512, 64)
@@ -101,9 +90,9 @@ class HopperCases(MlaDecodeCases):
 
     @pytest.fixture(autouse=True)
     def _small_gpu(self, monkeypatch):
-        """Gives the merge kernel few programs, so that each merges several rows as on a GPU."""
+        """Gives the merge kernel few CTAs, so that each merges several rows as on a GPU."""
         if not ON_GPU:
-            monkeypatch.setattr(merge_kernel, "multiprocessors", lambda: 1)
+            monkeypatch.setattr(merge, "multiprocessors", lambda: 1)
 
     # These are the same as the other cases, or nearly.
     test_bfloat16 = None  # pyright: ignore[reportAssignmentType]
@@ -128,7 +117,7 @@ class HopperCases(MlaDecodeCases):
         q_latent[1] *= -2
         pages[moved.block_tables[1, :2]] *= 4
         moved = dataclasses.replace(moved, q_latent=q_latent, pages=pages)
-        got, want = run(moved, kernel(3, self.config)), run(x, kernel(3, self.config))
+        got, want = run(moved, kernel(3)), run(x, kernel(3))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a[0], b[0])
             assert not np.array_equal(a[1], b[1])

@@ -22,7 +22,7 @@ from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer import mosaic_gpu as layer_kernel
 from pallas_kernels.decoder_layer.api import BACKENDS as LAYER_BACKENDS
 from pallas_kernels.decoder_layer.reference import Projection
-from pallas_kernels.mla_decode.parts import Parts
+from pallas_kernels.hopper.split_kv import Parts
 from tests.pallas_kernels.decoder_layer_cases import (
     BFLOAT16,
     FLOAT8,

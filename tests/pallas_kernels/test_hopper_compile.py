@@ -32,10 +32,6 @@ from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.dense_plan import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
-from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
-from pallas_kernels.mla_decode.plan import Config as DecodeConfig
-from pallas_kernels.mla_decode.scored_plan import ScoredQueries
 from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
@@ -63,9 +59,6 @@ MOST_SECONDS = 20  # CPU seconds to compile one kernel
 # register too few.
 MOST_SPILLED = {
     "mla_decode_float8 ": 400,
-    "mla_decode h32 sq1": 4,
-    "mla_decode h16 sq2": 64,
-    "mla_decode h8 sq3": 64,
     "mla_decode h64 sq3": 64,
     "route most tokens and choices": 4,
 }
@@ -273,22 +266,14 @@ def kernels() -> dict[str, Kernel]:
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(128, 1), (128, 2), (128, 4), (64, 1), (64, 2), (40, 1)]
     }
-    # The kernel for few query rows, and the other one with the same shapes.
-    for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3), (32, 1)]:
-        table[f"mla_decode_few h{heads} sq{queries}"] = decode(queries, heads)
-        table[f"mla_decode h{heads} sq{queries}"] = decode(queries, heads, config=DecodeConfig())
-    # Slice widths that are not the default for 16 or 32 query rows, and one warpgroup.
-    for queries, config in [
-        (1, FewQueries(width=64)),
-        (2, FewQueries(width=192)),
-        (1, FewQueries(warpgroups=1)),
-        (2, FewQueries(warpgroups=1)),
-    ]:
-        setting = f"width {config.width}" if config.width else "one warpgroup"
-        shape = f"mla_decode_few h16 sq{queries} {setting}"
-        table[shape] = decode(queries, 16, config=config)
-    table["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024, config=FewQueries())
-    # A last tile that is not full, three tiles, and one long sequence.
+    table |= {
+        f"mla_decode_few h{heads} sq{queries}": decode(queries, heads)
+        for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3), (32, 1)]
+    }
+    # One long sequence.
+    table["mla_decode_few one row"] = decode(1, 16, rows=1, pages=1024)
+    table["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
+    # A last tile that is not full, and three tiles.
     table |= {
         f"mla_decode h{heads} sq{queries}": decode(queries, heads)
         for heads, queries in [(16, 5), (64, 3)]
@@ -301,30 +286,10 @@ def kernels() -> dict[str, Kernel]:
         f"mla_decode_float8_pairs h{heads} sq{queries}": decode(queries, heads, float8=True)
         for heads, queries in [(128, 1), (128, 2), (128, 4), (16, 5)]
     }
-    table["mla_decode_float8_pairs h64 sq3"] = decode(3, 64, float8=True, config=Float8Pairs())
     table |= {
-        f"mla_decode_few_float8 h{heads} sq{queries}": decode(
-            queries, heads, float8=True, config=FewQueries()
-        )
+        f"mla_decode_scored h{heads} sq{queries}": decode(queries, heads, float8=True)
         for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3)]
     }
-    for config in (FewQueries(unpackers=1), FewQueries(warpgroups=1)):
-        setting = "one unpacker" if config.unpackers else "one warpgroup"
-        table[f"mla_decode_few_float8 h16 sq1 {setting}"] = decode(
-            1, 16, float8=True, config=config
-        )
-    # One program and two for a sequence's query rows, and a ring of four stages.
-    table |= {
-        f"mla_decode_scored h{heads} sq{queries}": decode(
-            queries, heads, float8=True, config=ScoredQueries()
-        )
-        for heads, queries in [(16, 1), (16, 2), (8, 1), (8, 3), (16, 3), (16, 5)]
-    }
-    table["mla_decode_scored h16 sq1 four stages"] = decode(
-        1, 16, float8=True, config=ScoredQueries(stages=4, prefetch=0)
-    )
-    table["mla_decode one row"] = decode(1, 128, rows=1, pages=1024)
-    table["mla_decode without multicast"] = decode(1, 128, config=DecodeConfig(multicast=False))
     # One tile, two tiles, a last tile that is not full, and queries that are split.
     table |= {
         f"sparse_mla_decode h{heads} sq{queries}": sparse_decode(queries, heads)

@@ -11,8 +11,6 @@ import pytest
 
 from pallas_kernels import dequantize_latent, mla_decode, quantize_latent
 from pallas_kernels.mla_decode import mosaic_gpu
-from pallas_kernels.mla_decode.few_queries_plan import FewQueries
-from pallas_kernels.mla_decode.plan import Config
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import Inputs, MlaDecodeCases, compiled
 from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel
@@ -127,31 +125,17 @@ class TestMosaicGpu(Float8Cases, HopperCases):
         """Segments whose first and last block are scored by either of the two warpgroups."""
         self.check(self.random((640, 9 * 64 - 3, 0, 1), H=H, max_pages=10), kernel(partitions))
 
-    # Two and one consumers and unpackers; rings with room for one block.
-    @pytest.mark.parametrize(
-        ("config", "T"),
-        [
-            (FewQueries(), 1),
-            (FewQueries(), 2),
-            (FewQueries(unpackers=1), 1),
-            *(
-                pytest.param(config, T, marks=pytest.mark.slow)
-                for config, T in [
-                    (FewQueries(unpackers=1), 2),
-                    (FewQueries(warpgroups=2), 2),
-                    (FewQueries(warpgroups=1), 1),
-                    (FewQueries(warpgroups=1, unpackers=1), 1),
-                    (FewQueries(warpgroups=1, stages=9), 2),
-                    (FewQueries(stages=18), 1),
-                    (FewQueries(stages=18, unpackers=1), 1),
-                ]
-            ),
-        ],
-    )
-    def test_settings_for_few_queries(self, config, T):
+    @pytest.mark.parametrize("T", [1, pytest.param(2, marks=pytest.mark.slow)])
+    def test_segments_of_few_queries(self, T):
         """Successive sequences with an even and an odd number of blocks, with one and with none."""
         x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
-        self.check(x, kernel(2, config))
+        self.check(x, kernel(2))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("T", [1, 2, 3, 4, 5])
+    def test_moonlights_heads(self, T):
+        """16 heads: the scored kernel, one tile, and a pair of tiles."""
+        self.check(self.random((9 * 64 + 2, 70, 3), H=16, T=T, max_pages=10))
 
     def test_few_queries_whose_maximum_rises(self):
         """The maximum rises from block to block by more than SLACK, in either warpgroup."""
@@ -192,18 +176,6 @@ def arrays(H=8, page=64, widths=WIDTHS, bytes_=656, dtype="bfloat16"):
 def test_kernel_refusals(changes, message):
     with pytest.raises(NotImplementedError, match=message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
-
-
-def test_config_of_another_kernel_is_refused():
-    with pytest.raises(NotImplementedError, match=r"has no config, got Config\("):
-        mosaic_gpu.mla_decode(*arrays(), scale=0.1, config=Config(), interpret=object())
-
-
-def test_wide_slices_are_refused():
-    with pytest.raises(NotImplementedError, match="takes slices of 64 columns"):
-        mosaic_gpu.mla_decode(
-            *arrays(), scale=0.1, config=FewQueries(width=192), interpret=object()
-        )
 
 
 @off_gpu

@@ -9,40 +9,37 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import mosaic_gpu
-from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
-from pallas_kernels.mla_decode.plan import Config
-from tests.pallas_kernels.machine import ON_GPU, kernel_runs, on_gpu
+from tests.pallas_kernels.machine import kernel_runs, on_gpu
 from tests.pallas_kernels.mla_decode_cases import compiled
 from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel
 from tests.pallas_kernels.numerics import TOLERANCES
 from tests.pallas_kernels.test_mla_decode_float8 import Float8Cases
 
-PAIRS = Float8Pairs()
-
 
 @kernel_runs
 class TestPairs(Float8Cases, HopperCases):
-    config = PAIRS
-    implementation = staticmethod(kernel(132 if ON_GPU else 3, PAIRS))
+    heads = 128
+    # A pair whose second tile is not full and begins inside a query, and two pairs.
+    more_heads = ((24, 3), (128, 2))
 
     @pytest.mark.parametrize(
-        ("H", "partitions", "config"),
+        ("H", "partitions"),
         [
-            (128, 2, PAIRS),
-            pytest.param(128, 1, None, marks=pytest.mark.slow),
-            pytest.param(128, 5, None, marks=pytest.mark.slow),
-            pytest.param(8, 2, Float8Pairs(early=False), marks=pytest.mark.slow),
+            (128, 2),
+            pytest.param(128, 1, marks=pytest.mark.slow),
+            pytest.param(128, 5, marks=pytest.mark.slow),
+            pytest.param(72, 2, marks=pytest.mark.slow),
         ],
     )
-    def test_segments(self, H, partitions, config):
+    def test_segments(self, H, partitions):
         """Successive sequences with an even and an odd number of blocks, with one and with none."""
         x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=H, max_pages=10)
-        self.check(x, kernel(partitions, config))
+        self.check(x, kernel(partitions))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("H", "T"), [(128, 2), (64, 2), (64, 3), (40, 3)])
+    @pytest.mark.parametrize(("H", "T"), [(128, 2), (64, 2), (40, 3), (16, 5)])
     def test_tiles(self, H, T):
-        """Two pairs, one, and pairs whose second tile is padding or not full."""
+        """Two pairs, one, and pairs whose second tile is not full."""
         self.check(self.random((9 * 64 + 2, 70, 3), H=H, T=T, max_pages=10))
 
     def test_rising_maximum(self):
@@ -52,7 +49,7 @@ class TestPairs(Float8Cases, HopperCases):
         for block in range(7):
             pages[table[block]] *= 0.25 * 2**block
         x = dataclasses.replace(x, pages=pages)
-        self.check(x, kernel(1, PAIRS), bound=TOLERANCES["large scores"])
+        self.check(x, kernel(1), bound=TOLERANCES["large scores"])
 
     @on_gpu
     def test_equal_runs(self):
@@ -66,25 +63,14 @@ class TestPairs(Float8Cases, HopperCases):
                 np.testing.assert_array_equal(got, want)
 
 
-def arguments(width=656, dtype="uint8"):
+def arguments():
     return (
         jnp.ones((2, 1, 128, 512), "bfloat16"),
         jnp.ones((2, 1, 128, 64), "bfloat16"),
-        jnp.zeros((8, 64, width), dtype),
+        jnp.zeros((8, 64, 656), "uint8"),
         jnp.zeros((2, 4), jnp.int32),
         jnp.ones(2, jnp.int32),
     )
-
-
-def test_bfloat16_cache_is_refused():
-    arrays = arguments(576, "bfloat16")
-    with pytest.raises(NotImplementedError, match=r"takes a float8 cache with Float8Pairs\("):
-        mosaic_gpu.mla_decode(*arrays, scale=0.1, config=PAIRS, interpret=object())
-
-
-def test_config_of_another_kernel_is_refused():
-    with pytest.raises(NotImplementedError, match=r"has no config, got Config\("):
-        mosaic_gpu.mla_decode(*arguments(), scale=0.1, config=Config(), interpret=object())
 
 
 @pytest.mark.parametrize(("heads", "is_pair"), [(128, True), (64, False)])

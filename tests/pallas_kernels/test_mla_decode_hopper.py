@@ -10,8 +10,7 @@ import pytest
 
 from pallas_kernels import mla_decode
 from pallas_kernels.mla_decode import mosaic_gpu
-from pallas_kernels.mla_decode.few_queries_plan import FewQueries, rings
-from pallas_kernels.mla_decode.plan import Config
+from pallas_kernels.mla_decode.few_queries import CONSUMERS, Layout
 from tests.pallas_kernels.machine import kernel_runs, off_gpu
 from tests.pallas_kernels.mla_decode_cases import run
 from tests.pallas_kernels.mla_decode_hopper_cases import (
@@ -37,13 +36,11 @@ class TestMosaicGpu(HopperCases):
         check(other_out[0], out[0], BFLOAT16_ROUNDING)
         check(np.ravel(other_lse[0]), np.ravel(lse[0]), TOLERANCES["float32"])
 
-    @pytest.mark.parametrize(
-        "config", [FewQueries(), pytest.param(Config(), marks=pytest.mark.slow)]
-    )
-    def test_whole_sequences_depend_on_no_other(self, config):
-        x = self.random((637, 300, 70), max_pages=10)
+    @pytest.mark.parametrize("H", [8, pytest.param(40, marks=pytest.mark.slow)])
+    def test_whole_sequences_depend_on_no_other(self, H):
+        x = self.random((637, 300, 70), H=H, max_pages=10)
         others = dataclasses.replace(x, lengths=(637, 70, 300))
-        whole = kernel_of_whole_sequences(config)
+        whole = kernel_of_whole_sequences()
         for ours, theirs in zip(run(x, whole), run(others, whole), strict=True):
             np.testing.assert_array_equal(np.asarray(ours[0]), np.asarray(theirs[0]))
         self.check(x, whole)
@@ -82,48 +79,20 @@ class TestMosaicGpu(HopperCases):
         assert segments_of_sequences(x, 3) == [3]
         self.check(x, kernel(3))
 
-    @pytest.mark.slow
-    def test_without_multicast(self):
-        x = self.random((640, 9 * 64 - 3, 0), H=128, max_pages=10)
-        self.check(x, kernel(2, Config(multicast=False)))
-
     @pytest.mark.parametrize(
         ("H", "T"),
-        [
-            (8, 3),
-            pytest.param(8, 1, marks=pytest.mark.slow),
-            pytest.param(32, 1, marks=pytest.mark.slow),
-        ],
+        [(40, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(16, 3), (56, 1)])],
     )
-    def test_kernel_for_many_queries_with_few(self, H, T):
+    def test_one_tile_that_is_not_full(self, H, T):
         x = self.random((640, 9 * 64 - 3, 0, 1), H=H, T=T, max_pages=10)
-        self.check(x, kernel(3, Config()))
+        self.check(x, kernel(3))
 
-    # Slices of 192 and 64 columns; rings with room for one block; one warpgroup with room for two.
-    @pytest.mark.parametrize(
-        ("config", "T"),
-        [
-            (FewQueries(width=192, stages=6), 2),
-            (FewQueries(warpgroups=1), 1),
-            *(
-                pytest.param(config, T, marks=pytest.mark.slow)
-                for config, T in [
-                    (FewQueries(width=192), 1),
-                    (FewQueries(width=192), 2),
-                    (FewQueries(width=64), 1),
-                    (FewQueries(width=64), 2),
-                    (FewQueries(width=192, stages=6), 1),
-                    (FewQueries(warpgroups=1), 2),
-                    (FewQueries(warpgroups=1, width=192, stages=3), 1),
-                    (FewQueries(warpgroups=1, width=192, stages=3), 2),
-                ]
-            ),
-        ],
-    )
-    def test_settings_for_few_queries(self, config, T):
+    # Slices of 192 and of 64 columns.
+    @pytest.mark.parametrize("T", [1, 2])
+    def test_segments_of_few_queries(self, T):
         """Successive sequences with an even and an odd number of blocks, with one and with none."""
         x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
-        self.check(x, kernel(2, config))
+        self.check(x, kernel(2))
 
     def test_few_queries_without_visible_tokens(self):
         """Queries that see no token of a sequence, or of a segment: the last of three segments has
@@ -149,17 +118,11 @@ class TestMosaicGpu(HopperCases):
 
 
 def test_rings_fill_shared_memory():
-    """The ring buffers take at least 150 KB, in whole stages for each warpgroup."""
+    """The ring buffers take at least 150 KB, and each has room for a key block."""
     for N in (8, 16, 24, 32):
-        for warpgroups in (1, 2):
-            width, stages = rings(N, FewQueries(warpgroups=warpgroups))
-            assert warpgroups * stages * 64 * width * 2 >= 150_000
-
-
-@pytest.mark.parametrize("stages", [4, 10])
-def test_rings_must_contain_a_block_and_fit(stages):
-    with pytest.raises(ValueError, match=f"stages={stages}"):
-        rings(16, FewQueries(width=192, stages=stages))
+        layout = Layout.of(N)
+        assert CONSUMERS * layout.stages * 64 * layout.width * 2 >= 150_000
+        assert layout.stages >= len(layout.slices)
 
 
 def arrays(T=1, H=8, page=64, widths=(512, 64), dtype="bfloat16", B=2, max_pages=4):
@@ -188,11 +151,6 @@ def test_refusals(changes, message):
         mosaic_gpu.mla_decode(*arrays(**changes), scale=0.1, interpret=object())
 
 
-def test_few_queries_kernel_refuses_more_queries():
-    with pytest.raises(NotImplementedError, match=r"32 query rows \(T \* H\) at most, got 40"):
-        mosaic_gpu.mla_decode(*arrays(T=5), scale=0.1, config=FewQueries(), interpret=object())
-
-
 @off_gpu
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
@@ -200,19 +158,17 @@ def test_no_gpu():
 
 
 @pytest.mark.parametrize(
-    ("T", "H", "config"),
+    ("T", "H"),
     [
-        (2, 16, None),
-        (3, 64, None),
-        pytest.param(1, 8, None, marks=pytest.mark.slow),
-        pytest.param(2, 16, Config(), marks=pytest.mark.slow),
-        pytest.param(3, 24, None, marks=pytest.mark.slow),
-        pytest.param(2, 128, Config(multicast=False), marks=pytest.mark.slow),
+        (2, 16),
+        (3, 64),
+        pytest.param(1, 8, marks=pytest.mark.slow),
+        pytest.param(3, 24, marks=pytest.mark.slow),
     ],
 )
-def test_lowers_for_cuda(T, H, config, monkeypatch):
+def test_lowers_for_cuda(T, H, monkeypatch):
     """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
-    f = jax.jit(functools.partial(mosaic_gpu.mla_decode, scale=0.1, config=config))
+    f = jax.jit(functools.partial(mosaic_gpu.mla_decode, scale=0.1))
     text = f.trace(*arrays(T, H)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2

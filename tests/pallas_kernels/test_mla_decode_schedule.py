@@ -8,20 +8,17 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.hopper import multiprocessors
-from pallas_kernels.mla_decode.few_queries_plan import MAX_QUERY_ROWS
-from pallas_kernels.mla_decode.schedule import (
-    _MERGE_COST,
-    _MIN_BLOCKS,
-    _PARTIALS_COST,
-    _SEQUENCE_COST,
+from pallas_kernels.hopper.split_kv import (
     BLOCK,
-    FEW_QUERIES_COSTS,
+    Costs,
     Schedule,
     schedule,
 )
+from pallas_kernels.mla_decode.mosaic_gpu import FEW_ROWS, FEW_ROWS_COSTS
 from tests.pallas_kernels.numerics import device
 
 MAX_PAGES = 700
+COSTS = Costs()
 make = jax.jit(functools.partial(schedule, max_pages=MAX_PAGES), static_argnames="partitions")
 
 
@@ -98,10 +95,10 @@ def check_schedule(lengths, partitions):
 
     cost = np.zeros(partitions, int)
     for partition, _, a, b in made_segments:
-        cost[partition] += b - a + _SEQUENCE_COST
-    share = max(-(-(want_blocks + _SEQUENCE_COST).sum() // partitions), _MIN_BLOCKS)
+        cost[partition] += b - a + COSTS.sequence
+    share = max(-(-(want_blocks + COSTS.sequence).sum() // partitions), COSTS.min_blocks)
     # A segment that begins inside a sequence pays the sequence's cost again.
-    assert cost.max() <= share + max(_MERGE_COST + _PARTIALS_COST, _SEQUENCE_COST)
+    assert cost.max() <= share + max(COSTS.merge + COSTS.partials, COSTS.sequence)
     return made_segments
 
 
@@ -122,7 +119,7 @@ def adversarial(B, partitions):
     yield np.where(np.arange(B) % 2, 0, longest)
     # Sequences whose costs end at a share's boundary, one block before it and one after it.
     for more in (-1, 0, 1):
-        yield np.full(B, (max(partitions // B, 1) * 8 - _SEQUENCE_COST + more) * BLOCK)
+        yield np.full(B, (max(partitions // B, 1) * 8 - COSTS.sequence + more) * BLOCK)
 
 
 # One compilation each: fewer sequences than partitions, as many, more; one of either.
@@ -175,7 +172,7 @@ def test_public_schedule_fills_the_device(queries, heads, tiles):
     )
     made = jax.jit(public)(lengths)
     assert made.partitions == multiprocessors() // tiles
-    costs = FEW_QUERIES_COSTS if queries * heads <= MAX_QUERY_ROWS else None
+    costs = FEW_ROWS_COSTS if queries * heads <= FEW_ROWS else None
     own = functools.partial(schedule, max_pages=100, partitions=made.partitions, costs=costs)
     want = jax.jit(own)(lengths)
     np.testing.assert_array_equal(made.table, want.table)

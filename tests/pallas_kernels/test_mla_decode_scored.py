@@ -1,113 +1,21 @@
-"""mla_decode's scored kernel: a float8 cache, scores from registers. No call uses it by default.
+"""mla_decode's scored kernel: the order in which its threads unpack columns of a float8 cache.
 
-The interpreter runs everything but the code of single threads, whose order of columns the last
-tests check.
+The interpreter runs everything but the code of single threads (``test_mla_decode_float8``).
 """
-
-import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_decode import mosaic_gpu
-from pallas_kernels.mla_decode.scored_plan import Plan, ScoredQueries
-from pallas_kernels.mla_decode.scorer_registers import permute_queries
-from tests.pallas_kernels.machine import ON_GPU, kernel_runs
-from tests.pallas_kernels.mla_decode_cases import compiled
-from tests.pallas_kernels.mla_decode_hopper_cases import HopperCases, kernel
-from tests.pallas_kernels.numerics import TOLERANCES
-from tests.pallas_kernels.test_mla_decode_float8 import Float8Cases
-
-SCORED = ScoredQueries()
+from pallas_kernels.mla_decode.float8_registers import permute_queries
+from pallas_kernels.mla_decode.scored import Plan
 
 
-@kernel_runs
-class TestScored(Float8Cases, HopperCases):
-    config = SCORED
-    implementation = staticmethod(kernel(132 if ON_GPU else 3, SCORED))
-
-    @pytest.mark.parametrize(
-        ("partitions", "config", "T"),
-        [
-            (2, SCORED, 1),
-            pytest.param(2, ScoredQueries(stages=4), 2, marks=pytest.mark.slow),
-            pytest.param(1, ScoredQueries(stages=5, prefetch=0), 1, marks=pytest.mark.slow),
-        ],
-    )
-    def test_segments(self, partitions, config, T):
-        """Successive sequences with an even and an odd number of blocks, with one and with none."""
-        x = self.random((300, 70, 0, 640, 1, 64, 9 * 64 - 3), H=16, T=T, max_pages=10)
-        self.check(x, kernel(partitions, config))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("T", [1, 2, 3, 4, 5])
-    def test_moonlights_heads(self, T):
-        """With three tokens and more, two or three programs share a sequence's query rows."""
-        self.check(self.random((9 * 64 + 2, 70, 3), H=16, T=T, max_pages=10))
-
-    def test_rising_maximum(self):
-        """The maximum rises from block to block by more than SLACK, in either scorer."""
-        x = self.random((6 * 64 + 9,), H=16, max_pages=8)
-        pages, table = x.pages.copy(), x.block_tables[0]
-        for block in range(7):
-            pages[table[block]] *= 0.25 * 2**block
-        x = dataclasses.replace(x, pages=pages)
-        self.check(x, kernel(1, SCORED), bound=TOLERANCES["large scores"])
-
-    @pytest.mark.slow
-    def test_scales_of_other_writers(self):
-        """The kernel rounds scales to the nearest bfloat16."""
-        x = self.random((200, 64))
-        q_latent, q_rope, pages, *rest = x.arrays()
-        tokens = np.array(pages)
-        scale = tokens[..., 512:528].copy().view(np.float32) * np.float32(1.00123)
-        tokens[..., 512:528] = scale.view(np.uint8)
-        run = compiled(self.implementation, x.scale)
-        got, want = (run(q_latent, q_rope, jnp.asarray(p), *rest) for p in (tokens, pages))
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-def arguments(T=1, H=16, width=656, dtype="uint8"):
-    return (
-        jnp.ones((2, T, H, 512), "bfloat16"),
-        jnp.ones((2, T, H, 64), "bfloat16"),
-        jnp.zeros((8, 64, width), dtype),
-        jnp.zeros((2, 4), jnp.int32),
-        jnp.ones(2, jnp.int32),
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": 576, "dtype": "bfloat16"}, "takes a float8 cache"),
-        ({"T": 3, "H": 12}, "or a multiple of 8, got 36"),
-        ({"T": 11, "H": 12}, "or a multiple of 8, got 132"),
-    ],
-)
-def test_refusals(changes, message):
-    with pytest.raises(NotImplementedError, match=message):
-        mosaic_gpu.mla_decode(*arguments(**changes), scale=0.1, config=SCORED, interpret=object())
-
-
-@pytest.mark.parametrize("stages", [3, 7])
-def test_ring_that_does_not_fit(stages):
-    with pytest.raises(ValueError, match="stages: expected 4 to 6, got"):
-        _ = Plan(ScoredQueries(stages=stages), 16, 1, 16, 0.1, 4, None).stages
-
-
-@pytest.mark.parametrize(
-    ("rows", "tiles", "per_program"),
-    [(8, 1, 8), (16, 1, 16), (24, 1, 32), (48, 2, 32), (64, 2, 32), (80, 3, 32)],
-)
-def test_programs_per_sequence(rows, tiles, per_program):
-    plan = Plan(SCORED, rows, 1, rows, 0.1, 4, None)
-    assert (plan.tiles, plan.rows) == (tiles, per_program)
+@pytest.mark.parametrize(("rows", "padded"), [(8, 8), (16, 16), (24, 32), (32, 32)])
+def test_rows_of_a_cta(rows, padded):
+    plan = Plan(rows, None)
+    assert (plan.tiles, plan.rows) == (1, padded)
     assert plan.stages >= 4
-    scorer, values, producer = plan.registers
-    assert 2 * scorer + values + producer <= 512
 
 
 def columns_of_thread(quarter, unit):

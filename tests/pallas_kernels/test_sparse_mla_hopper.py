@@ -22,7 +22,7 @@ from pallas_kernels import (
     sparse_mla_decode,
     sparse_mla_prefill,
 )
-from pallas_kernels.mla_decode import merge_kernel
+from pallas_kernels.mla_decode import merge
 from pallas_kernels.sparse_mla_decode import gather, mosaic_gpu
 from pallas_kernels.sparse_mla_decode.work import Work, divide
 from pallas_kernels.sparse_mla_prefill import mosaic_gpu as prefill
@@ -90,7 +90,7 @@ class TestMosaicGpu(SparseMlaDecodeCases):
     def _small_gpu(self, monkeypatch):
         """Gives the merge kernel few programs, so that each merges several rows as on a GPU."""
         if not ON_GPU:
-            monkeypatch.setattr(merge_kernel, "multiprocessors", lambda: 1)
+            monkeypatch.setattr(merge, "multiprocessors", lambda: 1)
 
     def wide(self, K=620, **kwargs):
         """Five pairs of key blocks, the last not full, of up to ``K`` tokens in pages of 96."""

@@ -3,11 +3,13 @@
 It merges the partial results of every split sequence, weighted by their log-sum-exp as in
 :func:`pallas_kernels.merge_attention`, but all at once and in float32. It writes the elements of
 ``out`` and ``lse`` that the first kernel left unwritten.
+
+A CTA is one warpgroup. It merges a few query rows of a split sequence at a time: 8 loads of partial
+results are in flight, of one row or of several, as a sequence has many parts or few.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -21,9 +23,10 @@ from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.split_kv import add_parts
 
-_PROGRAMS_AN_SM = 4  # resident programs per multiprocessor, limited by registers
-_LOADS = 8  # query rows of partial results that a program loads concurrently
+_CTAS_PER_SM = 4  # resident CTAs, limited by registers
+_LOADS = 8  # query rows of partial results that a CTA loads concurrently
 
 
 @lowered_once("interpret")
@@ -41,25 +44,25 @@ def merge_partials(
     Args:
       out, lse: results of the first kernel, valid for sequences that are not split.
       partials, partial_lse: partial results and their log-sum-exps.
-      split_sequences: see :class:`schedule.Schedule`.
+      split_sequences: see :class:`split_kv.Schedule`.
     """
     B, M, C = out.shape
     partitions = split_sequences.shape[0]
     # Many sequences are each split in two, few in many. With few partial results per sequence a
-    # program merges several query rows.
+    # CTA merges several query rows.
     deep = 2 if partitions <= B else 4 if partitions <= 4 * B else 8
     wide = _LOADS // deep
     groups = M // wide
-    # As many programs as can be resident, however much there is to merge: often it is nothing.
-    programs = min(partitions * groups, _PROGRAMS_AN_SM * multiprocessors())
+    # As many CTAs as can be resident, however much there is to merge: often it is nothing.
+    ctas = min(partitions * groups, _CTAS_PER_SM * multiprocessors())
 
     def mla_merge(partial_g, partial_lse_g, split_g, out_g, lse_g):
         overlap_preceding_kernel(interpret=interpret)
-        program = lax.axis_index("program")
-        remaining = split_g[0, 3] * groups - program
+        cta = lax.axis_index("cta")
+        remaining = split_g[0, 3] * groups - cta
 
         def merge_rows(i, _):
-            index = program + i * programs
+            index = cta + i * ctas
             m0 = lax.rem(index, groups) * wide
             b, first, count = (split_g[lax.div(index, groups), k] for k in range(3))
 
@@ -75,17 +78,10 @@ def merge_partials(
                     [partial_lse_g[partial, m0 + w] for partial in partials] for w in range(wide)
                 ]
                 values = [[partial_g[partial, m0 + w] for partial in partials] for w in range(wide)]
-                updated = []
-                for row, row_lses, row_values in zip(carry, lses, values, strict=True):
-                    total, weight, maximum = row
-                    new_maximum = functools.reduce(jnp.maximum, row_lses, maximum)
-                    rescale = jnp.exp(maximum - new_maximum)
-                    total, weight = total * rescale, weight * rescale
-                    for n, lse, value in zip(numbers, row_lses, row_values, strict=True):
-                        factor = jnp.where(n < count, jnp.exp(lse - new_maximum), 0.0)
-                        total, weight = total + factor * value, weight + factor
-                    updated.append((total, weight, new_maximum))
-                return updated
+                return [
+                    add_parts(row, numbers, count, row_lses, row_values)
+                    for row, row_lses, row_values in zip(carry, lses, values, strict=True)
+                ]
 
             rounds = lax.div(count + deep - 1, deep)
             zeros = plgpu.layout_cast(
@@ -98,14 +94,14 @@ def merge_partials(
                 out_g[b, m0 + w] = merged.astype(out.dtype)
                 lse_g[b, m0 + w] = jnp.where(weight == 0.0, -jnp.inf, jnp.log(weight) + maximum)
 
-        rounds = lax.div(jnp.maximum(remaining + programs - 1, 0), programs)
+        rounds = lax.div(jnp.maximum(remaining + ctas - 1, 0), ctas)
         lax.fori_loop(0, rounds, merge_rows, None)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     pl.kernel(  # not plgpu.kernel, which takes no refs in jax 0.10
         mla_merge,
         out_type=(),
-        mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
+        mesh=plgpu.Mesh(grid=(ctas,), grid_names=("cta",)),
         **({} if interpret is None else {"interpret": interpret}),
     )(partials, partial_lse, split_sequences, out_ref, lse_ref)  # pyright: ignore[reportCallIssue]
     return out_ref[...], lse_ref[...]
