@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.mla_prefill.gradient import with_gradient_of_reference
+from pallas_kernels.mla_prefill.reference import with_gradient_of_reference
 from pallas_kernels.online_softmax import OnlineSoftmax, softmax_bytes
 from pallas_kernels.tpu import Chip, dot, require_tpu, require_vmem, tile_rows, tiled_bytes
 

@@ -46,7 +46,6 @@ from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.float8_pairs_plan import Float8Pairs
 from pallas_kernels.mla_decode.plan import Config as DecodeConfig
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
-from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 from tests.pallas_kernels.known_programs import (
@@ -130,7 +129,6 @@ def prefill(
     V: int = 128,
     rows: int = 1,
     heads: int = 128,
-    **options: Any,
 ) -> Kernel:
     return Kernel(
         "pallas_kernels.mla_prefill.mosaic_gpu",
@@ -141,7 +139,7 @@ def prefill(
             "starts": Struct((rows,), I32),
             "lengths": Struct((rows,), I32),
         },
-        {"scale": K**-0.5, **options},
+        {"scale": K**-0.5},
     )
 
 
@@ -355,7 +353,6 @@ def kernels() -> dict[str, Kernel]:
         "mla_prefill 64 wide": prefill(2048, 2048, K=64, V=64),
         "mla_prefill 8 rows h16": prefill(2048, 2048, rows=8, heads=16),
         "mla_prefill 8 rows": prefill(2048, 2048, rows=8),
-        "mla_prefill small blocks": prefill(2048, 2048, config=PrefillConfig(block=64, stages=4)),
     }
     for width, (N, K) in WIDTHS.items():
         for name, dtype in (("fp8", FP8), ("bf16", BF16)):
