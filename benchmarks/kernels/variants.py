@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from benchmarks.kernels.shapes import Case
 from pallas_kernels.grouped_matmul import few_tokens
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
@@ -19,12 +17,6 @@ from pallas_kernels.grouped_swiglu import mosaic_gpu as grouped_swiglu
 from pallas_kernels.mla_decode import mosaic_gpu as mla_decode
 from pallas_kernels.mla_decode.few_queries_plan import FewQueries
 from pallas_kernels.mla_decode.scored_plan import ScoredQueries
-from pallas_kernels.sparse_index import mosaic_gpu as sparse_index
-from pallas_kernels.sparse_index.mosaic_gpu_kernel import plan as index_plan
-from pallas_kernels.sparse_mla_decode import mosaic_gpu as sparse_mla_decode
-from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config as SparseConfig
-from pallas_kernels.sparse_mla_prefill import mosaic_gpu as sparse_mla_prefill
-from pallas_kernels.top_k import mosaic_gpu as top_k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +54,6 @@ def _few_tokens(dtype: str, **settings: Any) -> dict[str, Variant]:
     return {"grouped_matmul": Variant(matmul, {}, (dtype,))}
 
 
-def _index(**settings: Any) -> dict[str, Variant]:
-    """Returns the kernel of sparse_index with ``settings`` instead of the default ones."""
-
-    def score(**arguments: Any) -> jax.Array:
-        q, tables = arguments["q"], arguments["block_tables"]
-        B, T, J, _ = q.shape
-        plan = index_plan(B, T, J, tables.shape[1], q.dtype.itemsize)
-        config = dataclasses.replace(plan, **settings)
-        if config == plan or plan.groups > 1:
-            raise NotImplementedError(f"the setting is for other shapes than {q.shape}")
-        return sparse_index.sparse_index(**arguments, config=config)
-
-    return {"sparse_index": Variant(score, {})}
-
-
 def _float8(**settings: Any) -> dict[str, Variant]:
     """Returns the kernels of many float8 tokens with other settings than the default's."""
     matmul = dataclasses.replace(grouped_matmul.UNROLLED_FLOAT8, **settings)
@@ -100,10 +77,6 @@ def _bfloat16(**settings: Any) -> dict[str, Variant]:
     }
 
 
-def _top_k(**keywords: int) -> dict[str, Variant]:
-    return {"top_k": Variant(top_k.top_k, keywords, ("fp32",))}
-
-
 VARIANTS: dict[str, dict[str, Variant]] = {
     "scored": {"mla_decode": _decode(ScoredQueries())},
     "few queries": {"mla_decode": _decode(FewQueries())},
@@ -122,23 +95,6 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "panels of 2 tiles": _bfloat16(panel=2),
     "panels of 8 tiles": _bfloat16(panel=8),
     "permuted columns": _few_tokens("int8", tokens_in_order=False),
-    "prefetch": {
-        "sparse_mla_decode": Variant(
-            sparse_mla_decode.sparse_mla_decode,
-            {"config": SparseConfig(prefetch=True)},
-            ("bf16", "fp8"),
-        ),
-        "sparse_mla_prefill": Variant(
-            sparse_mla_prefill.sparse_mla_prefill,
-            {"config": SparseConfig(prefetch=True)},
-            ("bf16",),
-        ),
-    },
-    "weights in shared memory": _index(keep_weights=False),
-    "1 program": _top_k(programs=1),
-    "2 programs": _top_k(programs=2),
-    "4 programs": _top_k(programs=4),
-    "8 programs": _top_k(programs=8),
 }
 """Variants by name and operation."""
 
