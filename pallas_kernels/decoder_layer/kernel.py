@@ -74,7 +74,7 @@ from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.warpgroup import WARPS
 from pallas_kernels.mla_decode.parts import Parts
-from pallas_kernels.route.choice import choose, load_bias
+from pallas_kernels.route.mosaic_gpu import choose, load_bias
 from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
 
 _CHOSEN = 0  # signal: the experts are chosen; the next ones: arrived at grid barriers 0, 1, ...
