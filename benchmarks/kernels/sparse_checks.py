@@ -19,7 +19,8 @@ from benchmarks.kernels.sparse_shapes import (
     TopK,
 )
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
-from pallas_kernels.sparse_index import blocked, scaled_pages
+from pallas_kernels.sparse_index import reference as index
+from pallas_kernels.sparse_index import scaled_pages
 from pallas_kernels.sparse_mla_decode import reference as decode
 from pallas_kernels.sparse_mla_prefill import reference as prefill
 from pallas_kernels.top_k import reference as top_k
@@ -84,7 +85,7 @@ def build_ragged(case: SparseCase, key: jax.Array, host: Host) -> tuple[Arrays, 
         return arrays, comparable(case, (top_k.top_k(**arrays, **options(case)), None))
     assert used is not None
     if isinstance(case, Index):
-        want = comparable(case, (blocked.sparse_index(**arrays, **options(case)), None))
+        want = comparable(case, (index.blocked(**arrays, **options(case)), None))
         keys, scales = scaled_pages.split(arrays["pages"], INDEX_COLUMNS, PAGE)
         keys = jnp.where(used[..., None], keys, jnp.asarray(jnp.nan, keys.dtype))
         scales = jnp.where(used, scales, jnp.nan)[..., None]
@@ -127,7 +128,7 @@ def spot(case: SparseCase, arrays: Arrays, result: Checked) -> tuple[Checked, Ch
     }
     if isinstance(case, Index):
         some |= {name: arrays[name][rows, t] for name in ("q", "weights")}
-        want = blocked.sparse_index(**some, **options(case))
+        want = index.blocked(**some, **options(case))
         return comparable(case, (out[rows, t], None)), comparable(case, (want, None))
     some |= {name: arrays[name][rows, t] for name in ("q_latent", "q_rope", "indices")}
     if case.op == "sparse_mla_prefill":

@@ -181,7 +181,7 @@ class _Part:
         self, scores_g: Any, lengths_g: Any, out_g: Any, counts_g: Any, histograms_s: Any,
         exchange_s: Any, scratch_s: Any, barrier: Any, *cluster_barriers: Any, k: int, ctas: int,
         warpgroups: int, interpret: Any,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         self.scores_g, self.out_g, self.counts_g = scores_g, out_g, counts_g
         self.histograms_s, self.exchange_s = histograms_s, exchange_s
         self.barrier, self.cluster_barriers = barrier, cluster_barriers
