@@ -3,7 +3,7 @@
 A grid step processes a block of queries of one head against a segment of its keys and values. If
 VMEM has room, the segment is all of them, and then they are read from HBM once per head, whatever
 the number of queries. The step loops over the segment in chunks, with an online softmax
-(:mod:`pallas_kernels.online_softmax`).
+(:class:`pallas_kernels.tpu.OnlineSoftmax`).
 
 * ``starts`` and ``lengths`` bound the loop. Chunks that no query sees are not computed, and such
   segments are not copied either.
@@ -30,8 +30,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.mla_prefill.reference import with_gradient_of_reference
-from pallas_kernels.online_softmax import OnlineSoftmax, softmax_bytes
-from pallas_kernels.tpu import Chip, dot, require_tpu, require_vmem, tile_rows, tiled_bytes
+from pallas_kernels.tpu import (
+    Chip,
+    OnlineSoftmax,
+    dot,
+    require_tpu,
+    require_vmem,
+    softmax_bytes,
+    tile_rows,
+    tiled_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True)

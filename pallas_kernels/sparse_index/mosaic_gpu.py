@@ -413,7 +413,9 @@ class _ConsumedUnit:
         self.arrays, self.key_ring, self.config, self.step = arrays, key_ring, config, step
         self.queries, self.interpret, self.float8 = work.queries, interpret, _is_float8(arrays)
         self.heads = arrays.weights_g.shape[-1]
-        self.parts = _parts(config.queries, self.heads)
+        most, queries = max(1, _MOST_COLUMNS // self.heads), config.queries
+        self.parts = [(t, min(most, queries - t)) for t in range(0, queries, most)]
+        """The first query and the number of queries of each matmul of the group."""
         self.group = pages.group + number
         self.weights: Any = arrays.weights.at[buffer, number]
         self.q_base: Any = None
@@ -462,7 +464,8 @@ class _ConsumedUnit:
             running[item] = self.start_product(part, states[page], previous)
 
         for page, part in items[:at_once]:
-            start((page, part), _zeros(parts[part][1] * self.heads))
+            zeros = jnp.zeros((ROWS, parts[part][1] * self.heads), jnp.float32)
+            start((page, part), plgpu.layout_cast(zeros, WGMMA))
         for i, (page, part) in enumerate(items):
             later, k = min(at_once, len(items) - i) - 1, skip + (n + page) * self.step
             scale = self.scale_of(states[page])
@@ -531,16 +534,6 @@ class _ConsumedUnit:
 
 def _is_float8(arrays: _Arrays) -> bool:
     return arrays.q_g.dtype == KEY_DTYPE
-
-
-def _parts(queries: int, heads: int) -> Sequence[tuple[int, int]]:
-    """Returns the first query and the number of queries of each matmul of a group."""
-    most = max(1, _MOST_COLUMNS // heads)
-    return [(first, min(most, queries - first)) for first in range(0, queries, most)]
-
-
-def _zeros(columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
 
 def _state(n: jax.Array, stages: int) -> PipelineState:

@@ -67,7 +67,10 @@ _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
 _REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
-Q_FREE, SUMS_READY = 0, 1
+PENALTIES, MAXIMUM, P = range(3)
+"""Of a slot in :attr:`Signals.ready`."""
+
+Q_FREE, SUMS_READY = range(2)
 """Indices in :attr:`Signals.by_both`."""
 
 
@@ -269,17 +272,12 @@ class Signals:
         self.q_full.initialise([3])
         self.by_both.initialise([2 * WARPS] * 2)
 
+    def announce(self, kind: int, slot: Any) -> None:
+        """Arrives at the barrier of PENALTIES, MAXIMUM or P of the block in a slot."""
+        self.ready.arrive(3 * slot + kind)
 
-def penalties_ready(slot: Any) -> Any:
-    return 3 * slot
-
-
-def max_ready(slot: Any) -> Any:
-    return 3 * slot + 1
-
-
-def p_ready(slot: Any) -> Any:
-    return 3 * slot + 2
+    def wait_for(self, kind: int, slot: Any, n: Any) -> None:
+        self.ready.wait(3 * slot + kind, n)
 
 
 @lowered_once("work", "page", "scale", "prefetch", "interpret")
@@ -355,50 +353,50 @@ def attend(
                 prefetch=prefetch,
             )  # fmt: skip
 
-        def wait_full(own, half, n):
-            signals.full.wait(2 * own + half, n)
+        def wait_full(number, half, n):
+            signals.full.wait(2 * number + half, n)
             publish(interpret)  # cp.async writes like an ordinary store
 
-        def consumer_warpgroup(own):
-            """Runs a consumer. ``own``: its blocks' index in a pair, slot, and output half."""
+        def consumer_warpgroup(number):
+            """Runs a consumer. ``number``: its blocks' index in a pair, slot, and output half."""
             plgpu.set_max_registers(registers[0], action="increase")
-            other = 1 - own
+            other = 1 - number
             consumer = Consumer(
-                own,
+                number,
                 memory,
                 ConsumerSignals(
-                    wait_full=functools.partial(wait_full, own),
-                    max_ready=lambda: signals.ready.arrive(max_ready(own)),
-                    p_ready=lambda: signals.ready.arrive(p_ready(own)),
-                    wait_other_max=lambda n: signals.ready.wait(max_ready(other), n),
-                    wait_other_p=lambda n: signals.ready.wait(p_ready(other), n),
-                    release=lambda slot: signals.free.arrive(2 * slot + own),
+                    wait_full=functools.partial(wait_full, number),
+                    max_ready=lambda: signals.announce(MAXIMUM, number),
+                    p_ready=lambda: signals.announce(P, number),
+                    wait_other_max=lambda n: signals.wait_for(MAXIMUM, other, n),
+                    wait_other_p=lambda n: signals.wait_for(P, other, n),
+                    release=lambda slot: signals.free.arrive(2 * slot + number),
                 ),
                 lambda n: gather.opaque_zero() if gpu else 0,
                 interpret,
             )
 
-            def softmax(s, n, before, own_max, total):
+            def softmax(s, n, before, old_maximum, total):
                 """Publishes P, the maximum and its factor; returns (factor, maximum, row sums)."""
-                signals.ready.wait(penalties_ready(own), n)
-                penalties = plgpu.layout_cast(penalties_s[own], COLUMN)
+                signals.wait_for(PENALTIES, number, n)
+                penalties = plgpu.layout_cast(penalties_s[number], COLUMN)
                 s = s * (scale * LOG2E) + lax.broadcast_in_dim(penalties, s.shape, [1])
                 maximum = s.max(axis=1)
                 p, running, alpha = consumer.publish_p(
                     maximum, before, lambda running: s - lax.broadcast_in_dim(running, s.shape, [0])
                 )
-                # Row sums of eight columns each. A thread's own are reduced at the end.
+                # Row sums of eight columns each. A thread's are reduced at the end.
                 block_sums = functools.reduce(
                     jnp.add, (p[:, c : c + _SUM_COLUMNS] for c in range(0, BLOCK, _SUM_COLUMNS))
                 )
-                factor = jnp.exp2(own_max - running)
+                factor = jnp.exp2(old_maximum - running)
                 total = total * lax.broadcast_in_dim(factor, total.shape, [0]) + block_sums
                 return alpha, running, total
 
             def first_block(n, acc, *sums):
                 """Processes consumer 0's first block of a piece; nothing overlaps with it."""
                 _, *sums = softmax(consumer.scores(n), n, row_vector(NO_SCORE), *sums)
-                return release(consumer.add_values(acc, own)), *sums
+                return release(consumer.add_values(acc, number)), *sums
 
             def add_block(n, acc, *sums):
                 def softmax_of(s):
@@ -408,7 +406,7 @@ def attend(
                 return consumer.add_block(n, n - other, acc, softmax_of)
 
             def release(acc):
-                signals.free.arrive(2 * own + own)
+                signals.free.arrive(2 * number + number)
                 return acc
 
             def run_piece(i, done):
@@ -421,7 +419,7 @@ def attend(
                 ]
                 state: Any = zeros[0], row_vector(NO_SCORE), zeros[1]
                 signals.q_full.wait(0, i)
-                if own == 0:
+                if number == 0:
                     state = first_block(done, *state)
 
                     def step(k, state):
@@ -436,45 +434,50 @@ def attend(
 
                     def keep_last(k, state):
                         # The piece's last slot stays: its half becomes the output's buffer.
-                        when(k < count - 1)(lambda: signals.free.arrive(2 * own + own))
+                        when(k < count - 1)(lambda: signals.free.arrive(2 * number + number))
                         return state
 
                     state = lax.fori_loop(0, count, step_of_second, state)
                 acc, *sums = state
                 signals.by_both.arrive(Q_FREE)
-                if own == 0:
+                if number == 0:
                     acc = consumer.add_values(consumer.rescaled(acc, done + count - 1), other)
                 finish_piece(i, piece, acc, *sums)
                 return done + count
 
-            def finish_piece(i, piece, acc, own_max, own_sums):
+            def finish_piece(i, piece, acc, old_maximum, row_sums):
                 # Double buffered: the other consumer may still read the previous piece's sums.
                 buffer = 2 * (i & 1)
-                sums_s[0, buffer + own], sums_s[1, buffer + own] = own_max, own_sums.sum(axis=1)
+                sums_s[0, buffer + number], sums_s[1, buffer + number] = (
+                    old_maximum,
+                    row_sums.sum(axis=1),
+                )
                 signals.by_both.arrive(SUMS_READY)
                 signals.by_both.wait(SUMS_READY, i)
                 of_piece = [sums_s.at[kind].at[pl.ds(buffer, 2)] for kind in range(2)]
                 maximum, total = merge_sums(*load_sums(*of_piece))
                 inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
                 acc = acc * lax.broadcast_in_dim(inverse, (TILE, HALF), [0])
-                if own == 0:
+                if number == 0:
                     outputs.stage_lse(maximum, total)
                 # Staged in the half of slot 1 that only this warpgroup reads.
                 part = Part(
-                    slice(None), pl.ds(own * HALF, HALF), lambda m: memory.values.at[1, own, m]
+                    slice(None),
+                    pl.ds(number * HALF, HALF),
+                    lambda m: memory.values.at[1, number, m],
                 )
                 if work.pieces == 1:
-                    outputs.store(work.query(piece), acc, [part], own == 0)
+                    outputs.store(work.query(piece), acc, [part], number == 0)
                 else:
-                    outputs.store_partial(piece, acc, [part], own == 0)
+                    outputs.store_partial(piece, acc, [part], number == 0)
                 plgpu.wait_smem_to_gmem(0)
-                signals.free.arrive(2 * 1 + own)
+                signals.free.arrive(2 * 1 + number)
 
             lax.fori_loop(0, piece_count, run_piece, jnp.int32(0))
 
         when(wg == 2)(producer_warpgroup)
-        for own in range(2):  # separate code for each, so that addresses are constants
-            when(wg == own)(functools.partial(consumer_warpgroup, own))
+        for number in range(2):  # separate code for each, so that addresses are constants
+            when(wg == number)(functools.partial(consumer_warpgroup, number))
 
     out, lse, *partials = plgpu.kernel(
         sparse_mla,
@@ -591,7 +594,7 @@ def fill_slots(
             gather.write_penalties(penalties_s.at[slot], slots)
         else:
             penalties_s[slot] = jnp.where(slots < 0, -jnp.inf, 0.0)
-        signals.ready.arrive(penalties_ready(slot))
+        signals.announce(PENALTIES, slot)
 
     def fetch_when_free(i):
         @when(first_warp(gpu))
