@@ -35,13 +35,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.dispatch import with_gradient_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, word
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
-from pallas_kernels.mla_prefill.reference import with_gradient_of_reference
+from pallas_kernels.mla_prefill import reference
 
 CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS  # queries
@@ -102,7 +103,8 @@ def mla_prefill(
         out, lse = attend(q, k, v, starts, lengths, plan=plan, interpret=interpret)
         return out[:, :T], lse[:, :, :T].swapaxes(1, 2)
 
-    return with_gradient_of_reference(padded_attend, scale)(q, k, v, starts, lengths)
+    exact = functools.partial(reference.mla_prefill, scale=scale)
+    return with_gradient_of(exact, padded_attend, 3)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +238,7 @@ def attend(
     plan: Plan,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns out [B, T, H, V] and lse [B, H, T padded to tiles].
-
-    Inputs are bfloat16, and T and S are multiples of 8.
-    """
+    """Returns out [B, T, H, V] and lse [B, H, T padded to tiles]. T and S are multiples of 8."""
     (B, T, H, K), V = q.shape, v.shape[-1]
 
     def mla_prefill(*refs: Any) -> None:

@@ -29,7 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.mla_prefill.reference import with_gradient_of_reference
+from pallas_kernels.dispatch import with_gradient_of
+from pallas_kernels.mla_prefill import reference
 from pallas_kernels.tpu import (
     Chip,
     OnlineSoftmax,
@@ -82,7 +83,8 @@ def mla_prefill(
         raise NotImplementedError(f"takes no empty arrays, got q {q.shape} and k {k.shape}")
     plan = _plan(config or Config(), q, k, v, scale, chip)
     attend = functools.partial(_attend, plan, interpret=interpret)
-    return with_gradient_of_reference(attend, scale)(q, k, v, starts, lengths)
+    exact = functools.partial(reference.mla_prefill, scale=scale)
+    return with_gradient_of(exact, attend, 3)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,11 @@
-"""Reference implementation of mla_prefill: computes all scores at once, then masks them.
-
-Its gradient is also that of the kernels.
-"""
+"""Reference implementation of mla_prefill: computes all scores at once, then masks them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.softmax import masked_softmax
-
-Attention = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def mla_prefill(
@@ -36,25 +28,3 @@ def mla_prefill(
         "bths,bshv->bthv", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
     return out.astype(q.dtype), lse
-
-
-def with_gradient_of_reference(attend: Attention, scale: float) -> Attention:
-    """Makes ``attend(q, k, v, starts, lengths)`` differentiable in q, k and v."""
-
-    @jax.custom_vjp
-    def attention(*inputs: jax.Array):
-        return attend(*inputs)
-
-    def forward(*inputs: jax.Array):
-        return attend(*inputs), inputs
-
-    def backward(inputs, cotangents):
-        *qkv, starts, lengths = inputs
-
-        def of_qkv(q, k, v):
-            return mla_prefill(q, k, v, starts, lengths, scale=scale)
-
-        return *jax.vjp(of_qkv, *qkv)[1](cotangents), None, None
-
-    attention.defvjp(forward, backward)
-    return attention

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.dispatch import with_gradient_of
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as decode
 from pallas_kernels.sparse_mla_prefill import reference
 
@@ -28,25 +29,12 @@ def sparse_mla_prefill(
     """
     one_page_each = jnp.arange(len(latents), dtype=jnp.int32)[:, None]
 
-    @jax.custom_vjp
-    def attend(*inputs: jax.Array):
-        q_latent, q_rope, latents, indices = inputs
+    def attend(q_latent, q_rope, latents, indices):
         # No prefetch: queries of the same sequence have brought most tokens into the L2 cache.
         return decode.sparse_mla_decode(
             q_latent, q_rope, latents, one_page_each, indices, scale=scale, prefetch=False,
             interpret=interpret,
         )  # fmt: skip
 
-    def forward(*inputs: jax.Array):
-        return attend(*inputs), inputs
-
-    def backward(inputs, cotangents):
-        *differentiable, indices = inputs
-
-        def of_floats(q_latent, q_rope, latents):
-            return reference.sparse_mla_prefill(q_latent, q_rope, latents, indices, scale=scale)
-
-        return *jax.vjp(of_floats, *differentiable)[1](cotangents), None
-
-    attend.defvjp(forward, backward)
-    return attend(q_latent, q_rope, latents, indices)
+    exact = functools.partial(reference.sparse_mla_prefill, scale=scale)
+    return with_gradient_of(exact, attend, 3)(q_latent, q_rope, latents, indices)
