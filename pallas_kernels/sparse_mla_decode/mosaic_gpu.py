@@ -68,7 +68,7 @@ _SUM_COLUMNS = 8  # of a WGMMA register tile: the narrowest slice
 _REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
 PENALTIES, MAXIMUM, P = range(3)
-"""Of a slot in :attr:`Signals.ready`."""
+"""Barriers of a slot in :attr:`Signals.ready`."""
 
 Q_FREE, SUMS_READY = range(2)
 """Indices in :attr:`Signals.by_both`."""

@@ -310,8 +310,11 @@ class _Part:
     def add_counts(self, number: int) -> jax.Array:
         """Returns the sums over all histograms of the cluster, for this warpgroup's bins."""
         layout = _layout_of(self.width)
-        histograms = [self.histograms_s[w, self.bins_of_wg] for w in range(self.warpgroups)]
-        counts = functools.reduce(jnp.add, [plgpu.layout_cast(each, layout) for each in histograms])
+        histograms = [  # JAX 0.10 takes a load and its layout_cast only together
+            plgpu.layout_cast(self.histograms_s[w, self.bins_of_wg], layout)
+            for w in range(self.warpgroups)
+        ]
+        counts = functools.reduce(jnp.add, histograms)
         if self.ctas == 1:
             return counts
         self.counts_g[self.row, number, self.cta, self.bins_of_wg] = counts
