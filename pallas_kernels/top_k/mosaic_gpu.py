@@ -134,7 +134,8 @@ def select(
         lengths_g, *refs = refs if lengths is not None else (None, *refs)
         overlap_preceding_kernel(interpret=interpret)
         part = _Part(scores_g, lengths_g, *refs, k=k, ctas=ctas, warpgroups=W, interpret=interpret)
-        prefix, wanted, larger = jnp.int32(0), None, jnp.int32(0)
+        prefix, larger = jnp.int32(0), jnp.int32(0)
+        wanted: Any = None
         chosen: Any = None
         equal: Any = None
         for number in range(_PASSES):
