@@ -451,7 +451,7 @@ def _filled(size: int, value: Any) -> jax.Array:
 def _ordered(scores: jax.Array) -> jax.Array:
     """Maps floats to integers in the same order; -0 becomes 0.
 
-    The constant must not be the first operand of a select: see ``route.lanes.select``.
+    The constant must not be the first operand of a select: see ``lanes.select``.
     """
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(scores != 0.0, bits, jnp.zeros_like(bits))
