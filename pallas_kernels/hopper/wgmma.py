@@ -77,19 +77,29 @@ def start_product(
       previous: float32 [64, columns], whose registers the product takes. Its value is not used, and
         nothing may use it afterwards.
     """
-    count = previous.shape[1] // 2  # registers per thread
-    text = ["{ .reg .b64 a, b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
+    columns = previous.shape[1]
+    count = columns // 2  # registers per thread
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    text = [
+        "{ .reg .b64 a, b; .reg .pred old;",
+        "wgmma.fence.sync.aligned;",
+    ]
     for k in range(0, _ATOM, _K_BYTES):
         text += [
             f"add.s64 a, ${2 * count}, {(a_offset + k) // 16};",
             f"add.s64 b, ${2 * count + 1}, {(b_offset + k) // 16};",
             f"setp.ne.b32 old, {int(k > 0)}, 0;",
-            _float8_instruction(count, "a"),
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
+            f" {registers}, a, b, old, 1, 1;",
         ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+    constraints = ",".join([*["=f"] * count, *map(str, range(count)), "l", "l"])
 
-    @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(previous))
+    @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
-        return _issue(text, previous, ["l", "l"], _descriptor(a), _descriptor(b))
+        operands = *_numbers(previous), _descriptor(a), _descriptor(b)
+        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
+        return _product(struct, columns)
 
     return start(a, b, previous)
 
@@ -109,7 +119,9 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
       b: base from :func:`operand_base`.
       previous: as for :func:`start_product`.
     """
-    count = previous.shape[1] // 2  # registers per thread
+    columns = previous.shape[1]
+    count = columns // 2  # registers per thread
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     words, base = 2 * count, 2 * count + 16
     text = ["{ .reg .b64 b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
     for n, k in enumerate(range(0, _ATOM, _K_BYTES)):
@@ -117,13 +129,18 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
         text += [
             f"add.s64 b, ${base}, {k // 16};",
             f"setp.ne.b32 old, {int(k > 0)}, 0;",
-            _float8_instruction(count, operand),
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
+            f" {registers}, {operand}, b, old, 1, 1;",
         ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+    constraints = ",".join([*["=f"] * count, *map(str, range(count)), *["r"] * 16, "l"])
 
-    @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(previous))
+    @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
         operands = [llvm.bitcast(i32(), pair) for pair in a.registers.flat]
-        return _issue(text, previous, [*["r"] * 16, "l"], *operands, _descriptor(b))
+        operands = *_numbers(previous), *operands, _descriptor(b)
+        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
+        return _product(struct, columns)
 
     return start(a, b, previous)
 
@@ -143,7 +160,9 @@ def add_bfloat16_product(
       sums: float32 [64, columns], whose registers the result takes.
       depth: a multiple of 16, at most 64.
     """
-    count = sums.shape[1] // 2  # registers per thread
+    columns = sums.shape[1]
+    count = columns // 2  # registers per thread
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     a_bytes = _ROWS_BYTES if transposed_a else _K_BYTES
     text = [
         "{ .reg .b64 a, b; .reg .pred add;",
@@ -154,13 +173,17 @@ def add_bfloat16_product(
         text += [
             f"add.s64 a, ${2 * count}, {step * a_bytes // 16};",
             f"add.s64 b, ${2 * count + 1}, {step * _ROWS_BYTES // 16};",
-            f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16"
-            f" {_registers(count)}, a, b, add, 1, 1, {int(transposed_a)}, 1;",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+            f" {registers}, a, b, add, 1, 1, {int(transposed_a)}, 1;",
         ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+    constraints = ",".join([*["=f"] * count, *map(str, range(count)), "l", "l"])
 
-    @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(sums))
+    @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, sums: Any) -> Any:
-        return _issue(text, sums, ["l", "l"], _descriptor(a, _PANEL), _descriptor(b, _PANEL))
+        operands = *_numbers(sums), _descriptor(a, _PANEL), _descriptor(b, _PANEL)
+        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
+        return _product(struct, columns)
 
     return start(a, b, sums)
 
@@ -171,43 +194,17 @@ def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
     Args:
       later: number of products that have been started after it. They may still be running.
     """
+    columns = product.shape[1]
+    count = columns // 2
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
 
-    @inline(WGMMA, returns=_product_type(product))
+    @inline(WGMMA, returns=_product_type(columns))
     def wait(product: Any) -> Any:
-        return _run(f"wgmma.wait_group.sync.aligned {later};", product, [])
+        text, numbers = f"wgmma.wait_group.sync.aligned {later};", _numbers(product)
+        struct = asm(text, constraints, *numbers, result=_struct(count), effects=True)
+        return _product(struct, columns)
 
     return wait(product)
-
-
-def _float8_instruction(count: int, a: str) -> str:
-    """Returns the instruction that adds to ``count`` registers the product of a and b."""
-    return (
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.e4m3.e4m3"
-        f" {_registers(count)}, {a}, b, old, 1, 1;"
-    )
-
-
-def _registers(count: int) -> str:
-    return "{" + ",".join(f"${i}" for i in range(count)) + "}"
-
-
-def _issue(text: list[str], sums: Any, constraints: list[str], *operands: Any) -> Any:
-    """Issues instructions that start with ``sums``, or take their registers, as one group."""
-    text = [*text, "wgmma.commit_group.sync.aligned; }"]
-    return _run("\n".join(text), sums, constraints, *operands)
-
-
-def _run(text: str, sums: Any, constraints: list[str], *operands: Any) -> Any:
-    """Emits PTX whose results are in the registers of ``sums``, a [64, columns] tile."""
-    columns = sums.shape[1]
-    count, f32 = columns // 2, ir.F32Type.get()
-    numbers = [item(pair, i) for pair in sums.registers.flat for i in range(2)]
-    all_constraints = ",".join([*["=f"] * count, *map(str, range(count)), *constraints])
-    struct = llvm.StructType.get_literal([f32] * count)
-    results = asm(text, all_constraints, *numbers, *operands, result=struct, effects=True)
-    numbers = [llvm.extractvalue(f32, results, [i]) for i in range(count)]
-    pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, count, 2)]
-    return array(pairs, (ROWS, columns), WGMMA)
 
 
 def _descriptor(base: Any, panel: int = 0) -> Any:
@@ -221,5 +218,19 @@ def _descriptor(base: Any, panel: int = 0) -> Any:
     return arith.ori(arith.extui(i64(), word(base)), layout)
 
 
-def _product_type(like: jax.Array) -> Any:
-    return plgpu.ShapeDtypeStruct(like.shape, jnp.float32, layout=WGMMA)
+def _product_type(columns: int) -> Any:
+    return plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=WGMMA)
+
+
+def _numbers(product: Any) -> list[Any]:
+    return [item(pair, i) for pair in product.registers.flat for i in range(2)]
+
+
+def _struct(count: int) -> Any:
+    return llvm.StructType.get_literal([ir.F32Type.get()] * count)
+
+
+def _product(struct: Any, columns: int) -> Any:
+    numbers = [llvm.extractvalue(ir.F32Type.get(), struct, [i]) for i in range(columns // 2)]
+    pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
+    return array(pairs, (ROWS, columns), WGMMA)
