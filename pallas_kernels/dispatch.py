@@ -77,6 +77,32 @@ def dispatch(
     )
 
 
+def with_gradient_of(
+    reference: Callable[..., Any], kernel: Callable[..., Any], floats: int
+) -> Callable[..., Any]:
+    """Makes a kernel differentiable. Its gradient is the reference's.
+
+    Args:
+      reference, kernel: functions of the same arrays.
+      floats: number of leading arrays that have a gradient.
+    """
+
+    @jax.custom_vjp
+    def call(*arrays: jax.Array) -> Any:
+        return kernel(*arrays)
+
+    def forward(*arrays: jax.Array) -> Any:
+        return kernel(*arrays), arrays
+
+    def backward(arrays: Any, cotangents: Any) -> Any:
+        others = arrays[floats:]
+        gradient = jax.vjp(lambda *x: reference(*x, *others), *arrays[:floats])[1]
+        return *gradient(cotangents), *[None] * len(others)
+
+    call.defvjp(forward, backward)
+    return call
+
+
 def _auto_devices() -> int:
     """Returns the number of devices over which XLA may shard an array at this point.
 

@@ -24,7 +24,7 @@ from dsv3_jax.layers.rope import rotation_at
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import mla_decode
 from pallas_kernels.hopper.split_kv import Schedule
-from pallas_kernels.sparse_index import blocked
+from pallas_kernels.sparse_index import reference as index_reference
 from sharding import make_layout
 from tests.support.checkpoints import (
     random_tensors,
@@ -50,7 +50,7 @@ TOPK = CONFIG["index_topk"]
 def _short_blocks():
     """Sets the blocks of keys to three pages, and those of queries to 16 of a whole sequence."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK_TOKENS", 3 * PAGE)
+        patch.setattr(index_reference, "_BLOCK_TOKENS", 3 * PAGE)
         patch.setattr(indexer_module, "SCORE_BYTES", 16 * 4 * BATCH * LENGTHS.max())
         yield
 

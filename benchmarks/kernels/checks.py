@@ -29,7 +29,7 @@ from benchmarks.kernels.shapes import (
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
 from pallas_kernels.mla_prefill import reference as prefill_reference
-from pallas_kernels.sparse_index import blocked
+from pallas_kernels.sparse_index import reference as index
 from pallas_kernels.sparse_mla_decode import reference as sparse_decode_reference
 from pallas_kernels.sparse_mla_prefill import reference as sparse_prefill_reference
 from pallas_kernels.top_k import reference as top_k_reference
@@ -172,7 +172,7 @@ def _spot_sparse(case: SparseCase, arrays: Arrays, result: Checked) -> tuple[Che
     }
     if isinstance(case, Index):
         some |= {name: arrays[name][rows, t] for name in ("q", "weights")}
-        want = blocked.sparse_index(**some, **options(case))
+        want = index.blocked(**some, **options(case))
         return comparable(case, (out[rows, t], None)), comparable(case, (want, None))
     some |= {name: arrays[name][rows, t] for name in ("q_latent", "q_rope", "indices")}
     if case.op == "sparse_mla_prefill":

@@ -1,7 +1,7 @@
 """mla_decode on TPUs (Pallas Mosaic TPU): bfloat16 and float32, any number of heads and queries.
 
 A grid step processes the M = T * H query rows of one sequence. It loops over the sequence's cached
-tokens in chunks, with an online softmax (:mod:`pallas_kernels.online_softmax`) over::
+tokens in chunks, with an online softmax (:class:`pallas_kernels.tpu.OnlineSoftmax`) over::
 
     S = scale (Q_latent C^T + Q_rope K^T)        [M, chunk]; C also serves as the values
 
@@ -40,14 +40,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
-from pallas_kernels.online_softmax import OnlineSoftmax, softmax_bytes
 from pallas_kernels.tpu import (
     LANES,
     SMEM,
     Chip,
+    OnlineSoftmax,
     dot,
     require_tpu,
     require_vmem,
+    softmax_bytes,
     tile_rows,
     tiled_bytes,
 )

@@ -3,7 +3,7 @@
 A grid step processes a block of queries of one head against a segment of its keys and values. If
 VMEM has room, the segment is all of them, and then they are read from HBM once per head, whatever
 the number of queries. The step loops over the segment in chunks, with an online softmax
-(:mod:`pallas_kernels.online_softmax`).
+(:class:`pallas_kernels.tpu.OnlineSoftmax`).
 
 * ``starts`` and ``lengths`` bound the loop. Chunks that no query sees are not computed, and such
   segments are not copied either.
@@ -29,9 +29,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.mla_prefill.gradient import with_gradient_of_reference
-from pallas_kernels.online_softmax import OnlineSoftmax, softmax_bytes
-from pallas_kernels.tpu import Chip, dot, require_tpu, require_vmem, tile_rows, tiled_bytes
+from pallas_kernels.dispatch import with_gradient_of
+from pallas_kernels.mla_prefill import reference
+from pallas_kernels.tpu import (
+    Chip,
+    OnlineSoftmax,
+    dot,
+    require_tpu,
+    require_vmem,
+    softmax_bytes,
+    tile_rows,
+    tiled_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +83,8 @@ def mla_prefill(
         raise NotImplementedError(f"takes no empty arrays, got q {q.shape} and k {k.shape}")
     plan = _plan(config or Config(), q, k, v, scale, chip)
     attend = functools.partial(_attend, plan, interpret=interpret)
-    return with_gradient_of_reference(attend, scale)(q, k, v, starts, lengths)
+    exact = functools.partial(reference.mla_prefill, scale=scale)
+    return with_gradient_of(exact, attend, 3)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,10 +74,10 @@ def _rank(values: Float32[Array, "*rows E"]) -> Int[Array, "*rows E"]:
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     # Integers in the total order of the floats: -0 comes before +0, a positive NaN after infinity.
     keys = jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
-    own, other = keys[..., :, None], keys[..., None, :]
+    key, other = keys[..., :, None], keys[..., None, :]
     E = values.shape[-1]
-    is_lower = jnp.tri(E, k=-1, dtype=bool)  # [own, other]: the other has the lower index
-    precedes = (other > own) | ((other == own) & is_lower)
+    is_lower = jnp.tri(E, k=-1, dtype=bool)  # [key, other]: the other has the lower index
+    precedes = (other > key) | ((other == key) & is_lower)
     return jnp.sum(precedes, axis=-1, dtype=jnp.int32)
 
 

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.sparse_index import blocked, mosaic_gpu, reference
+from pallas_kernels.sparse_index import mosaic_gpu, reference
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.sparse_index,
-    "blocked": blocked.sparse_index,
+    "blocked": reference.blocked,
     "reference": reference.sparse_index,
 }
 

@@ -1,15 +1,15 @@
-"""Division of the pages that sparse_index scores among the programs of its kernel.
+"""Division of the pages that sparse_index scores among the CTAs of its kernel.
 
 A row is a set of queries that are scored together, of one sequence: ``groups * group_queries``
 queries. There are two divisions:
 
-* Units of a fixed number of pages, which the programs take in turn. With few queries per sequence
+* Units of a fixed number of pages, which the CTAs take in turn. With few queries per sequence
   most units are full, so this is balanced, and it is faster than equal shares, in which the pages
-  that programs read at a time are far apart. But many queries of a sequence see different numbers
-  of pages, and a program whose turns fall on the first pages of every row has more to do than one
+  that CTAs read at a time are far apart. But many queries of a sequence see different numbers
+  of pages, and a CTA whose turns fall on the first pages of every row has more to do than one
   whose turns fall on the last.
-* Equal shares: the pages of all rows in order, cut into as many pieces as there are programs. A
-  program finds its own piece from the lengths. Pieces are measured in tokens, so that sums have a
+* Equal shares: the pages of all rows in order, cut into as many pieces as there are CTAs. A
+  CTA finds its own piece from the lengths. Pieces are measured in tokens, so that sums have a
   closed form, and a row counts ``ROW_COST`` pages more.
 """
 
@@ -39,7 +39,7 @@ class Unit(NamedTuple):
 
 
 Units = tuple[jax.Array, Callable[[jax.Array], Unit]]
-"""The number of a program's units, and the function that returns the i-th."""
+"""The number of a CTA's units, and the function that returns the i-th."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Work:
         return jnp.clip(lax.div(tokens + (PAGE - 1), jnp.int32(PAGE)), 0, self.max_pages)
 
 
-def in_turn(work: Work, pages: int, program: jax.Array, programs: int, lengths: Any) -> Units:
-    """Returns every ``programs``-th unit of ``pages`` pages."""
+def in_turn(work: Work, pages: int, cta: jax.Array, ctas: int, lengths: Any) -> Units:
+    """Returns every ``ctas``-th unit of ``pages`` pages."""
     chunks, sets = -(-work.max_pages // pages), work.sets
     units = work.sequences * sets * chunks
-    count = lax.div(units - program + (programs - 1), jnp.int32(programs))
+    count = lax.div(units - cta + (ctas - 1), jnp.int32(ctas))
 
     def unit_of(i: jax.Array) -> Unit:
-        number = program + i * programs
+        number = cta + i * ctas
         of_pages, rest = lax.rem(number, jnp.int32(chunks)), lax.div(number, jnp.int32(chunks))
         b, group = lax.div(rest, jnp.int32(sets)), lax.rem(rest, jnp.int32(sets))
         group, first = group * work.groups, of_pages * pages
@@ -102,12 +102,10 @@ def in_turn(work: Work, pages: int, program: jax.Array, programs: int, lengths: 
     return count, unit_of
 
 
-def equal_shares(
-    work: Work, program: jax.Array, programs: int, lengths: Any, lanes: Lanes
-) -> Units:
-    """Returns the rows of a program's share. Of the first and the last one it may have a part.
+def equal_shares(work: Work, cta: jax.Array, ctas: int, lengths: Any, lanes: Lanes) -> Units:
+    """Returns the rows of a CTA's share. Of the first and the last one it may have a part.
 
-    The program with the last page of a row also has those pages that no query sees.
+    The CTA with the last page of a row also has those pages that no query sees.
     """
     sets, rows = work.sets, work.sequences * work.sets
     row_queries = work.groups * work.group_queries
@@ -126,8 +124,8 @@ def equal_shares(
         return b, jnp.where(b < n, tokens_before(jnp.minimum(b, n - 1), jnp.int32(sets)), 0)
 
     total = lax.fori_loop(0, chunks, lambda i, sum: sum + lanes.sum(of_lane(i)[1]), zero)
-    share = lax.div(total + (programs - 1), jnp.int32(programs))
-    begin = share * program
+    share = lax.div(total + (ctas - 1), jnp.int32(ctas))
+    begin = share * cta
     end = begin + share
 
     def find(chunk: Any, carry: Any) -> Any:
@@ -165,5 +163,5 @@ def equal_shares(
         in_table = jnp.where(row == last_row, stop, work.max_pages) - start
         return Unit(b, group, start, stop - start, in_table, length)
 
-    # The last row is another program's too, unless it is past the end.
+    # The last row is another CTA's too, unless it is past the end.
     return jnp.minimum(last_row + 1, rows) - first_row, unit_of

@@ -1,4 +1,4 @@
-"""Per-thread code of the producer: looks up a key block's tokens and copies them to shared memory.
+"""Per-thread code of sparse_mla_decode's producer: looks tokens up and copies them.
 
 A key block has 64 tokens, and warp w handles tokens 16 w to 16 w + 15. Lane l has the index of
 token 16 w + l % 16, in one register. TMA cannot gather rows on Hopper, so each thread copies 16
@@ -26,10 +26,20 @@ from pallas_kernels.hopper.ir import (
     i32,
     i64,
     inline,
+    item,
+    scalar,
+    shared_address,
     warp_and_lane,
     word,
 )
-from pallas_kernels.mla_decode.float8_cache import LATENT
+from pallas_kernels.mla_decode.float8_cache import (
+    GROUP,
+    LATENT,
+    SCALES_AT,
+    TOKEN_BYTES,
+    dequantize_latent,
+)
+from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
 
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 """Layout of one number per thread."""
@@ -40,6 +50,8 @@ _PASSES = 4  # a warp copies 128 bytes of four tokens per instruction
 _TILE_BYTES = 8 * 128  # of a swizzled tile: eight tokens, 64 columns
 _TILES = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 _NUMBERS = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=PER_THREAD)
+_PAIRS = 8  # of the 16 tokens of a warp
+_WORDS = plgpu.ShapeDtypeStruct((64, 8 * _PAIRS), jnp.int32, layout=plgpu.Layout.WGMMA)
 
 
 def load_indices(indices: Any, block: jax.Array) -> jax.Array:
@@ -117,7 +129,7 @@ def write_penalties(penalties: Any, slots: jax.Array) -> None:
 
     @inline(REF, PER_THREAD)
     def write(penalties: Any, slots: Any) -> None:
-        at = arith.addi(_shared(penalties), arith.shli(_token(), const(2)))
+        at = arith.addi(shared_address(penalties), arith.shli(_token(), const(2)))
         text = """{
             .reg .b32 penalty;
             .reg .pred there;
@@ -150,7 +162,7 @@ def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
             arith.muli(warp, const(2 * tiles * _TILE_BYTES)), arith.shli(token, const(7))
         )
         swizzled = arith.shli(arith.xori(chunk, token), const(4))
-        target = arith.addi(_shared(tile), arith.addi(row, swizzled))
+        target = arith.addi(shared_address(tile), arith.addi(row, swizzled))
         text = [
             "{ .reg .b32 lane, slot, size, even, odd; .reg .b64 from; .reg .pred there;",
             "mov.b32 even, $0; xor.b32 odd, $0, 64;",
@@ -188,6 +200,65 @@ def copy_half(v: Any, rope: Any, tokens: Any, slots: jax.Array, half: int) -> No
         copy_columns(rope, tokens, slots, 2 * LATENT)
 
 
+def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
+    """Loads half of the latents (256 columns) of a float8 key block, and their scales.
+
+    :func:`float8_registers.store_half` then scales them and stores them as bfloat16. Its module has
+    the order of a thread's data. The scales of tokens that do not exist are 0, which makes their
+    latents 0: a float8 that is unpacked is always finite.
+
+    Args:
+      tokens: uint8 [slots, 656] in global memory.
+      slots: each thread's token, see the module.
+    """
+
+    @inline(REF, PER_THREAD, returns=(_WORDS, _NUMBERS))
+    def fetch(tokens: Any, slots: Any) -> Any:
+        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(tokens))
+        _, lane = warp_and_lane()
+        slot = _only(slots)
+        existing = arith.maxsi(slot, const(0))
+        odd = arith.andi(arith.shrui(lane, const(2)), const(1))
+        column = arith.ori(
+            arith.shli(arith.shrui(lane, const(3)), const(6)),
+            arith.shli(arith.andi(lane, const(3)), const(4)),
+        )
+        words = []
+        four = llvm.StructType.get_literal([i32()] * 4)
+        text = f"""{{
+            .reg .b32 slot;
+            .reg .b64 at;
+            shfl.sync.idx.b32 slot, $4, $5, 0x1f, 0xffffffff;
+            mad.wide.s32 at, slot, {TOKEN_BYTES}, $6;
+            ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [at + {half * LATENT // 2}];
+        }}"""
+        column_base = arith.addi(base, arith.extui(i64(), column))
+        for i in range(_PAIRS):
+            source = arith.addi(odd, const(2 * i))
+            operands = existing, source, column_base
+            loaded = asm(text, "=r,=r,=r,=r,r,r,l", *operands, result=four, effects=True)
+            words += [llvm.extractvalue(i32(), loaded, [j]) for j in range(4)]
+        # One of the 32 scales (16 tokens, 2 groups) per thread.
+        group = arith.shli(arith.shrui(lane, const(4)), const(2))
+        group_base = arith.addi(base, arith.extui(i64(), group))
+        offset = SCALES_AT + half * 4 * (LATENT // 2 // GROUP)
+        text = f"""{{
+            .reg .b64 at;
+            .reg .pred there;
+            setp.ge.s32 there, $1, 0;
+            mad.wide.s32 at, $1, {TOKEN_BYTES}, $2;
+            mov.b32 $0, 0;
+            @there ld.global.L1::no_allocate.b32 $0, [at + {offset}];
+        }}"""
+        scale = asm(text, "=&r,r,l", slot, group_base, result=i32(), effects=True)
+        two = ir.VectorType.get((2,), i32())
+        pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
+        tile = array(pairs, (64, 2 * len(words)), plgpu.Layout.WGMMA, is_signed=True)
+        return tile, _number(scale)
+
+    return fetch(tokens, slots)
+
+
 def arrive_when_copied(words: Any, barrier: jax.Array) -> None:
     """Arrives at a barrier in every thread, when the copies that the thread has started are done.
 
@@ -197,7 +268,7 @@ def arrive_when_copied(words: Any, barrier: jax.Array) -> None:
 
     @inline(REF, SCALAR)
     def arrive(words: Any, barrier: Any) -> None:
-        at = arith.addi(_shared(words), arith.shli(word(barrier), const(3)))
+        at = arith.addi(shared_address(words), arith.shli(word(barrier), const(3)))
         asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r,~{memory}", at, effects=True)
 
     arrive(words, jnp.asarray(barrier, jnp.int32))
@@ -209,7 +280,7 @@ def opaque_zero() -> jax.Array:
     @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def make() -> Any:
         zero = asm("mov.b32 $0, 0;", "=r", result=i32(), effects=True)
-        return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
+        return scalar(zero)
 
     return make()
 
@@ -217,6 +288,9 @@ def opaque_zero() -> jax.Array:
 def interpreted_tokens(tokens: Any, slots: jax.Array) -> jax.Array:
     """Returns the columns of the tokens in these slots, zeros for -1; used by the interpreter."""
     gathered = tokens[...][jnp.maximum(slots, 0)]
+    if tokens.dtype == jnp.uint8:
+        latent_and_rope = dequantize_latent(with_rounded_scales(gathered), jnp.bfloat16)
+        gathered = jnp.concatenate(latent_and_rope, axis=-1)
     return jnp.where((slots >= 0)[:, None], gathered, jnp.zeros_like(gathered))
 
 
@@ -251,12 +325,4 @@ def _number(register: Any) -> Any:
 
 
 def _only(numbers: Any) -> Any:
-    return vector.extract(
-        numbers.registers.item(),
-        dynamic_position=[],
-        static_position=ir.DenseI64ArrayAttr.get([0]),
-    )
-
-
-def _shared(ref: Any) -> Any:
-    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
+    return item(numbers.registers.item(), 0)

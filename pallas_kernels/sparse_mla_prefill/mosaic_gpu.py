@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.dispatch import with_gradient_of
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as decode
-from pallas_kernels.sparse_mla_decode.mosaic_gpu_kernel import Config
-from pallas_kernels.sparse_mla_decode.work import Work
 from pallas_kernels.sparse_mla_prefill import reference
-
-# Queries of the same sequence have brought most tokens into the L2 cache.
-_CONFIG = Config(prefetch=False)
 
 
 def sparse_mla_prefill(
@@ -24,37 +20,21 @@ def sparse_mla_prefill(
     indices: Int[Array, "B T K"],
     *,
     scale: float,
-    work: Work | None = None,
-    config: Config = _CONFIG,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
     """Implements :func:`pallas_kernels.sparse_mla_prefill`. Its gradient is the reference's.
 
     Args:
-      work: division of the key blocks among programs, by default :func:`decode.plan`'s.
-      config: tuning parameters.
       interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     one_page_each = jnp.arange(len(latents), dtype=jnp.int32)[:, None]
 
-    @jax.custom_vjp
-    def attend(*inputs: jax.Array):
-        q_latent, q_rope, latents, indices = inputs
+    def attend(q_latent, q_rope, latents, indices):
+        # No prefetch: queries of the same sequence have brought most tokens into the L2 cache.
         return decode.sparse_mla_decode(
-            q_latent, q_rope, latents, one_page_each, indices, scale=scale, work=work,
-            config=config, interpret=interpret,
+            q_latent, q_rope, latents, one_page_each, indices, scale=scale, prefetch=False,
+            interpret=interpret,
         )  # fmt: skip
 
-    def forward(*inputs: jax.Array):
-        return attend(*inputs), inputs
-
-    def backward(inputs, cotangents):
-        *differentiable, indices = inputs
-
-        def of_floats(q_latent, q_rope, latents):
-            return reference.sparse_mla_prefill(q_latent, q_rope, latents, indices, scale=scale)
-
-        return *jax.vjp(of_floats, *differentiable)[1](cotangents), None
-
-    attend.defvjp(forward, backward)
-    return attend(q_latent, q_rope, latents, indices)
+    exact = functools.partial(reference.sparse_mla_prefill, scale=scale)
+    return with_gradient_of(exact, attend, 3)(q_latent, q_rope, latents, indices)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from typing import Any
 
 import jax
@@ -20,24 +18,10 @@ from jaxtyping import Array, Int32, Shaped
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, word
+from pallas_kernels.hopper.loads import load_with_layout
 
 _THREADS = 128
 _STORE = 16  # bytes per store instruction of a thread
-
-# jax 0.10 requires an index here, jax 0.12 does not accept one.
-_ALL_OF_IT: dict[str, Any] = (
-    {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Division of the rows for a destination among thread blocks."""
-
-    blocks: int
-    """Thread blocks per destination."""
-    stores: int
-    """16-byte stores that each thread has in flight."""
 
 
 def token_exchange(
@@ -45,7 +29,6 @@ def token_exchange(
     counts: Int32[Array, " n"],
     *,
     axes: tuple[str, ...],
-    config: Config | None = None,
 ) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
     """Implements :func:`pallas_kernels.token_exchange`.
 
@@ -64,18 +47,18 @@ def token_exchange(
             f"takes rows of a multiple of {_STORE} bytes, {_THREADS * _STORE} bytes or more per"
             f" device, got {C} rows of {W} {rows.dtype}"
         )
-    config = config or choose_config(n, C * W * rows.dtype.itemsize)
-    if config.stores * _THREADS * _STORE > C * W * rows.dtype.itemsize:
-        raise NotImplementedError(f"takes a config whose stores {C} rows fill, got {config}")
-    received, received_counts = _exchange(rows.reshape(n, C * W), counts, W, axes, config)
+    received, received_counts = _exchange(rows.reshape(n, C * W), counts, W, axes)
     return received.reshape(n, C, W), received_counts
 
 
-def choose_config(devices: int, size: int) -> Config:
-    """Chooses a config for ``devices`` destinations with buffers of ``size`` bytes each."""
-    blocks = max(1, multiprocessors() // devices)
-    stores = max(s for s in (1, 2, 4) if s == 1 or s * _THREADS * _STORE * blocks <= size)
-    return Config(blocks, stores)
+def plan(devices: int, size: int) -> tuple[int, int]:
+    """Returns the CTAs per destination, and the 16-byte stores that a thread has in flight.
+
+    Args:
+      size: bytes of the buffer for a destination.
+    """
+    ctas = max(1, multiprocessors() // devices)
+    return ctas, max(s for s in (1, 2, 4) if s == 1 or s * _THREADS * _STORE * ctas <= size)
 
 
 def _exchange(
@@ -83,12 +66,11 @@ def _exchange(
     counts: Int32[Array, " n"],
     row_size: int,
     axes: tuple[str, ...],
-    config: Config,
 ) -> Any:
     """Runs the kernel on rows flattened to [n, C * W].
 
-    Each thread block copies to one destination, then signals its semaphore. A device's first block
-    waits for the signals of all blocks that send to it, so the kernel, and whatever XLA runs after
+    Each CTA copies to one destination, then signals its semaphore. A device's first CTA waits for
+    the signals of all CTAs that send to it, so the kernel, and whatever XLA runs after
     it, completes only when all rows have arrived.
 
     Unless CompilerParams disables it, XLA synchronises all devices before the kernel starts. So the
@@ -97,32 +79,34 @@ def _exchange(
     n, size = rows.shape
     mesh = jax.sharding.get_abstract_mesh()
     vector_size = _STORE // rows.dtype.itemsize
-    chunk = config.stores * _THREADS * vector_size
+    ctas, stores = plan(n, size * rows.dtype.itemsize)
+    chunk = stores * _THREADS * vector_size
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector_size)
-    blocks = np.int32(config.blocks)
+    per_destination = np.int32(ctas)
 
     def token_exchange(rows_g: Any, counts_g: Any, received_g: Any, received_counts_g: Any) -> None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        block = lax.axis_index("block")
-        slice_index = lax.rem(block, blocks)
+        cta = lax.axis_index("cta")
+        slice_index = lax.rem(cta, per_destination)
         me = _row_major({axis: lax.axis_index(axis) for axis in axes}, axes, mesh)
         # Each device begins with itself, then the next one, to spread the load over the links.
-        destination = lax.rem(lax.div(block, blocks) + me, jnp.int32(n))
+        destination = lax.rem(lax.div(cta, per_destination) + me, jnp.int32(n))
         peer = _logical(destination, axes, mesh)
         count = counts_g[destination]
 
         def copy(step: jax.Array, carry: None) -> None:
             # The last chunk is shifted to end at the buffer's end, and may overlap its predecessor.
             start = lax.min(
-                (slice_index + step * blocks) * jnp.int32(chunk), jnp.int32(size - chunk)
+                (slice_index + step * per_destination) * jnp.int32(chunk), jnp.int32(size - chunk)
             )
             window = pl.ds(pl.multiple_of(start, vector_size), chunk)
-            values = plgpu.load(rows_g.at[destination, window], layout=layout, **_ALL_OF_IT)
+            values = load_with_layout(rows_g.at[destination, window], layout)
             store = plgpu.inline_mgpu(arg_types=(REF, SCALAR, layout))(_store)
             store(received_g.at[me, window], peer, values)
 
         chunks = lax.div(count * jnp.int32(row_size) + jnp.int32(chunk - 1), jnp.int32(chunk))
-        lax.fori_loop(0, lax.div(chunks - slice_index + blocks - jnp.int32(1), blocks), copy, None)
+        steps = chunks - slice_index + per_destination - jnp.int32(1)
+        lax.fori_loop(0, lax.div(steps, per_destination), copy, None)
 
         @when(slice_index == 0)
         def _() -> None:
@@ -131,9 +115,9 @@ def _exchange(
 
         pl.semaphore_signal(arrived, device_id=peer, device_id_type=pl.DeviceIdType.LOGICAL)
 
-        @when(block == 0)
+        @when(cta == 0)
         def _() -> None:
-            pl.semaphore_wait(arrived, n * config.blocks)
+            pl.semaphore_wait(arrived, n * ctas)
 
     return plgpu.kernel(
         token_exchange,
@@ -141,8 +125,8 @@ def _exchange(
             jax.ShapeDtypeStruct((n, size), rows.dtype),
             jax.ShapeDtypeStruct((n,), jnp.int32),
         ),
-        grid=(n * config.blocks,),
-        grid_names=("block",),
+        grid=(n * ctas,),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(rows, counts)
 

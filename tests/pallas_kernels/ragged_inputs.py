@@ -38,7 +38,8 @@ from benchmarks.kernels.shapes import (
 )
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_prefill import reference as prefill_reference
-from pallas_kernels.sparse_index import blocked, scaled_pages
+from pallas_kernels.sparse_index import reference as index
+from pallas_kernels.sparse_index import scaled_pages
 from pallas_kernels.top_k import reference as top_k_reference
 
 # Rows per group. The average selects the kernel; quantized matrices take up to 64 on average.
@@ -238,7 +239,7 @@ def _build_sparse(case: SparseCase, key: jax.Array, host: Host) -> tuple[Arrays,
         return arrays, comparable(case, (top_k_reference.top_k(**arrays, **options(case)), None))
     assert used is not None
     if isinstance(case, Index):
-        want = comparable(case, (blocked.sparse_index(**arrays, **options(case)), None))
+        want = comparable(case, (index.blocked(**arrays, **options(case)), None))
         keys, scales = scaled_pages.split(arrays["pages"], INDEX_COLUMNS, PAGE)
         keys = jnp.where(used[..., None], keys, jnp.asarray(jnp.nan, keys.dtype))
         scales = jnp.where(used, scales, jnp.nan)[..., None]

@@ -32,7 +32,6 @@ from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Projection
 from pallas_kernels.grouped_matmul.dense_plan import MANY_TOKENS_FLOAT8
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
-from pallas_kernels.mla_prefill.plan import Config as PrefillConfig
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 from tests.pallas_kernels.known_programs import (
@@ -122,7 +121,6 @@ def prefill(
     V: int = 128,
     rows: int = 1,
     heads: int = 128,
-    **options: Any,
 ) -> Kernel:
     return Kernel(
         "pallas_kernels.mla_prefill.mosaic_gpu",
@@ -133,7 +131,7 @@ def prefill(
             "starts": Struct((rows,), I32),
             "lengths": Struct((rows,), I32),
         },
-        {"scale": K**-0.5, **options},
+        {"scale": K**-0.5},
     )
 
 
@@ -319,7 +317,6 @@ def kernels() -> dict[str, Kernel]:
         "mla_prefill 64 wide": prefill(2048, 2048, K=64, V=64),
         "mla_prefill 8 rows h16": prefill(2048, 2048, rows=8, heads=16),
         "mla_prefill 8 rows": prefill(2048, 2048, rows=8),
-        "mla_prefill small blocks": prefill(2048, 2048, config=PrefillConfig(block=64, stages=4)),
     }
     for width, (N, K) in WIDTHS.items():
         for name, dtype in (("fp8", FP8), ("bf16", BF16)):

@@ -9,20 +9,19 @@ import pytest
 
 from pallas_kernels import mla_prefill
 from pallas_kernels.mla_prefill import mosaic_gpu, reference
-from pallas_kernels.mla_prefill.plan import Config, heads_together
+from pallas_kernels.mla_prefill.mosaic_gpu import heads_together
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, run
 from tests.pallas_kernels.numerics import device
 
-
-def kernel(**config):
-    """Returns the back-end's function, interpreted if there is no GPU."""
-    config = Config(**config) if config else None
-    return functools.partial(mosaic_gpu.mla_prefill, config=config, interpret=INTERPRET)
-
-
 # One object for all tests, so that they share its compilations.
-KERNEL = kernel()
+KERNEL = functools.partial(mosaic_gpu.mla_prefill, interpret=INTERPRET)
+
+
+def with_ctas(number, monkeypatch):
+    """Returns the kernel on a GPU of as many multiprocessors."""
+    monkeypatch.setattr(mosaic_gpu, "multiprocessors", lambda: number)
+    return functools.partial(mosaic_gpu.mla_prefill, interpret=INTERPRET)
 
 
 @kernel_runs
@@ -39,20 +38,22 @@ class TestMosaicGpu(MlaPrefillCases):
         starts, lengths = (0, 270, -60, 400), (130, 400, 333, 301)
         self.check(self.random(starts, lengths, T=130, S=400, H=1, scale=0.07))
 
-    @pytest.mark.parametrize("programs", [3, pytest.param(1, marks=pytest.mark.slow)])
-    def test_several_tiles_per_program(self, programs):
-        """Small blocks, rings longer and shorter than a tile's blocks, one head at a time."""
-        x = self.random((100, -3), (230, 113), T=132, S=230, H=programs, scale=0.07)
-        out, lse = run(x, kernel(block=64, stages=3, l2_bytes=1, programs=programs))
+    @pytest.mark.parametrize("ctas", [3, pytest.param(1, marks=pytest.mark.slow)])
+    def test_several_tiles_per_cta(self, ctas, monkeypatch):
+        """Rings longer and shorter than a tile's blocks, one head at a time."""
+        monkeypatch.setattr(mosaic_gpu, "L2_BYTES", 1)
+        x = self.random((200, -3), (330, 113), T=132, S=330, H=ctas, scale=0.07)
+        out, lse = run(x, with_ctas(ctas, monkeypatch))
         want = run(x, "reference")
         np.testing.assert_allclose(
             np.asarray(out, np.float32), np.asarray(want[0], np.float32), rtol=0, atol=0.02
         )
         np.testing.assert_allclose(lse, want[1], rtol=1e-5)
 
-    def test_result_does_not_depend_on_tile_assignment(self):
+    def test_result_does_not_depend_on_tile_assignment(self, monkeypatch):
         x = self.random((5, 0, 20), (14, 9, 29), T=9, S=29)
-        for a, b in zip(run(x, self.implementation), run(x, kernel(programs=1)), strict=True):
+        several = run(x, self.implementation)
+        for a, b in zip(several, run(x, with_ctas(1, monkeypatch)), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
     def test_keys_and_values_past_the_end_are_ignored(self):
@@ -113,45 +114,23 @@ def test_negative_scale():
         mosaic_gpu.mla_prefill(*arrays(), scale=-0.1, interpret=object())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"block": 96}, "a block of 64"),
-        ({"block": 0}, "a block of 64"),
-        ({"stages": 1}, "2 stages or more"),
-        ({"programs": 0}, "programs: expected 1 or more"),
-    ],
-)
-def test_config_is_checked(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**wrong)
-
-
 @off_gpu
 def test_no_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs, this is cpu"):
         mla_prefill(*arrays(), scale=0.1, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize(
-    ("config", "T", "S"),
-    [
-        (Config(), 8, 8),
-        (Config(block=64, stages=4), 1000, 1208),
-        pytest.param(Config(), 1000, 1208, marks=pytest.mark.slow),
-        pytest.param(Config(block=64, stages=4), 8, 8, marks=pytest.mark.slow),
-    ],
-)
-def test_lowers_for_cuda(config, T, S, monkeypatch):
+@pytest.mark.parametrize(("T", "S"), [(8, 8), (1000, 1208)])
+def test_lowers_for_cuda(T, S, monkeypatch):
     """Lowering checks shared memory size and register layouts without a GPU."""
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
-    f = jax.jit(functools.partial(mosaic_gpu.mla_prefill, scale=0.1, config=config))
+    f = jax.jit(functools.partial(mosaic_gpu.mla_prefill, scale=0.1))
     text = f.trace(*arrays(T, S)).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(
-    ("heads", "bytes_a_head", "expected"), [(16, 10, 4), (14, 9, 2), (7, 1, 7), (7, 10, 1)]
+    ("heads", "bytes_per_head", "expected"), [(16, 10, 4), (14, 9, 2), (7, 1, 7), (7, 10, 1)]
 )
-def test_heads_together(heads, bytes_a_head, expected):
-    assert heads_together(heads, bytes_a_head, budget=45) == expected
+def test_heads_together(heads, bytes_per_head, expected):
+    assert heads_together(heads, bytes_per_head, budget=45) == expected

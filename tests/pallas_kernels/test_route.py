@@ -9,8 +9,6 @@ import pytest
 
 from pallas_kernels import route
 from pallas_kernels.route import counting, mosaic_gpu, reference
-from pallas_kernels.route import kernel as kernel_module
-from pallas_kernels.route import plan as plan_module
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu, on_gpu
 from tests.pallas_kernels.numerics import device
@@ -80,9 +78,15 @@ def options(rule):
     return {name: getattr(rule, name) for name in rule.__dataclass_fields__}
 
 
-def kernel(*arrays, rule, one_kernel=None, interpret=INTERPRET):
-    options = {"rule": rule, "one_kernel": one_kernel, "interpret": interpret}
-    return compiled(mosaic_gpu.route, **options)(*arrays)
+def kernel(*arrays, rule, interpret=INTERPRET):
+    return compiled(mosaic_gpu.route, rule=rule, interpret=interpret)(*arrays)
+
+
+def in_kernels(number, rule, monkeypatch):
+    """Returns the kernel with one cluster for all tokens, or two kernels on the whole GPU."""
+    most = mosaic_gpu.MAX_TOKENS if number == 1 else 0
+    monkeypatch.setattr(mosaic_gpu, "ONE_KERNEL_TOKENS", most)
+    return jax.jit(functools.partial(mosaic_gpu.route, rule=rule, interpret=INTERPRET))
 
 
 def exact(*arrays, rule):
@@ -128,7 +132,7 @@ def test_choices_below_zero():
         pytest.param(3, 72, V2_LITE, None, id="72 experts"),
         pytest.param(2, 8, SMALL, None, id="8 experts", marks=pytest.mark.slow),
         pytest.param(1, 64, MOONLIGHT, None, id="one token", marks=pytest.mark.slow),
-        pytest.param(31, 64, MOONLIGHT, 0.8, id="eight programs", marks=pytest.mark.slow),
+        pytest.param(31, 64, MOONLIGHT, 0.8, id="eight CTAs", marks=pytest.mark.slow),
         pytest.param(5, 64, V2_LITE, 0.0, id="all invalid", marks=pytest.mark.slow),
         pytest.param(9, 32, NINE, None, id="nine choices", marks=pytest.mark.slow),
     ],
@@ -162,11 +166,12 @@ THREE = Rule(3, 1, 1, "greedy", "softmax", False, 1.0)
 )
 def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, plan, monkeypatch):
     # XLA runs the interpreter's warpgroups on as many threads as the tests have devices, eight.
-    monkeypatch.setattr(plan_module, "_CLUSTER", 2)
-    got = plan_module.plan_of(tokens, 33, one_kernel=True)
-    assert (got.programs, got.warpgroups, got.steps) == plan
+    monkeypatch.setattr(mosaic_gpu, "_CLUSTER", 2)
+    f = in_kernels(1, rule, monkeypatch)
+    got = mosaic_gpu.plan_of(tokens, 33)
+    assert (got.ctas, got.warpgroups, got.steps) == plan
     arrays = inputs(tokens, 32, rule, valid)
-    check(kernel(*arrays, rule=rule, one_kernel=True), exact(*arrays, rule=rule))
+    check(f(*arrays), exact(*arrays, rule=rule))
 
 
 @kernel_runs
@@ -174,7 +179,7 @@ def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, plan, monkeypat
     ("tokens", "rule", "valid", "multiprocessors", "plan"),
     [
         # More counts than a thread loads at once.
-        pytest.param(37, TWO, 0.7, 3, (3, 1), id="three programs", marks=pytest.mark.slow),
+        pytest.param(37, TWO, 0.7, 3, (3, 1), id="three CTAs", marks=pytest.mark.slow),
         # Two words per warpgroup.
         pytest.param(131, TWO, 0.9, 1, (1, 9), id="nine per warp", marks=pytest.mark.slow),
         pytest.param(51, ONE, None, 2, (2, 2), id="all valid", marks=pytest.mark.slow),
@@ -182,26 +187,27 @@ def test_kernel_with_more_tokens_than_warps(tokens, rule, valid, plan, monkeypat
 )
 def test_two_kernels(tokens, rule, valid, multiprocessors, plan, monkeypatch):
     """Many tokens are spread over all multiprocessors."""
-    monkeypatch.setattr(plan_module, "_MULTIPROCESSORS", multiprocessors)
-    monkeypatch.setattr(kernel_module, "_TOGETHER", 2)
-    got = plan_module.plan_of(tokens, 33, one_kernel=False)
-    assert (got.programs, got.steps) == plan
+    monkeypatch.setattr(mosaic_gpu, "_MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(mosaic_gpu, "_TOGETHER", 2)
+    f = in_kernels(2, rule, monkeypatch)
+    got = mosaic_gpu.plan_of(tokens, 33)
+    assert (got.ctas, got.steps) == plan
     arrays = inputs(tokens, 32, rule, valid)
-    check(kernel(*arrays, rule=rule, one_kernel=False), exact(*arrays, rule=rule))
+    check(f(*arrays), exact(*arrays, rule=rule))
 
 
 @pytest.mark.parametrize("columns", [32, 65, 257, 385])
 def test_plan(columns):
     """All tokens have a warp, few warps have none, and a warp loads all chunks' sums at once."""
     for tokens in [1, 3, 4, 5, 64, 65, 128, 129, 300, 512, 513, 2304, 8192, 16384]:
-        plan = plan_module.plan_of(tokens, columns)
-        capacity = plan.programs * plan.warpgroups * plan.steps * 4
+        plan = mosaic_gpu.plan_of(tokens, columns)
+        capacity = plan.ctas * plan.warpgroups * plan.steps * 4
         assert tokens <= capacity
-        assert plan.programs <= (8 if plan.one_kernel else 132)
+        assert plan.ctas <= (8 if plan.one_kernel else 132)
         assert plan.one_kernel or capacity - tokens < 16 * plan.steps
         assert plan.columns >= columns
         assert plan.rounds * plan.warpgroups * 128 == plan.columns <= 32 * 32
-        assert plan.program_words * 2 * 4 < 200_000  # bytes of shared memory
+        assert plan.cta_words * 2 * 4 < 200_000  # bytes of shared memory
 
 
 def counted(*arrays, rule):
@@ -241,31 +247,32 @@ def test_many_tokens_are_counted():
 
 @on_gpu
 @pytest.mark.parametrize(
-    ("tokens", "experts", "rule", "valid", "one_kernel"),
+    ("tokens", "experts", "rule", "valid", "kernels"),
     [
-        (128, 256, V3, 0.9, True),
-        (257, 384, V3, None, True),
-        (512, 64, MOONLIGHT, 0.9, True),
-        (2304, 64, MOONLIGHT, 0.9, True),
-        (513, 256, V3, 0.9, False),
-        (2304, 64, MOONLIGHT, None, False),
-        (4097, 160, V2, 0.0, False),
-        (16384, 256, V3, 0.9, False),
+        (128, 256, V3, 0.9, 1),
+        (257, 384, V3, None, 1),
+        (512, 64, MOONLIGHT, 0.9, 1),
+        (2304, 64, MOONLIGHT, 0.9, 1),
+        (513, 256, V3, 0.9, 2),
+        (2304, 64, MOONLIGHT, None, 2),
+        (4097, 160, V2, 0.0, 2),
+        (16384, 256, V3, 0.9, 2),
     ],
 )
-def test_kernel_with_many_tokens(tokens, experts, rule, valid, one_kernel):
+def test_kernel_with_many_tokens(tokens, experts, rule, valid, kernels, monkeypatch):
     arrays = inputs(tokens, experts, rule, valid)
-    check(kernel(*arrays, rule=rule, one_kernel=one_kernel), exact(*arrays, rule=rule))
+    check(in_kernels(kernels, rule, monkeypatch)(*arrays), exact(*arrays, rule=rule))
 
 
 @on_gpu
-@pytest.mark.parametrize(("tokens", "one_kernel"), [(64, True), (512, True), (2304, False)])
-def test_kernel_repeats_its_result(tokens, one_kernel):
-    """Programs that did not wait for each other would give other results now and then."""
+@pytest.mark.parametrize(("tokens", "kernels"), [(64, 1), (512, 1), (2304, 2)])
+def test_kernel_repeats_its_result(tokens, kernels, monkeypatch):
+    """CTAs that did not wait for each other would give other results now and then."""
     arrays = inputs(tokens, 64, MOONLIGHT, 0.9)
-    want = kernel(*arrays, rule=MOONLIGHT, one_kernel=one_kernel)
+    f = in_kernels(kernels, MOONLIGHT, monkeypatch)
+    want = f(*arrays)
     for _ in range(200):
-        check_exactly(kernel(*arrays, rule=MOONLIGHT, one_kernel=one_kernel), want)
+        check_exactly(f(*arrays), want)
 
 
 SPECIAL = Rule(6, 4, 2, "noaux_tc", "sigmoid", True, 2.5)

@@ -3,6 +3,7 @@
 It runs on a GPU, or interpreted with race detection.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -24,7 +25,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.mla_decode import merge
 from pallas_kernels.sparse_mla_decode import gather, mosaic_gpu
-from pallas_kernels.sparse_mla_decode.work import Work, divide
+from pallas_kernels.sparse_mla_decode.mosaic_gpu import Work, divide
 from pallas_kernels.sparse_mla_prefill import mosaic_gpu as prefill
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES, check, device
@@ -53,9 +54,18 @@ def test_the_address_of_an_index_has_64_bits(index):
     assert int(address) == base + 4 * index
 
 
+@contextlib.contextmanager
+def planned(work: Work | None):
+    """Divides the work in this way, or as planned."""
+    with pytest.MonkeyPatch.context() as patch:
+        if work:
+            patch.setattr(mosaic_gpu, "plan", lambda *sizes: work)
+        yield
+
+
 @functools.cache
-def kernel(programs: int, piece: int | None = None):
-    """The back-end with few programs, which the interpreter runs one by one.
+def kernel(ctas: int, piece: int | None = None):
+    """The back-end with few CTAs, which the interpreter runs one by one.
 
     Args:
       piece: pairs of key blocks per piece; the default is the plan's.
@@ -64,14 +74,14 @@ def kernel(programs: int, piece: int | None = None):
     def decode(q_latent, q_rope, pages, block_tables, indices, *, scale):
         (B, T, K), work = indices.shape, None
         if not ON_GPU or piece:
-            work = divide(B * T, -(-K // 128) * 128, programs)
+            work = divide(B * T, -(-K // 128) * 128, ctas)
         if work and piece:
             pieces = -(-work.pairs // piece)
-            work = Work(B * T, work.pairs, pieces, piece, -(-B * T * pieces // programs))
-        return mosaic_gpu.sparse_mla_decode(
-            q_latent, q_rope, pages, block_tables, indices, scale=scale, work=work,
-            interpret=INTERPRET,
-        )  # fmt: skip
+            work = Work(B * T, work.pairs, pieces, piece, -(-B * T * pieces // ctas))
+        with planned(work):
+            return mosaic_gpu.sparse_mla_decode(
+                q_latent, q_rope, pages, block_tables, indices, scale=scale, interpret=INTERPRET
+            )
 
     return decode
 
@@ -82,13 +92,13 @@ class TestMosaicGpu(SparseMlaDecodeCases):
     dtype = "bfloat16"
     widths = (512, 64)
     heads = 8
-    # The same as test_ragged_selections, which has more queries than programs too.
+    # The same as test_ragged_selections, which has more queries than CTAs too.
     test_bfloat16 = None  # pyright: ignore[reportAssignmentType]
     test_many_queries = None  # pyright: ignore[reportAssignmentType]
 
     @pytest.fixture(autouse=True)
     def _small_gpu(self, monkeypatch):
-        """Gives the merge kernel few programs, so that each merges several rows as on a GPU."""
+        """Gives the merge kernel few CTAs, so that each merges several rows as on a GPU."""
         if not ON_GPU:
             monkeypatch.setattr(merge, "multiprocessors", lambda: 1)
 
@@ -97,7 +107,7 @@ class TestMosaicGpu(SparseMlaDecodeCases):
         return self.random((640, 600, 90), K=K, page=96, max_pages=7, **kwargs)
 
     def test_pairs_of_key_blocks(self):
-        """Pieces follow each other in a program."""
+        """Pieces follow each other in a CTA."""
         self.check(self.wide())
 
     @pytest.mark.parametrize(
@@ -110,7 +120,7 @@ class TestMosaicGpu(SparseMlaDecodeCases):
         ],
     )
     def test_pieces_are_merged(self, H, T, piece):
-        """Three programs have pieces of different lengths; tiles of heads that are not full."""
+        """Three CTAs have pieces of different lengths; tiles of heads that are not full."""
         self.check(self.wide(H=H, T=T), kernel(3, piece))
 
     @pytest.mark.parametrize(
@@ -151,13 +161,14 @@ class TestMosaicGpu(SparseMlaDecodeCases):
 
 
 def prefill_kernel(q_latent, q_rope, latents, indices, *, scale):
-    """The back-end with two programs."""
+    """The back-end with two CTAs."""
     (B, T, _), work = indices.shape, None
     if not ON_GPU:
         work = divide(B * T, 128, 2)
-    return prefill.sparse_mla_prefill(
-        q_latent, q_rope, latents, indices, scale=scale, work=work, interpret=INTERPRET
-    )
+    with planned(work):
+        return prefill.sparse_mla_prefill(
+            q_latent, q_rope, latents, indices, scale=scale, interpret=INTERPRET
+        )
 
 
 @kernel_runs
@@ -189,15 +200,15 @@ class TestPrefillMosaicGpu(SparseMlaPrefillCases):
             check(got, want, 4 * TOLERANCES["bfloat16"])
 
 
-@pytest.mark.parametrize(("queries", "programs"), [(1, 66), (33, 66), (40, 66), (200, 132), (7, 3)])
-def test_division_covers_every_pair_once(queries, programs):
-    work = divide(queries, 2048, programs)
+@pytest.mark.parametrize(("queries", "ctas"), [(1, 66), (33, 66), (40, 66), (200, 132), (7, 3)])
+def test_division_covers_every_pair_once(queries, ctas):
+    work = divide(queries, 2048, ctas)
     numbers = np.arange(work.total + 1)
     first = np.array([int(work.first_pair(jnp.int32(n))) for n in numbers])
     assert first[0] == 0
     assert first[-1] == queries * 16
     assert ((np.diff(first) > 0) & (np.diff(first) <= work.piece)).all()
-    assert work.programs <= programs
+    assert work.ctas <= ctas
     assert (work.pieces > 1) == (queries < 34)
 
 

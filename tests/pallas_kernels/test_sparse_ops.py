@@ -15,7 +15,7 @@ from pallas_kernels import (
     sparse_mla_prefill,
     top_k,
 )
-from pallas_kernels.sparse_index import blocked
+from pallas_kernels.sparse_index import reference as index_reference
 from pallas_kernels.top_k import threshold
 from tests.pallas_kernels.numerics import central_difference, check_slope, device
 from tests.pallas_kernels.sparse_index_cases import SparseIndexCases
@@ -31,7 +31,7 @@ from tests.pallas_kernels.top_k_cases import TopKCases, expected
 def _short_blocks():
     """Sets blocks to three pages, so that tables span several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK_TOKENS", 24)
+        patch.setattr(index_reference, "_BLOCK_TOKENS", 24)
         yield
 
 

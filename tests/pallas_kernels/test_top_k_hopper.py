@@ -13,16 +13,21 @@ from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.top_k_cases import TopKCases, expected
 
 
+def set_ctas(number, monkeypatch):
+    """Makes a cluster of ``number`` CTAs select from each row."""
+    monkeypatch.setattr(mosaic_gpu, "plan", lambda rows, S: number)
+
+
 @kernel_runs
 class TestMosaicGpu(TopKCases):
-    """Most rows are shorter than the chunks of 512 scores that a program's warpgroups have.
+    """Most rows are shorter than the chunks of 512 scores that a CTA's warpgroups have."""
 
-    The interpreter runs one program per row, because it may not have threads for more.
-    """
+    implementation = staticmethod(functools.partial(mosaic_gpu.top_k, interpret=INTERPRET))
 
-    implementation = staticmethod(
-        functools.partial(mosaic_gpu.top_k, programs=None if ON_GPU else 1, interpret=INTERPRET)
-    )
+    @pytest.fixture(autouse=True)
+    def _one_cta(self, monkeypatch):
+        if not ON_GPU:  # the interpreter may not have threads for more
+            set_ctas(1, monkeypatch)
 
     def test_ties_in_several_parts(self):
         """Every warpgroup has scores above the threshold, and ties that are and are not chosen."""
@@ -40,8 +45,13 @@ class TestMosaicGpu(TopKCases):
 
 
 @on_gpu
-class TestTwoPrograms(TestMosaicGpu):
-    implementation = staticmethod(functools.partial(mosaic_gpu.top_k, programs=2))
+class TestTwoCtas(TestMosaicGpu):
+    # An object of its own, so that its compilations are not those of one CTA.
+    implementation = staticmethod(functools.partial(mosaic_gpu.top_k))
+
+    @pytest.fixture(autouse=True)
+    def _two_ctas(self, monkeypatch):
+        set_ctas(2, monkeypatch)
 
     @pytest.mark.parametrize("S", [20_000, 40_000])
     def test_long_rows(self, S):
@@ -50,21 +60,20 @@ class TestTwoPrograms(TestMosaicGpu):
 
 
 @kernel_runs
-@pytest.mark.parametrize(
-    "programs", [2, pytest.param(4, marks=on_gpu), pytest.param(8, marks=on_gpu)]
-)
-def test_clusters(programs):
-    """Ties across programs, parts without a finite score, and fewer finite scores than k."""
+@pytest.mark.parametrize("ctas", [2, pytest.param(4, marks=on_gpu), pytest.param(8, marks=on_gpu)])
+def test_clusters(ctas, monkeypatch):
+    """Ties across CTAs, parts without a finite score, and fewer finite scores than k."""
     scores = np.random.default_rng(5).integers(-2, 3, (2, 2300)).astype(np.float32)
     scores[0, :700] = scores[1, 90:] = -np.inf
-    run = functools.partial(mosaic_gpu.top_k, k=300, programs=programs, interpret=INTERPRET)
+    set_ctas(ctas, monkeypatch)
+    run = functools.partial(mosaic_gpu.top_k, k=300, interpret=INTERPRET)
     np.testing.assert_array_equal(jax.jit(run)(scores), expected(scores, 300))
     lengths = np.array([2300, 90])
     np.testing.assert_array_equal(jax.jit(run)(scores, lengths=lengths), expected(scores, 300))
 
 
 def test_plan_fills_the_device():
-    """As many programs as there are multiprocessors, each with enough scores."""
+    """As many CTAs as there are multiprocessors, each with enough scores."""
     assert [mosaic_gpu.plan(*shape) for shape in ((1, 131072), (1, 4096), (64, 32768))] == [8, 2, 2]
     assert [mosaic_gpu.plan(*shape) for shape in ((67, 32768), (1, 512))] == [1, 1]
 
@@ -89,9 +98,10 @@ def test_lowers_for_cuda(monkeypatch):
 
 
 @kernel_runs
-def test_scores_after_the_lengths_are_not_read():
+def test_scores_after_the_lengths_are_not_read(monkeypatch):
     """Their chunks would be chosen: a row's first chunk has the smallest scores."""
     scores = np.arange(1536, dtype=np.float32)[None]
-    run = functools.partial(mosaic_gpu.top_k, k=100, programs=1, interpret=INTERPRET)
+    set_ctas(1, monkeypatch)
+    run = functools.partial(mosaic_gpu.top_k, k=100, interpret=INTERPRET)
     got = jax.jit(run)(scores, lengths=jnp.array([512]))
     np.testing.assert_array_equal(got, expected(scores[:, :512], 100))
