@@ -57,9 +57,9 @@ from pallas_kernels.decoder_layer.stream import (
     padded,
     with_flat_scales,
 )
-from pallas_kernels.hopper.branch import when
+from pallas_kernels.hopper.lanes import LANES, load
 from pallas_kernels.hopper.ring import PipelineState
-from pallas_kernels.route.lanes import LANES, load
+from pallas_kernels.hopper.warpgroup import when
 
 _HEAD = 64
 

@@ -33,7 +33,6 @@ from pallas_kernels.decoder_layer.activations import (
 )
 from pallas_kernels.decoder_layer.registers import ROWS
 from pallas_kernels.decoder_layer.stream import CONSUMERS, STEP_BYTES, WARPGROUP
-from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -44,9 +43,10 @@ from pallas_kernels.hopper.ir import (
     i64,
     inline,
     item,
-    word,
+    value_of,
 )
-from pallas_kernels.route.lanes import LANES, LAYOUT, filled, load, thread_index
+from pallas_kernels.hopper.lanes import LANES, LAYOUT, filled, load, thread_index
+from pallas_kernels.hopper.warpgroup import when
 
 _COLUMNS = 8  # of a lane
 _ROWS = 4  # of a lane, in each stage
@@ -159,7 +159,7 @@ def add_products(
         first = arith.addi(arith.muli(row, const(pieces.width)), column)
         first = arith.muli(first, const(weight_bytes))
         memory = mgpu.utils.memref_ptr(weights)
-        query = arith.addi(row, arith.muli(word(step), const(rows)))
+        query = arith.addi(row, arith.muli(value_of(step), const(rows)))
         query = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(queries), [query], f32)
         totals = [[item(r, c) for c in range(_COLUMNS)] for r in sums.registers.flat]
         for i in range(_ROWS):
@@ -269,7 +269,7 @@ def store_totals(
                 text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
                 packed = asm(text, "=r,f,f", low, high, result=i32())
                 offset = arith.addi(arith.muli(token, const(stride)), column)
-                offset = arith.muli(arith.addi(offset, word(start)), const(2))
+                offset = arith.muli(arith.addi(offset, value_of(start)), const(2))
                 at = arith.addi(address, arith.extui(i64(), offset))
                 asm("st.global.b32 [$0], $1;", "l,r,~{memory}", at, packed, effects=True)
                 scf.yield_([])

@@ -30,14 +30,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.decoder_layer.reference import columns_per_element, is_integer
-from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, item
-from pallas_kernels.hopper.ir import word as register
-from pallas_kernels.hopper.loads import load_with_layout
+from pallas_kernels.hopper.ir import value_of as register
+from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.split_kv import Parts
-from pallas_kernels.hopper.warpgroup import meet
-from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
+from pallas_kernels.hopper.tiles import load_with_layout
+from pallas_kernels.hopper.warpgroup import sync_warpgroup, when
 
 PIECE = 8
 """Activations that a thread loads at a time for integer weights."""
@@ -109,13 +108,13 @@ def norm_row(
         row += load_with_layout(added_g, layout).astype(jnp.float32)
         row = row.astype(dtype).astype(jnp.float32)
     sums_s[...] = _warp_sums(row * row, layout, interpret)
-    meet(interpret)
+    sync_warpgroup(interpret)
     mean = sum(sums_s[warp, 0] for warp in range(WARPS)) * (1 / D)
     weight = weight.astype(jnp.float32)
     normed = (row * lax.rsqrt(mean + eps) * weight).astype(dtype)
     if target is not None:
         target[...] = normed.astype(target.dtype)
-    meet(interpret)  # before the sums are overwritten
+    sync_warpgroup(interpret)  # before the sums are overwritten
     return normed
 
 
@@ -240,7 +239,7 @@ def pack(
         maximum = _warp_maximum(row, interpret)
         maxima = maximum if maxima is None else jnp.where(lane == n, maximum, maxima)
     maxima_s[...] = maxima
-    meet(interpret)
+    sync_warpgroup(interpret)
     for n, (row, (target, factor_s)) in enumerate(zip(rows, targets, strict=True)):
         largest = functools.reduce(jnp.maximum, [maxima_s[warp, n] for warp in range(WARPS)])
         power, inverse = _powers(largest, interpret)
@@ -250,7 +249,7 @@ def pack(
         else:
             target[...] = lax.bitcast_convert_type(packed, target.dtype)
         factor_s[...] = inverse
-    meet(interpret)  # before the maxima are overwritten
+    sync_warpgroup(interpret)  # before the maxima are overwritten
 
 
 def _warp_maximum(row: jax.Array, interpret: Any) -> jax.Array:

@@ -70,11 +70,10 @@ from pallas_kernels.decoder_layer.stream import (
     launch,
     with_flat_scales,
 )
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.loads import load_with_layout
+from pallas_kernels.hopper.lanes import LAYOUT, SHAPE, filled, thread_index
 from pallas_kernels.hopper.split_kv import Parts
-from pallas_kernels.hopper.warpgroup import WARPS
-from pallas_kernels.route.lanes import LAYOUT, SHAPE, filled, thread_index
+from pallas_kernels.hopper.tiles import load_with_layout
+from pallas_kernels.hopper.warpgroup import WARPS, when
 from pallas_kernels.route.mosaic_gpu import choose, load_bias
 
 _CHOSEN = 0  # signal: the experts are chosen; the next ones: arrived at grid barriers 0, 1, ...

@@ -56,8 +56,8 @@ from pallas_kernels.hopper.ir import (
     item,
     scalar,
 )
-from pallas_kernels.hopper.ir import word as register
-from pallas_kernels.route.lanes import LANES, LAYOUT, SHAPE, thread_index
+from pallas_kernels.hopper.ir import value_of as register
+from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, thread_index
 
 ROWS = 8
 """Matrix rows of a half."""

@@ -60,9 +60,7 @@ from pallas_kernels.decoder_layer.registers import (
     prefetch_scales,
     zero_after,
 )
-from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.barriers import Barriers, TmaCopy
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.ir import (
     SCALAR,
@@ -73,12 +71,12 @@ from pallas_kernels.hopper.ir import (
     instruction,
     scalar,
     shared_address,
-    word,
+    value_of,
 )
+from pallas_kernels.hopper.lanes import SHAPE
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
-from pallas_kernels.hopper.warpgroup import WARPS, first_warp
-from pallas_kernels.route.lanes import SHAPE
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp, when
 
 CONSUMERS = 2
 """Consumer warpgroups."""
@@ -625,7 +623,7 @@ class RowCopies(TmaCopy):
         address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
         for start, stride in zip(starts, strides, strict=True):
             step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
-            address = arith.addi(address, arith.muli(arith.extui(i64(), word(start)), step))
+            address = arith.addi(address, arith.muli(arith.extui(i64(), value_of(start)), step))
         rows = self.sizes[-2]
         # A loop: unrolled, the copies of all phases were half of the kernel's instructions, and the
         # first execution of an instruction waits for the memory. Weights leave the L2 cache first,

@@ -54,15 +54,13 @@ from pallas_kernels.grouped_matmul.dense_plan import (
 )
 from pallas_kernels.grouped_matmul.schedule import GroupTiles, Tile, TileScheduler
 from pallas_kernels.hopper import multiprocessors, wgmma
-from pallas_kernels.hopper.branch import cond, when
-from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
-from pallas_kernels.hopper.loads import load_column
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import approximate_sigmoid
 from pallas_kernels.hopper.ring import PipelineState, Ring
-from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, two_views
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, load_column, spread_rows, two_views
+from pallas_kernels.hopper.warpgroup import cond, first_warp, when
 
 REGISTERS = (232, 40)  # per thread of a consumer and of the producer warpgroup
 _STORE_HEIGHTS = (32, 16, 8, 4, 2, 1)  # rows per TMA store of a buffer that is not full

@@ -43,13 +43,12 @@ from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Plan, Weights,
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.branch import cond, when
-from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
-from pallas_kernels.hopper.loads import when_computed
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.tiles import ACC, WGMMA
+from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
 from pallas_kernels.hopper.unpack import Format
+from pallas_kernels.hopper.warpgroup import cond, when
+from pallas_kernels.hopper.wgmma import keep_live
 
 _FORMATS: dict[Any, Format] = {
     jnp.dtype(jnp.int8): "int8",
@@ -540,7 +539,9 @@ class _Consumer:
             for b, a in enumerate(operands):
                 plgpu.wgmma(accumulator, a, tokens.at[x_first + b].T)
             product = accumulator[...]
-            keep(*operands)  # ptxas before 13.3 may reuse the registers before wgmma is complete
+            keep_live(
+                *operands
+            )  # ptxas before 13.3 may reuse the registers before wgmma is complete
             return product
 
         return pl.run_scoped(multiply_with_wgmma, ACC((64, width), jnp.float32))

@@ -44,13 +44,12 @@ from pallas_kernels.grouped_matmul.dense import REGISTERS, store_rows, zeros
 from pallas_kernels.grouped_matmul.dense_plan import CONSUMERS
 from pallas_kernels.grouped_matmul.schedule import GroupTiles, TileScheduler, panel_height
 from pallas_kernels.hopper import multiprocessors, wgmma
-from pallas_kernels.hopper.branch import cond, when
-from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.ir import SCALAR, const, inline, instruction, shared_address, word
+from pallas_kernels.hopper.barriers import TmaCopy
+from pallas_kernels.hopper.ir import SCALAR, const, inline, instruction, shared_address, value_of
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ROWS, two_views
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.warpgroup import cond, first_warp, when
 
 STEP = 64
 """Steps of the contraction per stage, and columns of a panel."""
@@ -560,8 +559,8 @@ class _Consumer:
         def write(panels: Any, first: Any, rows: Any) -> None:
             # At most 15 rows of 128 bytes: fewer than 128 threads write 16 bytes each.
             thread = arith.andi(mgpu.utils.thread_idx(), const(127))
-            end = arith.muli(word(rows), const(_ROW_BYTES // 16))
-            offset = arith.muli(word(first), const(_ROW_BYTES))
+            end = arith.muli(value_of(rows), const(_ROW_BYTES // 16))
+            offset = arith.muli(value_of(first), const(_ROW_BYTES))
             offset = arith.addi(offset, arith.muli(thread, const(16)))
             for panel in panels:
                 address = arith.addi(shared_address(panel), offset)

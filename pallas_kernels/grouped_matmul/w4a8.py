@@ -41,8 +41,7 @@ from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul.few_tokens_registers import store_transposed
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, wgmma
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -53,17 +52,17 @@ from pallas_kernels.hopper.ir import (
     i32,
     inline,
     shared_address,
+    value_of,
     warp_and_lane,
     wgmma_row,
-    word,
 )
-from pallas_kernels.hopper.keep import keep
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.registers import advance, load_words
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import COLUMN, ROW, ROWS, WGMMA, spread_columns, spread_rows
-from pallas_kernels.hopper.warpgroup import first_warp
+from pallas_kernels.hopper.warpgroup import first_warp, when
+from pallas_kernels.hopper.wgmma import keep_live
 
 BLOCK = 128
 """Columns of K per step, and per scale."""
@@ -337,7 +336,7 @@ def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu
             rows = rows * _UNPACKED_SCALE
             factors = spread_rows(rows, width) * spread_columns(columns, ROWS)
             product = wgmma.wait_for_product(started)
-            keep(weights)
+            keep_live(weights)
             return sums + product * factors, product, state
 
         carry = (zeros, zeros, state) if on_gpu else (zeros, state)
@@ -398,7 +397,7 @@ def _load_columns(numbers: Any, first: jax.Array, count: int) -> jax.Array:
     def load(ref: Any, first: Any) -> Any:
         f32 = ir.F32Type.get()
         _, lane = warp_and_lane()
-        column = arith.addi(word(first), arith.muli(arith.andi(lane, const(3)), const(2)))
+        column = arith.addi(value_of(first), arith.muli(arith.andi(lane, const(3)), const(2)))
         address = arith.addi(shared_address(ref), arith.muli(column, const(4)))
         numbers = [
             asm(f"ld.shared.f32 $0, [$1 + {4 * i}];", "=f,r", address, result=f32, effects=True)

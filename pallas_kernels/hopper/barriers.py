@@ -1,4 +1,4 @@
-"""Barriers (mbarrier) in shared memory on which one thread arrives for a warp or for a copy.
+"""Barriers (mbarrier) in shared memory, and the TMA copies that arrive at them.
 
 Pallas' barriers count the arrival of every thread of a warpgroup, 128 even for a TMA copy. Here one
 thread announces the bytes of all copies of a stage, and one lane arrives for its warp. A waiter
@@ -9,31 +9,150 @@ supports only Pallas' barriers, so ``Barriers`` wraps those there.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.copies import TmaCopy
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    asm,
     const,
     i32,
+    i64,
     inline,
     instruction,
     shared_address,
+    value_of,
     warp_and_lane,
-    word,
 )
+from pallas_kernels.hopper.tiles import TILED, TILES, TILING
+from pallas_kernels.hopper.warpgroup import WARPS, when
 
-# Lane $1 arrives at barrier $3 of program $1, if there are more than that. $0 is the address of all
+
+@dataclasses.dataclass(frozen=True)
+class TmaCopy:
+    """A copy of a window of an array in global memory to shared memory."""
+
+    source: Any
+    """Array in global memory. One of uint8 has the bytes of the target's numbers, 128 per row, if
+    the target is tiled."""
+
+    window: tuple[Any, ...]
+    """An index or a ``pl.ds`` for each dimension of the source."""
+
+    target: Any
+    """Reference to shared memory."""
+
+    tiled: bool = True
+    """Whether the target is in tiles, as :func:`tiles.tiles_of` makes them."""
+
+    swizzle: int | None = 128
+    """Swizzle of the target in bytes, or None. Of tiles it is 128."""
+
+    contiguous: bool = False
+    """Whether the window is contiguous, starts at a multiple of 16 bytes and has a multiple of 16
+    bytes. It needs no tensor map, and no window of 128 bytes. The target is not tiled."""
+
+    multicast: str | None = None
+    """Cluster axis to multicast over. Every CTA along it copies a share for all of them."""
+
+    @property
+    def starts(self) -> list[jax.Array]:
+        """The window's first index in each dimension."""
+        starts = [each.start if isinstance(each, pl.Slice) else each for each in self.window]
+        return [jnp.asarray(start, jnp.int32) for start in starts]
+
+    @property
+    def sizes(self) -> list[Any]:
+        """The window's size in each dimension. That of an index is None."""
+        return [each.size if isinstance(each, pl.Slice) else None for each in self.window]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(n or 1 for n in self.sizes) * jnp.dtype(self.source.dtype).itemsize
+
+    @property
+    def target_type(self) -> Any:
+        """Type of the target in inlined code."""
+        if self.contiguous:
+            return REF
+        if self.tiled:
+            return plgpu.RefType(transforms=TILED)
+        swizzle = (plgpu.SwizzleTransform(self.swizzle),) if self.swizzle else ()
+        return plgpu.RefType(transforms=swizzle)
+
+    def interpret(self, barrier: Any) -> None:
+        """Runs the copy in the interpreter, signalled on one of Pallas' barriers."""
+        source = self.source.at[self.window]
+        plgpu.copy_gmem_to_smem(source, self.target, barrier, collective_axes=self.multicast)
+
+    def issue(
+        self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
+        leader: Any,
+    ) -> None:  # fmt: skip
+        """Starts the copy in inlined code. Its bytes have been announced to the barrier.
+
+        Args:
+          leader: predicate of the thread that issues it.
+        """
+        if self.contiguous:
+            self._issue_contiguous(source, starts, target, barrier, leader)
+            return
+        indices = [arith.index_cast(ir.IndexType.get(), value_of(start)) for start in starts]
+        window = [
+            index if size is None else mgpu.ds(index, size)
+            for index, size in zip(indices, self.sizes, strict=True)
+        ]
+        of_bytes = self.tiled and self.source.dtype == jnp.uint8
+        context.async_copy(
+            src_ref=source,
+            dst_ref=_bytes_of(target, [n for n in self.sizes if n]) if of_bytes else target,
+            gmem_slice=tuple(window),
+            gmem_transform=(mgpu.TileTransform(TILING),) if self.tiled and not of_bytes else (),
+            barrier=barrier,
+            swizzle=self.swizzle,
+            arrive=False,
+            collective=None if self.multicast is None else (gpu.Dimension.x,),
+            predicate=leader,
+        )
+
+    def _issue_contiguous(
+        self, source: Any, starts: Sequence[Any], target: Any, barrier: Any, leader: Any
+    ) -> None:
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        itemsize = jnp.dtype(self.source.dtype).itemsize
+        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
+        for start, stride in zip(starts, strides, strict=True):
+            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
+            offset = arith.muli(arith.extui(i64(), value_of(start)), step)
+            address = arith.addi(address, offset)
+        text = (
+            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            f" [$0], [$1], {self.bytes}, [$2];"
+        )
+        mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
+        operands = shared_address(target), address, mbarrier, leader
+        asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
+
+
+def _bytes_of(tiles: Any, shape: Sequence[int]) -> Any:
+    """Returns tiles in shared memory, 64 bfloat16 wide, as bytes of shape [rows, 128]."""
+    memory_space = ir.MemRefType(tiles.type).memory_space
+    kind = ir.MemRefType.get(shape, ir.IntegerType.get_signless(8), memory_space=memory_space)
+    return mgpu.utils.ptr_as_memref(mgpu.utils.memref_ptr(tiles), kind)
+
+
+# Lane $1 arrives at barrier $3 of CTA $1, if there are more than that. $0 is the address of all
 # barriers. The index is added last, so that all arrivals share one mapped address. There is no
 # ``.release.cluster``, for which ptxas adds a fence of global memory: only reads precede the
 # arrival, and their results have been used.
@@ -67,7 +186,7 @@ class Barriers:
         """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies.
 
         Args:
-          axis: cluster axis whose programs all arrive at each other's barriers, if any.
+          axis: cluster axis whose CTAs all arrive at each other's barriers, if any.
         """
         if interpret is not None and axis is not None:
             return plgpu.ClusterBarrier(
@@ -127,8 +246,8 @@ class Barriers:
 
         @inline(REF, SCALAR, SCALAR)
         def wait(words: Any, barrier: Any, use: Any) -> None:
-            odd = arith.trunci(ir.IntegerType.get_signless(1), word(use))
-            _barrier(words, word(barrier)).wait_parity(odd)
+            odd = arith.trunci(ir.IntegerType.get_signless(1), value_of(use))
+            _barrier(words, value_of(barrier)).wait_parity(odd)
 
         wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
 
@@ -136,7 +255,7 @@ class Barriers:
         """Arrives at barrier i once per warp, when all lanes of the warp have come here.
 
         Args:
-          programs: number of programs in the cluster if it arrives at the barriers of all, or 1.
+          programs: number of CTAs in the cluster if it arrives at the barriers of all, or 1.
         """
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
@@ -147,16 +266,16 @@ class Barriers:
             instruction("bar.warp.sync 0xffffffff;")
             if programs > 1:
                 lane = warp_and_lane()[1]
-                operands = shared_address(words), lane, const(programs), word(barrier)
+                operands = shared_address(words), lane, const(programs), value_of(barrier)
                 instruction(_ARRIVE_AT_ALL, *operands)
                 return
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
-            _barrier(words, word(barrier)).arrive(predicate=lane)
+            _barrier(words, value_of(barrier)).arrive(predicate=lane)
 
         arrive(self.memory, self._index(i))
 
     def wait_for_arrivals(self, first: Any, stages: int, fills: Any) -> None:
-        """Waits for all releases of a ring's stages. A program may exit only then.
+        """Waits for all releases of a ring's stages. A CTA may exit only then.
 
         Args:
           first: index of the barrier at which stage 0 is released, before those of other stages.
@@ -196,7 +315,7 @@ class Barriers:
         )
 
         def start(context: Any, words: Any, i: Any, sources: Any, targets: Any, starts: Any):
-            barrier, leader = _barrier(words, word(i)), mgpu.single_thread_predicate(scope)
+            barrier, leader = _barrier(words, value_of(i)), mgpu.single_thread_predicate(scope)
             barrier.arrive_expect_tx(bytes_, predicate=leader)
             for copy, source, target, first in zip(copies, sources, targets, starts, strict=True):
                 copy.issue(context, source, first, target, barrier, leader)
@@ -222,3 +341,43 @@ def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
     """
     phases: Any = None
     return mgpu.BarrierRef(mgpu.utils.memref_ptr(words), i, phases, 1)
+
+
+# Bytes at $0 go to the same address of the other CTA. Its barrier at the address $1 gets an
+# arrival that announces them, so the other CTA need not know of the copy beforehand. One
+# lane ($2) issues both.
+_SEND = """{
+    .reg .b32 program, target, barrier;
+    mov.u32 program, %cluster_ctarank;
+    xor.b32 program, program, 1;
+    mapa.shared::cluster.u32 target, $0, program;
+    mapa.shared::cluster.u32 barrier, $1, program;
+    @$2 mbarrier.arrive.expect_tx.shared::cluster.b64 _, [barrier], BYTES;
+    @$2 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
+        [target], [$0], BYTES, [barrier];
+}"""
+
+
+def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Any) -> None:
+    """Sends a warp's quarter of a buffer, signalled on barrier ``i`` of the other CTA.
+
+    The quarter of the calling warp must be published (:func:`warpgroup.publish`) by all its lanes,
+    which have met since. The copies of four warps are ``WARPS`` arrivals. The buffer may be written
+    again when the other CTA has waited for the barrier. Not for the interpreter, in which a
+    CTA has no access to another's memory.
+
+    Args:
+      tiles: bfloat16 tiles, contiguous in shared memory, at the same address in both CTAs.
+      quarter_bytes: a multiple of 16.
+    """
+
+    @inline(TILES, REF, SCALAR)
+    def send(tiles: Any, words: Any, barrier: Any) -> None:
+        warp = arith.remui(mgpu.utils.warp_idx(), const(WARPS))
+        source = arith.addi(shared_address(tiles), arith.muli(warp, const(quarter_bytes)))
+        barrier = arith.addi(shared_address(words), arith.shli(value_of(barrier), const(3)))
+        leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
+        text = _SEND.replace("BYTES", str(quarter_bytes))
+        asm(text, "r,r,b,~{memory}", source, barrier, leader, effects=True)
+
+    send(tiles, barriers.memory, jnp.asarray(i, jnp.int32))

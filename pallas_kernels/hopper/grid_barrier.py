@@ -1,15 +1,15 @@
-"""A barrier across all programs of a grid, for kernels whose phases depend on each other.
+"""A barrier across all CTAs of a grid, for kernels whose phases depend on each other.
 
-The programs wait for each other, so all must run at once. A grid of at most one program per
+The CTAs wait for each other, so all must run at once. A grid of at most one CTA per
 multiprocessor does, whatever ran before it: earlier kernels end, and free their multiprocessors.
 Two kernels that wait like this must not run at the same time, because each might have some of the
 multiprocessors that the other needs. Kernels that share a counter cannot: XLA orders them by it.
 
-The counter is one word of global memory. In each use of the barrier, the programs add 2**31 in
-all, which flips its top bit; a program waits until that bit differs from what it saw when it
+The counter is one word of global memory. In each use of the barrier, the CTAs add 2**31 in
+all, which flips its top bit; a CTA waits until that bit differs from what it saw when it
 arrived. Sums wrap around, so that the counter is never reset: not between uses, not between
 launches, and not after 2**32 arrivals. A wait is bounded. At its end the kernel prints a message
-and traps, so that a missing program is an error rather than a hang.
+and traps, so that a missing CTA is an error rather than a hang.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 from jaxtyping import Array, Int32
 
-from pallas_kernels.hopper.device import multiprocessors
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -37,8 +36,9 @@ from pallas_kernels.hopper.ir import (
     inline,
     instruction,
     scalar,
-    word,
+    value_of,
 )
+from pallas_kernels.hopper.launch import multiprocessors
 
 FLIP = 1 << 31
 """Sum of all arrivals of one use of the barrier."""
@@ -47,9 +47,9 @@ MOST_POLLS = 1 << 22
 """Polls of the counter until a wait ends with a trap. A poll takes about 0.4 microseconds, so that
 this is more than a second, and no phase of a kernel takes a thousandth of that."""
 
-_BARRIER = 12  # hardware barrier of the programs' warpgroups; see warpgroup for those in use
+_BARRIER = 12  # hardware barrier of the CTAs' warpgroups; see warpgroup for those in use
 
-# The leader ($3) adds $2 to the counter. Who sees that also sees what its program wrote before.
+# The leader ($3) adds $2 to the counter. Who sees that also sees what its CTA wrote before.
 _ARRIVE = """{
     .reg .pred there;
     mov.u32 $0, 0;
@@ -82,7 +82,7 @@ _WAIT = """{
 
 
 def arrival(program: int, programs: int) -> int:
-    """Returns what a program adds to the counter, as an int32. Program 0 adds the rest to FLIP."""
+    """Returns what a CTA adds to the counter, as an int32. CTA 0 adds the rest to FLIP."""
     return int(np.uint32(FLIP - (programs - 1) if program == 0 else 1).astype(np.int32))
 
 
@@ -92,13 +92,13 @@ def new_counter() -> Int32[Array, 1]:
 
 
 def check_programs(programs: int, interpret: Any = None) -> None:
-    """Raises unless all programs of a grid are sure to run at the same time.
+    """Raises unless all CTAs of a grid are sure to run at the same time.
 
     Args:
       interpret: parameters of the interpreter, which runs any number of them, or None.
 
     Raises:
-      NotImplementedError: there are more programs than multiprocessors.
+      NotImplementedError: there are more CTAs than multiprocessors.
     """
     if interpret is None and programs > (available := multiprocessors()):
         raise NotImplementedError(
@@ -109,7 +109,7 @@ def check_programs(programs: int, interpret: Any = None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GridBarrier:
-    """A barrier across the programs of a grid of one dimension, whose name is ``axis``."""
+    """A barrier across the CTAs of a grid of one dimension, whose name is ``axis``."""
 
     memory: Any
     """Reference to a counter in global memory, or in the interpreter to a cluster barrier."""
@@ -117,7 +117,7 @@ class GridBarrier:
     programs: int
 
     warpgroups: int
-    """Consecutive warpgroups of each program that take part."""
+    """Consecutive warpgroups of each CTA that take part."""
 
     axis: str = "program"
 
@@ -132,7 +132,7 @@ class GridBarrier:
     def launch(programs: int, interpret: Any, axis: str = "program") -> dict[str, Any]:
         """Returns the arguments of ``plgpu.kernel`` for the grid.
 
-        The interpreter runs only the programs of one cluster at the same time, so there the grid is
+        The interpreter runs only the CTAs of one cluster at the same time, so there the grid is
         a cluster.
 
         Raises:
@@ -152,7 +152,7 @@ class GridBarrier:
         return [plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=warpgroups)]
 
     def sync(self) -> None:
-        """Waits until all threads that take part have come here, in all programs.
+        """Waits until all threads that take part have come here, in all CTAs.
 
         They then see what any of them wrote to global memory before. Data read before the barrier
         must be read again by ordinary loads, not by ``ld.global.nc``.
@@ -160,7 +160,7 @@ class GridBarrier:
         self.wait(self.arrive())
 
     def arrive(self) -> Any:
-        """Announces this program to the others, when all threads that take part have come here.
+        """Announces this CTA to the others, when all threads that take part have come here.
 
         Returns:
           A token for :meth:`wait`.
@@ -177,21 +177,21 @@ class GridBarrier:
         @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
         def arrive(counter: Any, amount: Any) -> Any:
             self._meet()
-            operands = self._address(counter), word(amount), self._is_leader()
+            operands = self._address(counter), value_of(amount), self._is_leader()
             constraints = "=&r,l,r,r,~{memory}"
             return scalar(asm(_ARRIVE, constraints, *operands, result=i32(), effects=True))
 
         return arrive(self.memory, amount)
 
     def wait(self, token: Any) -> None:
-        """Waits for the programs' arrivals. Threads then see what was written before these."""
+        """Waits for the CTAs' arrivals. Threads then see what was written before these."""
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory)
             return
 
         @inline(REF, SCALAR)
         def wait(counter: Any, token: Any) -> None:
-            operands = self._address(counter), word(token), self._is_leader()
+            operands = self._address(counter), value_of(token), self._is_leader()
             operands = *operands, const(self.most_polls)
             constraints = "=&r,l,r,r,r,~{memory}"
             self._trap_if(asm(_WAIT, constraints, *operands, result=i32(), effects=True))

@@ -50,7 +50,7 @@ def const(number: int) -> Any:
     return arith.constant(i32(), ir.IntegerAttr.get(i32(), number))
 
 
-def word(scalar: Any) -> Any:
+def value_of(scalar: Any) -> Any:
     """Returns the register of a scalar."""
     return scalar.registers.flat[0]
 

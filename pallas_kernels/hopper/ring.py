@@ -19,10 +19,8 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.warpgroup import WARPS
+from pallas_kernels.hopper.barriers import Barriers, TmaCopy
+from pallas_kernels.hopper.warpgroup import WARPS, when
 
 
 class PipelineState(NamedTuple):

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
-from pallas_kernels.hopper.branch import cond
 from pallas_kernels.hopper.tiles import ROWS
+from pallas_kernels.hopper.warpgroup import cond
 
 BLOCK = 64
 """Cached tokens per key block. It equals the page size that the kernels take."""

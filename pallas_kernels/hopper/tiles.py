@@ -2,17 +2,37 @@
 
 wgmma reads tiles of eight rows by 128 bytes, swizzled. TMA copies tiles too, but only at multiples
 of eight rows. A tile that is one swizzle atom wide has the same bytes as an untiled array of such
-rows, so :func:`two_views` gives a buffer both views.
+rows, so :func:`two_views` gives a buffer both views. Numbers that are not contiguous in global
+memory are loaded to registers in the layout of a tile's rows.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    const,
+    i32,
+    inline,
+    item,
+    scalar,
+    value_of,
+    wgmma_row,
+)
 
 ROWS = 64
 """The M of a wgmma instruction."""
@@ -63,3 +83,74 @@ def spread_rows(vector: jax.Array, columns: int) -> jax.Array:
 def spread_columns(vector: jax.Array, rows: int) -> jax.Array:
     """Broadcasts a vector [columns] to [rows, columns]."""
     return lax.broadcast_in_dim(vector, (rows, *vector.shape), [1])
+
+
+# jax 0.10 requires an index here, jax 0.12 does not accept one.
+_ALL_OF_IT: dict[str, Any] = (
+    {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
+)
+
+
+def load_column(
+    numbers: Any, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
+) -> jax.Array:
+    """Loads 64 numbers of one column, from row ``first`` on, in the ROW layout.
+
+    The numbers are not contiguous, so TMA could copy them only from a transposed array, which takes
+    another kernel before each matmul. Loading them directly takes two loads per thread and K step,
+    which overlap with wgmma. A whole warpgroup calls this.
+
+    Args:
+      numbers: float32 [rows, columns] in global memory.
+      rows: number of rows. Past the end, the last row's number is returned.
+    """
+    column = jnp.asarray(column, jnp.int32)
+    if not on_gpu:
+        available = min(rows, ROWS)
+        start = jnp.minimum(first, rows - available)
+        return numbers[pl.ds(start, available), column][
+            jnp.minimum(first - start + jnp.arange(ROWS), available - 1)
+        ]
+
+    result = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
+
+    @inline(REF, SCALAR, SCALAR, returns=result)
+    def load(numbers: Any, first: Any, column: Any) -> Any:
+        f32 = ir.F32Type.get()
+        columns = ir.MemRefType(numbers.type).shape[1]
+        row, start = wgmma_row(), mgpu.utils.memref_ptr(numbers)
+        registers = []
+        for half in range(2):
+            r = arith.addi(arith.addi(value_of(first), row), const(8 * half))
+            r = arith.minui(r, const(rows - 1))
+            index = arith.addi(arith.muli(r, const(columns)), value_of(column))
+            value = llvm.load(f32, mgpu.utils.getelementptr(start, [index], f32))
+            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), value))
+        return array(registers, (ROWS,), ROW)
+
+    return load(numbers, first, column)
+
+
+def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Array:
+    """Returns ``number`` when ``sums`` have been computed, float32 in the layout of an accumulator.
+
+    An arrival at a barrier does not wait for loads whose results have not been used yet. If its
+    index depends on sums of what was loaded, a copy that waits for the barrier cannot overwrite it
+    first. One of two neighbouring sums is waited for, which depends on the same loads as the other.
+
+    Args:
+      zero: 0, which the compiler does not know.
+    """
+
+    @inline(SCALAR, SCALAR, WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def add_nothing(number: Any, zero: Any, sums: Any) -> Any:
+        words = [arith.bitcast(i32(), item(each, 0)) for each in sums.registers.flat]
+        nothing = arith.andi(functools.reduce(arith.ori, words), value_of(zero))
+        return scalar(arith.addi(value_of(number), nothing))
+
+    return add_nothing(number, zero, sums)
+
+
+def load_with_layout(ref: Any, layout: Any) -> jax.Array:
+    """Loads all of a reference to memory in a layout, in any version of JAX."""
+    return plgpu.load(ref, layout=layout, **_ALL_OF_IT)

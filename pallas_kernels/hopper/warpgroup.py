@@ -1,17 +1,44 @@
-"""Synchronisation of threads, and what depends on a thread's warp."""
+"""Branches, synchronisation of threads, and what depends on a thread's warp.
+
+``pl.when`` and ``lax.cond`` convert the condition from a bit to an integer. For such a conversion
+Mosaic GPU starts a process that asks ptxas for its version. That takes 15 milliseconds, and a step
+of the serving engine has up to 200. In :func:`when` and :func:`cond` the integer is selected
+instead, and the machine code is the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.hopper.ir import SCALAR, asm, const, i32, inline, instruction
+
+
+def when(condition: jax.Array | bool) -> Callable[[Callable[[], None]], None]:
+    """Runs the decorated function if the condition holds, as ``pl.when`` does."""
+
+    def run(function: Callable[[], None]) -> None:
+        if not isinstance(condition, bool):
+            lax.switch(jnp.where(condition, 1, 0), [lambda: None, function])
+        elif condition:
+            function()
+
+    return run
+
+
+def cond(
+    condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *operands: Any
+) -> Any:
+    """Returns the result of one of two functions of the operands, as ``lax.cond`` does."""
+    return lax.switch(jnp.where(condition, 1, 0), [if_false, if_true], *operands)
+
 
 WARPS = 4
 """Warps per warpgroup."""
@@ -58,7 +85,7 @@ def any_thread(flag: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.ne, voted, const(0))
 
 
-def meet(interpret: Any = None) -> None:
+def sync_warpgroup(interpret: Any = None) -> None:
     """Synchronises the threads of a warpgroup, without a fence for the asynchronous proxy.
 
     So wgmma and TMA may not see yet what the threads have written to shared memory.
@@ -69,7 +96,7 @@ def meet(interpret: Any = None) -> None:
     inline()(mgpu.utils.warpgroup_barrier)()
 
 
-def publish(interpret: Any = None) -> None:
+def fence_async_proxy(interpret: Any = None) -> None:
     """Makes this thread's shared memory writes visible to the tensor cores and to TMA.
 
     This is ``commit_smem`` without its barrier across the warpgroup.
@@ -85,8 +112,8 @@ def publish(interpret: Any = None) -> None:
     fence()
 
 
-def sync_program(barriers: Sequence[Any], interpret: Any) -> None:
-    """Synchronises all threads of a program, and makes their memory writes visible to each other.
+def sync_cta(barriers: Sequence[Any], interpret: Any) -> None:
+    """Synchronises all threads of a CTA, and makes their memory writes visible to each other.
 
     The interpreter does not have this instruction and uses the first of ``barriers`` instead.
     """
@@ -98,7 +125,7 @@ def sync_program(barriers: Sequence[Any], interpret: Any) -> None:
 
 
 def sync_cluster(barriers: Sequence[Any], interpret: Any) -> None:
-    """Does :func:`sync_program` for a cluster. The interpreter uses the last of ``barriers``."""
+    """Does :func:`sync_cta` for a cluster. The interpreter uses the last of ``barriers``."""
     if interpret is not None:
         plgpu.barrier_arrive(barriers[-1])
         plgpu.barrier_wait(barriers[-1])

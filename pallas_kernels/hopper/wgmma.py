@@ -32,7 +32,7 @@ from pallas_kernels.hopper.ir import (
     item,
     scalar,
     shared_address,
-    word,
+    value_of,
 )
 from pallas_kernels.hopper.tiles import ROWS, WGMMA
 
@@ -55,7 +55,7 @@ def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
 
     @inline(_UNTILED, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def base(ref: Any, offset: Any) -> Any:
-        address = arith.shrui(arith.addi(shared_address(ref), word(offset)), const(4))
+        address = arith.shrui(arith.addi(shared_address(ref), value_of(offset)), const(4))
         # The maximum over a warp is in a uniform register.
         text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
         return scalar(asm(text, "=r,r", address, result=i32(), effects=True))
@@ -107,7 +107,7 @@ def start_product(
 def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) -> jax.Array:
     """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands, with A in registers.
 
-    A must stay in its registers until the product is complete: see :func:`keep.keep`.
+    A must stay in its registers until the product is complete: see :func:`keep_live`.
 
     Returns:
       float32 [64, columns], as :func:`start_product` does.
@@ -215,7 +215,7 @@ def _descriptor(base: Any, panel: int = 0) -> Any:
     """
     bits = (_LAYOUT << 32) | (panel >> 4 << 16)
     layout = arith.constant(i64(), ir.IntegerAttr.get(i64(), bits))
-    return arith.ori(arith.extui(i64(), word(base)), layout)
+    return arith.ori(arith.extui(i64(), value_of(base)), layout)
 
 
 def _product_type(columns: int) -> Any:
@@ -234,3 +234,29 @@ def _product(struct: Any, columns: int) -> Any:
     numbers = [llvm.extractvalue(ir.F32Type.get(), struct, [i]) for i in range(columns // 2)]
     pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
     return array(pairs, (ROWS, columns), WGMMA)
+
+
+def keep_live(*operands: jax.Array) -> None:
+    """Keeps the operands in their registers up to this point.
+
+    It adds stores that are never executed, but that ptxas cannot prove dead. The registers are used
+    in groups of four, as wgmma uses them.
+    """
+
+    @inline(*(plgpu.Layout.WGMMA for _ in operands))
+    def use(*operands):
+        words = [llvm.bitcast(i32(), r) for a in operands for r in a.registers.flat]
+        fours = range(0, len(words), 4)
+        stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
+        text = [
+            "{ .reg .b32 z; .reg .pred p; .reg .b64 a;",
+            "mov.u32 z, %nctaid.z;",  # the grid has one block along z, so the branch is taken
+            "setp.ne.u32 p, z, 77;",
+            "@p bra.uni HELD;",
+            "mov.b64 a, 0;",
+            *stores,
+            "HELD: }",
+        ]
+        asm("\n".join(text), ",".join(["r"] * len(words)), *words, effects=True)
+
+    use(*operands)

@@ -41,7 +41,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
@@ -55,7 +54,14 @@ from pallas_kernels.hopper.online_softmax import (
 )
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule
 from pallas_kernels.hopper.tiles import ACC, ROW, WGMMA, row_vector
-from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
+from pallas_kernels.hopper.warpgroup import (
+    WARPS,
+    cond,
+    fence_async_proxy,
+    first_warp,
+    sync_warpgroup,
+    when,
+)
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.row_tiles import (
     HALF,
@@ -363,9 +369,9 @@ class ScoreWarpgroup:
         memory.factors[slot] = jnp.exp2(before - running)
         signals.blocks.arrive(max_ready(slot))
         p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(running, (TILE, BLOCK), [0]))
-        meet(interpret)  # the matmuls of all four warps have read the rope keys
+        sync_warpgroup(interpret)  # the matmuls of all four warps have read the rope keys
         memory.rope[slot] = p.astype(jnp.bfloat16)
-        publish(interpret)  # every warp arrives below, so no barrier is needed here
+        fence_async_proxy(interpret)  # every warp arrives below, so no barrier is needed here
         signals.blocks.arrive(p_ready(slot))
         return p, running
 
@@ -462,7 +468,7 @@ class ValueWarpgroup:
         return acc
 
     def release(self, slot: Any, half: int) -> None:
-        meet(self.cta.plan.interpret)  # one thread arrives for all warps
+        sync_warpgroup(self.cta.plan.interpret)  # one thread arrives for all warps
         plgpu.barrier_arrive(self.cta.signals.kv_free.at[slot * 2 + half])
 
     def store(self, i: Any, b: Any, slot: Any, acc: Any) -> None:

@@ -43,7 +43,6 @@ from jaxlib.mlir.dialects import arith, llvm, math
 from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import cond, when
 from pallas_kernels.hopper.ir import (
     array,
     asm,
@@ -60,7 +59,7 @@ from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns, tiles_of
-from pallas_kernels.hopper.warpgroup import WARPS, meet, publish
+from pallas_kernels.hopper.warpgroup import WARPS, cond, fence_async_proxy, sync_warpgroup, when
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 from pallas_kernels.mla_decode.row_tiles import clear_tokens
 from pallas_kernels.mla_decode.transposed import (
@@ -467,8 +466,8 @@ class Consumer:
                 if columns.latents:
                     values = rings.stage_ref(self.index, stage)
                     clear_tokens(values, pl.ds(0, columns.latents), tokens, interpret=interpret)
-            publish(interpret)
-            meet(interpret)
+            fence_async_proxy(interpret)
+            sync_warpgroup(interpret)
 
     def values(self, stages: Stages, releases: Any) -> list[Values]:
         """Returns the values of a block, whose stages are released if ``releases``."""
@@ -511,7 +510,7 @@ class Handover:
     def give(self, wg: Any, block: Stages, state: State) -> None:
         """Stores a consumer's results in the stages of its last block."""
         acc, maximum, total = state
-        meet(self.interpret)  # the matmuls of all four warps have read the block
+        sync_warpgroup(self.interpret)  # the matmuls of all four warps have read the block
         if self.memory is None:
             write_handover(self._refs(wg, block), acc, maximum, total)
         else:
@@ -542,7 +541,7 @@ class Handover:
             other_acc = self.memory[pl.ds(0, LATENT)]
             other_acc = other_acc * spread_columns(other_factor, LATENT)
             acc = acc * spread_columns(factor, LATENT) + other_acc
-        publish(self.interpret)
+        fence_async_proxy(self.interpret)
         for stage, _ in block:
             self.rings.barriers.arrive(self.rings.of(other).free(stage))
         return acc, new_maximum, total * factor + other_total * other_factor

@@ -40,13 +40,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int, UInt8
 
-from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import cond, when
+from pallas_kernels.hopper.barriers import Barriers, send_quarter
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.online_softmax import merge_sums, reciprocal, scale_rows
-from pallas_kernels.hopper.peer import send_quarter
 from pallas_kernels.hopper.split_kv import (
     BLOCK,
     NO_BLOCK,
@@ -57,7 +55,14 @@ from pallas_kernels.hopper.split_kv import (
     Schedule,
 )
 from pallas_kernels.hopper.tiles import ROW, WGMMA, row_vector
-from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
+from pallas_kernels.hopper.warpgroup import (
+    WARPS,
+    cond,
+    fence_async_proxy,
+    first_warp,
+    sync_warpgroup,
+    when,
+)
 from pallas_kernels.mla_decode import float8_registers
 from pallas_kernels.mla_decode.float8_cache import ROPE, ROPE_AT
 from pallas_kernels.mla_decode.row_tiles import (
@@ -151,7 +156,7 @@ class SingleSignals:
 
     def arrive_once(self, i: Any) -> None:
         """Arrives at barrier i of ``blocks`` once, after all threads have come here."""
-        meet(self.interpret)
+        sync_warpgroup(self.interpret)
         self.blocks.arrive(i)
 
 
@@ -420,7 +425,7 @@ class SingleProducer:
             float8_registers.store_half(memory.values.at[slot, half], words, scales, tokens)
             if half:
                 float8_registers.wait_rope_copies()
-            publish()
+            fence_async_proxy()
             signals.arrive_once(signals.kv_full(slot, half))
             registers[of_half] = float8_registers.fetch_half(pages.at[next_page], half)
         float8_registers.prefetch_rope(pages.at[next_page])
@@ -509,7 +514,7 @@ class PairProducer:
         target = memory.values.at[slot, self.rank]
         words, scales = registers
         float8_registers.store_half(target, words, scales, tokens)
-        publish()
+        fence_async_proxy()
         full = signals.kv_full(slot, self.rank)
         signals.blocks.arrive(full)
         send_quarter(target, BLOCK * HALF * 2 // WARPS, signals.blocks, full)
@@ -526,7 +531,7 @@ class PairProducer:
         latent, memory.rope[slot] = float8_registers.unpacked_page(self.cta.pages[page], tokens)
         for half in range(2):
             memory.values[slot, half] = latent[:, half * HALF : (half + 1) * HALF]
-        publish(self.cta.plan.interpret)
+        fence_async_proxy(self.cta.plan.interpret)
         for part in range(3):
             signals.blocks.arrive(signals.kv_full(slot, part))
 

@@ -36,8 +36,8 @@ from pallas_kernels.hopper.ir import (
     item,
     scalar,
     shared_address,
+    value_of,
     warp_and_lane,
-    word,
 )
 from pallas_kernels.hopper.split_kv import BLOCK
 from pallas_kernels.hopper.tiles import TILES, WGMMA
@@ -80,7 +80,11 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def times_half(address: Any, bytes_: int, half: tuple[Any, ...]) -> Any:
         """Adds ``half * bytes_`` to an address. A constant half is added in the instructions."""
-        return _offset_pointer(address, arith.muli(word(*half), const(bytes_))) if half else address
+        return (
+            _offset_pointer(address, arith.muli(value_of(*half), const(bytes_)))
+            if half
+            else address
+        )
 
     @inline(REF, *[SCALAR for _ in scalars], returns=(_words(_PAIRS), scale_words))
     def fetch(page: Any, *half: Any):
@@ -266,7 +270,7 @@ def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
         selp.f32 s, s, 0f00000000, p;
         cvt.rn.bf16x2.f32 $0, s, s;
     }"""
-    return asm(text, "=r,r,r,r", scale, token, word(tokens), result=i32())
+    return asm(text, "=r,r,r,r", scale, token, value_of(tokens), result=i32())
 
 
 def unpack_pair(word: Any, factor: Any, pair: int) -> Any:
@@ -416,7 +420,7 @@ def when_loaded(words: jax.Array, zero: jax.Array, number: jax.Array) -> jax.Arr
     @inline(WGMMA, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def add_nothing(words: Any, zero: Any, number: Any) -> Any:
         all_words = functools.reduce(arith.ori, words_of(words))
-        return scalar(arith.addi(word(number), arith.andi(all_words, word(zero))))
+        return scalar(arith.addi(value_of(number), arith.andi(all_words, value_of(zero))))
 
     return add_nothing(words, zero, number)
 
@@ -488,7 +492,7 @@ def _token_address(ring: Any, stage: Any, column_bytes: int = 32) -> Any:
     """Returns the address of the thread's first token, at ``column_bytes`` times ``lane % 4``."""
     _, lane = warp_and_lane()
     row, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-    address = arith.addi(shared_address(ring), arith.muli(word(stage), const(QUARTER_BYTES)))
+    address = arith.addi(shared_address(ring), arith.muli(value_of(stage), const(QUARTER_BYTES)))
     address = arith.addi(address, arith.muli(row, const(TOKEN_BYTES)))
     return arith.addi(address, arith.muli(quarter, const(column_bytes)))
 

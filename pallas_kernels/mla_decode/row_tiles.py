@@ -20,12 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.ir import SCALAR, asm, const, inline, shared_address, word
+from pallas_kernels.hopper.ir import SCALAR, asm, const, inline, shared_address, value_of
 from pallas_kernels.hopper.online_softmax import log_sum_exp, raised_maximum, scale_rows
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, TILES, WGMMA, tiles_of
-from pallas_kernels.hopper.warpgroup import meet, publish
+from pallas_kernels.hopper.warpgroup import fence_async_proxy, sync_warpgroup, when
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 
 TILE = ROWS
@@ -234,8 +233,8 @@ def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any 
     def clear(ref: Any, first_column: Any, token: Any) -> None:
         base = shared_address(ref)
         # A tile of eight tokens by 64 columns takes 1,024 bytes, so a column takes 16.
-        base = arith.addi(base, arith.shli(word(first_column), const(4)))
-        asm("\n".join(text), "r,r,~{memory}", base, word(token), effects=True)
+        base = arith.addi(base, arith.shli(value_of(first_column), const(4)))
+        asm("\n".join(text), "r,r,~{memory}", base, value_of(token), effects=True)
 
     clear(values, jnp.asarray(columns.start, jnp.int32), token)
 
@@ -355,9 +354,9 @@ class Consumer:
         self.memory.factors[self.index] = alpha
         self.signals.max_ready()
         p = jnp.exp2(exponents(running))
-        meet(self.interpret)  # the matmuls of all four warps have read the rope keys
+        sync_warpgroup(self.interpret)  # the matmuls of all four warps have read the rope keys
         self.memory.rope[self.index] = p.astype(jnp.bfloat16)
-        publish(self.interpret)
+        fence_async_proxy(self.interpret)
         self.signals.p_ready()
         return p, running, alpha
 

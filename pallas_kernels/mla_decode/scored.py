@@ -42,17 +42,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int, UInt8
 
-from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import cond, when
-from pallas_kernels.hopper.copies import TmaCopy
-from pallas_kernels.hopper.keep import keep
+from pallas_kernels.hopper.barriers import Barriers, TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, WGMMA, spread_columns, tiles_of
-from pallas_kernels.hopper.warpgroup import WARPS
+from pallas_kernels.hopper.warpgroup import WARPS, cond, when
+from pallas_kernels.hopper.wgmma import keep_live
 from pallas_kernels.mla_decode import float8_registers as registers
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.float8_registers import QUARTER_BYTES, WARP_TOKENS
@@ -504,7 +502,7 @@ class Scorer:
                 plgpu.wgmma(acc, operand, q.T)
                 plgpu.wgmma_wait(1)
                 if previous is None:
-                    keep(rope)
+                    keep_live(rope)
                 else:
                     registers.store_values(slot, previous, unit - 1)
                 previous = operand

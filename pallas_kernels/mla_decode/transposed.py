@@ -27,7 +27,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -46,7 +45,14 @@ from pallas_kernels.hopper.math import LOG2E
 from pallas_kernels.hopper.online_softmax import SLACK, log_sum_exp, raised_maximum, reciprocal
 from pallas_kernels.hopper.split_kv import BLOCK, Partition
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns
-from pallas_kernels.hopper.warpgroup import WARPS, any_thread, meet, publish, warp_is
+from pallas_kernels.hopper.warpgroup import (
+    WARPS,
+    any_thread,
+    fence_async_proxy,
+    sync_warpgroup,
+    warp_is,
+    when,
+)
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE
 
 TILE_BYTES = 8 * 128
@@ -189,7 +195,7 @@ class Softmax:
         p = jnp.exp2(s - spread_columns(maximum, BLOCK))
         gpu = self.interpret is None
         put_transposed(target, p.astype(jnp.bfloat16), gpu=gpu)
-        publish(self.interpret)
+        fence_async_proxy(self.interpret)
         return p
 
     def exceeds_slack(self, p: jax.Array) -> jax.Array:
@@ -209,7 +215,7 @@ class Softmax:
         highest = reduce_threads(highest, "max", scratch, gpu=gpu)
         raised = raised_maximum(highest, maximum)
         p = self.store_p(target, s, raised)
-        meet(self.interpret)
+        sync_warpgroup(self.interpret)
         return raised, self.thread_sums(p)
 
 

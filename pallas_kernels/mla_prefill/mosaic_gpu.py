@@ -37,11 +37,11 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import with_gradient_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, word
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, value_of
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
+from pallas_kernels.hopper.warpgroup import when
 from pallas_kernels.mla_prefill import reference
 
 CONSUMERS = 2  # warpgroups
@@ -581,7 +581,7 @@ def _claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:
                 const(1),
                 llvm.AtomicOrdering.monotonic,
             )
-            index = arith.index_cast(ir.IndexType.get(), word(slot))
+            index = arith.index_cast(ir.IndexType.get(), value_of(slot))
             memref.store(arith.addi(before, const(first)), tiles, [index])
 
     by_one_thread(counter, tiles, jnp.asarray(slot, jnp.int32))
@@ -596,7 +596,7 @@ def _uniform(x: jax.Array) -> jax.Array:
     @inline(SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def first_lane(x: Any) -> Any:
         text = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
-        return scalar(asm(text, "=r,r", word(x), result=i32(), effects=True))
+        return scalar(asm(text, "=r,r", value_of(x), result=i32(), effects=True))
 
     return first_lane(x)
 

@@ -31,10 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float32, Int
 
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
-from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.warpgroup import meet, sync_cluster, sync_program
-from pallas_kernels.route.lanes import (
+from pallas_kernels.hopper.lanes import (
     LANES,
     WARPS,
     add_if,
@@ -53,6 +50,9 @@ from pallas_kernels.route.lanes import (
     store_rows,
     thread_index,
 )
+from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.lowered_once import lowered_once
+from pallas_kernels.hopper.warpgroup import sync_cluster, sync_cta, sync_warpgroup
 from pallas_kernels.route.reference import Routes, Rule
 
 ONE_KERNEL_TOKENS = 128
@@ -345,7 +345,7 @@ class _Cta:
         for i in range(0, size, WARPS * LANES):
             first = self.wg * size + i + self.warp * LANES
             self._store_rows(self.refs["members"], first, filled(0), LANES, self.always)
-        meet(self.interpret)
+        sync_warpgroup(self.interpret)
 
     def choose(self, step: Any) -> jax.Array:
         """Chooses a token's experts, and sets its bits. Returns the columns of its pairs."""
@@ -421,7 +421,7 @@ class _Cta:
 
     def count(self) -> None:
         """Stores the number of the CTA's tokens in each column."""
-        sync_program(self.barriers, self.interpret)
+        sync_cta(self.barriers, self.interpret)
         for number in range(self.plan.rounds):
             chunk = self._column_of(number)[1]
             words = self._words_of(chunk, "members")
@@ -447,7 +447,7 @@ class _Cta:
             befores.append(before)
             is_reporter = (column < self.experts) & (self.cta == 0)
             store(self.refs["sizes"], column, size, is_reporter, self.interpret)
-        sync_program(self.barriers, self.interpret)
+        sync_cta(self.barriers, self.interpret)
         chunks = self._load_rows(self.refs["chunks"], filled(0), LANES)
         for number, (first, before) in enumerate(zip(firsts, befores, strict=True)):
             column, chunk = self._column_of(number)
@@ -459,7 +459,7 @@ class _Cta:
                 base = first + before * K
                 self._store_rows(self.refs["bases"], at, base, LANES, self.always)
                 before += ones_of(word, self.interpret)
-        sync_program(self.barriers, self.interpret)
+        sync_cta(self.barriers, self.interpret)
 
     def _count_over_ctas(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the tokens of all CTAs and of those before this one in the column."""

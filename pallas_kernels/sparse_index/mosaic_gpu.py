@@ -35,8 +35,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper, wgmma
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -49,13 +48,12 @@ from pallas_kernels.hopper.ir import (
     item,
     scalar,
     shared_address,
+    value_of,
     warp_and_lane,
     warp_prefix_sum,
     wgmma_row,
-    word,
 )
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
-from pallas_kernels.hopper.loads import load_with_layout
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import (
@@ -64,11 +62,12 @@ from pallas_kernels.hopper.tiles import (
     ROW,
     ROWS,
     WGMMA,
+    load_with_layout,
     spread_columns,
     tiles_of,
     two_views,
 )
-from pallas_kernels.hopper.warpgroup import WARPS, first_warp
+from pallas_kernels.hopper.warpgroup import WARPS, first_warp, when
 from pallas_kernels.sparse_index import units
 from pallas_kernels.sparse_index.scaled_pages import KEY_DTYPE, SCALE_BYTES, scale_rows
 from pallas_kernels.sparse_index.units import PAGE, ROW_COST, Lanes, Unit
@@ -554,7 +553,7 @@ def _warp_lanes(interpret: Any) -> Lanes:
     def over_warp(text: str) -> Any:
         @inline(SCALAR, returns=number)
         def reduce(x: Any) -> Any:
-            return scalar(asm(text, "=r,r", word(x), result=i32(), effects=True))
+            return scalar(asm(text, "=r,r", value_of(x), result=i32(), effects=True))
 
         return reduce
 
@@ -564,7 +563,7 @@ def _warp_lanes(interpret: Any) -> Lanes:
 
     @inline(SCALAR, returns=number)
     def prefix_sum(x: Any) -> Any:
-        return scalar(warp_prefix_sum(word(x)))
+        return scalar(warp_prefix_sum(value_of(x)))
 
     sum_, max_ = (over_warp(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;") for op in ("add", "max"))
     return Lanes(32, index(), sum_, max_, prefix_sum)
@@ -643,7 +642,7 @@ def _key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:
     @inline(_UNTILED, SCALAR, returns=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW))
     def load(stages: Any, stage: Any) -> Any:
         _, rows, columns = ir.MemRefType(stages.type).shape
-        begin = arith.addi(arith.muli(word(stage), const(rows)), const(ROWS))
+        begin = arith.addi(arith.muli(value_of(stage), const(rows)), const(ROWS))
         begin = arith.addi(shared_address(stages), arith.muli(begin, const(columns)))
         # Row i of the page is swizzled: its 16 bytes number j are at number j ^ (i % 8). The scales
         # of 32 tokens are in row 64, those of the others in row 65.
@@ -683,14 +682,16 @@ def _store_scores(
     def store(out: Any, b: Any, t: Any, s: Any, exists: Any, scores: Any) -> None:
         _, queries, columns = ir.MemRefType(out.type).shape
         _, lane = warp_and_lane()
-        query = arith.addi(arith.muli(word(b), const(queries)), word(t))
-        column = arith.addi(word(s), wgmma_row())
+        query = arith.addi(arith.muli(value_of(b), const(queries)), value_of(t))
+        column = arith.addi(value_of(s), wgmma_row())
         columns, two = (arith.constant(i64(), ir.IntegerAttr.get(i64(), n)) for n in (columns, 2))
         wide = arith.muli(arith.extui(i64(), query), columns)
         at = arith.shli(arith.addi(wide, arith.extui(i64(), column)), two)
         address = arith.addi(llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out)), at)
         is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, const(3)), const(0))
-        stores = arith.andi(is_first, arith.cmpi(arith.CmpIPredicate.ne, word(exists), const(0)))
+        stores = arith.andi(
+            is_first, arith.cmpi(arith.CmpIPredicate.ne, value_of(exists), const(0))
+        )
         for half, register in enumerate(scores.registers.flat):
             text = f"@$2 st.global.f32 [$0 + {32 * half}], $1;"
             asm(text, "l,f,b,~{memory}", address, item(register, 0), stores, effects=True)

@@ -29,8 +29,8 @@ from pallas_kernels.hopper.ir import (
     item,
     scalar,
     shared_address,
+    value_of,
     warp_and_lane,
-    word,
 )
 from pallas_kernels.mla_decode.float8_cache import (
     GROUP,
@@ -64,7 +64,7 @@ def load_indices(indices: Any, block: jax.Array) -> jax.Array:
     @inline(REF, SCALAR, returns=_NUMBERS)
     def load(indices: Any, block: Any) -> Any:
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(indices))
-        token = arith.addi(arith.muli(word(block), const(4 * _TOKENS)), _token())
+        token = arith.addi(arith.muli(value_of(block), const(4 * _TOKENS)), _token())
         return _number(_load(base, token))
 
     return load(indices, block)
@@ -86,7 +86,7 @@ def find_slots(tables: Any, sequence: jax.Array, indices: jax.Array, page: int, 
         index = _only(indices)
         base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(tables))
         entry = arith.minui(arith.divui(index, const(page)), const(max_pages - 1))
-        entry = arith.addi(arith.muli(word(sequence), const(max_pages)), entry)
+        entry = arith.addi(arith.muli(value_of(sequence), const(max_pages)), entry)
         number = arith.maxsi(arith.minsi(_load(base, entry), const(pages - 1)), const(0))
         slot = arith.addi(arith.muli(number, const(page)), arith.remui(index, const(page)))
         exists = arith.cmpi(arith.CmpIPredicate.sge, index, const(0))
@@ -268,7 +268,7 @@ def arrive_when_copied(words: Any, barrier: jax.Array) -> None:
 
     @inline(REF, SCALAR)
     def arrive(words: Any, barrier: Any) -> None:
-        at = arith.addi(shared_address(words), arith.shli(word(barrier), const(3)))
+        at = arith.addi(shared_address(words), arith.shli(value_of(barrier), const(3)))
         asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r,~{memory}", at, effects=True)
 
     arrive(words, jnp.asarray(barrier, jnp.int32))

@@ -38,14 +38,13 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32, UInt8
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.online_softmax import SUM_COLUMNS, merge_sums, partial_row_sums
 from pallas_kernels.hopper.split_kv import output_types
 from pallas_kernels.hopper.tiles import COLUMN, ROW, WGMMA, row_vector
-from pallas_kernels.hopper.warpgroup import WARPS, first_warp, publish
+from pallas_kernels.hopper.warpgroup import WARPS, fence_async_proxy, first_warp, when
 from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, ROPE_AT, TOKEN_BYTES
 from pallas_kernels.mla_decode.float8_registers import store_half, wait_rope_copies
 from pallas_kernels.mla_decode.merge import merge_partials
@@ -363,7 +362,7 @@ def attend(
 
         def wait_full(number, half, n):
             signals.full.wait(2 * number + half, n)
-            publish(interpret)  # cp.async writes like an ordinary store
+            fence_async_proxy(interpret)  # cp.async writes like an ordinary store
 
         def consumer_warpgroup(number):
             """Runs a consumer. ``number``: its blocks' index in a pair, slot, and output half."""
@@ -582,7 +581,7 @@ def fill_slots(
             store_half(v, words, scales, jnp.int32(BLOCK))
             if half:
                 wait_rope_copies()
-            publish()
+            fence_async_proxy()
             signals.full.arrive(2 * slot + half)
             return
         if gpu:

@@ -16,9 +16,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.branch import when
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, word
-from pallas_kernels.hopper.loads import load_with_layout
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, value_of
+from pallas_kernels.hopper.tiles import load_with_layout
+from pallas_kernels.hopper.warpgroup import when
 
 _THREADS = 128
 _STORE = 16  # bytes per store instruction of a thread
@@ -136,7 +136,7 @@ def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
 
     Mosaic GPU does not know the alignment of remote addresses, and would store single elements.
     """
-    base = mgpu.utils.memref_ptr(context.to_remote(target, word(peer)))
+    base = mgpu.utils.memref_ptr(context.to_remote(target, value_of(peer)))
     base = llvm.ptrtoint(i64(), base)
     thread = arith.extui(i64(), mgpu.utils.thread_idx())
     words = ir.VectorType.get((4,), i32())

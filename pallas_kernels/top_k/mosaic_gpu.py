@@ -28,7 +28,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
@@ -45,7 +44,7 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.warpgroup import meet, sync_cluster
+from pallas_kernels.hopper.warpgroup import sync_cluster, sync_warpgroup, when
 
 CHUNK = 512
 """Scores that a warpgroup loads at a time, four per thread."""
@@ -291,7 +290,7 @@ class _Part:
         self.histogram[...] = _filled(_BINS, 0)
         self.send(number, _DIGIT, -1)
         self.send(number, _LARGER, -1)
-        meet(self.interpret)
+        sync_warpgroup(self.interpret)
 
         def count_chunk(chunk, keys, smallest, _):
             del chunk

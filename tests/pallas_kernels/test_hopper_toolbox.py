@@ -10,14 +10,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import branch
-from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.branch import cond, when
-from pallas_kernels.hopper.copies import TmaCopy
+from pallas_kernels.hopper import warpgroup
+from pallas_kernels.hopper.barriers import Barriers, TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import Ring
 from pallas_kernels.hopper.tiles import ROWS, spread_columns, spread_rows, tiles_of
-from pallas_kernels.hopper.warpgroup import WARPS, first_warp, meet, publish
+from pallas_kernels.hopper.warpgroup import (
+    WARPS,
+    cond,
+    fence_async_proxy,
+    first_warp,
+    sync_warpgroup,
+    when,
+)
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs
 
 CONSUMERS = 2
@@ -119,8 +124,8 @@ def test_barriers_pass_a_value_between_warpgroups_and_copy_tiles():
                 if n:
                     barriers.wait(read, n - 1)
                 passed_s[...] = value * (n + 1)
-                meet(INTERPRET)
-                publish(INTERPRET)
+                sync_warpgroup(INTERPRET)
+                fence_async_proxy(INTERPRET)
                 barriers.arrive(ready)
             barriers.wait(read, rounds - 1)
 
@@ -174,10 +179,10 @@ def test_branches():
 
 
 def test_all_kernels_branch_like_that():
-    """``pl.when`` and ``lax.cond`` make lowering slow, see ``hopper/branch.py``."""
-    root = Path(branch.__file__).parents[1]
+    """``pl.when`` and ``lax.cond`` make lowering slow, see ``hopper/warpgroup.py``."""
+    root = Path(warpgroup.__file__).parents[1]
     files = [path for path in root.rglob("*.py") if "tpu" not in path.name]
     assert len(files) > 100
     slow = ("pl.when(", "lax.cond(")
     users = [path.name for path in files if any(word in path.read_text() for word in slow)]
-    assert not users, f"use pallas_kernels.hopper.branch in {', '.join(users)}"
+    assert not users, f"use pallas_kernels.hopper.warpgroup in {', '.join(users)}"

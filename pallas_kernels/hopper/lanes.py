@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.hopper.branch import when
 from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, warp_prefix_sum
+from pallas_kernels.hopper.warpgroup import when
 
 WARPS, LANES = 4, 32
 SHAPE = WARPS, LANES
