@@ -13,7 +13,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import type_handlers
 
-from dsv3_jax.checkpoint.array_files import failure
+from dsv3_jax.checkpoint.store import failure
 from dsv3_jax.checkpoint.stored_arrays import StoredArray
 
 

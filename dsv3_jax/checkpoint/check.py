@@ -9,8 +9,7 @@ from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from dsv3_jax.checkpoint.arrays import Arrays, digest
-from dsv3_jax.checkpoint.messages import first_and_count
-from dsv3_jax.checkpoint.safetensors_file import SPELLED
+from dsv3_jax.checkpoint.reader import SPELLED
 from dsv3_jax.checkpoint.tensor_table import (
     STORED_AS,
     UNUSED_SUFFIXES,
@@ -20,6 +19,7 @@ from dsv3_jax.checkpoint.tensor_table import (
 )
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.words import first_and_count
 
 _SCALES = ("F32", "BF16", "F8_E8M0")
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dsv3_jax.checkpoint.arrays import Progress, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
-from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.verify import Scans, sum_of_squares
 
 _CONVERTED_FIELDS = ("dtype", "quantization")  # config fields that a conversion may change

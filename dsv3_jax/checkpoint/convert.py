@@ -25,24 +25,23 @@ from typing import Any
 
 import dsv3_jax
 from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
-from dsv3_jax.checkpoint.array_files import ArrayFiles
-from dsv3_jax.checkpoint.arrays import digest
+from dsv3_jax.checkpoint.arrays import Progress, digest, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.check import check_copy
 from dsv3_jax.checkpoint.conversion_plan import (
     ConversionPlan,
     Target,
     Unit,
+    convert_unit,
     plan_conversion,
+    stored_hashes,
 )
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.journal import ConversionJournal
 from dsv3_jax.checkpoint.manifest import Manifest, QuantizationLoss, SourceFile, TensorRecord
-from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
-from dsv3_jax.checkpoint.store import WEIGHTS
-from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
-from dsv3_jax.checkpoint.unit_conversion import convert_unit, stored_hashes
+from dsv3_jax.checkpoint.reader import SPELLED, SafetensorsFile
+from dsv3_jax.checkpoint.store import WEIGHTS, ArrayFiles
 from dsv3_jax.files import free_bytes, remove_partial_files, sync_tree
+from dsv3_jax.words import os_error_message
 
 RESUME_HINT = "finished units are kept; the same command with --resume continues with them"
 

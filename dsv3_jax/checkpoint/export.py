@@ -13,18 +13,28 @@ import numpy as np
 import xxhash
 
 from dsv3_jax.checkpoint import sidecar
-from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
+from dsv3_jax.checkpoint.arrays import (
+    Arrays,
+    LazyArray,
+    Progress,
+    as_bytes,
+    ignore_progress,
+    pieces,
+    run_in_threads,
+)
 from dsv3_jax.checkpoint.check import check_tensors, without_plain_modules
 from dsv3_jax.checkpoint.formats import Recoding, recode
 from dsv3_jax.checkpoint.kinds import check_new, new_directory, partial_directory
 from dsv3_jax.checkpoint.manifest import NAME, TensorRecord
-from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.reader import INDEX, index_content, json_text, shard_name
-from dsv3_jax.checkpoint.safetensors_file import (
+from dsv3_jax.checkpoint.reader import (
+    INDEX,
     NUMPY,
     SafetensorsFile,
     header_of,
+    index_content,
+    json_text,
     parsed_header,
+    shard_name,
 )
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.tensor_table import (
@@ -34,12 +44,12 @@ from dsv3_jax.checkpoint.tensor_table import (
     copies,
     tensor_table,
 )
-from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.files import atomic_file, atomic_write, free_bytes
 from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.tokenizer_files import with_required_bos
+from dsv3_jax.words import os_error_message
 
 Target = Literal["fp8", "bf16"]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dsv3_jax.checkpoint import journal, sidecar
 from dsv3_jax.checkpoint.kinds import MANIFEST, describe
-from dsv3_jax.checkpoint.safetensors_file import NUMPY, are_sizes
+from dsv3_jax.checkpoint.reader import NUMPY, are_sizes
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, check_file_name
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization

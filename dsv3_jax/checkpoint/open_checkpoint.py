@@ -13,8 +13,7 @@ from dsv3_jax.checkpoint.check import as_stored, tensor_kind
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.checkpoint.reader import CheckpointReader
-from dsv3_jax.checkpoint.safetensors_file import SPELLED
+from dsv3_jax.checkpoint.reader import SPELLED, CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.tensor_table import STORED_AS, tensor_table
 from dsv3_jax.config import ModelConfig

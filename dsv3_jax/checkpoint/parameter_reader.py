@@ -7,7 +7,7 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 
 from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, columns_per_element
 from dsv3_jax.checkpoint.formats import dequantize
-from dsv3_jax.checkpoint.safetensors_file import NUMPY
+from dsv3_jax.checkpoint.reader import NUMPY
 from dsv3_jax.checkpoint.tensor_table import is_selecting
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.quantization import BlockQuantization

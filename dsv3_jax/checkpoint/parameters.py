@@ -21,9 +21,13 @@ from dsv3_jax.checkpoint.check import (
     is_uncounted_mtp_tensor,
     without_plain_modules,
 )
-from dsv3_jax.checkpoint.parameter_names import TensorNames, published_tensor_names
 from dsv3_jax.checkpoint.parameter_reader import Index, ParameterReader
-from dsv3_jax.checkpoint.tensor_table import copies, is_selecting
+from dsv3_jax.checkpoint.tensor_table import (
+    TensorNames,
+    copies,
+    is_selecting,
+    published_tensor_names,
+)
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layers.logical_axes import check_layout, parameter_shardings

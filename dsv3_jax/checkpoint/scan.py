@@ -11,11 +11,17 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, columns_per_element, pieces
+from dsv3_jax.checkpoint.arrays import (
+    Arrays,
+    LazyArray,
+    Progress,
+    as_bytes,
+    columns_per_element,
+    pieces,
+)
 from dsv3_jax.checkpoint.formats import dequantize
-from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.threads import Progress
 from dsv3_jax.quantization import Quantization
+from dsv3_jax.words import os_error_message
 
 
 class Faults:

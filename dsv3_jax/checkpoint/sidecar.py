@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from dsv3_jax.checkpoint.safetensors_file import FileArray, write_file
+from dsv3_jax.checkpoint.reader import FileArray, write_file
 from dsv3_jax.files import atomic_write, naming
 
 FOLDER = "source"

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv3_jax.checkpoint import sidecar
-from dsv3_jax.checkpoint.arrays import digest, nbytes
+from dsv3_jax.checkpoint.arrays import Progress, digest, ignore_progress, nbytes, run_in_threads
 from dsv3_jax.checkpoint.check import copy_mismatch, is_uncounted_mtp_tensor, tensor_problems
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.scan import Scan, unreadable
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
-from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 
 
 @dataclasses.dataclass

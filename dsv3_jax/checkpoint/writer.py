@@ -14,8 +14,6 @@ from flax import nnx
 
 from dsv3_jax.checkpoint.formats import quantize
 from dsv3_jax.checkpoint.kinds import check_new, new_directory
-from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import (
     DESCRIPTION_BYTES,
@@ -23,13 +21,14 @@ from dsv3_jax.checkpoint.reader import (
     index_content,
     json_text,
     shard_name,
+    write_file,
 )
-from dsv3_jax.checkpoint.safetensors_file import write_file
-from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
+from dsv3_jax.checkpoint.tensor_table import copies, published_tensor_names, tensor_table
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, free_bytes
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.words import os_error_message
 from sharding.distributed import barrier
 
 _DTYPES = {

@@ -3,7 +3,7 @@
     magic         16 bytes, with the version of this form
     length        8 bytes, little endian: bytes of the header
     header        JSON: identity, address, tokens, format
-    payload       the contents, see :class:`~dsv3_jax.pages.format.PageFormat`
+    payload       the contents, see :class:`~dsv3_jax.pages.address.PageFormat`
     checksum      SHA-256 of everything before it, 32 bytes
 
 A record is used only if its checksum is right, and its identity, arrays, address and tokens are
@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dsv3_jax.pages.address import CacheIdentity, PageAddress
-from dsv3_jax.pages.format import PageFormat
+from dsv3_jax.pages.address import CacheIdentity, PageAddress, PageFormat
 
 _MAGIC = b"dsv3-jax page 1\n"
 _KIND = _MAGIC[:14]  # the same in all versions

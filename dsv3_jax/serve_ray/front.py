@@ -9,14 +9,17 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
+import prometheus_client
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call
-from dsv3_jax.serve_ray.prefix_key import prefix_key
+from dsv3_jax.serve_ray.placement import prefix_key
 from dsv3_jax.server.anthropic.answer_types import ErrorEvent
 from dsv3_jax.server.errors import ApiError, endpoint_path, overloaded, send_error
 from dsv3_jax.server.openai.response_items import ResponseEvent
@@ -193,3 +196,31 @@ async def _read(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def merged(texts: Mapping[str, str]) -> bytes:
+    """Returns the figures of all replicas in Prometheus' text format.
+
+    Args:
+      texts: the text of each replica, by its id.
+    """
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            known = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    return prometheus_client.generate_latest(_Families(families))  # pyright: ignore[reportArgumentType]
+
+
+class _Families:
+    """Stands in for a registry."""
+
+    def __init__(self, families: Mapping[str, Metric]):
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """Returns the figures."""
+        return list(self._families.values())

@@ -23,10 +23,16 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from dsv3_jax.serve_ray.broadcast import results_of
 from dsv3_jax.serve_ray.call import Call, EngineFailedError
-from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, Replicas
-from dsv3_jax.serve_ray.metrics import merged
+from dsv3_jax.serve_ray.front import (
+    Batches,
+    Front,
+    NoReplicaError,
+    ReplicaLostError,
+    Replicas,
+    merged,
+)
+from dsv3_jax.serve_ray.router import results_of
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
 from dsv3_jax.server.body_limit import BodyLimit

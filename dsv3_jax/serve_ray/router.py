@@ -1,9 +1,14 @@
-"""The request router of Ray Serve that a front uses: by prefix, within a bound on the load."""
+"""How calls reach replicas: one by prefix, within a bound on the load, or all of them."""
 
 from __future__ import annotations
 
 import collections
+from typing import Any
 
+from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
+    DeploymentUnavailableError,
+)
+from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingImports]
 from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
     PendingRequest,
     ReplicaID,
@@ -62,3 +67,21 @@ class PrefixRouter(RequestRouter):
     def _load(self, replica_id: ReplicaID) -> int:
         """Returns the open requests of a replica: those of this front, or of all if it told."""
         return max(self._open[replica_id], self.replica_queue_len_cache.get(replica_id) or 0)
+
+
+_SECONDS = 5
+
+
+async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
+    """Returns the results of the replicas that gave one; none if no replica runs.
+
+    Raises:
+      TimeoutError: a replica neither answered nor was lost.
+    """
+    try:
+        results = await handle.broadcast(method).results_async(
+            timeout_s=_SECONDS, return_exceptions=True
+        )
+    except DeploymentUnavailableError:
+        return []
+    return [each for each in results if not isinstance(each, BaseException)]

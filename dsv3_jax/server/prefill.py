@@ -17,18 +17,19 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request
+from prometheus_client.metrics_core import Metric
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsv3_jax.disaggregation.protocol import LAST_FRAME, MEDIA_TYPE, PATH, PrefillBody
-from dsv3_jax.disaggregation.transfer import Sender
+from dsv3_jax.disaggregation.protocol import LAST_FRAME, MEDIA_TYPE, PATH, PrefillBody, Sender
 from dsv3_jax.engine import Engine, EngineError
 from dsv3_jax.pages import PageAddress, PageRecord
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.job import Job
+from dsv3_jax.server.metrics import Figures
 from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.sse import disconnected, first_of, while_connected
@@ -55,6 +56,23 @@ class PrefillCounts:
     interrupted: int = 0
     """Answers that ended early: the decode server went away, or its time was over."""
     open_answers: int = 0
+
+
+class PrefillFigures(Figures):
+    """The figures in /metrics."""
+
+    def __init__(self, counts: PrefillCounts, model_name: str):
+        super().__init__(model_name)
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the figures."""
+        counts, counter = self._counts, self.counter
+        yield self.gauge("dsv3:prefill_answers_open", "Answers under way.", counts.open_answers)
+        yield counter("dsv3:prefill_prompts", "Prompts of decode servers.", counts.prompts)
+        yield counter("dsv3:prefill_pages", "Pages that were offered.", counts.pages)
+        yield counter("dsv3:prefill_bytes", "Bytes of offered pages.", counts.num_bytes)
+        yield counter("dsv3:prefill_interrupted", "Answers that ended early.", counts.interrupted)
 
 
 class Prefills:

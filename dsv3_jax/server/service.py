@@ -1,4 +1,4 @@
-"""The engine as endpoints see it: encoding, submission, readiness."""
+"""The engine as endpoints see it: admission, encoding, submission, readiness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dsv3_jax.disaggregation.peers import Peer
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.request import Prompt
-from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine, RemoteGrammars
 from dsv3_jax.server.grammar import Grammars, GrammarSource
@@ -26,6 +25,42 @@ from dsv3_jax.server.job import Job
 from dsv3_jax.server.metrics import Metrics
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
+
+
+class Admission:
+    """Counts open completions. Only the event loop's thread uses it.
+
+    Args:
+      limit: most that are open at a time.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self.open = 0
+        """Completions that run or wait."""
+
+    def enter(self, count: int) -> None:
+        """Opens completions: all, or none if it raises.
+
+        Raises:
+          ApiError: there are too many.
+        """
+        if count > self._limit:
+            raise ApiError(
+                400, f"request: expected at most {self._limit} completions, got {count}", param="n"
+            )
+        if self.open + count > self._limit:
+            raise overloaded(
+                f"queue: expected at most {self._limit} completions running and waiting, got"
+                f" {self.open} and {count} more; try again later"
+            )
+        self.open += count
+
+    def leave(self, count: int) -> None:
+        """Closes completions."""
+        self.open -= count
+        assert self.open >= 0, "more completions were closed than opened"
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy, wanted_replicas
-from dsv3_jax.serve_ray.metrics import merged
+from dsv3_jax.serve_ray.front import merged
 from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling, PrefillPool
 
 

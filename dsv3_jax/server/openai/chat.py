@@ -24,7 +24,7 @@ from dsv3_jax.server.openai.chat_types import (
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.openai.token_text import chat_logprobs
 from dsv3_jax.server.openai.tool_types import AnsweredCall, AnsweredFunction
-from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import Service, service_of
 from dsv3_jax.server.sse import STREAMED, unless_gone
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.sse import NamedEvent
 
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -6,9 +6,8 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from dsv3_jax.server.grammar import GrammarSource
+from dsv3_jax.server.grammar import MAX_TEXT, GrammarSource
 from dsv3_jax.server.openai.body import Body, Json, read_json
-from dsv3_jax.server.schema_limits import MAX_TEXT
 
 
 class TextForm(Protocol):

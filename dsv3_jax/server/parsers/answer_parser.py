@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from dsv3_jax.server.parsers.marker_reader import SpecialTokenFilter
 from dsv3_jax.server.parsers.reasoning import END, ReasoningParser
-from dsv3_jax.server.parsers.special_tokens import SpecialTokenFilter
-from dsv3_jax.server.parsers.tool_parser import ToolParser
+from dsv3_jax.server.parsers.tool_parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    ToolParser,
+)
 
 
 class AnswerParser:
