@@ -31,7 +31,7 @@ from dsv3_jax.server.errors import ApiError, MessagesErrorBody
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
-from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.service import service_of
 from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat, unless_gone
 
 
@@ -115,8 +115,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         service, n=1, prompt_field="messages", **body.engine_settings()
     )
     submitted = await unless_gone(request, submission)
-    answer = _Answer(body, submitted, service, request.state.log)
-    return await answer.respond(request, stream=bool(body.stream))
+    return await _Answer(request, body, submitted).respond(stream=bool(body.stream))
 
 
 @router.post("/count_tokens", response_model=TokenCount)
@@ -139,16 +138,11 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 class _Answer(Answer):
     """The answer to one request."""
 
+    id_prefix = "msg_"
     event_format = NamedEventFormat(lambda error: ErrorEvent(error=error.messages_body.error))
 
-    def __init__(
-        self,
-        body: MessagesRequest,
-        submitted: SubmittedConversation,
-        service: Service,
-        log: dict[str, object],
-    ):
-        super().__init__("msg_", body.model, submitted.job, service, n=1, log=log)
+    def __init__(self, request: Request, body: MessagesRequest, submitted: SubmittedConversation):
+        super().__init__(request, body.model, submitted.job)
         self._stops = body.stop_sequences or []
         self._prompt_tokens = submitted.prompt_tokens
         self._parser = submitted.parsers[0]

@@ -21,11 +21,11 @@ from dsv3_jax.server.openai.chat_types import (
     ChatResponse,
     DeltaChoice,
 )
+from dsv3_jax.server.openai.logprobs import chat_logprobs
 from dsv3_jax.server.openai.sampling_fields import Usage
-from dsv3_jax.server.openai.token_text import chat_logprobs
 from dsv3_jax.server.openai.tool_types import AnsweredCall, AnsweredFunction
 from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
-from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.service import service_of
 from dsv3_jax.server.sse import STREAMED, unless_gone
 
 router = APIRouter(route_class=BodyRoute)
@@ -46,22 +46,18 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         **body.engine_settings(),
     )
     submitted = await unless_gone(request, submission)
-    answer = _Answer(body, submitted, service, request.state.log)
+    answer = _Answer(request, body, submitted)
     further = transfer and transfer.answer(request)
-    return await answer.respond(request, stream=bool(body.stream), further=further)
+    return await answer.respond(stream=bool(body.stream), further=further)
 
 
 class _Answer(Answer):
     """The answer to one request."""
 
-    def __init__(
-        self,
-        body: ChatRequest,
-        submitted: SubmittedConversation,
-        service: Service,
-        log: dict[str, object],
-    ):
-        super().__init__("chatcmpl-", body.model, submitted.job, service, n=body.n or 1, log=log)
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, request: Request, body: ChatRequest, submitted: SubmittedConversation):
+        super().__init__(request, body.model, submitted.job, n=body.n or 1)
         self._body = body
         self._parsers = submitted.parsers
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.openai.body import AnswerPart, Body, Json, at_most, without_refused
+from dsv3_jax.server.openai.logprobs import ChatLogprobs
 from dsv3_jax.server.openai.sampling_fields import SYSTEM_FINGERPRINT, SamplingFields, Usage
 from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.server.openai.tool_types import (
@@ -18,6 +19,7 @@ from dsv3_jax.server.openai.tool_types import (
     ToolChoice,
     Tools,
     allows_parallel_calls,
+    described_tools,
     required_tools,
 )
 
@@ -138,20 +140,16 @@ class ChatRequest(SamplingFields):
                 f"tools: expected none with {self.grammar.field}, which an answer with tool calls"
                 " could not match; got both"
             )
-        required_tools(self.tool_choice, self._described_tools())
+        required_tools(self.tool_choice, described_tools(self.tool_choice, self.tools))
         return self
 
     def text_forms(self) -> Mapping[str, TextForm | None]:
         """Returns the fields that describe the text, by their names."""
         return {**super().text_forms(), "response_format": self.response_format}
 
-    def _described_tools(self) -> list[dict[str, Any]]:
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.for_template() for tool in tools]
-
     def conversation(self) -> Conversation:
-        """Returns the conversation. With ``tool_choice`` none, the model learns of no tools."""
-        tools = self._described_tools()
+        """Returns the conversation."""
+        tools = described_tools(self.tool_choice, self.tools)
         return Conversation(
             messages=[message.for_template() for message in self.messages],
             tools=tools,
@@ -169,28 +167,6 @@ class ChatRequest(SamplingFields):
             "max_new_tokens": most,
             "logprobs": self.top_logprobs or 0,
         }
-
-
-class TokenLogprob(BaseModel):
-    """A token and its log-probability."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    """Its bytes in UTF-8, which may be a part of a character. None for a special token."""
-
-
-class ChosenLogprob(TokenLogprob):
-    """A token of the answer."""
-
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    """Log-probabilities of an answer's tokens, those of its reasoning and end included."""
-
-    content: list[ChosenLogprob]
-    refusal: None = None
 
 
 class AnswerMessage(BaseModel):

@@ -22,10 +22,10 @@ from dsv3_jax.server.openai.sampling_fields import (
 )
 from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
 from dsv3_jax.server.openai.tool_types import (
-    FunctionDefinition,
-    Tool,
+    ResponseTool,
     ToolChoice,
     allows_parallel_calls,
+    described_tools,
     required_tools,
 )
 
@@ -37,16 +37,6 @@ _REFUSED = {
     "top_logprobs": "/v1/chat/completions has log-probabilities",
     "max_tool_calls": "the server itself calls no tools",
 }
-
-
-class ResponseTool(FunctionDefinition):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-
-    def for_template(self) -> dict[str, Any]:
-        """Returns the tool as chat templates read it."""
-        return Tool.model_construct(type="function", function=self).for_template()
 
 
 class JsonSchemaForm(NamedSchema):
@@ -130,7 +120,7 @@ class ResponsesRequest(Body):
     def _read_grammar(self) -> ResponsesRequest:
         form = self.text and self.text.format
         self._grammar = form.source("text") if form else None
-        tools = self._described_tools()
+        tools = described_tools(self.tool_choice, self.tools)
         required_tools(self.tool_choice, tools)
         if self._grammar is not None and tools:
             raise ValueError(
@@ -138,10 +128,6 @@ class ResponsesRequest(Body):
                 " match; got both"
             )
         return self
-
-    def _described_tools(self) -> list[dict[str, Any]]:
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.for_template() for tool in tools]
 
     def conversation(self) -> Conversation:
         """Returns the conversation."""
@@ -153,7 +139,7 @@ class ResponsesRequest(Body):
             messages.insert(0, {"role": "system", "content": self.instructions})
         effort = self.reasoning and self.reasoning.effort
         thinking = effort != "none" if effort else None
-        tools = self._described_tools()
+        tools = described_tools(self.tool_choice, self.tools)
         return Conversation(
             messages=messages,
             tools=tools,

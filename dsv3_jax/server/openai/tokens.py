@@ -13,7 +13,7 @@ from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.openai.body import Body, BodyRoute
 from dsv3_jax.server.openai.chat_types import Messages, TemplateArguments
-from dsv3_jax.server.openai.completion_types import TokenId
+from dsv3_jax.server.openai.completions import TokenId
 from dsv3_jax.server.openai.tool_types import Tools
 from dsv3_jax.server.service import Service, service_of
 
