@@ -33,7 +33,6 @@ class LazyArray(Protocol):
 
 
 Arrays = Mapping[str, LazyArray]
-"""Arrays by name."""
 
 
 def nbytes(array: LazyArray) -> int:

@@ -21,7 +21,6 @@ class Difference:
     """Difference between a tensor of A and the same tensor of B, or the sum over several."""
 
     tensors: int = 0
-    """Number of tensors."""
     equal_bytes: int = 0
     """Number of tensors with the same dtype and the same bytes, including their scales."""
     largest: float = 0.0

@@ -66,25 +66,15 @@ class ConversionPlan:
     """A source whose headers are checked, and everything that its conversion will write."""
 
     directory: Path
-    """Directory of the source."""
     source: CheckpointReader
-    """Tensors of the source."""
-    source_config: ModelConfig
-    """Config of the source, without MTP layers that its files lack."""
+    source_config: ModelConfig  # config of the source, without MTP layers that its files lack
     to: Target
-    """Requested target."""
-    config: ModelConfig
-    """Config of the model in the form that the store will have."""
-    keeps_bytes: bool
-    """Whether the store will contain the same bytes for every tensor."""
+    config: ModelConfig  # config of the model in the form that the store will have
+    keeps_bytes: bool  # whether the store will contain the same bytes for every tensor
     arrays: dict[str, StoredArray]
-    """Arrays of the store by name."""
     units: tuple[Unit, ...]
-    """Units of work."""
-    copies: dict[str, str]
-    """MTP layers' copies in the source -> the tensor that each must equal."""
-    unused: tuple[str, ...]
-    """Tensors that no model reads. The store keeps them outside its arrays."""
+    copies: dict[str, str]  # MTP layers' copies in the source -> the tensor that each must equal
+    unused: tuple[str, ...]  # tensors that no model reads. The store keeps them outside its arrays.
 
     @property
     def source_bytes(self) -> int:

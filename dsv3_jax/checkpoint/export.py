@@ -60,28 +60,19 @@ class Shard(NamedTuple):
     """A safetensors file that an export will write."""
 
     name: str
-    """File name."""
-    header: bytes
-    """JSON header, without its length."""
-    tensors: tuple[str, ...]
-    """Names of its tensors, in the order of their bytes."""
-    bytes: int
-    """Size of the data after the header."""
-    read: Callable[[], Iterator[np.ndarray]]
-    """Reads the data from the store, piece by piece."""
+    header: bytes  # JSON header, without its length
+    tensors: tuple[str, ...]  # names of its tensors, in the order of their bytes
+    bytes: int  # size of the data after the header
+    read: Callable[[], Iterator[np.ndarray]]  # reads the data from the store, piece by piece
 
 
 class ExportPlan(NamedTuple):
     """Files that an export will write."""
 
-    verbatim: bool
-    """Whether they are the exact files of the source."""
-    shards: list[Shard]
-    """Files with tensors."""
-    small_files: dict[str, bytes]
-    """Content of the other files, by name."""
-    identity: str
-    """XXH3 hash of the store's manifest."""
+    verbatim: bool  # whether they are the exact files of the source
+    shards: list[Shard]  # files with tensors
+    small_files: dict[str, bytes]  # content of the other files, by name
+    identity: str  # XXH3 hash of the store's manifest
 
     @property
     def bytes(self) -> int:

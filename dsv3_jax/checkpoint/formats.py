@@ -58,12 +58,9 @@ def dequantize(
 class Recoding(NamedTuple):
     """Conversion of a tensor from one stored form to another."""
 
-    source: Quantization | None
-    """Quantization of the source. None for plain floats."""
-    target: Quantization | None
-    """Quantization of the result. None for plain floats."""
-    dtype: np.dtype
-    """Dtype of a result that is not quantized."""
+    source: Quantization | None  # quantization of the source. None for plain floats.
+    target: Quantization | None  # quantization of the result. None for plain floats.
+    dtype: np.dtype  # dtype of a result that is not quantized
 
     @property
     def row_multiple(self) -> int:

@@ -27,13 +27,9 @@ class OpenCheckpoint(NamedTuple):
     """A Hugging Face directory or a store, with its headers read."""
 
     directory: Path
-    """Directory of the checkpoint."""
-    config: ModelConfig
-    """Config without MTP layers that the files lack."""
-    arrays: Arrays
-    """Tensors by published name."""
-    manifest: Manifest | None
-    """Manifest of a store. None for a Hugging Face directory."""
+    config: ModelConfig  # config without MTP layers that the files lack
+    arrays: Arrays  # tensors by published name
+    manifest: Manifest | None  # manifest of a store. None for a Hugging Face directory.
 
     def readable_weights(self) -> list[str]:
         """Returns the names of the tensors whose values can be computed, in the order data flows.

@@ -296,9 +296,7 @@ def json_text(content: object) -> str:
 
 
 INDEX = "model.safetensors.index.json"
-"""Name of the index of a sharded checkpoint."""
 SINGLE = "model.safetensors"
-"""Name of the only file of a checkpoint without index."""
 
 
 class CheckpointReader(Mapping[str, FileArray]):

@@ -51,10 +51,8 @@ Every layer of Kimi-K2-Instruct has a rope buffer, whose length is not even the 
 class TensorSpec:
     """Shape and storage type of one tensor."""
 
-    shape: tuple[int, ...]
-    """Stored shape, in which packed int4 has half the columns."""
-    dtype: str
-    """Storage type in the spelling of safetensors."""
+    shape: tuple[int, ...]  # stored shape, in which packed int4 has half the columns
+    dtype: str  # storage type in the spelling of safetensors
 
     @property
     def size(self) -> int:
@@ -266,17 +264,14 @@ _MODEL_SCALES = {BlockQuantization: "weight_scale_inv", IntegerQuantization: "we
 class TensorNames(NamedTuple):
     """Published tensors that one parameter consists of."""
 
-    names: tuple[str, ...]
-    """A single name, or one name per expert in order."""
-    stacked: bool
-    """Whether the parameter stacks experts along its first axis."""
+    names: tuple[str, ...]  # a single name, or one name per expert in order
+    stacked: bool  # whether the parameter stacks experts along its first axis
 
 
 class StoredLocation(NamedTuple):
     """Location of a published tensor in a store."""
 
     array: str
-    """Name of the array."""
     expert: int | None
     """Index along the first axis of an array that stacks experts. None for other arrays."""
 

@@ -24,9 +24,7 @@ class ValueStats:
     """Statistics of the dequantized values of one or several tensors."""
 
     tensors: int = 0
-    """Number of tensors."""
     values: int = 0
-    """Number of values."""
     largest: float = 0.0
     """max |w|"""
     squares: float = 0.0
@@ -60,9 +58,7 @@ class Verification(NamedTuple):
     """Result of :func:`verify`."""
 
     tensors: int
-    """Number of tensors in the checkpoint."""
     nbytes: int
-    """Size of all tensors in bytes."""
     stats: dict[str, ValueStats]
     """Statistics by published name. Those of a weight include its scales."""
     findings: list[str]

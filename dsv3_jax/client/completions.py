@@ -22,12 +22,9 @@ class RequestRecord:
     """Times of one request. A failed one has an error."""
 
     prompt_tokens: int
-    start: float
-    """Time of sending, in seconds of ``time.perf_counter()``."""
-    chunks: tuple[float, ...] = ()
-    """Arrival time of each chunk of text, in seconds after ``start``."""
+    start: float  # time of sending, in seconds of ``time.perf_counter()``
+    chunks: tuple[float, ...] = ()  # arrival time of each chunk of text, in seconds after ``start``
     output_tokens: int = 0
-    """Generated tokens, as the server counts them."""
     error: str = ""
 
 
@@ -36,8 +33,7 @@ class ServedModel:
     """The model of a server."""
 
     name: str
-    max_len: int
-    """Most tokens of a prompt and its completion together."""
+    max_len: int  # most tokens of a prompt and its completion together
 
 
 class CompletionClient:

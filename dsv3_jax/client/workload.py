@@ -17,12 +17,9 @@ class Workload:
     """Requests to send."""
 
     trace: Trace
-    prompts: list[list[int]]
-    """Token ids of each prompt."""
+    prompts: list[list[int]]  # token ids of each prompt
     output_tokens: list[int]
-    """Tokens that each request generates."""
-    shortened: int
-    """Requests that the model's length did not allow in full."""
+    shortened: int  # requests that the model's length did not allow in full
 
     @classmethod
     def of(

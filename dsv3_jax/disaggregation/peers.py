@@ -25,19 +25,14 @@ _LONGEST_PAUSE = 30.0
 class Peer:
     """A prefill server, and what the decode server knows of it."""
 
-    url: str
-    """For example ``http://10.0.0.7:8000``."""
+    url: str  # for example ``http://10.0.0.7:8000``
     host: str
     port: int
-    api_key: str | None = None
-    """Key of this server alone, or None."""
-    open_tokens: int = 0
-    """Prompt tokens of the requests that it is working on for this server."""
+    api_key: str | None = None  # key of this server alone, or None
+    open_tokens: int = 0  # prompt tokens of the requests that it is working on for this server
     open_requests: int = 0
-    failures: int = 0
-    """Failures since its last success."""
-    paused_until: float = -math.inf
-    """Time on the clock until which it gets no requests."""
+    failures: int = 0  # failures since its last success
+    paused_until: float = -math.inf  # time on the clock until which it gets no requests
 
     @classmethod
     def of(cls, url: str, api_key: str | None = None) -> Peer:
@@ -151,10 +146,8 @@ PERIOD_SECONDS = 1.0
 class PrefillAddress(NamedTuple):
     """The address of a prefill replica's own HTTP server."""
 
-    url: str
-    """With the address of its node."""
-    api_key: str
-    """Key that it made when it started. Only Ray's actors have it."""
+    url: str  # with the address of its node
+    api_key: str  # key that it made when it started. Only Ray's actors have it.
 
 
 async def keep_current(

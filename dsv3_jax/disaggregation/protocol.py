@@ -54,11 +54,9 @@ class PrefillBody(BaseModel):
     first_page: Annotated[int, Field(ge=0)]
     """Number of the first page that is asked for. The decode server has those before it."""
     num_pages: Annotated[int, Field(ge=1)]
-    """Number of pages that are asked for."""
     seconds: Annotated[float, Field(gt=0, le=3600)]
     """Time after which the decode server no longer waits."""
     transfer: TransferName
-    """Transport of the records."""
 
 
 class Reader(Protocol):

@@ -62,8 +62,7 @@ class PageFormat:
     """The arrays of a page in the order of its payload: larger numbers come first, so that every
     array is aligned."""
 
-    page_size: int
-    """Tokens of a page on one device."""
+    page_size: int  # tokens of a page on one device
     arrays: tuple[PageArray, ...]
 
     @classmethod

@@ -261,7 +261,6 @@ class PageTiers:
 class _Part(NamedTuple):
     source: PageSource
     pages: int
-    """Number of pages that were asked for."""
     future: Future[list[PageRecord]]
 
 

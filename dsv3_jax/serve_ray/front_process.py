@@ -38,9 +38,7 @@ from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
 from dsv3_jax.server.body_limit import BodyLimit
 
 ENGINE = "engine"
-"""Name of the deployment of replicas that answer requests."""
 PREFILL = "prefill"
-"""Name of the deployment of prefill replicas."""
 
 _LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, EngineFailedError)
 _BODY_SECONDS = 30.0

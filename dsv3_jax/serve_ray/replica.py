@@ -51,8 +51,7 @@ class Replica:
 
     app: FastAPI
     service: Service
-    closing: contextlib.AsyncExitStack
-    """The parts that end with the replica, the last one first."""
+    closing: contextlib.AsyncExitStack  # the parts that end with the replica, the last one first
 
     async def start(
         self, made: MadeEngine, *, sender: Sender | None = None, hosts: Hosts | None = None

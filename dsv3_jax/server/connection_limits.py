@@ -134,10 +134,8 @@ _LOOKS = 10  # within the time
 
 
 class _Unread(NamedTuple):
-    size: int
-    """Bytes that the client has not taken."""
-    looks: int
-    """Looks since this number last changed."""
+    size: int  # bytes that the client has not taken
+    looks: int  # looks since this number last changed
 
 
 class UnreadAnswers:

@@ -35,14 +35,10 @@ class SubmittedConversation:
     """A conversation in the engine."""
 
     job: Job
-    parsers: Sequence[AnswerParser]
-    """The parser of each answer."""
+    parsers: Sequence[AnswerParser]  # the parser of each answer
     prompt_tokens: int
-    """Tokens of the conversation."""
-    reasoning: ReasoningMarkers | None
-    """Markers of the reasoning with which the answers may begin."""
-    skips_special_tokens: bool
-    """Whether the texts of the answers are without special tokens."""
+    reasoning: ReasoningMarkers | None  # markers of the reasoning with which the answers may begin
+    skips_special_tokens: bool  # whether the texts of the answers are without special tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +47,9 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools that the model may call."""
     required_tools: Sequence[Mapping[str, Any]] = ()
     """An answer has to call one of these. If there are any, it consists of valid calls."""
     parallel_calls: bool = True
-    """Whether an answer may contain several tool calls."""
     thinking: bool | None = None
     """Whether answers begin with reasoning, if the template leaves the choice. None: its default,
     or what ``arguments`` say."""

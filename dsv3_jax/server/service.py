@@ -110,7 +110,6 @@ class Service:
         """Whether the programs of the default options are compiled, and the server is not at its
         end."""
         self.warm_up_failure: EngineError | None = None
-        """Error of a warm-up that failed."""
         self._jobs: set[Job] = set()  # open ones
         self.is_warming_up = False
         """Whether programs are being compiled. A compilation cannot be interrupted."""

@@ -29,10 +29,8 @@ class Answer(abc.ABC):
       n: completions of each prompt.
     """
 
-    id_prefix: ClassVar[str]
-    """Beginning of the answer's id, which tells clients the endpoint."""
-    event_format = EventFormat()
-    """Format of its stream."""
+    id_prefix: ClassVar[str]  # beginning of the answer's id, which tells clients the endpoint
+    event_format = EventFormat()  # format of its stream
 
     def __init__(self, request: Request, model: str, job: Job, *, n: int = 1):
         self.id = self.id_prefix + uuid.uuid4().hex

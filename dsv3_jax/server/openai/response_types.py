@@ -56,8 +56,7 @@ class TextSettings(Body):
     """The form of the text."""
 
     format: Form | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    """Accepted and ignored."""
+    verbosity: Literal["low", "medium", "high"] | None = None  # accepted and ignored
 
 
 class ReasoningSettings(Body):
@@ -173,8 +172,7 @@ class InputTokensDetails(BaseModel):
 class OutputTokensDetails(BaseModel):
     """Parts of the output's tokens."""
 
-    reasoning_tokens: int
-    """Generated tokens of the reasoning, without its markers."""
+    reasoning_tokens: int  # generated tokens of the reasoning, without its markers
 
 
 class ResponseUsage(BaseModel):

@@ -38,10 +38,8 @@ Metadata = Annotated[dict[str, str], Field(max_length=64), at_most(64)]
 class StreamOptions(Body):
     """Selects parts of a stream other than the text."""
 
-    include_usage: bool | None = None
-    """Whether the last chunk has the usage."""
-    include_obfuscation: bool | None = None
-    """Accepted and ignored."""
+    include_usage: bool | None = None  # whether the last chunk has the usage
+    include_obfuscation: bool | None = None  # accepted and ignored
 
 
 class SamplingFields(Body):

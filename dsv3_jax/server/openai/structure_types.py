@@ -61,8 +61,7 @@ class NamedSchema(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")] = _OBJECT
-    strict: bool | None = None
-    """Accepted and ignored: an answer always matches."""
+    strict: bool | None = None  # accepted and ignored: an answer always matches
 
 
 class JsonSchemaFormat(Body):
@@ -90,7 +89,6 @@ class StructuredOutputs(Body):
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
-    """A grammar in llguidance's form of Lark."""
 
     @model_validator(mode="after")
     def _check_count(self) -> StructuredOutputs:

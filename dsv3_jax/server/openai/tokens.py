@@ -27,10 +27,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    add_special_tokens: bool = True
-    """Whether BOS precedes a prompt, if the model expects it."""
-    add_generation_prompt: bool = True
-    """Whether a conversation ends where the answer begins."""
+    add_special_tokens: bool = True  # whether BOS precedes a prompt, if the model expects it
+    add_generation_prompt: bool = True  # whether a conversation ends where the answer begins
     chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")

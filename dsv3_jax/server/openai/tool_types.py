@@ -24,7 +24,6 @@ class FunctionDefinition(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Json] | None = None
-    """A JSON schema."""
     strict: bool | None = None
     """Accepted and ignored: arguments match the schema if ``tool_choice`` requires a call, and are
     not checked otherwise."""
@@ -57,8 +56,7 @@ class CalledFunction(AnswerPart):
     """The function of a tool call."""
 
     name: FunctionName
-    arguments: str
-    """JSON, as the model wrote it."""
+    arguments: str  # JSON, as the model wrote it
 
 
 class ToolCall(AnswerPart):

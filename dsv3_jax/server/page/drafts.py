@@ -32,8 +32,7 @@ class Span(BaseModel):
 
     kind: Literal["reasoning", "content"]
     text: str
-    is_draft: bool
-    """Whether its tokens were accepted drafts."""
+    is_draft: bool  # whether its tokens were accepted drafts
 
 
 class Spans(BaseModel):

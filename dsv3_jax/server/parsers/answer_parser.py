@@ -46,7 +46,6 @@ class AnswerParser:
         self._reasoning_filter = SpecialTokenFilter(self._special_tokens)
         self._content_filter: SpecialTokenFilter | None = None
         self.has_calls = False
-        """Whether there was a tool call."""
 
     def add(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Returns the parts of the next piece. Texts in them are not empty, except perhaps the last

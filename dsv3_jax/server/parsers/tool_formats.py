@@ -15,7 +15,6 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     DeepSeekV32Parser,
     KimiK2Parser,
 )
-"""Parsers of all formats."""
 
 
 def find_tool_parser(tokenizer: Tokenizer) -> type[ToolParser]:

@@ -39,8 +39,7 @@ class Content:
 class CallBegin:
     """Beginning of a tool call. Its arguments follow."""
 
-    index: int
-    """Number of tool calls before it."""
+    index: int  # number of tool calls before it
     id: str
     name: str
 
