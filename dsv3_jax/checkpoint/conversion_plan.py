@@ -13,10 +13,9 @@ from ml_dtypes import bfloat16
 
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS, Progress, as_bytes, digest
 from dsv3_jax.checkpoint.check import as_stored, check_tensors, tensor_kind
-from dsv3_jax.checkpoint.formats import Recoding, dequantize, recode
+from dsv3_jax.checkpoint.formats import Recoding, check_finite, check_scale, dequantize, recode
 from dsv3_jax.checkpoint.journal import JournalLine
 from dsv3_jax.checkpoint.kinds import describe, is_store
-from dsv3_jax.checkpoint.parameter_reader import check_finite, check_scale
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.store import ArrayFiles
 from dsv3_jax.checkpoint.stored_arrays import StoredArray, stored_arrays

@@ -40,7 +40,7 @@ from dsv3_jax.checkpoint.journal import ConversionJournal
 from dsv3_jax.checkpoint.manifest import Manifest, QuantizationLoss, SourceFile, TensorRecord
 from dsv3_jax.checkpoint.reader import SPELLED, SafetensorsFile
 from dsv3_jax.checkpoint.store import WEIGHTS, ArrayFiles
-from dsv3_jax.files import free_bytes, remove_partial_files, sync_tree
+from dsv3_jax.files import check_free, remove_partial_files, sync_tree
 from dsv3_jax.words import os_error_message
 
 RESUME_HINT = "finished units are kept; the same command with --resume continues with them"
@@ -122,9 +122,8 @@ def check_destination(planned: ConversionPlan, store: Path, resume: bool) -> Non
                     f"{os.path.join(folder, name)}: a symbolic link; expected a store without links"
                 )
     written = sum(p.stat().st_size for p in (store / WEIGHTS).rglob("*") if p.is_file())
-    needed, free = planned.store_bytes - written, free_bytes(store)
-    if manifest.NAME not in present and needed > free:
-        raise ValueError(f"{store}: expected {needed:,} bytes of free disk, got {free:,}")
+    if manifest.NAME not in present:
+        check_free(store, planned.store_bytes - written)
 
 
 def _existing_manifest(planned: ConversionPlan, store: Path) -> Manifest:
@@ -240,11 +239,7 @@ class _Conversion:
         """Refuses a source whose files changed while they were read.
 
         A hard link, a new name, mode or owner changes only a file's ctime, as a write with the old
-        mtime does. Such a file is read again.
-
-        Raises:
-          ValueError: a file was written or replaced.
-        """
+        mtime does. Such a file is read again."""
         while (now := self._file_stats()) != self.stats:
             before, self.stats = self.stats, now
             touched = {name for name, stat in now.items() if stat != before[name]}

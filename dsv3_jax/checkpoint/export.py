@@ -46,7 +46,7 @@ from dsv3_jax.checkpoint.tensor_table import (
 )
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
-from dsv3_jax.files import atomic_file, atomic_write, free_bytes
+from dsv3_jax.files import atomic_file, atomic_write, check_free
 from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.tokenizer_files import with_required_bos
 from dsv3_jax.words import os_error_message
@@ -140,9 +140,7 @@ def check_space(planned: ExportPlan, destination: Path) -> None:
     partial = partial_directory(destination)
     written = sum(path.stat().st_size for path in partial.glob("*")) if partial.is_dir() else 0
     needed = sum(8 + len(shard.header) + shard.bytes for shard in planned.shards)
-    needed += sum(map(len, planned.small_files.values())) - written
-    if needed > (free := free_bytes(destination)):
-        raise ValueError(f"{destination}: expected {needed:,} bytes of free disk, got {free:,}")
+    check_free(destination, needed + sum(map(len, planned.small_files.values())) - written)
 
 
 def resume_hint(directory: Path) -> str:

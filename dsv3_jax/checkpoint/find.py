@@ -122,11 +122,7 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def _weight_patterns(directory: Path) -> list[str]:
-    """Returns patterns of the files in the index, or of the single file without an index.
-
-    Raises:
-      ValueError: the index is damaged, or contains a value that is not a plain file name.
-    """
+    """Returns patterns of the files in the index, or of the single file without an index."""
     if not (index := directory / INDEX).is_file():
         return [SINGLE]
     return sorted({glob.escape(file) for file in weight_map(index).values()})

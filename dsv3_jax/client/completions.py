@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -59,12 +58,7 @@ class CompletionClient:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._session.close()
 
     async def served_model(self) -> ServedModel:

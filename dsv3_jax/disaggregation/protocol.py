@@ -100,22 +100,15 @@ class Lease(Protocol):
 
     def close(self) -> None:
         """Forgets all records that were offered. It is called once the connection is closed."""
-        ...
 
 
 class Sender(Protocol):
     """The prefill side of a transfer."""
 
-    @property
-    def name(self) -> TransferName:
-        """Its name in requests."""
-        ...
-
-    @property
-    def keeps_records(self) -> bool:
-        """Whether records must be kept until the decode server closes the connection, since they
-        are not in the answer."""
-        ...
+    name: TransferName
+    keeps_records: bool
+    """Whether records must be kept until the decode server closes the connection, since they are
+    not in the answer."""
 
     def lease(self) -> Lease:
         """Begins an answer."""
@@ -125,10 +118,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The decode side of a transfer. It is used on one event loop."""
 
-    @property
-    def name(self) -> TransferName:
-        """Its name in requests."""
-        ...
+    name: TransferName
 
     def max_frame_bytes(self, max_page_bytes: int) -> int:
         """Returns the most bytes that a frame may have."""

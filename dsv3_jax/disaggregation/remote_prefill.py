@@ -231,12 +231,7 @@ class RemotePrefill:
         records: list[PageRecord],
         seconds: float,
     ) -> None:
-        """Appends the records that a peer sends, each checked.
-
-        Raises:
-          PageError: a record is damaged or another one.
-          Exception: the peer refused, or its answer ended early; see :func:`_reason`.
-        """
+        """Appends the records that a peer sends, each checked."""
         all_pages = wanted[-1].chain()
         identity = all_pages[0].parent
         most = self._max_page_bytes
@@ -299,11 +294,7 @@ class _RefusedError(Exception):
 
 
 def _checked(data: bytes | memoryview, identity: bytes, address: PageAddress) -> PageRecord:
-    """Returns a record. The engine compares its format too when it uses it.
-
-    Raises:
-      PageError: it is damaged, or is not the page of ``address``.
-    """
+    """Returns a record. The engine compares its format too when it uses it."""
     record = PageRecord.decode(data)
     if record.address != address or record.identity != identity:
         raise PageError(

@@ -14,10 +14,8 @@ from dsv3_jax.pages.record import PageRecord
 class PageSource(Protocol):
     """Gives records of pages. Its methods can be called from any thread and return at once."""
 
-    @property
-    def name(self) -> str:
-        """Its name in statistics, for example ``host``."""
-        ...
+    name: str
+    """Its name in statistics, for example ``host``."""
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
         """Returns how many leading pages it seems to have. :meth:`fetch` may find fewer, since
@@ -38,7 +36,6 @@ class PageSink(Protocol):
 
     def store(self, records: Sequence[PageRecord]) -> None:
         """Keeps records, or drops them if it has no room. Returns at once."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

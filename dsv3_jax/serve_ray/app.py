@@ -56,11 +56,15 @@ def application(
       prefill_replica: class of the prefill replicas, if there are any.
     """
     drain_seconds = settings.arguments.drain_seconds + _ENDING_SECONDS
+    several_hosts = {
+        "placement_group_bundles": bundles(settings),
+        "placement_group_strategy": STRATEGY,
+    }
     engines: Any = serve.deployment(
         replica,
         name=ENGINE,
         ray_actor_options=actor_options(settings.resources),
-        **({} if settings.hosts == 1 else _hosts_options(settings)),
+        **({} if settings.hosts == 1 else several_hosts),
         max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queued_requests,
         autoscaling_config=_autoscaling(settings.autoscaling, settings.target_ongoing_requests),
@@ -111,11 +115,3 @@ def _autoscaling(scaling: Autoscaling, target_ongoing_requests: float) -> Autosc
             policy_kwargs={"target_cache_usage": scaling.target_cache_usage},
         ),
     )
-
-
-def _hosts_options(settings: AppSettings) -> dict[str, Any]:
-    """Returns the options of a deployment whose replicas have several hosts."""
-    return {
-        "placement_group_bundles": bundles(settings),
-        "placement_group_strategy": STRATEGY,
-    }

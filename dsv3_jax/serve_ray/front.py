@@ -105,12 +105,7 @@ class Front:
             await send_error(overloaded(message), scope, receive, send)
 
     async def _relay(self, call: Call, send: Send) -> None:
-        """Sends a call to replicas until one answers.
-
-        Raises:
-          ReplicaLostError: all of them were lost before they answered.
-          NoReplicaError: there is none.
-        """
+        """Sends a call to replicas until one answers."""
         path = call.scope["path"]
         for attempt in range(1, self._attempts + 1):
             is_last = attempt == self._attempts

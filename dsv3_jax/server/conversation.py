@@ -83,14 +83,7 @@ class Conversation:
         return tokenizer.chat(messages, **arguments)
 
     def _template_arguments(self, variables: Collection[str]) -> dict[str, Any]:
-        """Returns the arguments under the names that the template reads.
-
-        Args:
-          variables: names that it reads.
-
-        Raises:
-          ValueError: it does not read one of the client's arguments, or two contradict each other.
-        """
+        """Returns the arguments under the names that the template reads."""
         arguments = {name: v for name, v in self.arguments.items() if v is not None}
         switch = next((name for name in _SWITCHES if name in variables), None)
         switches = {name: arguments[name] for name in _SWITCHES if name in arguments}
@@ -146,7 +139,15 @@ class Conversation:
             prompt.extend(self.encode(service.tokenizer, service.settings.max_len))
             special_tokens = service.tokenizer.special_tokens if tools else ()
             for _ in range(n):
-                parsers.append(self._parser(service.tokenizer, prompt, tools, special_tokens))
+                ends = tools.ends_reasoning if tools else ()
+                parser = AnswerParser(
+                    ReasoningParser.of_prompt(service.tokenizer, prompt, ends),
+                    tools() if tools else None,
+                    special_tokens,
+                    parallel=self.parallel_calls,
+                    required=bool(self.required_tools),
+                )
+                parsers.append(parser)
             markers.append(_reasoning_markers(service.tokenizer, prompt, tools))
             return [prompt]
 
@@ -163,21 +164,6 @@ class Conversation:
             **settings,
         )
         return SubmittedConversation(job, parsers, len(prompt), markers[0], not self.tools)
-
-    def _parser(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        tools: type[ToolParser] | None,
-        special_tokens: Sequence[str],
-    ) -> AnswerParser:
-        return AnswerParser(
-            ReasoningParser.of_prompt(tokenizer, prompt, tools.ends_reasoning if tools else ()),
-            tools() if tools else None,
-            special_tokens,
-            parallel=self.parallel_calls,
-            required=bool(self.required_tools),
-        )
 
 
 def _reasoning_markers(

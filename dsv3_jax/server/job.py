@@ -99,11 +99,7 @@ class Job:
 
 
 async def _checked(handle: EngineRequest) -> AsyncGenerator[Piece, None]:
-    """Yields the pieces of one completion.
-
-    Raises:
-      ApiError: as :meth:`Job.pieces`.
-    """
+    """Yields the pieces of one completion."""
     try:
         async with contextlib.aclosing(aiter(handle)) as pieces:
             async for piece in pieces:

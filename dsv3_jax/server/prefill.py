@@ -124,11 +124,7 @@ class Prefills:
         return answer
 
     def _addresses(self, body: PrefillBody) -> Sequence[PageAddress]:
-        """Returns the addresses of the pages that are asked for.
-
-        Raises:
-          ApiError: this server cannot have them.
-        """
+        """Returns the addresses of the pages that are asked for."""
         identity = self.store.identity
         if body.identity != identity.digest.hex():
             raise ApiError(
@@ -224,11 +220,7 @@ class _Answer(Response):
         await asyncio.shield(asyncio.to_thread(self._lease.close))
 
     async def _send(self, send: Send) -> None:
-        """Sends the pages as they come.
-
-        Raises:
-          ApiError: the engine could not compute the prompt.
-        """
+        """Sends the pages as they come."""
 
         async def send_frame(frame: bytes) -> None:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
@@ -248,11 +240,7 @@ class _Answer(Response):
             await asyncio.Event().wait()  # until the decode server goes away
 
     async def _next_records(self) -> list[PageRecord]:
-        """Waits for the next pages. Returns none if there will be none.
-
-        Raises:
-          ApiError: the engine could not compute the prompt.
-        """
+        """Waits for the next pages. Returns none if there will be none."""
         count = await self._pages_there()
         if not count:
             self._computed.result()

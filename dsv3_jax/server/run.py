@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from types import TracebackType
 from typing import Any
 
 import uvicorn
@@ -61,12 +60,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._has_ended.set()
         self._thread.join()
 
@@ -136,48 +130,38 @@ def run(
       remote: the engine's source of pages on prefill servers, or None.
       exit_process: ends the process after a failure; None for :func:`exit_now`.
     """
+    exit_process = exit_process or exit_now
     with log_to_stderr(settings.log_level):
-        _run(engine, tokenizer, settings, bound, sender, remote, exit_process or exit_now)
+        # uvicorn sends the signal again when it has finished, which would end the process at once.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        app = create_app(engine, tokenizer, settings, sender=sender, remote=remote)
+        service: Service = app.state.service
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=int(settings.drain_seconds) + _ENDING_SECONDS,
+            server_header=False,
+        )
+        host, port = bound.getsockname()[:2]
+        logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
+        server = Server(config, service)
 
+        def end_server() -> None:
+            server.should_exit = True
 
-def _run(
-    engine: Engine | RemoteEngine,
-    tokenizer: Tokenizer,
-    settings: ServerSettings,
-    bound: socket.socket,
-    sender: Sender | None,
-    remote: RemotePrefill | None,
-    exit_process: Callable[[], None],
-) -> None:
-    # uvicorn sends the signal again when it has finished, which would end the process at once.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    app = create_app(engine, tokenizer, settings, sender=sender, remote=remote)
-    service: Service = app.state.service
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=int(settings.drain_seconds) + _ENDING_SECONDS,
-        server_header=False,
-    )
-    host, port = bound.getsockname()[:2]
-    logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
-    server = Server(config, service)
-
-    def end_server() -> None:
-        server.should_exit = True
-
-    # The objects that exist by now stay for the life of the server, so the garbage collector need
-    # not visit them. Otherwise each large body would make it do so, for a tenth of a second.
-    gc.collect()
-    gc.freeze()
-    with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
-        server.run(sockets=[bound])
-    if service.failure is not None:
-        exit_process()
-    is_compiling = isinstance(engine, Engine) and engine.compilations.current is not None
-    if is_compiling or service.is_warming_up:
-        exit_now(0)
+        # The objects that exist by now stay for the life of the server, so the garbage collector
+        # need not visit them. Otherwise each large body would make it do so, for a tenth of a
+        # second.
+        gc.collect()
+        gc.freeze()
+        with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
+            server.run(sockets=[bound])
+        if service.failure is not None:
+            exit_process()
+        is_compiling = isinstance(engine, Engine) and engine.compilations.current is not None
+        if is_compiling or service.is_warming_up:
+            exit_now(0)
 
 
 class Server(uvicorn.Server):

@@ -205,11 +205,7 @@ class CountRequest(Body):
         return [] if is_none else [tool.for_template() for tool in self.tools or ()]
 
     def _required_tools(self) -> list[dict[str, Any]]:
-        """Returns the tools from which an answer has to call one.
-
-        Raises:
-          ValueError: there are no such tools.
-        """
+        """Returns the tools from which an answer has to call one."""
         choice = self.tool_choice
         if choice is None or choice.type in ("auto", "none"):
             return []
