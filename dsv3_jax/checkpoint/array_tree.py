@@ -21,9 +21,6 @@ def create(directory: Path, arrays: Iterable[StoredArray]) -> None:
     """Writes the tree and the header of every array, without chunks.
 
     In an existing tree, files that are missing or different are replaced.
-
-    Raises:
-      OSError: the disk is full or failed.
     """
     fresh = directory.with_name(directory.name + ".tree")
     shutil.rmtree(fresh, ignore_errors=True)

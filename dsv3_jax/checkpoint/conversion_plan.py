@@ -205,11 +205,7 @@ def convert_unit(
 
 
 def stored_hashes(unit: Unit, files: ArrayFiles) -> dict[str, str]:
-    """Reads a unit's tensors from the store and returns their hashes by name.
-
-    Raises:
-      OSError: a chunk is missing or cannot be read.
-    """
+    """Reads a unit's tensors from the store and returns their hashes by name."""
     return {
         array.tensors[e]: digest(files.tensor(array, e if array.stacked else None))
         for array in unit.arrays

@@ -132,11 +132,7 @@ def export(
 
 def check_space(planned: ExportPlan, destination: Path) -> None:
     """Checks that an export fits on the disk. Files of an interrupted export are either continued
-    with or deleted.
-
-    Raises:
-      ValueError: the disk has too little space.
-    """
+    with or deleted."""
     partial = partial_directory(destination)
     written = sum(path.stat().st_size for path in partial.glob("*")) if partial.is_dir() else 0
     needed = sum(8 + len(shard.header) + shard.bytes for shard in planned.shards)

@@ -81,9 +81,6 @@ def group_by_kind(config: ModelConfig, by_name: Mapping[str, T]) -> dict[str, di
 
     A kind is a name without numbers and ``.weight``, such as ``layers.mlp.experts.gate_proj``. In
     MTP layers, which continue the numbering, it is ``mtp.mlp.experts.gate_proj``.
-
-    Args:
-      by_name: values by published tensor name.
     """
     groups: dict[str, dict[int, list[T]]] = {}
     for name, value in by_name.items():

@@ -122,11 +122,7 @@ class SafetensorsFile(Mapping[str, FileArray]):
         return len(self._tensors)
 
     def read(self, begin: int, into: memoryview) -> None:
-        """Fills ``into`` with data from byte ``begin`` after the header.
-
-        Raises:
-          OSError: the disk failed, or the file has become shorter.
-        """
+        """Fills ``into`` with data from byte ``begin`` after the header."""
         offset = 8 + len(self.header) + begin
         with naming(self.path):
             while into:
@@ -244,11 +240,7 @@ def header_of(tensors: Mapping[str, Any]) -> bytes:
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file that transformers can read. The package determines the order of tensors.
-
-    Raises:
-      OSError: the disk is full or failed.
-    """
+    """Writes a file that transformers can read. The package determines the order of tensors."""
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -280,12 +272,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def index_content(shards: Mapping[str, Iterable[str]], total_size: int) -> dict[str, Any]:
-    """Returns the content of the index.
-
-    Args:
-      shards: names of the tensors in each file.
-      total_size: size of all tensors in bytes.
-    """
+    """Returns the content of the index."""
     weight_map = {tensor: file for file, tensors in shards.items() for tensor in tensors}
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 

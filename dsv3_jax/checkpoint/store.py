@@ -53,11 +53,7 @@ class ArrayFiles:
         return array
 
     def write(self, name: str, begin: tuple[int, ...], block: np.ndarray) -> None:
-        """Writes a block of whole chunks whose first element has the index ``begin``.
-
-        Raises:
-          OSError: the disk is full or failed.
-        """
+        """Writes a block of whole chunks whose first element has the index ``begin``."""
         index = tuple(slice(b, b + n) for b, n in zip(begin, block.shape, strict=True))
         try:
             target = self[name][index]
@@ -66,11 +62,7 @@ class ArrayFiles:
             raise failure(self.directory / name, error) from None
 
     def read(self, name: str, index: Any) -> np.ndarray:
-        """Reads a part of an array.
-
-        Raises:
-          OSError: a chunk is missing, damaged, or cannot be read.
-        """
+        """Reads a part of an array."""
         try:
             return self[name][index].read().result()
         except ValueError as error:

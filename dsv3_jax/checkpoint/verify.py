@@ -69,11 +69,7 @@ class RowReader:
         self._rows_read = 0
 
     def read(self, rows: slice) -> np.ndarray:
-        """Reads the next rows.
-
-        Raises:
-          OSError: the disk failed.
-        """
+        """Reads the next rows."""
         part = self.array[rows]
         self._hasher.update(as_bytes(part))
         self._rows_read += len(part)
@@ -114,9 +110,6 @@ class ScaleScan:
 
         A scale that is not finite is a finding. It is returned as the smallest positive number,
         because a scale of 0 could cause another finding.
-
-        Raises:
-          OSError: the disk failed.
         """
         first = rows.start // self.rows_per_scale
         stored = self.reader.read(slice(first, -(-rows.stop // self.rows_per_scale)))

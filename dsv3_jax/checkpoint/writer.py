@@ -101,11 +101,7 @@ def write_checkpoint(
 def check_space(
     config: ModelConfig, directory: Path, *, quantization: BlockQuantization | None, dtype: str
 ) -> None:
-    """Checks that a model's checkpoint fits on the disk, before a long preparation of it.
-
-    Raises:
-      ValueError: the disk has too little space.
-    """
+    """Checks that a model's checkpoint fits on the disk, before a long preparation of it."""
     table = tensor_table(dataclasses.replace(config, quantization=quantization, dtype=dtype))
     size = sum(spec.nbytes for spec in table.values())
     check_free(directory, size + DESCRIPTION_BYTES * len(table))

@@ -36,12 +36,7 @@ class ServedModel:
 
 
 class CompletionClient:
-    """Sends requests to a server with OpenAI's API. An async context manager.
-
-    Args:
-      url: of the server, without ``/v1``.
-      api_key: key that the server expects, or None.
-    """
+    """Sends requests to a server with OpenAI's API. An async context manager."""
 
     def __init__(self, url: str, api_key: str | None = None):
         self._url = url.rstrip("/")

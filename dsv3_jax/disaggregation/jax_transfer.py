@@ -66,10 +66,6 @@ class _Ticket(BaseModel):
 class JaxSender:
     """Registers records in this process, and sends tickets.
 
-    Args:
-      host: address to listen on, of one network interface.
-      port: port to listen on; 0 takes a free one.
-
     Raises:
       ValueError: the address is that of all interfaces, which peers cannot connect to.
     """

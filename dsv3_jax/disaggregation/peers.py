@@ -36,11 +36,7 @@ class Peer:
 
     @classmethod
     def of(cls, url: str, api_key: str | None = None) -> Peer:
-        """Returns the peer at a URL.
-
-        Raises:
-          ValueError: the URL has another form.
-        """
+        """Returns the peer at a URL."""
         parts = urllib.parse.urlsplit(url)
         is_right = parts.scheme in ("http", "https") and parts.hostname and not parts.query
         if not is_right or parts.path not in ("", "/"):
@@ -99,13 +95,7 @@ class Peers:
         self, tokens: int, tried: Collection[Peer] = (), preferred: Peer | None = None
     ) -> Peer | None:
         """Returns the peer for a request, which counts as its work until :meth:`end`. None if no
-        peer is ready.
-
-        Args:
-          tokens: tokens of the request.
-          tried: peers that have failed for it.
-          preferred: the peer to choose if it is ready.
-        """
+        peer is ready."""
         with self._lock:
             ready = [peer for peer in self.all if peer not in tried and self._is_ready(peer)]
             if not ready:

@@ -49,10 +49,6 @@ class DiskPages:
         checksums find damage, not intent.
       capacity: most bytes of all files.
       unwritten: most bytes of records that wait to be written. More are dropped.
-
-    Raises:
-      ValueError: the capacity is negative.
-      OSError: the directory cannot be created or locked.
     """
 
     name = "disk"

@@ -174,11 +174,7 @@ class PageRecord:
 
 
 def max_record_bytes(max_page_bytes: int) -> int:
-    """Returns a bound for the bytes of an encoded record.
-
-    Args:
-      max_page_bytes: most bytes of a page's contents.
-    """
+    """Returns a bound for the bytes of an encoded record."""
     return max_page_bytes + _MAX_HEADER_BYTES
 
 

@@ -27,9 +27,6 @@ class HostMemory:
 
     A record is kept as it is, in ordinary or in pinned memory: nothing is copied. On a GPU, JAX
     itself copies ordinary memory through pinned buffers.
-
-    Args:
-      capacity: most bytes of contents.
     """
 
     name = "host"
@@ -159,11 +156,7 @@ class CacheTiers:
 
 
 class PageTiers:
-    """Stores and finds records in the tiers. A :class:`PageSource` and a :class:`PageSink`.
-
-    Raises:
-      OSError: the directory of the disk tier cannot be used.
-    """
+    """Stores and finds records in the tiers. A :class:`PageSource` and a :class:`PageSink`."""
 
     name = "tiers"
 

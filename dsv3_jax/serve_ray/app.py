@@ -49,12 +49,7 @@ def application(
     replica: type[EngineReplica] = EngineReplica,
     prefill_replica: type[PrefillReplica] = PrefillReplica,
 ) -> serve.Application:
-    """Returns the application with these settings.
-
-    Args:
-      replica: class of the replicas that answer requests.
-      prefill_replica: class of the prefill replicas, if there are any.
-    """
+    """Returns the application with these settings."""
     drain_seconds = settings.arguments.drain_seconds + _ENDING_SECONDS
     several_hosts = {
         "placement_group_bundles": bundles(settings),

@@ -145,10 +145,6 @@ _PROBES = ("/health", "/ready")
 def _last_event(path: str, start: Message, events: int) -> Message:
     """Returns the end of a stream whose replica was lost: an event with the error.
 
-    Args:
-      start: the start of the response.
-      events: number of events that the client has.
-
     Raises:
       ConnectionError: the response is no stream of events. Its connection has to be closed.
     """
@@ -194,11 +190,7 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 def merged(texts: Mapping[str, str]) -> bytes:
-    """Returns the figures of all replicas in Prometheus' text format.
-
-    Args:
-      texts: the text of each replica, by its id.
-    """
+    """Returns the figures of all replicas in Prometheus' text format."""
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
         for family in text_string_to_metric_families(text):

@@ -57,12 +57,7 @@ class Replica:
         self, made: MadeEngine, *, sender: Sender | None = None, hosts: Hosts | None = None
     ) -> None:
         """Starts the application, and returns when the programs of the default options
-        are compiled.
-
-        Args:
-          sender: gives pages to decode replicas, or None.
-          hosts: the other processes of its mesh, or None.
-        """
+        are compiled."""
         self.id = serve.get_replica_context().replica_id.unique_id
         self.app = create_app(
             made.engine, made.tokenizer, made.settings, sender=sender, remote=made.remote
@@ -85,11 +80,7 @@ class Replica:
     def make_engine(
         arguments: argparse.Namespace, process: Leader | Follower | None = None
     ) -> MadeEngine:
-        """Returns the engine and what its server needs.
-
-        Args:
-          process: the part of this process if the replica has several.
-        """
+        """Returns the engine and what its server needs."""
         allocator.configure("serve")  # as the command does
         return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
 
@@ -127,12 +118,7 @@ class Replica:
 
 class EngineReplica(Replica):
     """Serves calls with an engine. Ray Serve sends it calls once its constructor has returned, and
-    when it is to end, waits for open calls before it deletes it.
-
-    Args:
-      settings: of the application.
-      prefill: the prefill replicas, if there is a pool of them.
-    """
+    when it is to end, waits for open calls before it deletes it."""
 
     async def __init__(self, settings: AppSettings, prefill: DeploymentHandle | None = None):
         self._looking: asyncio.Task[None] | None = None
@@ -183,11 +169,7 @@ class EngineReplica(Replica):
 
 
 class PrefillReplica(Replica):
-    """Computes cache pages for decode replicas.
-
-    Args:
-      settings: of the application, with a prefill pool.
-    """
+    """Computes cache pages for decode replicas."""
 
     async def __init__(self, settings: AppSettings):
         arguments = copy.copy(settings.prefill_arguments)

@@ -26,11 +26,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, load_bound: float
     ) -> None:
-        """Is called with the router's settings.
-
-        Args:
-          load_bound: as in :func:`dsv3_jax.serve_ray.placement.choose`.
-        """
+        """Is called with the router's settings."""
         self._load_bound = load_bound
         self._open: collections.Counter[ReplicaID] = collections.Counter()
 

@@ -143,10 +143,6 @@ class UnreadAnswers:
 
     It counts looks instead of reading a clock: if the server itself was paused, with its machine or
     its container, that time does not count.
-
-    Args:
-      transports: returns those of all connections.
-      seconds: longest time in which a client may take nothing.
     """
 
     def __init__(self, transports: Callable[[], Iterable[asyncio.Transport]], seconds: float):

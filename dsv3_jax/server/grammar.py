@@ -46,9 +46,6 @@ _MAX_MULTIPLE = 10_000
 def schema_text(schema: object, field: str) -> str:
     """Returns a schema as JSON. Schemas that differ in their white space have the same text.
 
-    Args:
-      field: name of the body's field, for errors.
-
     Raises:
       ValueError: the schema exceeds a limit.
     """
@@ -150,11 +147,7 @@ class GrammarSource:
 
     @classmethod
     def of_schema(cls, schema: object, field: str) -> GrammarSource:
-        """Returns the source of JSON that is valid under a schema.
-
-        Raises:
-          ValueError: the schema exceeds a limit.
-        """
+        """Returns the source of JSON that is valid under a schema."""
         return cls("json_schema", schema_text(schema, field), field)
 
     @classmethod
@@ -165,11 +158,7 @@ class GrammarSource:
         return cls("lark", text, field, is_trusted=True)
 
     def grammar(self) -> str:
-        """Returns llguidance's description of the grammar.
-
-        Raises:
-          ValueError: the text is too long, or no JSON.
-        """
+        """Returns llguidance's description of the grammar."""
         is_pattern = not self.is_trusted and self.kind != "json_schema"
         most = MAX_PATTERN if is_pattern else MAX_TEXT
         if len(self.text) > most:
@@ -182,13 +171,7 @@ class GrammarSource:
 
 
 class Grammars:
-    """Compiles grammars, and keeps those that were used last.
-
-    Args:
-      tokenizer: the model's.
-      vocab_size: tokens in a mask, see :attr:`dsv3_jax.Engine.vocab_size`.
-      end_tokens: end-of-sequence tokens.
-    """
+    """Compiles grammars, and keeps those that were used last."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Sequence[int]):
         self._tokenizer = tokenizer
@@ -221,11 +204,7 @@ class Grammars:
             logger.warning("structured output is refused: llguidance: %s", _line(str(error)))
 
     async def compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar in another thread, unless it is cached.
-
-        Raises:
-          GrammarError: it is refused.
-        """
+        """Compiles a grammar in another thread, unless it is cached."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source)
 
     def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> AnswerGrammar:

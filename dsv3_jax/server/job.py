@@ -63,11 +63,7 @@ class Job:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def completions(self) -> list[Completion]:
-        """Waits for all completions.
-
-        Raises:
-          ApiError: as :meth:`pieces`.
-        """
+        """Waits for all completions."""
         try:
             completions = await asyncio.gather(*(h.async_result() for h in self.handles))
         except _FAILURES as error:

@@ -31,12 +31,7 @@ _REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class Metrics:
-    """Figures of one server.
-
-    Args:
-      model_name: value of the label ``model_name``, which all figures have.
-      page_size: tokens of a cache page.
-    """
+    """Figures of one server."""
 
     def __init__(self, engine: Engine | RemoteEngine, model_name: str, page_size: int):
         self._registry = prometheus_client.CollectorRegistry(auto_describe=False)

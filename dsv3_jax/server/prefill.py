@@ -76,11 +76,7 @@ class PrefillFigures(Figures):
 
 
 class Prefills:
-    """Answers decode servers.
-
-    Args:
-      sender: how the records travel.
-    """
+    """Answers decode servers."""
 
     def __init__(self, service: Service, sender: Sender):
         self.counts = PrefillCounts()
@@ -157,13 +153,7 @@ class Prefills:
 
 
 class _Answer(Response):
-    """An answer of frames that ends when the decode server goes away.
-
-    Args:
-      job: computes the pages.
-      addresses: of the pages.
-      deadline: time of ``time.monotonic()`` at which it ends.
-    """
+    """An answer of frames that ends when the decode server goes away."""
 
     def __init__(
         self,
@@ -187,11 +177,7 @@ class _Answer(Response):
         self._deadline = deadline
 
     async def first_page(self) -> None:
-        """Waits for the first page, or until there will be none.
-
-        Raises:
-          ApiError: the engine cannot compute the prompt.
-        """
+        """Waits for the first page, or until there will be none."""
         if not await self._pages_there() and self._computed.done():
             self._computed.result()
 

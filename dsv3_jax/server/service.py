@@ -28,11 +28,7 @@ from dsv3_jax.tokenizer import Tokenizer
 
 
 class Admission:
-    """Counts open completions. Only the event loop's thread uses it.
-
-    Args:
-      limit: most that are open at a time.
-    """
+    """Counts open completions. Only the event loop's thread uses it."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -40,11 +36,7 @@ class Admission:
         """Completions that run or wait."""
 
     def enter(self, count: int) -> None:
-        """Opens completions: all, or none if it raises.
-
-        Raises:
-          ApiError: there are too many.
-        """
+        """Opens completions: all, or none if it raises."""
         if count > self._limit:
             raise ApiError(
                 400, f"request: expected at most {self._limit} completions, got {count}", param="n"
@@ -75,14 +67,7 @@ _WARM_UP_SECONDS = 5  # after which a client should try again
 
 
 class Service:
-    """An engine with its tokenizer and limits.
-
-    Args:
-      engine: runs in a thread of its own, or in another process.
-      tokenizer: the model's.
-      remote: the engine's source of pages on prefill servers, or None.
-      is_prefill_server: whether it gives pages to decode servers.
-    """
+    """An engine with its tokenizer and limits."""
 
     def __init__(
         self,

@@ -283,10 +283,6 @@ def tool_call_grammar(
 ) -> GrammarSource:
     """Returns the source of answers that consist of calls of these tools.
 
-    Args:
-      tools: as chat templates read them; at least one.
-      parallel: whether an answer may contain several calls.
-
     Raises:
       ValueError: a schema exceeds a limit, or the format of the model's calls cannot express it.
     """

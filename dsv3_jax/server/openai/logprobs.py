@@ -136,11 +136,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, parts: Sequence[Completion | Piece]) -> ChatLogprobs:
-    """Returns log-probabilities in the shape of /v1/chat/completions.
-
-    Args:
-      parts: a completion, or successive pieces of one.
-    """
+    """Returns log-probabilities in the shape of /v1/chat/completions."""
 
     def entry(token: int, logprob: float) -> TokenLogprob:
         content = tokenizer.token_bytes(token)

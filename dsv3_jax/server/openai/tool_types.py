@@ -107,9 +107,6 @@ def required_tools(
 ) -> list[dict[str, Any]]:
     """Returns the tools from which an answer has to call one, or none if it is free.
 
-    Args:
-      tools: as chat templates read them.
-
     Raises:
       ValueError: there are no such tools.
     """

@@ -90,11 +90,7 @@ class MarkerReader:
 
 
 class SpecialTokenFilter:
-    """Follows one text.
-
-    Args:
-      tokens: texts of the special tokens.
-    """
+    """Follows one text."""
 
     def __init__(self, tokens: Sequence[str]):
         markers = Markers.of(tuple(tokens))
