@@ -5,10 +5,9 @@ In the order a request moves through it:
 ================== ================================================================
 settings.py        what an application is made of
 app.py             deployments: fronts, and replicas with an engine each
-front_process.py   a front as a process of Ray Serve
+front_process.py   a front as a process of Ray Serve, with the router of its calls
 front.py           relays requests to replicas, tries again when one is lost, joins figures
 placement.py       the choice of a replica by prefix and load; pure Python
-router.py          Ray Serve's router, and calls of all replicas of a deployment
 call.py            one request and its answer between a front and a replica
 replica.py         actors with an engine: those that answer requests, and prefill replicas
 hosts.py           a replica on several hosts: a placement group, and a process on each

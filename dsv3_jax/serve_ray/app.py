@@ -13,10 +13,9 @@ from ray.serve.config import (  # pyright: ignore[reportMissingImports]
 )
 
 from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy
-from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, front_builder
+from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, PrefixRouter, front_builder
 from dsv3_jax.serve_ray.hosts import STRATEGY, actor_options, bundles
 from dsv3_jax.serve_ray.replica import EngineReplica, PrefillReplica
-from dsv3_jax.serve_ray.router import PrefixRouter
 from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling
 
 _ENDING_SECONDS = 10

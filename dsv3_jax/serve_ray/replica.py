@@ -33,8 +33,8 @@ from dsv3_jax.disaggregation.protocol import Sender
 from dsv3_jax.engine import Follower, Leader
 from dsv3_jax.serve_ray.autoscaling import CACHE_USAGE, OPEN_REQUESTS
 from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
+from dsv3_jax.serve_ray.front_process import results_of
 from dsv3_jax.serve_ray.hosts import Hosts
-from dsv3_jax.serve_ray.router import results_of
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.app import create_app

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.openai.body import AnswerPart, Body, Json
-from dsv3_jax.server.openai.chat_types import TemplateArguments
-from dsv3_jax.server.openai.sampling_fields import StopStrings
+from dsv3_jax.server.openai.sampling_fields import StopStrings, TemplateArguments
 from dsv3_jax.server.openai.tool_types import CallId, FunctionName, NamedTool, required_tools
 
 

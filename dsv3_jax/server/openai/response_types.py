@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field, PrivateAttr, model_validator
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.openai.body import Body, Json, without_refused
-from dsv3_jax.server.openai.chat_types import TemplateArguments
 from dsv3_jax.server.openai.response_input import InputItem, messages_of
 from dsv3_jax.server.openai.response_items import AnyItem, Status
 from dsv3_jax.server.openai.sampling_fields import (
@@ -17,6 +16,7 @@ from dsv3_jax.server.openai.sampling_fields import (
     MinP,
     Priority,
     RepetitionPenalty,
+    TemplateArguments,
     TopK,
     Usage,
 )

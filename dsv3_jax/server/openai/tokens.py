@@ -12,8 +12,9 @@ from dsv3_jax.generation.request import check_fits
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.openai.body import Body, BodyRoute
-from dsv3_jax.server.openai.chat_types import Messages, TemplateArguments
+from dsv3_jax.server.openai.chat import Messages
 from dsv3_jax.server.openai.completions import TokenId
+from dsv3_jax.server.openai.sampling_fields import TemplateArguments
 from dsv3_jax.server.openai.tool_types import Tools
 from dsv3_jax.server.service import Service, service_of
 

@@ -18,7 +18,7 @@ from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.body import BodyRoute
-from dsv3_jax.server.openai.chat_types import ChatRequest
+from dsv3_jax.server.openai.chat import ChatRequest
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.tool_parser import Content, Reasoning
 from dsv3_jax.server.service import service_of
