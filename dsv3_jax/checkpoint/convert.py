@@ -199,7 +199,10 @@ class _Conversion:
         done, units = self.log.done, self.plan.units
         self._for_each(self._check_written, [unit for unit in units if unit.key in done])
         self._for_each(self._check_copy, [copy for copy in self.plan.copies if copy not in done])
-        self._for_each(self._convert, [unit for unit in units if unit.key not in done])
+        self._for_each(
+            lambda unit: self.log.add(convert_unit(self.plan, unit, self.files, self.progress)),
+            [unit for unit in units if unit.key not in done],
+        )
         self._check_source()
         complete = self._manifest()
         sync_tree(self.store)
@@ -292,9 +295,6 @@ class _Conversion:
         got = check_copy(self.plan.source, copy, self.plan.copies[copy])
         self.log.add({"unit": copy, "source": {copy: got}, "stored": {}})
         self.progress(self.plan.source[copy].nbytes)
-
-    def _convert(self, unit: Unit) -> None:
-        self.log.add(convert_unit(self.plan, unit, self.files, self.progress))
 
     def _for_each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         run_in_threads(self.workers, work, items)

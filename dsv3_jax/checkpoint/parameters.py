@@ -72,17 +72,13 @@ class ParameterReader:
         with np.errstate(over="ignore"):  # a product with a scale, which the check refuses
             if name.endswith(self.suffix):
                 out[...] = self._scale(name.removesuffix(self.suffix), index)
-            elif self._is_dequantized(tensor, out.dtype):
+            elif tensor.dtype == self.dtype and out.dtype != tensor.dtype:
                 out[...] = self._dequantized(name, index, out.dtype)
             else:
                 out[...] = tensor[index]
             if is_selecting(name):
                 is_scale = name.endswith(self.suffix)
                 check_finite(name, out.astype(np.float32) * _LARGEST if is_scale else out)
-
-    def _is_dequantized(self, tensor: LazyArray, dtype: np.dtype) -> bool:
-        """Returns whether a tensor is quantized and ``dtype`` is not."""
-        return tensor.dtype == self.dtype and dtype != tensor.dtype
 
     def _dequantized(self, name: str, index: Index, dtype: np.dtype) -> np.ndarray:
         tensor = self.tensors[name]

@@ -77,6 +77,7 @@ class RemoteFigures:
 
 
 _CONNECT_SECONDS = 5.0
+_MAX_OPEN = 64  # prompts under way; others wait, within their time
 _MAX_PREFERRED = 4096
 _SHOWN_BYTES = 2000  # of a peer's error
 
@@ -92,7 +93,6 @@ class RemotePrefill:
       seconds: longest time for the pages of a prompt; after it the engine computes the rest.
       min_pages: fewer pages are left to the engine.
       api_key: key that peers without one of their own expect, or None.
-      max_open: most prompts under way. Others wait, within their time.
     """
 
     name = "remote"
@@ -107,7 +107,6 @@ class RemotePrefill:
         seconds: float = 30.0,
         min_pages: int = 1,
         api_key: str | None = None,
-        max_open: int = 64,
     ):
         self.peers = peers
         self._preferred: OrderedDict[bytes, Peer] = OrderedDict()  # by digests of last pages
@@ -117,7 +116,7 @@ class RemotePrefill:
         self._seconds = seconds
         self._min_pages = min_pages
         self._api_key = api_key
-        self._room = asyncio.Semaphore(max_open)
+        self._room = asyncio.Semaphore(_MAX_OPEN)
         self.figures = RemoteFigures()
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()

@@ -112,29 +112,6 @@ class PageFormat:
         """Bytes of a payload."""
         return sum(array.numbers(self.page_size) * array.itemsize for array in self.arrays)
 
-    def split(self, payload: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns views of a payload, [rows, width] by the name of the array."""
-        views, begin = {}, 0
-        for array in self.arrays:
-            end = begin + array.numbers(self.page_size) * array.itemsize
-            values = payload[begin:end].view(np.dtype(array.dtype))
-            views[array.name] = values.reshape(-1, array.width)
-            begin = end
-        return views
-
-    def join(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the payload with these arrays, the inverse of :meth:`split`.
-
-        Raises:
-          ValueError: arrays differ from the format in their names, shapes or dtypes.
-        """
-        expected = {a.name: ((a.rows or self.page_size, a.width), a.dtype) for a in self.arrays}
-        got = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
-        if got != expected:
-            raise ValueError(f"page: expected arrays {expected}, got {got}")
-        parts = [np.ascontiguousarray(arrays[a.name]).reshape(-1) for a in self.arrays]
-        return np.concatenate([part.view(np.uint8) for part in parts])
-
 
 _VERSION = 1
 """Increase it when a model's layers begin to cache other values for the same weights and tokens."""

@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -50,18 +49,6 @@ class PageRecord:
     """Its contents: ``format.num_bytes`` of uint8."""
     pinned: Any = None
     """The arrays that ``payload`` is a view of, if they are in pinned host memory; else None."""
-
-    @classmethod
-    def of(
-        cls, identity: CacheIdentity, address: PageAddress, arrays: Mapping[str, np.ndarray]
-    ) -> PageRecord:
-        """Returns the record of a page with these arrays, see :meth:`PageFormat.join`."""
-        return cls(identity.digest, address, identity.format, identity.format.join(arrays))
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Views of its contents, [rows, width] by the name of the array."""
-        return self.format.split(self.payload)
 
     @property
     def num_bytes(self) -> int:

@@ -116,7 +116,8 @@ class Front:
                     async for batch in batches:
                         if started is None:
                             if batch[0]["status"] == _UNAVAILABLE and not is_last:
-                                call = call.avoiding(_replica_of(batch[0]))
+                                headers = Headers(raw=batch[0]["headers"])
+                                call = call.avoiding(headers.get(REPLICA_HEADER.decode(), ""))
                                 break
                             started = batch[0]
                             attempts = (ATTEMPTS_HEADER, str(attempt).encode())
@@ -170,11 +171,6 @@ def _response_error(error: ApiError, sequence_number: int) -> ResponseEvent:
     return ResponseEvent.model_validate(
         {"type": "error", "sequence_number": sequence_number, **fields}
     )
-
-
-def _replica_of(start: Message) -> str:
-    """Returns the id of the replica that sent the start of a response."""
-    return Headers(raw=start["headers"]).get(REPLICA_HEADER.decode(), "")
 
 
 async def _read(receive: Receive) -> bytes | None:

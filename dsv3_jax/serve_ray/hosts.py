@@ -72,7 +72,7 @@ class Hosts:
         follower = Follower(self.leader.address, key)
         self._runs = [
             asyncio.ensure_future(
-                _ended(actor.run.remote(settings, make_engine, self._coordinator, number, follower))
+                actor.run.remote(settings, make_engine, self._coordinator, number, follower)
             )
             for number, actor in enumerate(self._actors, 1)
         ]
@@ -128,11 +128,6 @@ class _FollowerProcess:
         engine.warm_up()
         engine.follow()
         engine.shutdown(drain=False)
-
-
-async def _ended(reference: Any) -> None:
-    """Waits for a call of an actor."""
-    await reference
 
 
 def _free_port() -> int:

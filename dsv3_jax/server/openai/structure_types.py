@@ -92,14 +92,12 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _check_count(self) -> StructuredOutputs:
-        names = [name for name in _NAMES if self._value(name) is not None]
+        fields = {name: "json_" if name == "json" else name for name in _NAMES}
+        names = [name for name, field in fields.items() if getattr(self, field) is not None]
         if len(names) != 1:
             got = ", ".join(names) or "none"
             raise ValueError(f"structured_outputs: expected one of {', '.join(_NAMES)}; got {got}")
         return self
-
-    def _value(self, name: str) -> object:
-        return self.json_ if name == "json" else getattr(self, name)
 
     def source(self, field: str) -> GrammarSource | None:
         """Returns the source of the text."""

@@ -155,7 +155,7 @@ class ToolParser(abc.ABC):
 def _joined(events: Sequence[Event]) -> Iterator[Event]:
     """Yields events, with adjacent texts of the same part as one, so that those who add them up
     need no quadratic time."""
-    for _, group in itertools.groupby(events, lambda event: (type(event), _index(event))):
+    for _, group in itertools.groupby(events, lambda e: (type(e), getattr(e, "index", None))):
         parts = list(group)
         match parts[-1]:
             case Content():
@@ -165,10 +165,6 @@ def _joined(events: Sequence[Event]) -> Iterator[Event]:
                 yield CallArguments(index, text, is_last=is_last)
             case event:
                 yield event
-
-
-def _index(event: Event) -> int | None:
-    return event.index if isinstance(event, CallBegin | CallArguments) else None
 
 
 class _Arguments:
@@ -307,14 +303,11 @@ class SectionParser(ToolParser):
                 self._state = _State.SECTION
         if self._state is _State.SECTION:
             if marker == self.call_begin:
-                self._begin_header()
+                self._state, self._header, self._is_open = _State.HEADER, [], True
+                self._markup.append(self.call_begin)
             elif marker == self.section_end:
                 self._end_section(marker)
                 self._state = _State.CONTENT
-
-    def _begin_header(self) -> None:
-        self._state, self._header, self._is_open = _State.HEADER, [], True
-        self._markup.append(self.call_begin)
 
     def _end_header(self, marker: str) -> None:
         header = "".join(self._header)
