@@ -8,7 +8,6 @@ error, and never returns zeros.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -115,11 +114,6 @@ class TensorView:
     ):
         self._files, self._array, self._expert = files, array, expert
         self.shape, self.dtype = shape, dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
@@ -20,10 +19,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call
 from dsv3_jax.serve_ray.placement import prefix_key
-from dsv3_jax.server.anthropic.answer_types import ErrorEvent
 from dsv3_jax.server.errors import ApiError, endpoint_path, overloaded, send_error
 from dsv3_jax.server.openai.response_items import ResponseEvent
-from dsv3_jax.server.sse import EventFormat, NamedEventFormat, disconnected, first_of
+from dsv3_jax.server.sse import EventFormat, NamedEvent, NamedEventFormat, disconnected, first_of
 from dsv3_jax.words import one_line
 
 logger = logging.getLogger(__name__)
@@ -48,16 +46,6 @@ Batches = AsyncGenerator[list[Message], None]
 """Messages of a response, in the groups in which they arrived."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Replicas:
-    """The replicas, as a front sees them."""
-
-    open: Callable[[Call], Batches]
-    """Sends a call to one replica. Its iterator raises ReplicaLostError and NoReplicaError."""
-    metrics: Callable[[], Awaitable[bytes]]
-    """Returns the figures of all replicas in Prometheus' text format."""
-
-
 class Front:
     """ASGI application that relays requests to replicas.
 
@@ -66,12 +54,23 @@ class Front:
     error event.
 
     Args:
+      open_call: sends a call to one replica. Its iterator raises ReplicaLostError and
+        NoReplicaError.
+      metrics: returns the figures of all replicas in Prometheus' text format.
       attempts: most replicas that one request is sent to.
       probe_seconds: longest time in which a probe, such as /ready, is answered.
     """
 
-    def __init__(self, replicas: Replicas, *, attempts: int, probe_seconds: float = 5.0):
-        self._replicas = replicas
+    def __init__(
+        self,
+        open_call: Callable[[Call], Batches],
+        metrics: Callable[[], Awaitable[bytes]],
+        *,
+        attempts: int,
+        probe_seconds: float = 5.0,
+    ):
+        self._open = open_call
+        self._metrics = metrics
         self._attempts = attempts
         self._probe_seconds = probe_seconds
 
@@ -86,7 +85,7 @@ class Front:
         path = endpoint_path(scope)
         try:
             if path == "/metrics":
-                text = await self._replicas.metrics()
+                text = await self._metrics()
                 await PlainTextResponse(text, media_type="text/plain")(scope, receive, send)
                 return
             # In a thread, as reading a large body takes some milliseconds.
@@ -112,7 +111,7 @@ class Front:
             started: Message | None = None
             events, ended = 0, False
             try:
-                async with contextlib.aclosing(self._replicas.open(call)) as batches:
+                async with contextlib.aclosing(self._open(call)) as batches:
                     async for batch in batches:
                         if started is None:
                             if batch[0]["status"] == _UNAVAILABLE and not is_last:
@@ -156,7 +155,9 @@ def _last_event(path: str, start: Message, events: int) -> Message:
         502, "request: its replica was lost; try again", kind="server_error", code="replica_lost"
     )
     if path == "/v1/messages":
-        form = NamedEventFormat(lambda error: ErrorEvent(error=error.messages_body.error))
+        form = NamedEventFormat(
+            lambda error: NamedEvent.of("error", error=error.messages_body.error)
+        )
     elif path == "/v1/responses":
         form = NamedEventFormat(lambda error: _response_error(error, events))
     else:

@@ -38,7 +38,6 @@ from dsv3_jax.serve_ray.front import (
     Front,
     NoReplicaError,
     ReplicaLostError,
-    Replicas,
     merged,
 )
 from dsv3_jax.serve_ray.placement import choose
@@ -160,7 +159,7 @@ def make_front(
         texts = await asyncio.gather(*(results_of(each, "metrics") for each in handles))
         return merged(dict(itertools.chain(*texts)))
 
-    front = Front(Replicas(open_call, metrics), attempts=settings.attempts)
+    front = Front(open_call, metrics, attempts=settings.attempts)
     # The first one sees a request first.
     middleware = [
         Middleware(BodyLimit, max_bytes=arguments.max_body_mib * 2**20, seconds=_BODY_SECONDS)

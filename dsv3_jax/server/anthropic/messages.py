@@ -3,36 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, JsonValue
 from starlette.responses import Response
 
 from dsv3_jax.generation.completion import Completion
-from dsv3_jax.server.anthropic.answer_types import (
-    AnyContent,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    ErrorEvent,
-    MessageAnswer,
-    MessageDelta,
-    MessageStart,
-    MessageStop,
-    MessagesUsage,
-    StopReason,
-    TextContent,
-    ThinkingContent,
-    TokenCount,
-    ToolUseContent,
-)
 from dsv3_jax.server.anthropic.request_types import CountRequest, MessagesRequest
 from dsv3_jax.server.conversation import SubmittedConversation, json_object
 from dsv3_jax.server.errors import ApiError, MessagesErrorBody
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.body import BodyRoute
+from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import service_of
 from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat, unless_gone
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessagesUsage(BaseModel):
+    """Numbers of tokens. Those of the prompt that were found in the cache count apart."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> MessagesUsage:
+        """Returns the usage in the shape of this API."""
+        cached = usage.prompt_tokens_details.cached_tokens
+        return cls(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+        )
+
+
+class TextContent(BaseModel):
+    """Text of an answer."""
+
+    type: Literal["text"] = "text"
+    text: str = ""
+    citations: None = None
+
+
+class ThinkingContent(BaseModel):
+    """Reasoning of an answer."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseContent(BaseModel):
+    """A tool call of an answer."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, JsonValue] = {}
+
+
+AnyContent = TextContent | ThinkingContent | ToolUseContent
+
+
+class MessageAnswer(BaseModel):
+    """An answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnyContent]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(BaseModel):
+    """Number of tokens of a conversation."""
+
+    input_tokens: int
 
 
 class BlockStream:
@@ -57,7 +111,7 @@ class BlockStream:
                     continue
                 case CallArguments(_, text):
                     delta = {"type": "input_json_delta", "partial_json": text}
-            yield BlockDelta(index=self._index, delta=delta)
+            yield NamedEvent.of("content_block_delta", index=self._index, delta=delta)
 
     def _begin(self, block: AnyContent) -> Iterator[NamedEvent]:
         """Begins a block, unless text of the same kind goes on."""
@@ -66,12 +120,12 @@ class BlockStream:
         yield from self.end()
         self._index += 1
         self._open = block
-        yield BlockStart(index=self._index, content_block=block)
+        yield NamedEvent.of("content_block_start", index=self._index, content_block=block)
 
     def end(self) -> Iterator[NamedEvent]:
         """Ends the last block."""
         if self._open is not None:
-            yield BlockStop(index=self._index)
+            yield NamedEvent.of("content_block_stop", index=self._index)
             self._open = None
 
 
@@ -80,22 +134,26 @@ def blocks_of(events: Sequence[Event]) -> list[AnyContent]:
     arguments that are none become its field ``INVALID_JSON``, as Anthropic recommends."""
     blocks: list[AnyContent] = []
     arguments: list[str] = []
-    for event in BlockStream().add(events):
-        if isinstance(event, BlockStart):
-            blocks.append(event.content_block)
-            arguments.append("")
-        elif isinstance(event, BlockDelta):
-            block, delta = blocks[event.index], event.delta
-            if isinstance(block, TextContent):
-                block.text += delta["text"]
-            elif isinstance(block, ThinkingContent):
-                block.thinking += delta["thinking"]
-            else:
-                arguments[event.index] += delta["partial_json"]
-    for block, text in zip(blocks, arguments, strict=True):
-        if isinstance(block, ToolUseContent):
-            value = json_object(text)
-            block.input = {"INVALID_JSON": text} if value is None else value
+    for event in events:
+        last = blocks[-1] if blocks else None
+        match event:
+            case Content(text) if isinstance(last, TextContent):
+                last.text += text
+            case Content(text):
+                blocks.append(TextContent(text=text))
+            case Reasoning(text) if isinstance(last, ThinkingContent):
+                last.thinking += text
+            case Reasoning(text):
+                blocks.append(ThinkingContent(thinking=text))
+            case CallBegin(_, call_id, name):
+                blocks.append(ToolUseContent(id=call_id, name=name))
+                arguments.append("")
+            case CallArguments(_, text):
+                arguments[-1] += text
+    calls = [block for block in blocks if isinstance(block, ToolUseContent)]
+    for call, text in zip(calls, arguments, strict=True):
+        value = json_object(text)
+        call.input = {"INVALID_JSON": text} if value is None else value
     return blocks
 
 
@@ -139,7 +197,9 @@ class _Answer(Answer):
     """The answer to one request."""
 
     id_prefix = "msg_"
-    event_format = NamedEventFormat(lambda error: ErrorEvent(error=error.messages_body.error))
+    event_format = NamedEventFormat(
+        lambda error: NamedEvent.of("error", error=error.messages_body.error)
+    )
 
     def __init__(self, request: Request, body: MessagesRequest, submitted: SubmittedConversation):
         super().__init__(request, body.model, submitted.job)
@@ -165,7 +225,8 @@ class _Answer(Answer):
     async def events(self) -> AsyncGenerator[NamedEvent, None]:
         """Yields the events of a stream."""
         usage = MessagesUsage(input_tokens=self._prompt_tokens, output_tokens=0)
-        yield MessageStart(
+        yield NamedEvent.of(
+            "message_start",
             message=MessageAnswer(
                 id=self.id,
                 model=self.model,
@@ -173,7 +234,7 @@ class _Answer(Answer):
                 stop_reason=None,
                 stop_sequence=None,
                 usage=usage,
-            )
+            ),
         )
         blocks = BlockStream()
         async for _, piece in self.job.pieces():
@@ -184,11 +245,12 @@ class _Answer(Answer):
             yield event
         completion = self.job.completion(0)
         reason, sequence = await self.service.in_thread(lambda: self._stop(completion), "answers")
-        yield MessageDelta(
+        yield NamedEvent.of(
+            "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=MessagesUsage.of(self.final_usage()),
         )
-        yield MessageStop()
+        yield NamedEvent.of("message_stop")
 
     def _stop(self, completion: Completion) -> tuple[StopReason, str | None]:
         """Returns the reason of the answer's end, and the stop sequence if it is the reason."""
