@@ -153,11 +153,7 @@ def is_uncounted_mtp_tensor(config: ModelConfig, arrays: Arrays, name: str) -> b
 
 
 def check_copy(arrays: Arrays, copy: str, original: str) -> str:
-    """Checks that an MTP layer's copy equals its original. Reads both, and returns their hash.
-
-    Raises:
-      ValueError: they differ.
-    """
+    """Checks that an MTP layer's copy equals its original. Reads both, and returns their hash."""
     got = digest(arrays[copy])
     if got != digest(arrays[original]):
         raise ValueError(copy_mismatch(copy, original))

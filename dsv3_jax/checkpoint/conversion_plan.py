@@ -170,10 +170,6 @@ def convert_unit(
     Returns:
       Line for the journal, with the hashes of all tensors read and written, and the quantization
       error if the unit is quantized.
-
-    Raises:
-      ValueError: a weight or a scale has an impossible value. The message names the tensor.
-      OSError: the source or the store failed.
     """
     tensors = [
         _TensorConversion(plan, unit, expert, name)

@@ -303,12 +303,7 @@ def _new_shards(reader: StoreReader, config: ModelConfig) -> list[Shard]:
 def _recoded(
     reader: StoreReader, name: str, config: ModelConfig, spec: TensorSpec, quantized: bool
 ) -> Iterator[np.ndarray]:
-    """Yields a tensor of the store in the target's form, in pieces, followed by its scales.
-
-    Args:
-      spec: shape and storage type of the result.
-      quantized: whether the result is quantized.
-    """
+    """Yields a tensor of the store in the target's form, in pieces, followed by its scales."""
     stored_form, records = reader.config.quantization, reader.manifest.tensors
     scale_name = "" if stored_form is None else name + stored_form.scale_suffix
     if quantized and scale_name in reader and stored_form == config.quantization:

@@ -68,14 +68,7 @@ class ArrayFiles:
             raise failure(self.directory / name, error) from None
 
     def check(self, name: str, expert: int | None, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        """Checks that an array contains a tensor of this shape and dtype.
-
-        Args:
-          expert: index along the first axis of a stacked array. None if the array is the tensor.
-
-        Raises:
-          OSError: the array cannot be opened, or does not contain such a tensor.
-        """
+        """Checks that an array contains a tensor of this shape and dtype."""
         try:
             array = self[name]
         except ValueError as error:

@@ -85,9 +85,6 @@ def stored_arrays(
       multiple: chunks of a matrix have a multiple of this number of rows.
       unchanged: the source's tensors, if the store keeps their bytes and therefore their dtypes.
         None for the dtypes of the config.
-
-    Raises:
-      ValueError: experts of one array have different dtypes.
     """
     table, not_stored = tensor_table(config), copies(config)
     tensors: dict[str, list[str]] = {}

@@ -64,11 +64,7 @@ class _Ticket(BaseModel):
 
 
 class JaxSender:
-    """Registers records in this process, and sends tickets.
-
-    Raises:
-      ValueError: the address is that of all interfaces, which peers cannot connect to.
-    """
+    """Registers records in this process, and sends tickets."""
 
     name: TransferName = "jax"
     keeps_records = True

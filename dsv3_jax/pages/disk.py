@@ -253,11 +253,7 @@ class DiskPages:
         return count, written
 
     def _write_file(self, path: Path, record: PageRecord, before: Sequence[PageRecord]) -> bool:
-        """Writes a file, and deletes others for it. Returns whether there was room.
-
-        Args:
-          before: pages that were written just now.
-        """
+        """Writes a file, and deletes others for it. Returns whether there was room."""
         parts = record.parts()
         size = sum(len(part) for part in parts)
         if size > self._capacity:
@@ -350,11 +346,7 @@ class DiskPages:
     def _remove_unused(self, needed: int = 0, protected: Sequence[bytes] = ()) -> int:
         """Deletes what killed writers left behind, and the least recently used files if all files
         and ``needed`` more bytes exceed the capacity. Returns the sum of the others' bytes and
-        ``needed``.
-
-        Args:
-          protected: digests of pages that are not deleted.
-        """
+        ``needed``."""
         protected_names = {self._path(digest).name for digest in protected}
         files: list[tuple[int, int, Path]] = []
         # Nothing else that is in the directory is touched.

@@ -131,12 +131,7 @@ def front_builder(settings: AppSettings) -> Callable[[], Starlette]:
 def make_front(
     handle: DeploymentHandle, settings: AppSettings, *, others: Sequence[DeploymentHandle] = ()
 ) -> Starlette:
-    """Returns the application of a front.
-
-    Args:
-      handle: the replicas that answer requests.
-      others: further replicas whose figures /metrics has.
-    """
+    """Returns the application of a front."""
     arguments = settings.arguments
     streaming = handle.options(method_name="respond", stream=True)
 

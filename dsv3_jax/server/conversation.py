@@ -119,9 +119,6 @@ class Conversation:
         Args:
           prompt_field: name of the messages in the body, for errors.
           settings: of :meth:`Service.submit`.
-
-        Raises:
-          ApiError: as :meth:`Service.submit`.
         """
         if self.required_tools:
             settings["grammar"] = functools.partial(

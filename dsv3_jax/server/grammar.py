@@ -44,11 +44,7 @@ _MAX_MULTIPLE = 10_000
 
 
 def schema_text(schema: object, field: str) -> str:
-    """Returns a schema as JSON. Schemas that differ in their white space have the same text.
-
-    Raises:
-      ValueError: the schema exceeds a limit.
-    """
+    """Returns a schema as JSON. Schemas that differ in their white space have the same text."""
     _check(schema, field)
     text = json.dumps(schema, separators=(",", ":"))
     if len(text) > MAX_TEXT:

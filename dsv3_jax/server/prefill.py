@@ -87,12 +87,7 @@ class Prefills:
         self._sender = sender
 
     async def answer(self, body: PrefillBody) -> Response:
-        """Returns an answer with the pages, once the first one is there.
-
-        Raises:
-          ApiError: the pages are of another cache or more than the prompt has, or the engine
-            refuses the prompt, or does not get to it in time.
-        """
+        """Returns an answer with the pages, once the first one is there."""
         # Hashing a long prompt takes some milliseconds.
         addresses = await self._service.in_thread(lambda: self._addresses(body), "prompts")
         deadline = time.monotonic() + body.seconds

@@ -38,12 +38,7 @@ Rule = Callable[[str], str]
 
 
 def dsml_grammar(rule: Rule, functions: Sequence[Schema], *, parallel: bool) -> str:
-    """Returns the grammar of answers that call these functions, in llguidance's form of Lark.
-
-    Raises:
-      ValueError: the vocabulary lacks the control token of DSML, or the grammar cannot express a
-        schema.
-    """
+    """Returns the grammar of answers that call these functions, in llguidance's form of Lark."""
     if rule(_MARK).startswith('"'):
         raise ValueError(f"tool_choice: expected a tokenizer with the control token {_MARK}")
     grammar = _Grammar(functools.cache(rule))
@@ -281,11 +276,7 @@ _SEPARATOR = "<｜tool▁sep｜>"
 def tool_call_grammar(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> GrammarSource:
-    """Returns the source of answers that consist of calls of these tools.
-
-    Raises:
-      ValueError: a schema exceeds a limit, or the format of the model's calls cannot express it.
-    """
+    """Returns the source of answers that consist of calls of these tools."""
     parser = find_tool_parser(tokenizer)
 
     def rule(text: str) -> str:

@@ -21,13 +21,7 @@ from dsv3_jax.server.sse import EventFormat, EventStream, while_connected
 
 
 class Answer(abc.ABC):
-    """The answer to one request: a body with all completions, or a stream of events.
-
-    Args:
-      model: the model's name, as the request has it.
-      job: the completions.
-      n: completions of each prompt.
-    """
+    """The answer to one request: a body with all completions, or a stream of events."""
 
     id_prefix: ClassVar[str]  # beginning of the answer's id, which tells clients the endpoint
     event_format = EventFormat()  # format of its stream

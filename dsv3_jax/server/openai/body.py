@@ -196,11 +196,7 @@ class AnswerPart(Body):
 
 
 def without_refused(body: Any, refused: Mapping[str, str]) -> Any:
-    """Returns a body without fields that are refused. Clients may send them as null or empty.
-
-    Raises:
-      ValueError: the body has a value for one of them.
-    """
+    """Returns a body without fields that are refused. Clients may send them as null or empty."""
     if not isinstance(body, dict):
         return body
     for name, reason in refused.items():

@@ -18,9 +18,6 @@ class TextForm(Protocol):
 
         Args:
           field: name of the body's field, for errors.
-
-        Raises:
-          ValueError: it exceeds a limit, or is no schema.
         """
         ...
 
