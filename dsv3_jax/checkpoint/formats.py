@@ -17,6 +17,16 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 from dsv3_jax.checkpoint.arrays import LazyArray, columns_per_element
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 
+# dtype -> unsigned integer of the same width, and the bits that are all set in NaN and infinity.
+# float8_e4m3fn has no infinity, and only its NaN has all seven bits set.
+_EXPONENTS: dict[np.dtype, tuple[type, int]] = {
+    np.dtype(float8_e4m3fn): (np.uint8, 0x7F),
+    np.dtype(bfloat16): (np.uint16, 0x7F80),
+    np.dtype(np.float16): (np.uint16, 0x7C00),
+    np.dtype(np.float32): (np.uint32, 0x7F800000),
+}
+_CACHED_ELEMENTS = 2**17  # tested at once, so that they stay in the CPU's cache
+
 _FLOAT8 = np.dtype(float8_e4m3fn)
 _FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float64)
 _FLOAT8_MAX = 448.0
@@ -234,17 +244,6 @@ def unpack_int4(packed: np.ndarray) -> np.ndarray:
 
 def _tiles(rows: int) -> list[slice]:
     return [slice(first, min(first + _TILE_ROWS, rows)) for first in range(0, rows, _TILE_ROWS)]
-
-
-# dtype -> unsigned integer of the same width, and the bits that are all set in NaN and infinity.
-# float8_e4m3fn has no infinity, and only its NaN has all seven bits set.
-_EXPONENTS: dict[np.dtype, tuple[type, int]] = {
-    np.dtype(float8_e4m3fn): (np.uint8, 0x7F),
-    np.dtype(bfloat16): (np.uint16, 0x7F80),
-    np.dtype(np.float16): (np.uint16, 0x7C00),
-    np.dtype(np.float32): (np.uint32, 0x7F800000),
-}
-_CACHED_ELEMENTS = 2**17  # tested at once, so that they stay in the CPU's cache
 
 
 def check_finite(name: str, values: np.ndarray) -> None:

@@ -39,6 +39,8 @@ from dsv3_jax.quantization import BlockQuantization, Quantization
 from sharding import Layout, Placement
 from sharding.distributed import host_values
 
+_THREADS = 8  # for reading and dequantizing; each has one expert or one piece of a matrix in memory
+
 Index = tuple[slice, ...]
 
 _LARGEST = np.float32(448)  # of float8
@@ -109,9 +111,6 @@ class ParameterReader:
         """Returns the rows and columns per scale of a stored matrix."""
         columns = tensor.shape[1] * columns_per_element(tensor.dtype)
         return self.quantization.block_shape(columns)
-
-
-_THREADS = 8  # for reading and dequantizing; each has one expert or one piece of a matrix in memory
 
 
 def load_model(

@@ -24,6 +24,11 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 from dsv3_jax.files import check_file_name, naming
 from dsv3_jax.words import first_and_count
 
+DESCRIPTION_BYTES = 400
+"""Upper bound of what the index and the header of a file take for one tensor."""
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
 # spelling in safetensors -> (NumPy dtype, spelling in the package's function for writing)
 _DTYPES: dict[str, tuple[np.dtype, str]] = {
     "F64": (np.dtype(np.float64), "float64"),
@@ -262,10 +267,6 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     path.chmod(mode)  # the package makes it readable only for its owner
 
 
-DESCRIPTION_BYTES = 400
-"""Upper bound of what the index and the header of a file take for one tensor."""
-
-
 def shard_name(number: int, count: int) -> str:
     """Returns the file name of shard ``number``, counted from 1, out of ``count``."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -280,10 +281,6 @@ def index_content(shards: Mapping[str, Iterable[str]], total_size: int) -> dict[
 def json_text(content: object) -> str:
     """Formats the content of config.json or of an index."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 class CheckpointReader(Mapping[str, FileArray]):

@@ -22,6 +22,9 @@ from dsv3_jax.checkpoint.stored_arrays import StoredArray
 from dsv3_jax.checkpoint.tensor_table import stored_location
 from dsv3_jax.files import check_file_name
 
+WEIGHTS = "weights"
+"""Folder of a store with the arrays."""
+
 
 class ArrayFiles:
     """The arrays in a directory, opened by name on first use."""
@@ -123,10 +126,6 @@ def failure(path: Path, error: Exception) -> OSError:
     """
     line = re.split(r" \[[a-z_ ]+=", str(error).splitlines()[0])[0]
     return OSError(None, line.rsplit(": ", 1)[1] if "Failed" in line else line, str(path))
-
-
-WEIGHTS = "weights"
-"""Folder of a store with the arrays."""
 
 
 class StoreReader(Mapping[str, TensorView]):

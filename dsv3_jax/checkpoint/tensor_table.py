@@ -34,6 +34,12 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.parameter_path import ParameterPath, dotted
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization
 
+_PREFIX = "model"
+_WITHOUT_PREFIX = "lm_head"
+_EXPERTS = "experts"
+# Name of a weight's scale in the model. Checkpoints may use another suffix.
+_MODEL_SCALES = {BlockQuantization: "weight_scale_inv", IntegerQuantization: "weight_scale"}
+
 Table = dict[str, "TensorSpec"]
 """Tensors by name, in the order data flows."""
 
@@ -251,14 +257,6 @@ def _under(prefix: str, table: Table) -> Table:
 def _mtp_indices(config: ModelConfig) -> range:
     first = config.num_hidden_layers
     return range(first, first + config.num_nextn_predict_layers)
-
-
-_PREFIX = "model"
-_WITHOUT_PREFIX = "lm_head"
-_EXPERTS = "experts"
-
-# Name of a weight's scale in the model. Checkpoints may use another suffix.
-_MODEL_SCALES = {BlockQuantization: "weight_scale_inv", IntegerQuantization: "weight_scale"}
 
 
 class TensorNames(NamedTuple):

@@ -35,6 +35,9 @@ from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.quantization import Quantization
 from dsv3_jax.words import os_error_message
 
+_FLOAT32 = np.dtype(np.float32)
+_PART_ELEMENTS = 2**18  # so that a float32 part stays in the CPU's cache
+
 
 class Faults:
     """Bad elements of one kind in a tensor: their number and the position of the first."""
@@ -84,9 +87,6 @@ class RowReader:
     def digest(self) -> str:
         """Returns the hash of all rows read so far, as :func:`~.arrays.digest` computes it."""
         return self._hasher.hexdigest()
-
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 class ScaleScan:
@@ -155,9 +155,6 @@ class ScaleScan:
         for axis, size in enumerate(self._block):
             mask = np.logical_or.reduceat(mask, range(0, mask.shape[axis], size), axis=axis)
         return mask
-
-
-_PART_ELEMENTS = 2**18  # so that a float32 part stays in the CPU's cache
 
 
 class Scan:

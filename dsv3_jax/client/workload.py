@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dsv3_jax.client.completions import RequestRecord
 from dsv3_jax.traces import Trace
 
+Send = Callable[[int], Awaitable[RequestRecord]]
+"""Sends the request with this number and waits for its end."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -54,10 +57,6 @@ class Workload:
           rate: mean requests per second; infinity sends all at once.
         """
         return [r.unit_arrival / rate for r in self.trace.requests[: len(self.prompts)]]
-
-
-Send = Callable[[int], Awaitable[RequestRecord]]
-"""Sends the request with this number and waits for its end."""
 
 
 async def open_loop(send: Send, arrivals: Sequence[float]) -> list[RequestRecord]:

@@ -17,6 +17,11 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 1.0
+"""Time between two looks."""
+
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
 
@@ -125,12 +130,6 @@ class Peers:
         if not peer.failures:
             return True
         return self._clock() >= peer.paused_until and not peer.open_requests
-
-
-logger = logging.getLogger(__name__)
-
-PERIOD_SECONDS = 1.0
-"""Time between two looks."""
 
 
 class PrefillAddress(NamedTuple):

@@ -21,6 +21,10 @@ from dsv3_jax.pages.disk import DiskPages
 from dsv3_jax.pages.record import PageRecord
 from dsv3_jax.pages.source import PageSource, TierStats
 
+logger = logging.getLogger(__name__)
+
+_LEAST_LOAD_BYTES = 4 * 2**30
+
 
 class HostMemory:
     """Keeps records until their memory is needed, least recently used first.
@@ -102,11 +106,6 @@ class HostMemory:
     def stats(self) -> TierStats:
         """Returns its figures."""
         return self._stats
-
-
-logger = logging.getLogger(__name__)
-
-_LEAST_LOAD_BYTES = 4 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)

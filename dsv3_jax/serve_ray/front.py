@@ -24,6 +24,8 @@ from dsv3_jax.server.openai.response_items import ResponseEvent
 from dsv3_jax.server.sse import EventFormat, NamedEvent, NamedEventFormat, disconnected, first_of
 from dsv3_jax.words import one_line
 
+_PROBES = ("/health", "/ready")
+
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_HEADER = b"x-attempts"
@@ -137,9 +139,6 @@ class Front:
                     raise
                 shown = one_line(path, 200)
                 logger.warning("lost a replica: its request for %s is sent again", shown)
-
-
-_PROBES = ("/health", "/ready")
 
 
 def _last_event(path: str, start: Message, events: int) -> Message:

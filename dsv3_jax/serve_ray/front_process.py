@@ -45,6 +45,12 @@ from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
 from dsv3_jax.server.body_limit import BodyLimit
 
+ENGINE = "engine"
+PREFILL = "prefill"
+_LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, EngineFailedError)
+_SECONDS = 5
+_BODY_SECONDS = 30.0
+
 
 class PrefixRouter(RequestRouter):
     """Sends requests that share a prefix to the same replica, unless it has too many."""
@@ -91,9 +97,6 @@ class PrefixRouter(RequestRouter):
         return max(self._open[replica_id], self.replica_queue_len_cache.get(replica_id) or 0)
 
 
-_SECONDS = 5
-
-
 async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
     """Returns the results of the replicas that gave one; none if no replica runs.
 
@@ -107,13 +110,6 @@ async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
     except DeploymentUnavailableError:
         return []
     return [each for each in results if not isinstance(each, BaseException)]
-
-
-ENGINE = "engine"
-PREFILL = "prefill"
-
-_LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, EngineFailedError)
-_BODY_SECONDS = 30.0
 
 
 def front_builder(settings: AppSettings) -> Callable[[], Starlette]:

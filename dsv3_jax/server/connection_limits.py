@@ -24,6 +24,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dsv3_jax.server.errors import ApiError
 
+logger = logging.getLogger(__name__)
+
+_LOOKS = 10  # within the time
+
 MAX_BYTES = 2**16
 """Most bytes that come without completing the headers, or a part of a body."""
 MAX_HEADERS = 128
@@ -126,11 +130,6 @@ class HeaderLimit(HttpToolsProtocol):
             ]
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
         self.transport.close()
-
-
-logger = logging.getLogger(__name__)
-
-_LOOKS = 10  # within the time
 
 
 class _Unread(NamedTuple):

@@ -28,6 +28,8 @@ from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import TOOL_PARSERS
 from dsv3_jax.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_TEXT = 2**17
 """Most characters of a schema or grammar."""
 
@@ -93,8 +95,6 @@ def _multiple(value: object) -> int:
     digits = number.normalize().as_tuple().digits
     return max(int("".join(map(str, digits[:20]))), 1)
 
-
-logger = logging.getLogger(__name__)
 
 _CACHED = 32  # grammars; a hostile one takes up to 20 MB
 _THREADS = 2  # that compile

@@ -28,6 +28,9 @@ from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
+_ENDING_SECONDS = 5
+"""Time in which clients receive the errors of requests that the server ended."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,10 +81,6 @@ class Watchdog:
                 if not self._has_ended.wait(self._seconds):
                     self._exit_now()
                 return
-
-
-_ENDING_SECONDS = 5
-"""Time in which clients receive the errors of requests that the server ended."""
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -26,6 +26,15 @@ from dsv3_jax.server.metrics import Metrics
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Pool = Literal["bodies", "prompts", "answers", "calls"]
+"""Work of a thread: reading large bodies, encoding and submitting prompts, writing answers, or
+short calls of the engine, such as cancelling. None of them waits for another kind."""
+_THREADS: dict[Pool, int] = {"bodies": 2, "prompts": 4, "answers": 4, "calls": 4}
+_WARM_UP_SECONDS = 5  # after which a client should try again
+
 
 class Admission:
     """Counts open completions. Only the event loop's thread uses it."""
@@ -52,18 +61,6 @@ class Admission:
         """Closes completions."""
         self.open -= count
         assert self.open >= 0, "more completions were closed than opened"
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-Pool = Literal["bodies", "prompts", "answers", "calls"]
-"""Work of a thread: reading large bodies, encoding and submitting prompts, writing answers, or
-short calls of the engine, such as cancelling. None of them waits for another kind."""
-
-_THREADS: dict[Pool, int] = {"bodies": 2, "prompts": 4, "answers": 4, "calls": 4}
-_WARM_UP_SECONDS = 5  # after which a client should try again
 
 
 class Service:

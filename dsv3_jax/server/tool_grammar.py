@@ -17,6 +17,16 @@ from dsv3_jax.server.parsers.tool_formats import find_tool_parser
 from dsv3_jax.server.parsers.tool_parser import SectionParser
 from dsv3_jax.tokenizer import Tokenizer
 
+# The text before and after a function's name in a call is a part of the format. Kimi-K2 numbers its
+# calls.
+_HEADERS: dict[type[SectionParser], tuple[str, str]] = {
+    DeepSeekV3Parser: ('"function" {separator}', ""),
+    DeepSeekV31Parser: ("", ""),
+    KimiK2Parser: ('"functions."', '":" /[0-9]{1,3}/'),
+}
+_BETWEEN_CALLS: dict[type[SectionParser], str] = {DeepSeekV3Parser: "\n"}
+_SEPARATOR = "<｜tool▁sep｜>"
+
 _MARK = "｜DSML｜"
 _BLOCK, _BLOCK_END = "\n\n<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"
 _INVOKE, _INVOKE_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>\n"
@@ -260,17 +270,6 @@ def _whole(pattern: object) -> str:
 def _quoted(text: str) -> str:
     """Returns a text as a literal."""
     return json.dumps(text, ensure_ascii=False)
-
-
-# The text before and after a function's name in a call is a part of the format. Kimi-K2 numbers its
-# calls.
-_HEADERS: dict[type[SectionParser], tuple[str, str]] = {
-    DeepSeekV3Parser: ('"function" {separator}', ""),
-    DeepSeekV31Parser: ("", ""),
-    KimiK2Parser: ('"functions."', '":" /[0-9]{1,3}/'),
-}
-_BETWEEN_CALLS: dict[type[SectionParser], str] = {DeepSeekV3Parser: "\n"}
-_SEPARATOR = "<｜tool▁sep｜>"
 
 
 def tool_call_grammar(
