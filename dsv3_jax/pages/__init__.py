@@ -3,8 +3,7 @@
 =============== =======================================================================
 address.py      the arrays of a page, and digests of everything that its contents depend on
 weights.py      a checksum of a model's arrays
-record.py       a page with its header, checked when it arrives as bytes
-source.py       protocols of stores: host memory, a disk, another process
+record.py       a page with its header, checked when it arrives as bytes; protocols of stores
 disk.py         records in a directory that several processes share
 tiers.py        records in host memory, and all tiers in order
 =============== =======================================================================
@@ -14,8 +13,7 @@ weights. :mod:`dsv3_jax.engine` copies pages between its pool and records.
 """
 
 from dsv3_jax.pages.address import CacheIdentity, PageAddress, PageArray, PageFormat
-from dsv3_jax.pages.record import PageError, PageRecord
-from dsv3_jax.pages.source import PageSink, PageSource, TierStats
+from dsv3_jax.pages.record import PageError, PageRecord, PageSink, PageSource, TierStats
 from dsv3_jax.pages.tiers import CacheTiers, PageTiers
 
 __all__ = [

@@ -28,8 +28,7 @@ from pathlib import Path
 
 from dsv3_jax.files import atomic_file, remove_partial_files
 from dsv3_jax.pages.address import PageAddress
-from dsv3_jax.pages.record import PageError, PageRecord
-from dsv3_jax.pages.source import TierStats
+from dsv3_jax.pages.record import PageError, PageRecord, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class DiskPages:
         return address.digest in self._parents or address.digest in self._unwritten
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :class:`~dsv3_jax.pages.source.PageSource`. It looks at the file system, for pages of
+        """See :class:`~dsv3_jax.pages.record.PageSource`. It looks at the file system, for pages of
         other processes."""
         for number, address in enumerate(addresses):
             if not self._exists(address.digest):
@@ -91,7 +90,7 @@ class DiskPages:
         return len(addresses)
 
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
-        """See :class:`~dsv3_jax.pages.source.PageSource`. Several threads read."""
+        """See :class:`~dsv3_jax.pages.record.PageSource`. Several threads read."""
         future: Future[list[PageRecord]] = Future()
         pages: dict[int, PageRecord] = {}
         unread = len(addresses)
@@ -138,7 +137,7 @@ class DiskPages:
         return future
 
     def store(self, records: Sequence[PageRecord]) -> None:
-        """See :class:`~dsv3_jax.pages.source.PageSink`."""
+        """See :class:`~dsv3_jax.pages.record.PageSink`."""
         with self._changed:
             for record in records:
                 if self._is_closed or record.address in self:

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from dsv3_jax.pages.address import PageAddress
 from dsv3_jax.pages.disk import DiskPages
-from dsv3_jax.pages.record import PageRecord
-from dsv3_jax.pages.source import PageSource, TierStats
+from dsv3_jax.pages.record import PageRecord, PageSource, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +47,11 @@ class HostMemory:
         return record is not None and record.address == address
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :class:`~dsv3_jax.pages.source.PageSource`."""
+        """See :class:`~dsv3_jax.pages.record.PageSource`."""
         return next((i for i, a in enumerate(addresses) if a not in self), len(addresses))
 
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
-        """See :class:`~dsv3_jax.pages.source.PageSource`. The future is done."""
+        """See :class:`~dsv3_jax.pages.record.PageSource`. The future is done."""
         records: list[PageRecord] = []
         with self._lock:
             for address in addresses[: self.lookup(addresses)]:
@@ -64,7 +63,7 @@ class HostMemory:
         return done
 
     def store(self, records: Sequence[PageRecord]) -> None:
-        """See :class:`~dsv3_jax.pages.source.PageSink`. Evicts what has no room any more."""
+        """See :class:`~dsv3_jax.pages.record.PageSink`. Evicts what has no room any more."""
         with self._lock:
             stats = self._stats
             records = [record for record in records if record.num_bytes <= self._capacity]
@@ -176,11 +175,11 @@ class PageTiers:
         return bool(self._sinks)
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :class:`~dsv3_jax.pages.source.PageSource`."""
+        """See :class:`~dsv3_jax.pages.record.PageSource`."""
         return sum(count for _, count in self._parts(addresses))
 
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
-        """See :class:`~dsv3_jax.pages.source.PageSource`."""
+        """See :class:`~dsv3_jax.pages.record.PageSource`."""
         parts: deque[_Part] = deque()
         begin = 0
         for source, count in self._parts(addresses):
@@ -190,7 +189,7 @@ class PageTiers:
         return _Join(parts, self.host).begin()
 
     def store(self, records: Sequence[PageRecord]) -> None:
-        """See :class:`~dsv3_jax.pages.source.PageSink`."""
+        """See :class:`~dsv3_jax.pages.record.PageSink`."""
         for sink in self._sinks:
             sink.store(records)
 
