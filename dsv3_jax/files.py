@@ -190,6 +190,12 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def check_free(directory: Path, needed: int) -> None:
+    """Raises ValueError if the disk that a directory is on has less free space."""
+    if needed > (free := free_bytes(directory)):
+        raise ValueError(f"{directory}: expected {needed:,} bytes of free disk, got {free:,}")
+
+
 def check_file_name(name: object, where: object, suffix: str = "") -> str:
     """Returns ``name`` if it is a plain file name.
 

@@ -27,7 +27,7 @@ import transformers
 
 import dsv3_jax
 from dsv3_jax.checkpoint.parameters import published_tensors
-from dsv3_jax.checkpoint.safetensors_file import write_file
+from dsv3_jax.checkpoint.reader import write_file
 from dsv3_jax.files import atomic_write
 
 PROMPTS = [

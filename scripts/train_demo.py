@@ -31,7 +31,7 @@ from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dsv3_jax.checkpoint.load import load
-from dsv3_jax.checkpoint.safetensors_file import SafetensorsFile, write_file
+from dsv3_jax.checkpoint.reader import SafetensorsFile, write_file
 from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_file, atomic_write

@@ -9,8 +9,12 @@ from flax import nnx
 
 from dsv3_jax import presets
 from dsv3_jax.accounting import checkpoint_bytes
-from dsv3_jax.checkpoint.parameter_names import published_tensor_names
-from dsv3_jax.checkpoint.tensor_table import TensorSpec, copies, tensor_table
+from dsv3_jax.checkpoint.tensor_table import (
+    TensorSpec,
+    copies,
+    published_tensor_names,
+    tensor_table,
+)
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model, parameter_count
 from dsv3_jax.model import DeepSeekV3

@@ -13,7 +13,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import type_handlers
 
-from dsv3_jax.checkpoint.array_files import failure
+from dsv3_jax.checkpoint.store import failure
 from dsv3_jax.checkpoint.stored_arrays import StoredArray
 
 
@@ -21,9 +21,6 @@ def create(directory: Path, arrays: Iterable[StoredArray]) -> None:
     """Writes the tree and the header of every array, without chunks.
 
     In an existing tree, files that are missing or different are replaced.
-
-    Raises:
-      OSError: the disk is full or failed.
     """
     fresh = directory.with_name(directory.name + ".tree")
     shutil.rmtree(fresh, ignore_errors=True)

@@ -1,10 +1,11 @@
-"""Arrays that are read on demand, whatever file format they are stored in."""
+"""Arrays that are read on demand, whatever file format they are stored in, and threads for them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -32,7 +33,6 @@ class LazyArray(Protocol):
 
 
 Arrays = Mapping[str, LazyArray]
-"""Arrays by name."""
 
 
 def nbytes(array: LazyArray) -> int:
@@ -83,3 +83,29 @@ def digest(array: LazyArray) -> str:
 def as_bytes(array: np.ndarray) -> memoryview:
     """Returns the array's bytes in C order, without a copy if the array is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+T = TypeVar("T")
+
+Progress = Callable[[int], None]
+"""Receives a number of bytes that have been processed. Called from several threads."""
+
+
+def ignore_progress(count: int) -> None:
+    """Does nothing: the :data:`Progress` of callers that show none."""
+
+
+def run_in_threads(workers: int, work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Calls ``work`` with every item, in up to ``workers`` threads at once.
+
+    If a call raises an exception, no further items are started, and the exception is raised here
+    after the running calls end.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

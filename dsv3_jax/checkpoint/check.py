@@ -9,8 +9,7 @@ from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from dsv3_jax.checkpoint.arrays import Arrays, digest
-from dsv3_jax.checkpoint.messages import first_and_count
-from dsv3_jax.checkpoint.safetensors_file import SPELLED
+from dsv3_jax.checkpoint.reader import SPELLED
 from dsv3_jax.checkpoint.tensor_table import (
     STORED_AS,
     UNUSED_SUFFIXES,
@@ -20,6 +19,7 @@ from dsv3_jax.checkpoint.tensor_table import (
 )
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.words import first_and_count
 
 _SCALES = ("F32", "BF16", "F8_E8M0")
 
@@ -153,11 +153,7 @@ def is_uncounted_mtp_tensor(config: ModelConfig, arrays: Arrays, name: str) -> b
 
 
 def check_copy(arrays: Arrays, copy: str, original: str) -> str:
-    """Checks that an MTP layer's copy equals its original. Reads both, and returns their hash.
-
-    Raises:
-      ValueError: they differ.
-    """
+    """Checks that an MTP layer's copy equals its original. Reads both, and returns their hash."""
     got = digest(arrays[copy])
     if got != digest(arrays[original]):
         raise ValueError(copy_mismatch(copy, original))

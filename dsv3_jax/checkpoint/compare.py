@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dsv3_jax.checkpoint.arrays import Progress, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
-from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.verify import Scans, sum_of_squares
 
 _CONVERTED_FIELDS = ("dtype", "quantization")  # config fields that a conversion may change
@@ -21,7 +21,6 @@ class Difference:
     """Difference between a tensor of A and the same tensor of B, or the sum over several."""
 
     tensors: int = 0
-    """Number of tensors."""
     equal_bytes: int = 0
     """Number of tensors with the same dtype and the same bytes, including their scales."""
     largest: float = 0.0

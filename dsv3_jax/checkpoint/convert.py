@@ -25,24 +25,23 @@ from typing import Any
 
 import dsv3_jax
 from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
-from dsv3_jax.checkpoint.array_files import ArrayFiles
-from dsv3_jax.checkpoint.arrays import digest
+from dsv3_jax.checkpoint.arrays import Progress, digest, ignore_progress, run_in_threads
 from dsv3_jax.checkpoint.check import check_copy
 from dsv3_jax.checkpoint.conversion_plan import (
     ConversionPlan,
     Target,
     Unit,
+    convert_unit,
     plan_conversion,
+    stored_hashes,
 )
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.journal import ConversionJournal
 from dsv3_jax.checkpoint.manifest import Manifest, QuantizationLoss, SourceFile, TensorRecord
-from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.safetensors_file import SPELLED, SafetensorsFile
-from dsv3_jax.checkpoint.store import WEIGHTS
-from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
-from dsv3_jax.checkpoint.unit_conversion import convert_unit, stored_hashes
-from dsv3_jax.files import free_bytes, remove_partial_files, sync_tree
+from dsv3_jax.checkpoint.reader import SPELLED, SafetensorsFile
+from dsv3_jax.checkpoint.store import WEIGHTS, ArrayFiles
+from dsv3_jax.files import check_free, remove_partial_files, sync_tree
+from dsv3_jax.words import os_error_message
 
 RESUME_HINT = "finished units are kept; the same command with --resume continues with them"
 
@@ -123,9 +122,8 @@ def check_destination(planned: ConversionPlan, store: Path, resume: bool) -> Non
                     f"{os.path.join(folder, name)}: a symbolic link; expected a store without links"
                 )
     written = sum(p.stat().st_size for p in (store / WEIGHTS).rglob("*") if p.is_file())
-    needed, free = planned.store_bytes - written, free_bytes(store)
-    if manifest.NAME not in present and needed > free:
-        raise ValueError(f"{store}: expected {needed:,} bytes of free disk, got {free:,}")
+    if manifest.NAME not in present:
+        check_free(store, planned.store_bytes - written)
 
 
 def _existing_manifest(planned: ConversionPlan, store: Path) -> Manifest:
@@ -201,7 +199,10 @@ class _Conversion:
         done, units = self.log.done, self.plan.units
         self._for_each(self._check_written, [unit for unit in units if unit.key in done])
         self._for_each(self._check_copy, [copy for copy in self.plan.copies if copy not in done])
-        self._for_each(self._convert, [unit for unit in units if unit.key not in done])
+        self._for_each(
+            lambda unit: self.log.add(convert_unit(self.plan, unit, self.files, self.progress)),
+            [unit for unit in units if unit.key not in done],
+        )
         self._check_source()
         complete = self._manifest()
         sync_tree(self.store)
@@ -241,11 +242,7 @@ class _Conversion:
         """Refuses a source whose files changed while they were read.
 
         A hard link, a new name, mode or owner changes only a file's ctime, as a write with the old
-        mtime does. Such a file is read again.
-
-        Raises:
-          ValueError: a file was written or replaced.
-        """
+        mtime does. Such a file is read again."""
         while (now := self._file_stats()) != self.stats:
             before, self.stats = self.stats, now
             touched = {name for name, stat in now.items() if stat != before[name]}
@@ -298,9 +295,6 @@ class _Conversion:
         got = check_copy(self.plan.source, copy, self.plan.copies[copy])
         self.log.add({"unit": copy, "source": {copy: got}, "stored": {}})
         self.progress(self.plan.source[copy].nbytes)
-
-    def _convert(self, unit: Unit) -> None:
-        self.log.add(convert_unit(self.plan, unit, self.files, self.progress))
 
     def _for_each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         run_in_threads(self.workers, work, items)

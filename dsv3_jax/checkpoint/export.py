@@ -13,18 +13,28 @@ import numpy as np
 import xxhash
 
 from dsv3_jax.checkpoint import sidecar
-from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, as_bytes, pieces
+from dsv3_jax.checkpoint.arrays import (
+    Arrays,
+    LazyArray,
+    Progress,
+    as_bytes,
+    ignore_progress,
+    pieces,
+    run_in_threads,
+)
 from dsv3_jax.checkpoint.check import check_tensors, without_plain_modules
 from dsv3_jax.checkpoint.formats import Recoding, recode
 from dsv3_jax.checkpoint.kinds import check_new, new_directory, partial_directory
 from dsv3_jax.checkpoint.manifest import NAME, TensorRecord
-from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.reader import INDEX, index_content, json_text, shard_name
-from dsv3_jax.checkpoint.safetensors_file import (
+from dsv3_jax.checkpoint.reader import (
+    INDEX,
     NUMPY,
     SafetensorsFile,
     header_of,
+    index_content,
+    json_text,
     parsed_header,
+    shard_name,
 )
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.tensor_table import (
@@ -34,12 +44,12 @@ from dsv3_jax.checkpoint.tensor_table import (
     copies,
     tensor_table,
 )
-from dsv3_jax.checkpoint.threads import Progress, ignore_progress, run_in_threads
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.field_checks import check_choice
-from dsv3_jax.files import atomic_file, atomic_write, free_bytes
+from dsv3_jax.files import atomic_file, atomic_write, check_free
 from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.tokenizer_files import with_required_bos
+from dsv3_jax.words import os_error_message
 
 Target = Literal["fp8", "bf16"]
 
@@ -50,28 +60,19 @@ class Shard(NamedTuple):
     """A safetensors file that an export will write."""
 
     name: str
-    """File name."""
-    header: bytes
-    """JSON header, without its length."""
-    tensors: tuple[str, ...]
-    """Names of its tensors, in the order of their bytes."""
-    bytes: int
-    """Size of the data after the header."""
-    read: Callable[[], Iterator[np.ndarray]]
-    """Reads the data from the store, piece by piece."""
+    header: bytes  # JSON header, without its length
+    tensors: tuple[str, ...]  # names of its tensors, in the order of their bytes
+    bytes: int  # size of the data after the header
+    read: Callable[[], Iterator[np.ndarray]]  # reads the data from the store, piece by piece
 
 
 class ExportPlan(NamedTuple):
     """Files that an export will write."""
 
-    verbatim: bool
-    """Whether they are the exact files of the source."""
-    shards: list[Shard]
-    """Files with tensors."""
-    small_files: dict[str, bytes]
-    """Content of the other files, by name."""
-    identity: str
-    """XXH3 hash of the store's manifest."""
+    verbatim: bool  # whether they are the exact files of the source
+    shards: list[Shard]  # files with tensors
+    small_files: dict[str, bytes]  # content of the other files, by name
+    identity: str  # XXH3 hash of the store's manifest
 
     @property
     def bytes(self) -> int:
@@ -131,17 +132,11 @@ def export(
 
 def check_space(planned: ExportPlan, destination: Path) -> None:
     """Checks that an export fits on the disk. Files of an interrupted export are either continued
-    with or deleted.
-
-    Raises:
-      ValueError: the disk has too little space.
-    """
+    with or deleted."""
     partial = partial_directory(destination)
     written = sum(path.stat().st_size for path in partial.glob("*")) if partial.is_dir() else 0
     needed = sum(8 + len(shard.header) + shard.bytes for shard in planned.shards)
-    needed += sum(map(len, planned.small_files.values())) - written
-    if needed > (free := free_bytes(destination)):
-        raise ValueError(f"{destination}: expected {needed:,} bytes of free disk, got {free:,}")
+    check_free(destination, needed + sum(map(len, planned.small_files.values())) - written)
 
 
 def resume_hint(directory: Path) -> str:
@@ -308,12 +303,7 @@ def _new_shards(reader: StoreReader, config: ModelConfig) -> list[Shard]:
 def _recoded(
     reader: StoreReader, name: str, config: ModelConfig, spec: TensorSpec, quantized: bool
 ) -> Iterator[np.ndarray]:
-    """Yields a tensor of the store in the target's form, in pieces, followed by its scales.
-
-    Args:
-      spec: shape and storage type of the result.
-      quantized: whether the result is quantized.
-    """
+    """Yields a tensor of the store in the target's form, in pieces, followed by its scales."""
     stored_form, records = reader.config.quantization, reader.manifest.tensors
     scale_name = "" if stored_form is None else name + stored_form.scale_suffix
     if quantized and scale_name in reader and stored_form == config.quantization:

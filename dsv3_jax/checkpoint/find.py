@@ -74,13 +74,9 @@ def _local(path_or_name: str | os.PathLike[str]) -> Path | None:
         return Path(name)
     if os.path.exists(name):
         raise ValueError(f"{expected}; got the file {name!r}")
-    if not _may_be_hub_name(name):
+    if name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"{expected}; got {name!r}{_suggestion(name)}")
     return None
-
-
-def _may_be_hub_name(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
 
 
 def _downloaded(name: str, *, weights: bool) -> Path:
@@ -122,11 +118,7 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def _weight_patterns(directory: Path) -> list[str]:
-    """Returns patterns of the files in the index, or of the single file without an index.
-
-    Raises:
-      ValueError: the index is damaged, or contains a value that is not a plain file name.
-    """
+    """Returns patterns of the files in the index, or of the single file without an index."""
     if not (index := directory / INDEX).is_file():
         return [SINGLE]
     return sorted({glob.escape(file) for file in weight_map(index).values()})

@@ -1,4 +1,4 @@
-"""Quantization and dequantization of matrices in NumPy.
+"""Quantization and dequantization of matrices in NumPy, and checks of stored values and scales.
 
 Stored forms are float8 with block scales, integers with one scale per row or group, and plain
 floats. A dequantized value is the exact product of the stored number and its scale, rounded once to
@@ -14,8 +14,18 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
 
-from dsv3_jax.checkpoint.arrays import columns_per_element
+from dsv3_jax.checkpoint.arrays import LazyArray, columns_per_element
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
+
+# dtype -> unsigned integer of the same width, and the bits that are all set in NaN and infinity.
+# float8_e4m3fn has no infinity, and only its NaN has all seven bits set.
+_EXPONENTS: dict[np.dtype, tuple[type, int]] = {
+    np.dtype(float8_e4m3fn): (np.uint8, 0x7F),
+    np.dtype(bfloat16): (np.uint16, 0x7F80),
+    np.dtype(np.float16): (np.uint16, 0x7C00),
+    np.dtype(np.float32): (np.uint32, 0x7F800000),
+}
+_CACHED_ELEMENTS = 2**17  # tested at once, so that they stay in the CPU's cache
 
 _FLOAT8 = np.dtype(float8_e4m3fn)
 _FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float64)
@@ -58,12 +68,9 @@ def dequantize(
 class Recoding(NamedTuple):
     """Conversion of a tensor from one stored form to another."""
 
-    source: Quantization | None
-    """Quantization of the source. None for plain floats."""
-    target: Quantization | None
-    """Quantization of the result. None for plain floats."""
-    dtype: np.dtype
-    """Dtype of a result that is not quantized."""
+    source: Quantization | None  # quantization of the source. None for plain floats.
+    target: Quantization | None  # quantization of the result. None for plain floats.
+    dtype: np.dtype  # dtype of a result that is not quantized
 
     @property
     def row_multiple(self) -> int:
@@ -237,3 +244,49 @@ def unpack_int4(packed: np.ndarray) -> np.ndarray:
 
 def _tiles(rows: int) -> list[slice]:
     return [slice(first, min(first + _TILE_ROWS, rows)) for first in range(0, rows, _TILE_ROWS)]
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+    """Refuses NaN and infinity in a tensor called ``name``. Integers pass."""
+    if values.dtype not in _EXPONENTS:
+        return
+    integer, mask = _EXPONENTS[values.dtype]
+    bits = np.ascontiguousarray(values).reshape(-1).view(integer)
+    for first in range(0, bits.size, _CACHED_ELEMENTS):
+        if ((bits[first : first + _CACHED_ELEMENTS] & integer(mask)) == mask).any():
+            flat = values.reshape(-1)[first : first + _CACHED_ELEMENTS].astype(np.float32)
+            bad = flat[~np.isfinite(flat)][0]
+            raise ValueError(f"{name}: expected finite values, got {bad}")
+
+
+def check_scale(
+    name: str,
+    scale: np.ndarray,
+    weight: LazyArray,
+    block: tuple[int, int],
+    first: tuple[int, int] = (0, 0),
+) -> None:
+    """Refuses scales that are NaN, infinite or negative, or zero for a block that is not zero.
+
+    Args:
+      scale: scales of consecutive blocks of ``weight``, beginning at block ``first``.
+      weight: read only where a scale is zero.
+      block: rows and columns per scale.
+      first: row and column of ``scale[0, 0]`` among all blocks of ``weight``.
+    """
+    values = scale.astype(np.float32)
+    valid = np.isfinite(values) & (values >= 0)
+    if not valid.all():
+        raise ValueError(
+            f"{name}: expected scales that are finite and not negative, got {values[~valid][0]}"
+        )
+    width = -(-block[1] // columns_per_element(weight.dtype))
+    for i, j in np.argwhere(values == 0):
+        row, column = first[0] + int(i), first[1] + int(j)
+        rows = slice(row * block[0], (row + 1) * block[0])
+        scaled = weight[rows, column * width : (column + 1) * width]
+        if scaled.astype(np.float32).any():
+            raise ValueError(
+                f"{name}: expected scales above 0 over weights that are not 0, "
+                f"got 0 for block {row}, {column}"
+            )

@@ -23,7 +23,6 @@ from dsv3_jax.files import is_at, lock_file, naming
 NAME = "journal.jsonl"
 
 JournalLine = dict[str, Any]
-"""One parsed line of the journal."""
 
 _SUMS = ("tensors", "error", "weight", "largest", "largest_weight")
 

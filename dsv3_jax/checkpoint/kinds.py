@@ -21,11 +21,7 @@ hidden files are not copied."""
 
 
 def check_new(destination: Path) -> None:
-    """Checks that nothing exists at a path.
-
-    Raises:
-      ValueError: something exists there, even if it is a symbolic link to nothing.
-    """
+    """Checks that nothing exists at a path."""
     if os.path.lexists(destination):
         link = "the symbolic link " if destination.is_symlink() else ""
         raise ValueError(f"expected a directory that does not exist yet, got {link}{destination}")

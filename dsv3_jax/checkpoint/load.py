@@ -17,7 +17,6 @@ from dsv3_jax.checkpoint.arrays import Arrays
 from dsv3_jax.checkpoint.check import as_stored
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
-from dsv3_jax.checkpoint.messages import os_error_message
 from dsv3_jax.checkpoint.parameters import load_model
 from dsv3_jax.checkpoint.reader import CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader
@@ -28,6 +27,7 @@ from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
 from dsv3_jax.quantization import BlockQuantization, CacheDtype, IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
+from dsv3_jax.words import os_error_message
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
 
 # Description of the weights in a checkpoint, by the value of ``quantization`` that keeps them.

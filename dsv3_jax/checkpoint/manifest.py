@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from dsv3_jax.checkpoint import journal, sidecar
 from dsv3_jax.checkpoint.kinds import MANIFEST, describe
-from dsv3_jax.checkpoint.safetensors_file import NUMPY, are_sizes
+from dsv3_jax.checkpoint.reader import NUMPY, are_sizes
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, check_file_name
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 
 NAME = MANIFEST
-"""Name of the file."""
 FORMAT = "dsv3_jax store 1"
 """Identifier of this version of the store format."""
 
@@ -41,22 +40,16 @@ class SourceFile(NamedTuple):
     """One safetensors file of the source."""
 
     bytes: int
-    """Size of the file."""
-    header_sha256: str
-    """SHA-256 of its header, in hexadecimal."""
+    header_sha256: str  # SHA-256 of its header, in hexadecimal
 
 
 class QuantizationLoss(NamedTuple):
     """Error that quantization caused in the tensors of one kind."""
 
     tensors: int
-    """Number of tensors."""
-    relative_rms: float
-    """sqrt(sum (w - w')^2 / sum w^2)"""
-    largest: float
-    """max |w - w'|"""
-    largest_weight: float
-    """max |w|"""
+    relative_rms: float  # sqrt(sum (w - w')^2 / sum w^2)
+    largest: float  # max |w - w'|
+    largest_weight: float  # max |w|
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +61,6 @@ class Manifest:
     to: str
     """Target of the conversion: fp8, bf16, int8 or int4."""
     config: dict[str, Any]
-    """The source's config.json."""
     dtype: str
     """Dtype of tensors that are not quantized."""
     quantization: Quantization | None

@@ -13,8 +13,7 @@ from dsv3_jax.checkpoint.check import as_stored, tensor_kind
 from dsv3_jax.checkpoint.find import find
 from dsv3_jax.checkpoint.kinds import is_store
 from dsv3_jax.checkpoint.manifest import Manifest
-from dsv3_jax.checkpoint.reader import CheckpointReader
-from dsv3_jax.checkpoint.safetensors_file import SPELLED
+from dsv3_jax.checkpoint.reader import SPELLED, CheckpointReader
 from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.checkpoint.tensor_table import STORED_AS, tensor_table
 from dsv3_jax.config import ModelConfig
@@ -28,13 +27,9 @@ class OpenCheckpoint(NamedTuple):
     """A Hugging Face directory or a store, with its headers read."""
 
     directory: Path
-    """Directory of the checkpoint."""
-    config: ModelConfig
-    """Config without MTP layers that the files lack."""
-    arrays: Arrays
-    """Tensors by published name."""
-    manifest: Manifest | None
-    """Manifest of a store. None for a Hugging Face directory."""
+    config: ModelConfig  # config without MTP layers that the files lack
+    arrays: Arrays  # tensors by published name
+    manifest: Manifest | None  # manifest of a store. None for a Hugging Face directory.
 
     def readable_weights(self) -> list[str]:
         """Returns the names of the tensors whose values can be computed, in the order data flows.
@@ -86,9 +81,6 @@ def group_by_kind(config: ModelConfig, by_name: Mapping[str, T]) -> dict[str, di
 
     A kind is a name without numbers and ``.weight``, such as ``layers.mlp.experts.gate_proj``. In
     MTP layers, which continue the numbering, it is ``mtp.mlp.experts.gate_proj``.
-
-    Args:
-      by_name: values by published tensor name.
     """
     groups: dict[str, dict[int, list[T]]] = {}
     for name, value in by_name.items():

@@ -14,27 +14,103 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from dsv3_jax.checkpoint.arrays import Arrays, pieces
+from dsv3_jax.checkpoint.arrays import Arrays, LazyArray, columns_per_element, pieces
 from dsv3_jax.checkpoint.check import (
     check_copy,
     check_tensors,
     is_uncounted_mtp_tensor,
     without_plain_modules,
 )
-from dsv3_jax.checkpoint.parameter_names import TensorNames, published_tensor_names
-from dsv3_jax.checkpoint.parameter_reader import Index, ParameterReader
-from dsv3_jax.checkpoint.tensor_table import copies, is_selecting
+from dsv3_jax.checkpoint.formats import check_finite, check_scale, dequantize
+from dsv3_jax.checkpoint.reader import NUMPY
+from dsv3_jax.checkpoint.tensor_table import (
+    TensorNames,
+    copies,
+    is_selecting,
+    published_tensor_names,
+)
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.layers.logical_axes import check_layout, parameter_shardings
 from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.parameter_path import ParameterPath
-from dsv3_jax.quantization import Quantization
+from dsv3_jax.quantization import BlockQuantization, Quantization
 from sharding import Layout, Placement
 from sharding.distributed import host_values
 
 _THREADS = 8  # for reading and dequantizing; each has one expert or one piece of a matrix in memory
+
+Index = tuple[slice, ...]
+
+_LARGEST = np.float32(448)  # of float8
+
+
+class ParameterReader:
+    """Reads parts of published tensors, and dequantizes them if the model is not quantized.
+
+    The tensors must have passed :func:`~dsv3_jax.checkpoint.check.check_tensors`.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: Arrays):
+        self.tensors = tensors
+        # The default has no effect. Without quantization in the config, no tensor is a scale and
+        # none is quantized.
+        self.quantization = config.quantization or BlockQuantization()
+        self.suffix = self.quantization.scale_suffix
+        self.dtype = NUMPY[self.quantization.stored(2, 2)[1]]
+
+    def read(self, name: str, index: Index, out: np.ndarray) -> None:
+        """Fills ``out`` with the part of a tensor at ``index``, in the dtype of ``out``.
+
+        A quantized weight that is read as another dtype is the exact product of value and scale,
+        rounded once.
+
+        Raises:
+          ValueError: a scale is not finite, is negative, or is 0 for a block that is not zero; or a
+            tensor that selects experts or keys has NaN or infinity.
+        """
+        tensor = self.tensors[name]
+        with np.errstate(over="ignore"):  # a product with a scale, which the check refuses
+            if name.endswith(self.suffix):
+                out[...] = self._scale(name.removesuffix(self.suffix), index)
+            elif tensor.dtype == self.dtype and out.dtype != tensor.dtype:
+                out[...] = self._dequantized(name, index, out.dtype)
+            else:
+                out[...] = tensor[index]
+            if is_selecting(name):
+                is_scale = name.endswith(self.suffix)
+                check_finite(name, out.astype(np.float32) * _LARGEST if is_scale else out)
+
+    def _dequantized(self, name: str, index: Index, dtype: np.dtype) -> np.ndarray:
+        tensor = self.tensors[name]
+        per_element = columns_per_element(tensor.dtype)
+        N, K = self._block_shape(tensor)
+        rows, columns = index
+        stored = slice(columns.start // per_element, -(-columns.stop // per_element))
+        first, last = stored.start * per_element, stored.stop * per_element
+        blocks = (
+            slice(rows.start // N, -(-rows.stop // N)),
+            slice(first // K, -(-last // K)),
+        )
+        scale = self._scale(name, blocks)
+        offset = (rows.start % N, first % K)
+        dense = dequantize(tensor[rows, stored], scale, (N, K), dtype, offset)
+        return dense[:, columns.start - first : columns.stop - first]
+
+    def _scale(self, weight: str, blocks: Index) -> np.ndarray:
+        """Reads and checks the stored scales of these blocks of ``weight``."""
+        name = weight + self.suffix
+        scale = self.tensors[name][blocks]
+        tensor = self.tensors[weight]
+        first_block = (blocks[0].start, blocks[1].start)
+        check_scale(name, scale, tensor, self._block_shape(tensor), first_block)
+        return scale
+
+    def _block_shape(self, tensor: LazyArray) -> tuple[int, int]:
+        """Returns the rows and columns per scale of a stored matrix."""
+        columns = tensor.shape[1] * columns_per_element(tensor.dtype)
+        return self.quantization.block_shape(columns)
 
 
 def load_model(

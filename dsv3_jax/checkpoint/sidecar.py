@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from dsv3_jax.checkpoint.safetensors_file import FileArray, write_file
+from dsv3_jax.checkpoint.reader import FileArray, write_file
 from dsv3_jax.files import atomic_write, naming
 
 FOLDER = "source"
@@ -25,16 +25,7 @@ _MAX_BYTES = 64 * 2**20
 def copy_small_files(
     source: Path, tensors: Mapping[str, FileArray], unused: tuple[str, ...], store: Path
 ) -> None:
-    """Writes ``store/source`` anew: config, tokenizer, code, licence, headers, unused tensors.
-
-    Args:
-      tensors: tensors of the source by name.
-      unused: names of those that no model reads.
-
-    Raises:
-      ValueError: a small file has the name of the folder of headers.
-      OSError: a file cannot be read or written.
-    """
+    """Writes ``store/source`` anew: config, tokenizer, code, licence, headers, unused tensors."""
     folder = store / FOLDER
     if folder.exists():
         shutil.rmtree(folder)

@@ -14,9 +14,8 @@ import math
 import numpy as np
 
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS, Arrays, columns_per_element, rows_per_piece
-from dsv3_jax.checkpoint.parameter_names import stored_location
-from dsv3_jax.checkpoint.safetensors_file import NUMPY
-from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
+from dsv3_jax.checkpoint.reader import NUMPY
+from dsv3_jax.checkpoint.tensor_table import copies, stored_location, tensor_table
 from dsv3_jax.config import ModelConfig
 
 _INNER = 512  # maximum rows and columns of an inner chunk, which can be read on its own
@@ -86,9 +85,6 @@ def stored_arrays(
       multiple: chunks of a matrix have a multiple of this number of rows.
       unchanged: the source's tensors, if the store keeps their bytes and therefore their dtypes.
         None for the dtypes of the config.
-
-    Raises:
-      ValueError: experts of one array have different dtypes.
     """
     table, not_stored = tensor_table(config), copies(config)
     tensors: dict[str, list[str]] = {}

@@ -14,29 +14,23 @@ from flax import nnx
 
 from dsv3_jax.checkpoint.formats import quantize
 from dsv3_jax.checkpoint.kinds import check_new, new_directory
-from dsv3_jax.checkpoint.messages import os_error_message
-from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.reader import (
     DESCRIPTION_BYTES,
     INDEX,
+    NUMPY,
     index_content,
     json_text,
     shard_name,
+    write_file,
 )
-from dsv3_jax.checkpoint.safetensors_file import write_file
-from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
+from dsv3_jax.checkpoint.tensor_table import copies, published_tensor_names, tensor_table
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.files import atomic_write, free_bytes
+from dsv3_jax.files import atomic_write, check_free
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import BlockQuantization
+from dsv3_jax.words import os_error_message
 from sharding.distributed import barrier
-
-_DTYPES = {
-    "BF16": ml_dtypes.bfloat16,
-    "F32": np.float32,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-}
 
 
 def write_checkpoint(
@@ -107,23 +101,14 @@ def write_checkpoint(
 def check_space(
     config: ModelConfig, directory: Path, *, quantization: BlockQuantization | None, dtype: str
 ) -> None:
-    """Checks that a model's checkpoint fits on the disk, before a long preparation of it.
-
-    Raises:
-      ValueError: the disk has too little space.
-    """
+    """Checks that a model's checkpoint fits on the disk, before a long preparation of it."""
     table = tensor_table(dataclasses.replace(config, quantization=quantization, dtype=dtype))
-    needed = sum(spec.nbytes for spec in table.values()) + DESCRIPTION_BYTES * len(table)
-    if needed > (free := free_bytes(directory)):
-        raise ValueError(f"{directory}: expected {needed:,} bytes of free disk, got {free:,}")
+    size = sum(spec.nbytes for spec in table.values())
+    check_free(directory, size + DESCRIPTION_BYTES * len(table))
 
 
 def _check_modules(model: DeepSeekV3) -> None:
-    """Checks that the parameters of a model are those of its configuration.
-
-    Raises:
-      ValueError: a module has been replaced by one with other parameters, or none.
-    """
+    """Checks that the parameters of a model are those of its configuration."""
     config = dataclasses.replace(model.config, quantization=None)
     expected = tensor_table(config).keys() - copies(config).keys()
     paths = [path for path, v in nnx.to_flat_state(nnx.state(model)) if isinstance(v, nnx.Variable)]
@@ -149,7 +134,7 @@ def _in_published_form(
     table = tensor_table(config)
     for name, tensor in tensors.items():
         if table[name].dtype != "F8_E4M3" or tensor.dtype == ml_dtypes.float8_e4m3fn:
-            published[name] = tensor.astype(_DTYPES[table[name].dtype])
+            published[name] = tensor.astype(NUMPY[table[name].dtype])
             continue
         assert config.quantization is not None
         published[name], scale = quantize(tensor, config.quantization)

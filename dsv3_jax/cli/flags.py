@@ -75,7 +75,7 @@ def naming(flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        from dsv3_jax.checkpoint.messages import os_error_message
+        from dsv3_jax.words import os_error_message
 
         raise ValueError(f"{flag}: {os_error_message(error)}") from None
     except ValueError as error:

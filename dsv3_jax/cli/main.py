@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
         return _refuse(parsed.command, str(error))
     except OSError as error:
         # For example a full disk or a read-only directory, where a traceback would not help.
-        from dsv3_jax.checkpoint.messages import os_error_message
+        from dsv3_jax.words import os_error_message
 
         return _refuse(parsed.command, os_error_message(error))
     except KeyboardInterrupt:

@@ -24,8 +24,8 @@ from dsv3_jax.cli.output import log
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
 from dsv3_jax.disaggregation.peers import Peers
+from dsv3_jax.disaggregation.protocol import HttpReceiver, HttpSender, Sender
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
-from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender, Sender
 from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.files import write_failure
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE

@@ -3,9 +3,8 @@
 In the order a measurement moves through it:
 
 =============== ========================================================================
-workload.py     the prompts and output lengths of a trace, fitted to the served model
+workload.py     the requests of a trace, fitted to the served model; Poisson arrivals or N at a time
 completions.py  one streamed request to /v1/completions, and the times of its chunks
-load.py         arrival of requests: Poisson arrivals, or a number of them at a time
 results.py      throughput and latencies, with the field names of ``vllm bench serve``
 chat.py         a conversation with /v1/chat/completions, without other packages
 =============== ========================================================================

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -22,12 +21,9 @@ class RequestRecord:
     """Times of one request. A failed one has an error."""
 
     prompt_tokens: int
-    start: float
-    """Time of sending, in seconds of ``time.perf_counter()``."""
-    chunks: tuple[float, ...] = ()
-    """Arrival time of each chunk of text, in seconds after ``start``."""
+    start: float  # time of sending, in seconds of ``time.perf_counter()``
+    chunks: tuple[float, ...] = ()  # arrival time of each chunk of text, in seconds after ``start``
     output_tokens: int = 0
-    """Generated tokens, as the server counts them."""
     error: str = ""
 
 
@@ -36,17 +32,11 @@ class ServedModel:
     """The model of a server."""
 
     name: str
-    max_len: int
-    """Most tokens of a prompt and its completion together."""
+    max_len: int  # most tokens of a prompt and its completion together
 
 
 class CompletionClient:
-    """Sends requests to a server with OpenAI's API. An async context manager.
-
-    Args:
-      url: of the server, without ``/v1``.
-      api_key: key that the server expects, or None.
-    """
+    """Sends requests to a server with OpenAI's API. An async context manager."""
 
     def __init__(self, url: str, api_key: str | None = None):
         self._url = url.rstrip("/")
@@ -63,12 +53,7 @@ class CompletionClient:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._session.close()
 
     async def served_model(self) -> ServedModel:

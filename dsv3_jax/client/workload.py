@@ -1,10 +1,18 @@
-"""The prompts and output lengths of a trace, fitted to the served model."""
+"""The requests of a trace, fitted to the served model, and two ways to send them."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
 
+from dsv3_jax.client.completions import RequestRecord
 from dsv3_jax.traces import Trace
+
+Send = Callable[[int], Awaitable[RequestRecord]]
+"""Sends the request with this number and waits for its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,12 +20,9 @@ class Workload:
     """Requests to send."""
 
     trace: Trace
-    prompts: list[list[int]]
-    """Token ids of each prompt."""
+    prompts: list[list[int]]  # token ids of each prompt
     output_tokens: list[int]
-    """Tokens that each request generates."""
-    shortened: int
-    """Requests that the model's length did not allow in full."""
+    shortened: int  # requests that the model's length did not allow in full
 
     @classmethod
     def of(
@@ -52,3 +57,41 @@ class Workload:
           rate: mean requests per second; infinity sends all at once.
         """
         return [r.unit_arrival / rate for r in self.trace.requests[: len(self.prompts)]]
+
+
+async def open_loop(send: Send, arrivals: Sequence[float]) -> list[RequestRecord]:
+    """Sends each request at its arrival time, whether or not earlier ones have ended.
+
+    Args:
+      arrivals: seconds after the beginning, in ascending order.
+    """
+    began = time.perf_counter()
+    tasks = []
+    for i, arrival in enumerate(arrivals):
+        wait = began + arrival - time.perf_counter()
+        if wait > 0:
+            await asyncio.sleep(wait)
+        tasks.append(asyncio.ensure_future(send(i)))
+    return await asyncio.gather(*tasks)
+
+
+async def closed_loop(send: Send, count: int, concurrency: int) -> list[RequestRecord]:
+    """Sends requests from ``concurrency`` clients. Each waits for the end of its request before it
+    sends the next one."""
+    numbers = iter(range(count))
+    records: dict[int, RequestRecord] = {}
+
+    async def client() -> None:
+        for i in numbers:
+            records[i] = await send(i)
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return [records[i] for i in range(count)]
+
+
+def load_name(rate: float | None, concurrency: int | None) -> str:
+    """Returns a short description of a load."""
+    if concurrency is not None:
+        return f"{concurrency} at a time"
+    assert rate is not None
+    return "all at once" if math.isinf(rate) else f"{rate:g} per second"

@@ -1,12 +1,10 @@
 """Prefill and decode on separate servers: a decode server pulls cache pages from prefill servers.
 
 =================== ======================================================================
-protocol.py         the request to a prefill server, and the frames of its answer
-transfer.py         transports of records; the one that is the answer itself
+protocol.py         the request to a prefill server, the frames of its answer, and transports
 jax_transfer.py     the transport by jax.experimental.transfer
 peers.py            the prefill servers that a decode server knows; chooses one by load
 remote_prefill.py   the source of pages on the decode side: it asks a peer
-figures.py          counts of pulled pages, and of failures by reason
 =================== ======================================================================
 
 For the engine of a decode server, prefill servers are one more source of cached pages, see

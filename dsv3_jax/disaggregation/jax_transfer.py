@@ -64,15 +64,7 @@ class _Ticket(BaseModel):
 
 
 class JaxSender:
-    """Registers records in this process, and sends tickets.
-
-    Args:
-      host: address to listen on, of one network interface.
-      port: port to listen on; 0 takes a free one.
-
-    Raises:
-      ValueError: the address is that of all interfaces, which peers cannot connect to.
-    """
+    """Registers records in this process, and sends tickets."""
 
     name: TransferName = "jax"
     keeps_records = True

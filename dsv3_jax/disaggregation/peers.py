@@ -7,12 +7,20 @@ request tries it; the others follow when that one has succeeded.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import math
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 1.0
+"""Time between two looks."""
 
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
@@ -22,27 +30,18 @@ _LONGEST_PAUSE = 30.0
 class Peer:
     """A prefill server, and what the decode server knows of it."""
 
-    url: str
-    """For example ``http://10.0.0.7:8000``."""
+    url: str  # for example ``http://10.0.0.7:8000``
     host: str
     port: int
-    api_key: str | None = None
-    """Key of this server alone, or None."""
-    open_tokens: int = 0
-    """Prompt tokens of the requests that it is working on for this server."""
+    api_key: str | None = None  # key of this server alone, or None
+    open_tokens: int = 0  # prompt tokens of the requests that it is working on for this server
     open_requests: int = 0
-    failures: int = 0
-    """Failures since its last success."""
-    paused_until: float = -math.inf
-    """Time on the clock until which it gets no requests."""
+    failures: int = 0  # failures since its last success
+    paused_until: float = -math.inf  # time on the clock until which it gets no requests
 
     @classmethod
     def of(cls, url: str, api_key: str | None = None) -> Peer:
-        """Returns the peer at a URL.
-
-        Raises:
-          ValueError: the URL has another form.
-        """
+        """Returns the peer at a URL."""
         parts = urllib.parse.urlsplit(url)
         is_right = parts.scheme in ("http", "https") and parts.hostname and not parts.query
         if not is_right or parts.path not in ("", "/"):
@@ -101,13 +100,7 @@ class Peers:
         self, tokens: int, tried: Collection[Peer] = (), preferred: Peer | None = None
     ) -> Peer | None:
         """Returns the peer for a request, which counts as its work until :meth:`end`. None if no
-        peer is ready.
-
-        Args:
-          tokens: tokens of the request.
-          tried: peers that have failed for it.
-          preferred: the peer to choose if it is ready.
-        """
+        peer is ready."""
         with self._lock:
             ready = [peer for peer in self.all if peer not in tried and self._is_ready(peer)]
             if not ready:
@@ -137,3 +130,39 @@ class Peers:
         if not peer.failures:
             return True
         return self._clock() >= peer.paused_until and not peer.open_requests
+
+
+class PrefillAddress(NamedTuple):
+    """The address of a prefill replica's own HTTP server."""
+
+    url: str  # with the address of its node
+    api_key: str  # key that it made when it started. Only Ray's actors have it.
+
+
+async def keep_current(
+    peers: Peers,
+    addresses: Callable[[], Awaitable[list[PrefillAddress]]],
+    failures: tuple[type[Exception], ...] = (TimeoutError,),
+) -> None:
+    """Replaces the peers by the replicas that run now, until it is cancelled.
+
+    A replica that was lost is a peer for at most a period, in which requests to it fail and go to
+    another one. A replica that does not answer keeps others from joining, so that the peers then
+    stay as they are.
+
+    Args:
+      addresses: returns the addresses of all prefill replicas, or raises one of ``failures``.
+      failures: errors after which the next look may succeed. Others end the task.
+    """
+    while True:
+        try:
+            given = await addresses()
+        except failures as error:
+            reason = f"{type(error).__name__} {error}".strip()
+            logger.warning("prefill replicas: expected all addresses, got %s", reason)
+        else:
+            new = dict(given)
+            if new.keys() != {peer.url for peer in peers.all}:
+                logger.info("prefill replicas: %s", ", ".join(new) or "none")
+            peers.replace(new)
+        await asyncio.sleep(PERIOD_SECONDS)

@@ -10,24 +10,74 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import Literal
 
 import aiohttp
 
-from dsv3_jax.disaggregation.figures import Reason, RemoteCounts, RemoteFigures
 from dsv3_jax.disaggregation.peers import Peer, Peers
-from dsv3_jax.disaggregation.protocol import PATH, PrefillBody, ProtocolError, frames
-from dsv3_jax.disaggregation.transfer import Receiver
+from dsv3_jax.disaggregation.protocol import PATH, PrefillBody, ProtocolError, Receiver, frames
 from dsv3_jax.pages import PageAddress, PageError, PageRecord
 from dsv3_jax.words import one_line
 
 logger = logging.getLogger(__name__)
 
+Reason = Literal[
+    "no_peer",
+    "connection",
+    "deadline",
+    "overloaded",
+    "refused",
+    "protocol",
+    "damaged",
+    "evicted",
+    "cancelled",
+    "internal",
+]
+"""Reason for which pages did not arrive:
+
+========== ===================================================================
+no_peer    no peer was ready
+connection a peer was unreachable, or went away
+deadline   the pages did not arrive in time
+overloaded a peer had no room for the request
+refused    a peer refused the request: another model, other settings, no key
+protocol   a peer's answer had another form
+damaged    a record was not the page that was asked for, or had a wrong checksum
+evicted    a peer no longer had the pages when it came to sending them
+cancelled  the request ended before
+internal   an error of this program, which is in the log
+========== ===================================================================
+"""
+
+
+@dataclasses.dataclass
+class RemoteFigures:
+    """Figures of a decode server since its start. The thread of :class:`RemotePrefill` writes
+    them."""
+
+    requests: int = 0
+    """Prompts for which peers were asked."""
+    open_requests: int = 0
+    pages: int = 0
+    """Pages that were pulled."""
+    num_bytes: int = 0
+    """Bytes of their records."""
+    seconds: float = 0.0
+    """Time of these requests, together."""
+    failures: Counter[Reason] = dataclasses.field(default_factory=Counter)
+    """Failed requests to one peer, by reason."""
+    recomputed_pages: Counter[Reason] = dataclasses.field(default_factory=Counter)
+    """Pages that did not arrive from any peer, by the last reason."""
+
+
 _CONNECT_SECONDS = 5.0
+_MAX_OPEN = 64  # prompts under way; others wait, within their time
 _MAX_PREFERRED = 4096
 _SHOWN_BYTES = 2000  # of a peer's error
 
@@ -43,7 +93,6 @@ class RemotePrefill:
       seconds: longest time for the pages of a prompt; after it the engine computes the rest.
       min_pages: fewer pages are left to the engine.
       api_key: key that peers without one of their own expect, or None.
-      max_open: most prompts under way. Others wait, within their time.
     """
 
     name = "remote"
@@ -58,7 +107,6 @@ class RemotePrefill:
         seconds: float = 30.0,
         min_pages: int = 1,
         api_key: str | None = None,
-        max_open: int = 64,
     ):
         self.peers = peers
         self._preferred: OrderedDict[bytes, Peer] = OrderedDict()  # by digests of last pages
@@ -68,17 +116,12 @@ class RemotePrefill:
         self._seconds = seconds
         self._min_pages = min_pages
         self._api_key = api_key
-        self._room = asyncio.Semaphore(max_open)
-        self._counts = RemoteCounts()
+        self._room = asyncio.Semaphore(_MAX_OPEN)
+        self.figures = RemoteFigures()
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="dsv3-remote-prefill", daemon=True)
         self._thread.start()
-
-    @property
-    def figures(self) -> RemoteFigures:
-        """Figures of the pages that were pulled so far, and of failures."""
-        return self._counts.figures(self.peers.up)
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
         """Returns the number of these pages if a peer can be asked for them, else 0."""
@@ -124,7 +167,8 @@ class RemotePrefill:
         began = time.monotonic()
         records: list[PageRecord] = []
         reason: Reason = "cancelled"
-        self._counts.began()
+        self.figures.requests += 1
+        self.figures.open_requests += 1
         try:
             async with asyncio.timeout(self._seconds), self._room:
                 reason = await self._ask_peers(addresses, records, began)
@@ -134,8 +178,10 @@ class RemotePrefill:
             reason = "internal"
             logger.exception("a remote prefill failed; its pages are computed here")
         finally:
-            missing = len(addresses) - len(records)
-            self._counts.ended(time.monotonic() - began, missing, reason)
+            self.figures.open_requests -= 1
+            self.figures.seconds += time.monotonic() - began
+            if missing := len(addresses) - len(records):
+                self.figures.recomputed_pages[reason] += missing
         return records
 
     async def _ask_peers(
@@ -184,12 +230,7 @@ class RemotePrefill:
         records: list[PageRecord],
         seconds: float,
     ) -> None:
-        """Appends the records that a peer sends, each checked.
-
-        Raises:
-          PageError: a record is damaged or another one.
-          Exception: the peer refused, or its answer ended early; see :func:`_reason`.
-        """
+        """Appends the records that a peer sends, each checked."""
         all_pages = wanted[-1].chain()
         identity = all_pages[0].parent
         most = self._max_page_bytes
@@ -223,7 +264,8 @@ class RemotePrefill:
                             raise ProtocolError(f"answer: expected {len(wanted)} pages, got more")
                         # In a thread, because a checksum takes a while and releases the lock.
                         record = await asyncio.to_thread(_checked, data, identity, address)
-                        self._counts.pulled(len(data))
+                        self.figures.pages += 1
+                        self.figures.num_bytes += len(data)
                         records.append(record)
             finally:
                 response.close()  # not only released: the peer holds pages until then
@@ -238,7 +280,7 @@ class RemotePrefill:
         return self._session
 
     def _failed(self, peer: Peer, reason: Reason, message: str) -> None:
-        self._counts.failed(reason)
+        self.figures.failures[reason] += 1
         logger.warning("prefill at %s failed (%s): %s", peer.url, reason, one_line(message, 300))
 
 
@@ -251,11 +293,7 @@ class _RefusedError(Exception):
 
 
 def _checked(data: bytes | memoryview, identity: bytes, address: PageAddress) -> PageRecord:
-    """Returns a record. The engine compares its format too when it uses it.
-
-    Raises:
-      PageError: it is damaged, or is not the page of ``address``.
-    """
+    """Returns a record. The engine compares its format too when it uses it."""
     record = PageRecord.decode(data)
     if record.address != address or record.identity != identity:
         raise PageError(

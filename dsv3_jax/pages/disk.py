@@ -28,8 +28,7 @@ from pathlib import Path
 
 from dsv3_jax.files import atomic_file, remove_partial_files
 from dsv3_jax.pages.address import PageAddress
-from dsv3_jax.pages.record import PageError, PageRecord
-from dsv3_jax.pages.source import TierStats
+from dsv3_jax.pages.record import PageError, PageRecord, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +48,6 @@ class DiskPages:
         checksums find damage, not intent.
       capacity: most bytes of all files.
       unwritten: most bytes of records that wait to be written. More are dropped.
-
-    Raises:
-      ValueError: the capacity is negative.
-      OSError: the directory cannot be created or locked.
     """
 
     name = "disk"
@@ -85,7 +80,7 @@ class DiskPages:
         return address.digest in self._parents or address.digest in self._unwritten
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :class:`~dsv3_jax.pages.source.PageSource`. It looks at the file system, for pages of
+        """See :class:`~dsv3_jax.pages.record.PageSource`. It looks at the file system, for pages of
         other processes."""
         for number, address in enumerate(addresses):
             if not self._exists(address.digest):
@@ -95,7 +90,7 @@ class DiskPages:
         return len(addresses)
 
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
-        """See :class:`~dsv3_jax.pages.source.PageSource`. Several threads read."""
+        """See :class:`~dsv3_jax.pages.record.PageSource`. Several threads read."""
         future: Future[list[PageRecord]] = Future()
         pages: dict[int, PageRecord] = {}
         unread = len(addresses)
@@ -142,7 +137,7 @@ class DiskPages:
         return future
 
     def store(self, records: Sequence[PageRecord]) -> None:
-        """See :class:`~dsv3_jax.pages.source.PageSink`."""
+        """See :class:`~dsv3_jax.pages.record.PageSink`."""
         with self._changed:
             for record in records:
                 if self._is_closed or record.address in self:
@@ -257,11 +252,7 @@ class DiskPages:
         return count, written
 
     def _write_file(self, path: Path, record: PageRecord, before: Sequence[PageRecord]) -> bool:
-        """Writes a file, and deletes others for it. Returns whether there was room.
-
-        Args:
-          before: pages that were written just now.
-        """
+        """Writes a file, and deletes others for it. Returns whether there was room."""
         parts = record.parts()
         size = sum(len(part) for part in parts)
         if size > self._capacity:
@@ -354,11 +345,7 @@ class DiskPages:
     def _remove_unused(self, needed: int = 0, protected: Sequence[bytes] = ()) -> int:
         """Deletes what killed writers left behind, and the least recently used files if all files
         and ``needed`` more bytes exceed the capacity. Returns the sum of the others' bytes and
-        ``needed``.
-
-        Args:
-          protected: digests of pages that are not deleted.
-        """
+        ``needed``."""
         protected_names = {self._path(digest).name for digest in protected}
         files: list[tuple[int, int, Path]] = []
         # Nothing else that is in the directory is touched.

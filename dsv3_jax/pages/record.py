@@ -1,9 +1,10 @@
-"""A page with a header that identifies it, and its form in a file or a message.
+"""Records of pages: a header that identifies the page, and its form in a file or a message. And the
+protocols of stores of records: host memory, a disk or another process.
 
     magic         16 bytes, with the version of this form
     length        8 bytes, little endian: bytes of the header
     header        JSON: identity, address, tokens, format
-    payload       the contents, see :class:`~dsv3_jax.pages.format.PageFormat`
+    payload       the contents, see :class:`~dsv3_jax.pages.address.PageFormat`
     checksum      SHA-256 of everything before it, 32 bytes
 
 A record is used only if its checksum is right, and its identity, arrays, address and tokens are
@@ -17,13 +18,13 @@ import dataclasses
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from dsv3_jax.pages.address import CacheIdentity, PageAddress
-from dsv3_jax.pages.format import PageFormat
+from dsv3_jax.pages.address import CacheIdentity, PageAddress, PageFormat
 
 _MAGIC = b"dsv3-jax page 1\n"
 _KIND = _MAGIC[:14]  # the same in all versions
@@ -51,18 +52,6 @@ class PageRecord:
     """Its contents: ``format.num_bytes`` of uint8."""
     pinned: Any = None
     """The arrays that ``payload`` is a view of, if they are in pinned host memory; else None."""
-
-    @classmethod
-    def of(
-        cls, identity: CacheIdentity, address: PageAddress, arrays: Mapping[str, np.ndarray]
-    ) -> PageRecord:
-        """Returns the record of a page with these arrays, see :meth:`PageFormat.join`."""
-        return cls(identity.digest, address, identity.format, identity.format.join(arrays))
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Views of its contents, [rows, width] by the name of the array."""
-        return self.format.split(self.payload)
 
     @property
     def num_bytes(self) -> int:
@@ -175,11 +164,7 @@ class PageRecord:
 
 
 def max_record_bytes(max_page_bytes: int) -> int:
-    """Returns a bound for the bytes of an encoded record.
-
-    Args:
-      max_page_bytes: most bytes of a page's contents.
-    """
+    """Returns a bound for the bytes of an encoded record."""
     return max_page_bytes + _MAX_HEADER_BYTES
 
 
@@ -222,3 +207,83 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise PageError(f"page record: its header is not an object: {type(header).__name__}")
     return header, end
+
+
+class PageSource(Protocol):
+    """Gives records of pages. Its methods can be called from any thread and return at once."""
+
+    name: str
+    """Its name in statistics, for example ``host``."""
+
+    def lookup(self, addresses: Sequence[PageAddress]) -> int:
+        """Returns how many leading pages it seems to have. :meth:`fetch` may find fewer, since
+        pages can be evicted or damaged."""
+        ...
+
+    def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
+        """Returns the records of leading pages that it has, in order; perhaps none.
+
+        A page that is missing or damaged, or that the source could not get in time, ends the list.
+        The future has no error. The caller checks each record with :meth:`PageRecord.check`.
+        """
+        ...
+
+
+class PageSink(Protocol):
+    """Takes records of pages. Its methods can be called from any thread."""
+
+    def store(self, records: Sequence[PageRecord]) -> None:
+        """Keeps records, or drops them if it has no room. Returns at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStats:
+    """Figures of one source. Counts are totals since it was made."""
+
+    name: str
+    hit_pages: int = 0
+    """Pages that were fetched from it."""
+    hit_bytes: int = 0
+    stored_pages: int = 0
+    """Pages that it did not have before."""
+    stored_bytes: int = 0
+    dropped_pages: int = 0
+    """Pages that it could not keep, because it was too slow or its disk failed."""
+    damaged_pages: int = 0
+    """Pages that were refused and deleted. Requests computed them again."""
+    used_bytes: int = 0
+    """Bytes that it occupies now."""
+
+    def plus(
+        self,
+        *,
+        hits: Sequence[PageRecord] = (),
+        stored: Sequence[PageRecord] = (),
+        dropped: int = 0,
+        damaged: int = 0,
+        used: int = 0,
+    ) -> TierStats:
+        """Returns the figures after some events.
+
+        Args:
+          used: bytes that it occupies in addition.
+        """
+        return TierStats(
+            self.name,
+            hit_pages=self.hit_pages + len(hits),
+            hit_bytes=self.hit_bytes + sum(record.num_bytes for record in hits),
+            stored_pages=self.stored_pages + len(stored),
+            stored_bytes=self.stored_bytes + sum(record.num_bytes for record in stored),
+            dropped_pages=self.dropped_pages + dropped,
+            damaged_pages=self.damaged_pages + damaged,
+            used_bytes=self.used_bytes + used,
+        )
+
+    def since(self, before: TierStats) -> TierStats:
+        """Returns the figures with totals counted from an earlier moment."""
+        totals = {
+            field.name: getattr(self, field.name) - getattr(before, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("name", "used_bytes")
+        }
+        return dataclasses.replace(self, **totals)

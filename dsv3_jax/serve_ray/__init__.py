@@ -5,19 +5,13 @@ In the order a request moves through it:
 ================== ================================================================
 settings.py        what an application is made of
 app.py             deployments: fronts, and replicas with an engine each
-front_process.py   a front as a process of Ray Serve
-front.py           relays requests to replicas, and tries again when one is lost
-prefix_key.py      what requests that share a prefix have in common
-router.py          Ray Serve's router, which reads this key
-placement.py       the choice of a replica by key and load; pure Python
+front_process.py   a front as a process of Ray Serve, with the router of its calls
+front.py           relays requests to replicas, tries again when one is lost, joins figures
+placement.py       the choice of a replica by prefix and load; pure Python
 call.py            one request and its answer between a front and a replica
-replica.py         an actor with an engine and the application of ``dsv3 serve``
+replica.py         actors with an engine: those that answer requests, and prefill replicas
 hosts.py           a replica on several hosts: a placement group, and a process on each
-prefill_replica.py an actor that computes cache pages for those that answer requests
-prefill_peers.py   the prefill replicas that such an actor knows
-broadcast.py       calls of all replicas of a deployment
 autoscaling.py     the number of replicas, from requests and cache use
-metrics.py         the figures of all replicas in one text
 ================== ================================================================
 """
 

@@ -13,11 +13,9 @@ from ray.serve.config import (  # pyright: ignore[reportMissingImports]
 )
 
 from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy
-from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, front_builder
+from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, PrefixRouter, front_builder
 from dsv3_jax.serve_ray.hosts import STRATEGY, actor_options, bundles
-from dsv3_jax.serve_ray.prefill_replica import PrefillReplica
-from dsv3_jax.serve_ray.replica import EngineReplica
-from dsv3_jax.serve_ray.router import PrefixRouter
+from dsv3_jax.serve_ray.replica import EngineReplica, PrefillReplica
 from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling
 
 _ENDING_SECONDS = 10
@@ -50,18 +48,17 @@ def application(
     replica: type[EngineReplica] = EngineReplica,
     prefill_replica: type[PrefillReplica] = PrefillReplica,
 ) -> serve.Application:
-    """Returns the application with these settings.
-
-    Args:
-      replica: class of the replicas that answer requests.
-      prefill_replica: class of the prefill replicas, if there are any.
-    """
+    """Returns the application with these settings."""
     drain_seconds = settings.arguments.drain_seconds + _ENDING_SECONDS
+    several_hosts = {
+        "placement_group_bundles": bundles(settings),
+        "placement_group_strategy": STRATEGY,
+    }
     engines: Any = serve.deployment(
         replica,
         name=ENGINE,
         ray_actor_options=actor_options(settings.resources),
-        **({} if settings.hosts == 1 else _hosts_options(settings)),
+        **({} if settings.hosts == 1 else several_hosts),
         max_ongoing_requests=settings.max_requests,
         max_queued_requests=settings.max_queued_requests,
         autoscaling_config=_autoscaling(settings.autoscaling, settings.target_ongoing_requests),
@@ -112,11 +109,3 @@ def _autoscaling(scaling: Autoscaling, target_ongoing_requests: float) -> Autosc
             policy_kwargs={"target_cache_usage": scaling.target_cache_usage},
         ),
     )
-
-
-def _hosts_options(settings: AppSettings) -> dict[str, Any]:
-    """Returns the options of a deployment whose replicas have several hosts."""
-    return {
-        "placement_group_bundles": bundles(settings),
-        "placement_group_strategy": STRATEGY,
-    }

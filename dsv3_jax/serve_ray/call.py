@@ -67,9 +67,6 @@ async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[
     generated text is its first token. Until then the caller can send the call to another replica.
 
     Closing the iterator tells the application that the client has gone away.
-
-    Args:
-      replica: id of this replica, for the response's headers.
     """
     messages: list[Message] = []
     has_news = asyncio.Event()

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
+import prometheus_client
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call
-from dsv3_jax.serve_ray.prefix_key import prefix_key
-from dsv3_jax.server.anthropic.answer_types import ErrorEvent
+from dsv3_jax.serve_ray.placement import prefix_key
 from dsv3_jax.server.errors import ApiError, endpoint_path, overloaded, send_error
 from dsv3_jax.server.openai.response_items import ResponseEvent
-from dsv3_jax.server.sse import EventFormat, NamedEventFormat, disconnected, first_of
+from dsv3_jax.server.sse import EventFormat, NamedEvent, NamedEventFormat, disconnected, first_of
 from dsv3_jax.words import one_line
+
+_PROBES = ("/health", "/ready")
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +48,6 @@ Batches = AsyncGenerator[list[Message], None]
 """Messages of a response, in the groups in which they arrived."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Replicas:
-    """The replicas, as a front sees them."""
-
-    open: Callable[[Call], Batches]
-    """Sends a call to one replica. Its iterator raises ReplicaLostError and NoReplicaError."""
-    metrics: Callable[[], Awaitable[bytes]]
-    """Returns the figures of all replicas in Prometheus' text format."""
-
-
 class Front:
     """ASGI application that relays requests to replicas.
 
@@ -63,12 +56,23 @@ class Front:
     error event.
 
     Args:
+      open_call: sends a call to one replica. Its iterator raises ReplicaLostError and
+        NoReplicaError.
+      metrics: returns the figures of all replicas in Prometheus' text format.
       attempts: most replicas that one request is sent to.
       probe_seconds: longest time in which a probe, such as /ready, is answered.
     """
 
-    def __init__(self, replicas: Replicas, *, attempts: int, probe_seconds: float = 5.0):
-        self._replicas = replicas
+    def __init__(
+        self,
+        open_call: Callable[[Call], Batches],
+        metrics: Callable[[], Awaitable[bytes]],
+        *,
+        attempts: int,
+        probe_seconds: float = 5.0,
+    ):
+        self._open = open_call
+        self._metrics = metrics
         self._attempts = attempts
         self._probe_seconds = probe_seconds
 
@@ -83,7 +87,7 @@ class Front:
         path = endpoint_path(scope)
         try:
             if path == "/metrics":
-                text = await self._replicas.metrics()
+                text = await self._metrics()
                 await PlainTextResponse(text, media_type="text/plain")(scope, receive, send)
                 return
             # In a thread, as reading a large body takes some milliseconds.
@@ -102,23 +106,19 @@ class Front:
             await send_error(overloaded(message), scope, receive, send)
 
     async def _relay(self, call: Call, send: Send) -> None:
-        """Sends a call to replicas until one answers.
-
-        Raises:
-          ReplicaLostError: all of them were lost before they answered.
-          NoReplicaError: there is none.
-        """
+        """Sends a call to replicas until one answers."""
         path = call.scope["path"]
         for attempt in range(1, self._attempts + 1):
             is_last = attempt == self._attempts
             started: Message | None = None
             events, ended = 0, False
             try:
-                async with contextlib.aclosing(self._replicas.open(call)) as batches:
+                async with contextlib.aclosing(self._open(call)) as batches:
                     async for batch in batches:
                         if started is None:
                             if batch[0]["status"] == _UNAVAILABLE and not is_last:
-                                call = call.avoiding(_replica_of(batch[0]))
+                                headers = Headers(raw=batch[0]["headers"])
+                                call = call.avoiding(headers.get(REPLICA_HEADER.decode(), ""))
                                 break
                             started = batch[0]
                             attempts = (ATTEMPTS_HEADER, str(attempt).encode())
@@ -141,15 +141,8 @@ class Front:
                 logger.warning("lost a replica: its request for %s is sent again", shown)
 
 
-_PROBES = ("/health", "/ready")
-
-
 def _last_event(path: str, start: Message, events: int) -> Message:
     """Returns the end of a stream whose replica was lost: an event with the error.
-
-    Args:
-      start: the start of the response.
-      events: number of events that the client has.
 
     Raises:
       ConnectionError: the response is no stream of events. Its connection has to be closed.
@@ -161,7 +154,9 @@ def _last_event(path: str, start: Message, events: int) -> Message:
         502, "request: its replica was lost; try again", kind="server_error", code="replica_lost"
     )
     if path == "/v1/messages":
-        form = NamedEventFormat(lambda error: ErrorEvent(error=error.messages_body.error))
+        form = NamedEventFormat(
+            lambda error: NamedEvent.of("error", error=error.messages_body.error)
+        )
     elif path == "/v1/responses":
         form = NamedEventFormat(lambda error: _response_error(error, events))
     else:
@@ -178,11 +173,6 @@ def _response_error(error: ApiError, sequence_number: int) -> ResponseEvent:
     )
 
 
-def _replica_of(start: Message) -> str:
-    """Returns the id of the replica that sent the start of a response."""
-    return Headers(raw=start["headers"]).get(REPLICA_HEADER.decode(), "")
-
-
 async def _read(receive: Receive) -> bytes | None:
     """Returns the body, or None if the client has gone away."""
     parts = []
@@ -193,3 +183,27 @@ async def _read(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def merged(texts: Mapping[str, str]) -> bytes:
+    """Returns the figures of all replicas in Prometheus' text format."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            known = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    return prometheus_client.generate_latest(_Families(families))  # pyright: ignore[reportArgumentType]
+
+
+class _Families:
+    """Stands in for a registry."""
+
+    def __init__(self, families: Mapping[str, Metric]):
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """Returns the figures."""
+        return list(self._families.values())

@@ -49,11 +49,7 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 
 class Hosts:
-    """The processes of a replica, as the first one sees them. It starts the others.
-
-    Args:
-      make_engine: makes the engine of each process.
-    """
+    """The processes of a replica, as the first one sees them. It starts the others."""
 
     def __init__(self, settings: AppSettings, make_engine: MakeEngine):
         self._settings = settings
@@ -76,17 +72,13 @@ class Hosts:
         follower = Follower(self.leader.address, key)
         self._runs = [
             asyncio.ensure_future(
-                _ended(actor.run.remote(settings, make_engine, self._coordinator, number, follower))
+                actor.run.remote(settings, make_engine, self._coordinator, number, follower)
             )
             for number, actor in enumerate(self._actors, 1)
         ]
 
     async def start(self) -> MadeEngine:
-        """Returns the engine that leads, when all processes have one.
-
-        Raises:
-          EngineFailedError: another process failed.
-        """
+        """Returns the engine that leads, when all processes have one."""
 
         def make() -> MadeEngine:
             initialize(self._coordinator, self._settings.hosts, 0)
@@ -95,11 +87,7 @@ class Hosts:
         return await self._unless_one_ends(asyncio.to_thread(make))
 
     async def wait_until_ready(self) -> None:
-        """Waits until every process has compiled its programs.
-
-        Raises:
-          EngineFailedError: another process failed.
-        """
+        """Waits until every process has compiled its programs."""
         await self._unless_one_ends(asyncio.to_thread(self.leader.wait_for_followers))
 
     def check(self) -> None:
@@ -140,11 +128,6 @@ class _FollowerProcess:
         engine.warm_up()
         engine.follow()
         engine.shutdown(drain=False)
-
-
-async def _ended(reference: Any) -> None:
-    """Waits for a call of an actor."""
-    await reference
 
 
 def _free_port() -> int:

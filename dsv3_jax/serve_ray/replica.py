@@ -1,13 +1,23 @@
-"""Replicas: an actor with an engine and the application of ``dsv3 serve``."""
+"""Replicas: an actor with an engine and the application of ``dsv3 serve``.
+
+A prefill replica gives cache pages to decode replicas by HTTP. It takes no calls through Ray Serve
+except those for its address, figures and health. Pages do not travel through Ray: decode replicas
+connect to its own port, as decode servers do without Ray.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import os
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Iterator
 
+import ray  # pyright: ignore[reportMissingImports]
+import uvicorn
 from fastapi import FastAPI
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
@@ -16,19 +26,20 @@ from ray.serve.handle import DeploymentHandle  # pyright: ignore[reportMissingIm
 from starlette.types import Message
 
 from dsv3_jax.cli import allocator
-from dsv3_jax.cli.run_server import MadeEngine, make_engine
+from dsv3_jax.cli.run_server import MadeEngine, make_engine, sender_of
 from dsv3_jax.cli.serve import depth_of, draft_of
-from dsv3_jax.disaggregation.transfer import Sender
+from dsv3_jax.disaggregation.peers import PrefillAddress, keep_current
+from dsv3_jax.disaggregation.protocol import Sender
 from dsv3_jax.engine import Follower, Leader
-from dsv3_jax.serve_ray.autoscaling import CACHE_USAGE
-from dsv3_jax.serve_ray.broadcast import results_of
+from dsv3_jax.serve_ray.autoscaling import CACHE_USAGE, OPEN_REQUESTS
 from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
+from dsv3_jax.serve_ray.front_process import results_of
 from dsv3_jax.serve_ray.hosts import Hosts
-from dsv3_jax.serve_ray.prefill_peers import keep_current
 from dsv3_jax.serve_ray.settings import AppSettings
+from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.app import create_app
+from dsv3_jax.server.run import Watchdog, bind
 from dsv3_jax.server.service import Service
-from dsv3_jax.server.watchdog import Watchdog
 
 _ENDING_SECONDS = 5
 """Time in which a failed engine's requests get their errors before the process ends."""
@@ -40,19 +51,13 @@ class Replica:
 
     app: FastAPI
     service: Service
-    closing: contextlib.AsyncExitStack
-    """The parts that end with the replica, the last one first."""
+    closing: contextlib.AsyncExitStack  # the parts that end with the replica, the last one first
 
     async def start(
         self, made: MadeEngine, *, sender: Sender | None = None, hosts: Hosts | None = None
     ) -> None:
         """Starts the application, and returns when the programs of the default options
-        are compiled.
-
-        Args:
-          sender: gives pages to decode replicas, or None.
-          hosts: the other processes of its mesh, or None.
-        """
+        are compiled."""
         self.id = serve.get_replica_context().replica_id.unique_id
         self.app = create_app(
             made.engine, made.tokenizer, made.settings, sender=sender, remote=made.remote
@@ -75,11 +80,7 @@ class Replica:
     def make_engine(
         arguments: argparse.Namespace, process: Leader | Follower | None = None
     ) -> MadeEngine:
-        """Returns the engine and what its server needs.
-
-        Args:
-          process: the part of this process if the replica has several.
-        """
+        """Returns the engine and what its server needs."""
         allocator.configure("serve")  # as the command does
         return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
 
@@ -117,12 +118,7 @@ class Replica:
 
 class EngineReplica(Replica):
     """Serves calls with an engine. Ray Serve sends it calls once its constructor has returned, and
-    when it is to end, waits for open calls before it deletes it.
-
-    Args:
-      settings: of the application.
-      prefill: the prefill replicas, if there is a pool of them.
-    """
+    when it is to end, waits for open calls before it deletes it."""
 
     async def __init__(self, settings: AppSettings, prefill: DeploymentHandle | None = None):
         self._looking: asyncio.Task[None] | None = None
@@ -170,3 +166,61 @@ class EngineReplica(Replica):
                     self.check()
                 has_begun = True
                 yield batch
+
+
+class PrefillReplica(Replica):
+    """Computes cache pages for decode replicas."""
+
+    async def __init__(self, settings: AppSettings):
+        arguments = copy.copy(settings.prefill_arguments)
+        arguments.host = ray.util.get_node_ip_address()
+        bound = bind(arguments.host, 0)
+        sender = sender_of(arguments)
+        made = await asyncio.to_thread(self.make_engine, arguments)
+        key = secrets.token_urlsafe(32)
+        # The front has checked the keys of clients. This one keeps all others from the port.
+        made = made._replace(settings=dataclasses.replace(made.settings, api_keys=ApiKeys([key])))
+        await self.start(made, sender=sender)
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        self._address = PrefillAddress(f"http://{host}:{bound.getsockname()[1]}", key)
+        config = uvicorn.Config(
+            self.app,
+            access_log=False,
+            log_config=None,
+            lifespan="off",  # :meth:`start` has begun it
+            timeout_graceful_shutdown=int(arguments.drain_seconds),
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
+        # Before the application ends.
+        self.closing.push_async_callback(self._end_server)
+
+    async def address(self) -> PrefillAddress:
+        """Returns where decode replicas can reach it."""
+        self.check()
+        return self._address
+
+    async def check_health(self) -> None:
+        """Raises if the engine failed, or its port is closed, see :meth:`Replica.check_health`."""
+        if self._serving.done():
+            self._serving.result()
+            raise ConnectionError("prefill: the port was closed")
+        await super().check_health()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the figures that the autoscaling policy reads, with the open prompts, which Ray
+        Serve does not see."""
+        figures = await super().record_autoscaling_stats()
+        return {**figures, OPEN_REQUESTS: float(self.service.admission.open)}
+
+    async def _end_server(self) -> None:
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to Ray."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -76,9 +76,6 @@ def log_to_stderr(level: str) -> Iterator[None]:
     """Writes the server's log and the access log on stderr during the body.
 
     Does nothing inside the body of another one.
-
-    Args:
-      level: name of the least level of the lines that are written.
     """
     if any(isinstance(handler, _Stderr) for handler in logger.handlers):
         yield

@@ -19,11 +19,7 @@ a beginning of a path, which could be that of another endpoint."""
 
 
 class ApiKeys:
-    """A set of keys. Comparing takes the same time for every wrong key.
-
-    Args:
-      keys: the keys.
-    """
+    """A set of keys. Comparing takes the same time for every wrong key."""
 
     def __init__(self, keys: Iterable[str]):
         self._digests = [_digest(key) for key in keys]

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 import dsv3_jax
+from dsv3_jax.disaggregation.protocol import Sender
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
-from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
 from dsv3_jax.server import health, metrics, prefill
 from dsv3_jax.server.access_log import AccessLog
@@ -20,9 +20,9 @@ from dsv3_jax.server.api_keys import ApiKeyCheck
 from dsv3_jax.server.body_limit import BodyLimit
 from dsv3_jax.server.errors import ErrorBody, add_handlers
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
+from dsv3_jax.server.metrics import DecodeFigures
 from dsv3_jax.server.openai import chat, completions, models, responses, tokens
 from dsv3_jax.server.page import drafts, routes
-from dsv3_jax.server.remote_metrics import DecodeFigures, PrefillFigures
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def create_app(
     if sender is not None:
         app.state.prefills = prefills = prefill.Prefills(service, sender)
         app.include_router(prefill.router)
-        service.metrics.add(PrefillFigures(prefills.counts, settings.model_name))
+        service.metrics.add(prefill.PrefillFigures(prefills.counts, settings.model_name))
     if remote is not None:
         service.metrics.add(DecodeFigures(remote, settings.model_name))
     return app

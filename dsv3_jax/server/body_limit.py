@@ -53,11 +53,7 @@ class BodyLimit:
         await self._app(scope, receive_again, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Returns the body, or None if the client goes away.
-
-        Raises:
-          ApiError: the body is too large.
-        """
+        """Returns the body, or None if the client goes away."""
         length = Headers(scope=scope).get("content-length", "")
         # Compared by its number of digits first, as Python refuses to convert very long numbers.
         most = self._max_bytes + _DISCARDED_BYTES

@@ -35,14 +35,10 @@ class SubmittedConversation:
     """A conversation in the engine."""
 
     job: Job
-    parsers: Sequence[AnswerParser]
-    """The parser of each answer."""
+    parsers: Sequence[AnswerParser]  # the parser of each answer
     prompt_tokens: int
-    """Tokens of the conversation."""
-    reasoning: ReasoningMarkers | None
-    """Markers of the reasoning with which the answers may begin."""
-    skips_special_tokens: bool
-    """Whether the texts of the answers are without special tokens."""
+    reasoning: ReasoningMarkers | None  # markers of the reasoning with which the answers may begin
+    skips_special_tokens: bool  # whether the texts of the answers are without special tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +47,9 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools that the model may call."""
     required_tools: Sequence[Mapping[str, Any]] = ()
     """An answer has to call one of these. If there are any, it consists of valid calls."""
     parallel_calls: bool = True
-    """Whether an answer may contain several tool calls."""
     thinking: bool | None = None
     """Whether answers begin with reasoning, if the template leaves the choice. None: its default,
     or what ``arguments`` say."""
@@ -89,14 +83,7 @@ class Conversation:
         return tokenizer.chat(messages, **arguments)
 
     def _template_arguments(self, variables: Collection[str]) -> dict[str, Any]:
-        """Returns the arguments under the names that the template reads.
-
-        Args:
-          variables: names that it reads.
-
-        Raises:
-          ValueError: it does not read one of the client's arguments, or two contradict each other.
-        """
+        """Returns the arguments under the names that the template reads."""
         arguments = {name: v for name, v in self.arguments.items() if v is not None}
         switch = next((name for name in _SWITCHES if name in variables), None)
         switches = {name: arguments[name] for name in _SWITCHES if name in arguments}
@@ -132,9 +119,6 @@ class Conversation:
         Args:
           prompt_field: name of the messages in the body, for errors.
           settings: of :meth:`Service.submit`.
-
-        Raises:
-          ApiError: as :meth:`Service.submit`.
         """
         if self.required_tools:
             settings["grammar"] = functools.partial(
@@ -152,7 +136,15 @@ class Conversation:
             prompt.extend(self.encode(service.tokenizer, service.settings.max_len))
             special_tokens = service.tokenizer.special_tokens if tools else ()
             for _ in range(n):
-                parsers.append(self._parser(service.tokenizer, prompt, tools, special_tokens))
+                ends = tools.ends_reasoning if tools else ()
+                parser = AnswerParser(
+                    ReasoningParser.of_prompt(service.tokenizer, prompt, ends),
+                    tools() if tools else None,
+                    special_tokens,
+                    parallel=self.parallel_calls,
+                    required=bool(self.required_tools),
+                )
+                parsers.append(parser)
             markers.append(_reasoning_markers(service.tokenizer, prompt, tools))
             return [prompt]
 
@@ -169,21 +161,6 @@ class Conversation:
             **settings,
         )
         return SubmittedConversation(job, parsers, len(prompt), markers[0], not self.tools)
-
-    def _parser(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        tools: type[ToolParser] | None,
-        special_tokens: Sequence[str],
-    ) -> AnswerParser:
-        return AnswerParser(
-            ReasoningParser.of_prompt(tokenizer, prompt, tools.ends_reasoning if tools else ()),
-            tools() if tools else None,
-            special_tokens,
-            parallel=self.parallel_calls,
-            required=bool(self.required_tools),
-        )
 
 
 def _reasoning_markers(

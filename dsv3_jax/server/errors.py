@@ -207,12 +207,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Returns the error for a body that is not of the endpoint's type.
-
-    Args:
-      errors: pydantic's.
-      body: the value that was validated.
-    """
+    """Returns the error for a body that is not of the endpoint's type."""
     first = _most_specific(errors, body)
     kind, message = first["type"], first["msg"][:_MAX_LINE]
     if kind == "value_error":

@@ -14,8 +14,10 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import math
 import threading
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any, Literal
 
 import llguidance
@@ -24,10 +26,75 @@ import numpy as np
 from dsv3_jax.generation.request import TokenMask
 from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import TOOL_PARSERS
-from dsv3_jax.server.schema_limits import MAX_PATTERN, MAX_TEXT, schema_text
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_TEXT = 2**17
+"""Most characters of a schema or grammar."""
+
+MAX_DEPTH = 100
+"""Most levels of nesting of a schema."""
+
+MAX_PATTERN = 2**15
+"""Most characters of a regular expression, whose compilation can take quadratic time."""
+
+_MAX_PROPERTIES = 1000  # of one object, which can take quadratic time, too
+
+# An automaton has a state for each remainder of the division; 10,000 of them compile in 0.05 s.
+_MAX_MULTIPLE = 10_000
+
+
+def schema_text(schema: object, field: str) -> str:
+    """Returns a schema as JSON. Schemas that differ in their white space have the same text."""
+    _check(schema, field)
+    text = json.dumps(schema, separators=(",", ":"))
+    if len(text) > MAX_TEXT:
+        raise ValueError(
+            f"{field}: expected at most {MAX_TEXT} characters of JSON, got {len(text)}"
+        )
+    return text
+
+
+def _check(schema: object, field: str) -> None:
+    """Raises ValueError for a schema that would take too long to compile."""
+    multiple = 1
+    nodes: list[tuple[Any, int]] = [(schema, 0)]
+    while nodes:
+        node, depth = nodes.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{field}: expected at most {MAX_DEPTH} levels of nesting, got more")
+        if isinstance(node, dict):
+            multiple = math.lcm(multiple, _multiple(node.get("multipleOf")))
+            _check_size(node.get("pattern"), str, MAX_PATTERN, f"{field}: characters of a pattern")
+            _check_size(
+                node.get("properties"), dict, _MAX_PROPERTIES, f"{field}: properties of an object"
+            )
+            nodes += [(value, depth + 1) for value in node.values()]
+        elif isinstance(node, list):
+            nodes += [(value, depth + 1) for value in node]
+        if multiple > _MAX_MULTIPLE:  # the whole schema's, as they can apply to the same number
+            raise ValueError(
+                f"{field}: multipleOf: expected {_MAX_MULTIPLE} or less as the least common"
+                " multiple of all, without their decimal points; got more"
+            )
+
+
+def _check_size(value: Any, kind: type, most: int, name: str) -> None:
+    if isinstance(value, kind) and len(value) > most:
+        raise ValueError(f"{name}: expected at most {most}, got {len(value)}")
+
+
+def _multiple(value: object) -> int:
+    """Returns a value of multipleOf without its decimal point, or 1 if it has no such number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 1
+    if isinstance(value, float) and not math.isfinite(value):
+        return 1
+    number = Decimal(str(value)) if isinstance(value, float) else Decimal(value)
+    digits = number.normalize().as_tuple().digits
+    return max(int("".join(map(str, digits[:20]))), 1)
+
 
 _CACHED = 32  # grammars; a hostile one takes up to 20 MB
 _THREADS = 2  # that compile
@@ -76,11 +143,7 @@ class GrammarSource:
 
     @classmethod
     def of_schema(cls, schema: object, field: str) -> GrammarSource:
-        """Returns the source of JSON that is valid under a schema.
-
-        Raises:
-          ValueError: the schema exceeds a limit.
-        """
+        """Returns the source of JSON that is valid under a schema."""
         return cls("json_schema", schema_text(schema, field), field)
 
     @classmethod
@@ -91,11 +154,7 @@ class GrammarSource:
         return cls("lark", text, field, is_trusted=True)
 
     def grammar(self) -> str:
-        """Returns llguidance's description of the grammar.
-
-        Raises:
-          ValueError: the text is too long, or no JSON.
-        """
+        """Returns llguidance's description of the grammar."""
         is_pattern = not self.is_trusted and self.kind != "json_schema"
         most = MAX_PATTERN if is_pattern else MAX_TEXT
         if len(self.text) > most:
@@ -108,13 +167,7 @@ class GrammarSource:
 
 
 class Grammars:
-    """Compiles grammars, and keeps those that were used last.
-
-    Args:
-      tokenizer: the model's.
-      vocab_size: tokens in a mask, see :attr:`dsv3_jax.Engine.vocab_size`.
-      end_tokens: end-of-sequence tokens.
-    """
+    """Compiles grammars, and keeps those that were used last."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Sequence[int]):
         self._tokenizer = tokenizer
@@ -147,11 +200,7 @@ class Grammars:
             logger.warning("structured output is refused: llguidance: %s", _line(str(error)))
 
     async def compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar in another thread, unless it is cached.
-
-        Raises:
-          GrammarError: it is refused.
-        """
+        """Compiles a grammar in another thread, unless it is cached."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source)
 
     def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> AnswerGrammar:

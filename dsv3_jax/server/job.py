@@ -63,11 +63,7 @@ class Job:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def completions(self) -> list[Completion]:
-        """Waits for all completions.
-
-        Raises:
-          ApiError: as :meth:`pieces`.
-        """
+        """Waits for all completions."""
         try:
             completions = await asyncio.gather(*(h.async_result() for h in self.handles))
         except _FAILURES as error:
@@ -99,11 +95,7 @@ class Job:
 
 
 async def _checked(handle: EngineRequest) -> AsyncGenerator[Piece, None]:
-    """Yields the pieces of one completion.
-
-    Raises:
-      ApiError: as :meth:`Job.pieces`.
-    """
+    """Yields the pieces of one completion."""
     try:
         async with contextlib.aclosing(aiter(handle)) as pieces:
             async for piece in pieces:

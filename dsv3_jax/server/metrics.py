@@ -1,12 +1,10 @@
-"""/metrics: figures of the engine and of requests, under the names of vLLM.
-
-Routers and dashboards for vLLM read them.
-"""
+"""/metrics: figures of the engine and of requests, under the names of vLLM, which routers and
+dashboards read. Those that vLLM does not have begin with ``dsv3:``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import prometheus_client
@@ -16,29 +14,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from dsv3_jax.engine import Engine, EngineRequest, EngineStats
+from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
+from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.pages import TierStats
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 
 _SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    120,
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 120),
 )
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 2.5)
 
@@ -48,12 +31,7 @@ _REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class Metrics:
-    """Figures of one server.
-
-    Args:
-      model_name: value of the label ``model_name``, which all figures have.
-      page_size: tokens of a cache page.
-    """
+    """Figures of one server."""
 
     def __init__(self, engine: Engine | RemoteEngine, model_name: str, page_size: int):
         self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
@@ -118,128 +96,159 @@ class Metrics:
         return prometheus_client.generate_latest(self._registry)
 
 
-class _EngineFigures(Collector):
-    """Reads the engine's figures whenever they are asked for."""
+class Figures(Collector):
+    """Figures of a part of the server, which are read whenever they are asked for."""
+
+    def __init__(self, model_name: str):
+        self._model_name = model_name
+
+    def gauge(self, name: str, description: str, value: float) -> Metric:
+        """Returns a number as it is now."""
+        return self.labelled(GaugeMetricFamily, name, description, (), {(): value})
+
+    def counter(self, name: str, description: str, value: float) -> Metric:
+        """Returns a total."""
+        return self.labelled(CounterMetricFamily, name, description, (), {(): value})
+
+    def labelled(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        description: str,
+        labels: Sequence[str],
+        values: Mapping[tuple[str, ...], float],
+    ) -> Metric:
+        """Returns numbers by the values of further labels."""
+        metric = kind(name, description, labels=["model_name", *labels])
+        for label_values, value in values.items():
+            metric.add_metric([self._model_name, *label_values], value)
+        return metric
+
+
+class _EngineFigures(Figures):
+    """Figures of the engine."""
 
     def __init__(self, engine: Engine | RemoteEngine, model_name: str, page_size: int):
+        super().__init__(model_name)
         self._engine = engine
-        self._model_name = model_name
         self._page_size = page_size
 
     def collect(self) -> Iterator[Metric]:
         """Yields the figures."""
-        stats = self._engine.stats()
-        gauges = {
-            "num_requests_running": ("Completions that have a slot.", stats.running),
-            "num_requests_waiting": ("Completions in the waiting queue.", stats.waiting),
-            "kv_cache_usage_perc": ("Share of the cache in use, from 0 to 1.", stats.cache_usage),
-        }
-        counters = {
-            "prefix_cache_queries": (
-                "Prompt tokens that the prefix cache was asked for.",
-                stats.prefix_queried_tokens,
-            ),
-            "prefix_cache_hits": (
-                "Prompt tokens that the prefix cache saved.",
-                stats.prefix_hit_tokens,
-            ),
-            "num_preemptions": ("Completions that lost their pages.", stats.preemptions),
-            "prompt_tokens": ("Prompt tokens that were prefilled.", stats.prompt_tokens),
-            "generation_tokens": ("Tokens that were generated.", stats.output_tokens),
-            "spec_decode_num_draft_tokens": (
-                "Drafts that the model verified.",
-                stats.drafted_tokens,
-            ),
-            "spec_decode_num_accepted_tokens": (
-                "Drafts that became tokens.",
-                stats.accepted_tokens,
-            ),
-        }
+        stats, gauge, counter = self._engine.stats(), self.gauge, self.counter
         if stats.loading_bytes is not None:
-            loading = GaugeMetricFamily(
+            yield gauge(
                 "dsv3:prefix_load_bytes",
                 "Host memory of pages that are loaded for waiting completions.",
-                labels=["model_name"],
+                stats.loading_bytes,
             )
-            loading.add_metric([self._model_name], stats.loading_bytes)
-            yield loading
         if stats.tiers:
-            counters["external_prefix_cache_hits"] = (
+            yield from self._tiers(stats.tiers, stats.reloaded_tokens)
+        for name, description, value in (
+            ("num_requests_running", "Completions that have a slot.", stats.running),
+            ("num_requests_waiting", "Completions in the waiting queue.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of the cache in use, from 0 to 1.", stats.cache_usage),
+        ):
+            yield gauge(f"vllm:{name}", description, value)
+        hits, queries = stats.prefix_hit_tokens, stats.prefix_queried_tokens
+        drafted, accepted = stats.drafted_tokens, stats.accepted_tokens
+        for name, description, value in (
+            ("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.", queries),
+            ("prefix_cache_hits", "Prompt tokens that the prefix cache saved.", hits),
+            ("num_preemptions", "Completions that lost their pages.", stats.preemptions),
+            ("prompt_tokens", "Prompt tokens that were prefilled.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens that were generated.", stats.output_tokens),
+            ("spec_decode_num_draft_tokens", "Drafts that the model verified.", drafted),
+            ("spec_decode_num_accepted_tokens", "Drafts that became tokens.", accepted),
+        ):
+            yield counter(f"vllm:{name}", description, value)
+        if stats.tiers:
+            yield counter(
+                "vllm:external_prefix_cache_hits",
                 "Prompt tokens that were loaded from the tiers, among prefix_cache_hits.",
                 stats.loaded_tokens,
             )
-            yield from self._tiers(stats.tiers, stats.reloaded_tokens)
-        for name, (description, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", description, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, (description, value) in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", description, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
-        pages = stats.cache_tokens // self._page_size
-        info = GaugeMetricFamily(
+        yield self.labelled(
+            GaugeMetricFamily,
             "vllm:cache_config_info",
             "Size of the cache, in its labels.",
-            labels=["model_name", "block_size", "num_gpu_blocks"],
+            ("block_size", "num_gpu_blocks"),
+            {(str(self._page_size), str(stats.cache_tokens // self._page_size)): 1},
         )
-        info.add_metric([self._model_name, str(self._page_size), str(pages)], 1)
-        yield info
-        yield from self._compilations(stats)
-
-    def _compilations(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yields the figures of programs that were compiled while requests waited. vLLM has none of
-        these."""
-        labels = ["model_name"]
-        counters = {
-            "compiled_programs": (
-                "Programs that were compiled while completions waited for them.",
-                stats.compiled_after_warm_up,
-            ),
-            "compile_seconds": (
-                "Seconds in which completions waited for programs to be compiled.",
-                stats.compile_seconds,
-            ),
-        }
-        for name, (description, value) in counters.items():
-            counter = CounterMetricFamily(f"dsv3:{name}", description, labels=labels)
-            counter.add_metric([self._model_name], value)
-            yield counter
-        gauge = GaugeMetricFamily(
+        yield counter(
+            "dsv3:compiled_programs",
+            "Programs that were compiled while completions waited for them.",
+            stats.compiled_after_warm_up,
+        )
+        yield counter(
+            "dsv3:compile_seconds",
+            "Seconds in which completions waited for programs to be compiled.",
+            stats.compile_seconds,
+        )
+        yield gauge(
             "dsv3:compiling_seconds",
             "Seconds since the compilation began that completions wait for; 0 if there is none.",
-            labels=labels,
+            stats.compiling_seconds,
         )
-        gauge.add_metric([self._model_name], stats.compiling_seconds)
-        yield gauge
 
     def _tiers(self, tiers: Sequence[TierStats], reloaded_tokens: int) -> Iterator[Metric]:
-        """Yields the figures of the tiers. vLLM has none of these."""
-        reloaded = CounterMetricFamily(
+        yield self.counter(
             "dsv3:reloaded_tokens",
             "Tokens of preempted completions that were loaded from the tiers.",
-            labels=["model_name"],
+            reloaded_tokens,
         )
-        reloaded.add_metric([self._model_name], reloaded_tokens)
-        yield reloaded
-        counters = {
-            "hit_pages": "Pages that were loaded from the tier.",
-            "hit_bytes": "Bytes of these pages.",
-            "stored_pages": "Pages that the tier did not have before.",
-            "stored_bytes": "Bytes of these pages.",
-            "dropped_pages": "Pages that the tier could not take.",
-            "damaged_pages": "Pages that were refused and deleted.",
-        }
-        labels = ["model_name", "tier"]
-        for name, description in counters.items():
-            counter = CounterMetricFamily(f"dsv3:tier_{name}", description, labels=labels)
-            for tier in tiers:
-                counter.add_metric([self._model_name, tier.name], getattr(tier, name))
-            yield counter
-        used = GaugeMetricFamily("dsv3:tier_used_bytes", "Size of the tier now.", labels=labels)
-        for tier in tiers:
-            used.add_metric([self._model_name, tier.name], tier.used_bytes)
-        yield used
+        counter = CounterMetricFamily
+        for kind, name, description in (
+            (counter, "hit_pages", "Pages that were loaded from the tier."),
+            (counter, "hit_bytes", "Bytes of these pages."),
+            (counter, "stored_pages", "Pages that the tier did not have before."),
+            (counter, "stored_bytes", "Bytes of these pages."),
+            (counter, "dropped_pages", "Pages that the tier could not take."),
+            (counter, "damaged_pages", "Pages that were refused and deleted."),
+            (GaugeMetricFamily, "used_bytes", "Size of the tier now."),
+        ):
+            values = {(tier.name,): getattr(tier, name) for tier in tiers}
+            yield self.labelled(kind, f"dsv3:tier_{name}", description, ("tier",), values)
+
+
+class DecodeFigures(Figures):
+    """Figures of a decode server: what it pulled, what failed and why."""
+
+    def __init__(self, remote: RemotePrefill, model_name: str):
+        super().__init__(model_name)
+        self._remote = remote
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the figures."""
+        figures = self._remote.figures
+        open_requests, counter = figures.open_requests, self.counter
+        yield self.gauge(
+            "dsv3:remote_prefills_open", "Prompts whose pages are under way.", open_requests
+        )
+        requests, pages = figures.requests, figures.pages
+        yield counter("dsv3:remote_prefills", "Prompts for which peers were asked.", requests)
+        yield counter("dsv3:remote_prefill_pages", "Pages that were pulled.", pages)
+        yield counter("dsv3:remote_prefill_bytes", "Bytes of pulled pages.", figures.num_bytes)
+        yield counter("dsv3:remote_prefill_seconds", "Time of these requests.", figures.seconds)
+        recomputed = "Pages that no peer gave. The server computed them itself."
+        for name, description, counts in (
+            ("failures", "Failed requests to one peer.", figures.failures),
+            ("recomputed_pages", recomputed, figures.recomputed_pages),
+        ):
+            yield self.labelled(
+                CounterMetricFamily,
+                f"dsv3:remote_prefill_{name}",
+                description,
+                ("reason",),
+                {(reason,): count for reason, count in dict(counts).items()},
+            )
+        yield self.labelled(
+            GaugeMetricFamily,
+            "dsv3:prefill_peer_up",
+            "Whether the last request to a prefill server succeeded.",
+            ("peer",),
+            {(url,): int(is_up) for url, is_up in self._remote.peers.up.items()},
+        )
 
 
 router = APIRouter()

@@ -17,18 +17,19 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request
+from prometheus_client.metrics_core import Metric
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsv3_jax.disaggregation.protocol import LAST_FRAME, MEDIA_TYPE, PATH, PrefillBody
-from dsv3_jax.disaggregation.transfer import Sender
+from dsv3_jax.disaggregation.protocol import LAST_FRAME, MEDIA_TYPE, PATH, PrefillBody, Sender
 from dsv3_jax.engine import Engine, EngineError
 from dsv3_jax.pages import PageAddress, PageRecord
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.job import Job
+from dsv3_jax.server.metrics import Figures
 from dsv3_jax.server.openai.body import BodyRoute
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.sse import disconnected, first_of, while_connected
@@ -57,12 +58,25 @@ class PrefillCounts:
     open_answers: int = 0
 
 
-class Prefills:
-    """Answers decode servers.
+class PrefillFigures(Figures):
+    """The figures in /metrics."""
 
-    Args:
-      sender: how the records travel.
-    """
+    def __init__(self, counts: PrefillCounts, model_name: str):
+        super().__init__(model_name)
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the figures."""
+        counts, counter = self._counts, self.counter
+        yield self.gauge("dsv3:prefill_answers_open", "Answers under way.", counts.open_answers)
+        yield counter("dsv3:prefill_prompts", "Prompts of decode servers.", counts.prompts)
+        yield counter("dsv3:prefill_pages", "Pages that were offered.", counts.pages)
+        yield counter("dsv3:prefill_bytes", "Bytes of offered pages.", counts.num_bytes)
+        yield counter("dsv3:prefill_interrupted", "Answers that ended early.", counts.interrupted)
+
+
+class Prefills:
+    """Answers decode servers."""
 
     def __init__(self, service: Service, sender: Sender):
         self.counts = PrefillCounts()
@@ -73,12 +87,7 @@ class Prefills:
         self._sender = sender
 
     async def answer(self, body: PrefillBody) -> Response:
-        """Returns an answer with the pages, once the first one is there.
-
-        Raises:
-          ApiError: the pages are of another cache or more than the prompt has, or the engine
-            refuses the prompt, or does not get to it in time.
-        """
+        """Returns an answer with the pages, once the first one is there."""
         # Hashing a long prompt takes some milliseconds.
         addresses = await self._service.in_thread(lambda: self._addresses(body), "prompts")
         deadline = time.monotonic() + body.seconds
@@ -106,11 +115,7 @@ class Prefills:
         return answer
 
     def _addresses(self, body: PrefillBody) -> Sequence[PageAddress]:
-        """Returns the addresses of the pages that are asked for.
-
-        Raises:
-          ApiError: this server cannot have them.
-        """
+        """Returns the addresses of the pages that are asked for."""
         identity = self.store.identity
         if body.identity != identity.digest.hex():
             raise ApiError(
@@ -143,13 +148,7 @@ class Prefills:
 
 
 class _Answer(Response):
-    """An answer of frames that ends when the decode server goes away.
-
-    Args:
-      job: computes the pages.
-      addresses: of the pages.
-      deadline: time of ``time.monotonic()`` at which it ends.
-    """
+    """An answer of frames that ends when the decode server goes away."""
 
     def __init__(
         self,
@@ -173,11 +172,7 @@ class _Answer(Response):
         self._deadline = deadline
 
     async def first_page(self) -> None:
-        """Waits for the first page, or until there will be none.
-
-        Raises:
-          ApiError: the engine cannot compute the prompt.
-        """
+        """Waits for the first page, or until there will be none."""
         if not await self._pages_there() and self._computed.done():
             self._computed.result()
 
@@ -206,11 +201,7 @@ class _Answer(Response):
         await asyncio.shield(asyncio.to_thread(self._lease.close))
 
     async def _send(self, send: Send) -> None:
-        """Sends the pages as they come.
-
-        Raises:
-          ApiError: the engine could not compute the prompt.
-        """
+        """Sends the pages as they come."""
 
         async def send_frame(frame: bytes) -> None:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
@@ -230,11 +221,7 @@ class _Answer(Response):
             await asyncio.Event().wait()  # until the decode server goes away
 
     async def _next_records(self) -> list[PageRecord]:
-        """Waits for the next pages. Returns none if there will be none.
-
-        Raises:
-          ApiError: the engine could not compute the prompt.
-        """
+        """Waits for the next pages. Returns none if there will be none."""
         count = await self._pages_there()
         if not count:
             self._computed.result()

@@ -1,4 +1,4 @@
-"""The process of a server: uvicorn, signals, draining."""
+"""The process of a server: uvicorn, signals, draining, and its watchdog."""
 
 from __future__ import annotations
 
@@ -11,28 +11,76 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import uvicorn
 
+from dsv3_jax.disaggregation.protocol import Sender
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
-from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
 from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.app import create_app
+from dsv3_jax.server.connection_limits import HeaderLimit, UnreadAnswers
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
-from dsv3_jax.server.header_limit import HeaderLimit
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.settings import ServerSettings
-from dsv3_jax.server.unread_answers import UnreadAnswers
-from dsv3_jax.server.watchdog import Watchdog
 from dsv3_jax.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 _ENDING_SECONDS = 5
 """Time in which clients receive the errors of requests that the server ended."""
+
+logger = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """A thread that looks at the engine at least once a second. A context manager.
+
+    It needs neither the event loop nor the engine's thread, which may both be blocked.
+
+    Args:
+      end: asks the server to end.
+      exit_now: ends the process.
+      seconds: time between the two.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        end: Callable[[], None],
+        exit_now: Callable[[], None],
+        seconds: float,
+    ):
+        self._service = service
+        self._end = end
+        self._exit_now = exit_now
+        self._seconds = seconds
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dsv3-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        limit = self._service.settings.stuck_seconds
+        while not self._has_ended.wait(min(1.0, limit / 10)):
+            try:
+                self._service.engine.fail_if_stuck(limit)
+            except Exception:  # a server without its watchdog would hang for ever
+                logger.exception("the watchdog cannot tell whether the engine is stuck")
+            failure = self._service.failure
+            if failure is not None:
+                logger.error("the server ends: %s", failure)
+                self._end()
+                if not self._has_ended.wait(self._seconds):
+                    self._exit_now()
+                return
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -81,48 +129,38 @@ def run(
       remote: the engine's source of pages on prefill servers, or None.
       exit_process: ends the process after a failure; None for :func:`exit_now`.
     """
+    exit_process = exit_process or exit_now
     with log_to_stderr(settings.log_level):
-        _run(engine, tokenizer, settings, bound, sender, remote, exit_process or exit_now)
+        # uvicorn sends the signal again when it has finished, which would end the process at once.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        app = create_app(engine, tokenizer, settings, sender=sender, remote=remote)
+        service: Service = app.state.service
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=int(settings.drain_seconds) + _ENDING_SECONDS,
+            server_header=False,
+        )
+        host, port = bound.getsockname()[:2]
+        logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
+        server = Server(config, service)
 
+        def end_server() -> None:
+            server.should_exit = True
 
-def _run(
-    engine: Engine | RemoteEngine,
-    tokenizer: Tokenizer,
-    settings: ServerSettings,
-    bound: socket.socket,
-    sender: Sender | None,
-    remote: RemotePrefill | None,
-    exit_process: Callable[[], None],
-) -> None:
-    # uvicorn sends the signal again when it has finished, which would end the process at once.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    app = create_app(engine, tokenizer, settings, sender=sender, remote=remote)
-    service: Service = app.state.service
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=int(settings.drain_seconds) + _ENDING_SECONDS,
-        server_header=False,
-    )
-    host, port = bound.getsockname()[:2]
-    logger.info("serving %s at http://%s:%d", settings.model_name, host, port)
-    server = Server(config, service)
-
-    def end_server() -> None:
-        server.should_exit = True
-
-    # The objects that exist by now stay for the life of the server, so the garbage collector need
-    # not visit them. Otherwise each large body would make it do so, for a tenth of a second.
-    gc.collect()
-    gc.freeze()
-    with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
-        server.run(sockets=[bound])
-    if service.failure is not None:
-        exit_process()
-    is_compiling = isinstance(engine, Engine) and engine.compilations.current is not None
-    if is_compiling or service.is_warming_up:
-        exit_now(0)
+        # The objects that exist by now stay for the life of the server, so the garbage collector
+        # need not visit them. Otherwise each large body would make it do so, for a tenth of a
+        # second.
+        gc.collect()
+        gc.freeze()
+        with bound, Watchdog(service, end_server, exit_process, _ENDING_SECONDS):
+            server.run(sockets=[bound])
+        if service.failure is not None:
+            exit_process()
+        is_compiling = isinstance(engine, Engine) and engine.compilations.current is not None
+        if is_compiling or service.is_warming_up:
+            exit_now(0)
 
 
 class Server(uvicorn.Server):

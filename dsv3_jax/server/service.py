@@ -1,4 +1,4 @@
-"""The engine as endpoints see it: encoding, submission, readiness."""
+"""The engine as endpoints see it: admission, encoding, submission, readiness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dsv3_jax.disaggregation.peers import Peer
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.request import Prompt
-from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine, RemoteGrammars
 from dsv3_jax.server.grammar import Grammars, GrammarSource
@@ -30,24 +29,42 @@ from dsv3_jax.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
 Pool = Literal["bodies", "prompts", "answers", "calls"]
 """Work of a thread: reading large bodies, encoding and submitting prompts, writing answers, or
 short calls of the engine, such as cancelling. None of them waits for another kind."""
-
 _THREADS: dict[Pool, int] = {"bodies": 2, "prompts": 4, "answers": 4, "calls": 4}
 _WARM_UP_SECONDS = 5  # after which a client should try again
 
 
-class Service:
-    """An engine with its tokenizer and limits.
+class Admission:
+    """Counts open completions. Only the event loop's thread uses it."""
 
-    Args:
-      engine: runs in a thread of its own, or in another process.
-      tokenizer: the model's.
-      remote: the engine's source of pages on prefill servers, or None.
-      is_prefill_server: whether it gives pages to decode servers.
-    """
+    def __init__(self, limit: int):
+        self._limit = limit
+        self.open = 0
+        """Completions that run or wait."""
+
+    def enter(self, count: int) -> None:
+        """Opens completions: all, or none if it raises."""
+        if count > self._limit:
+            raise ApiError(
+                400, f"request: expected at most {self._limit} completions, got {count}", param="n"
+            )
+        if self.open + count > self._limit:
+            raise overloaded(
+                f"queue: expected at most {self._limit} completions running and waiting, got"
+                f" {self.open} and {count} more; try again later"
+            )
+        self.open += count
+
+    def leave(self, count: int) -> None:
+        """Closes completions."""
+        self.open -= count
+        assert self.open >= 0, "more completions were closed than opened"
+
+
+class Service:
+    """An engine with its tokenizer and limits."""
 
     def __init__(
         self,
@@ -75,7 +92,6 @@ class Service:
         """Whether the programs of the default options are compiled, and the server is not at its
         end."""
         self.warm_up_failure: EngineError | None = None
-        """Error of a warm-up that failed."""
         self._jobs: set[Job] = set()  # open ones
         self.is_warming_up = False
         """Whether programs are being compiled. A compilation cannot be interrupted."""

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,9 +18,16 @@ T = TypeVar("T")
 
 
 class NamedEvent(BaseModel):
-    """An event with a name. Its subclasses have one value of ``type`` each."""
+    """An event with a name. Its further fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: str
+
+    @classmethod
+    def of(cls, kind: str, **fields: Any) -> NamedEvent:
+        """Returns an event with these fields."""
+        return cls(type=kind, **fields)
 
 
 class EventFormat:

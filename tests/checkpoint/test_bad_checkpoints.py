@@ -77,7 +77,7 @@ def test_a_store_that_selects_by_nan(checkpoint, tmp_path, monkeypatch, name, ax
     """A conversion refuses such values, so that they come from another program or from damage."""
     sparse = {"model_type": "deepseek_v32", "index_topk": 16, "dtype": "float32"}
     directory, _ = checkpoint(small_config(**sparse, index_n_heads=8, index_head_dim=16))
-    monkeypatch.setattr("dsv3_jax.checkpoint.unit_conversion.check_finite", lambda *_: None)
+    monkeypatch.setattr("dsv3_jax.checkpoint.conversion_plan.check_finite", lambda *_: None)
 
     def damage(tensors):
         array = tensors[name].array.copy()

@@ -15,7 +15,7 @@ import safetensors
 from safetensors import SafetensorError
 
 import dsv3_jax
-from dsv3_jax.checkpoint import safetensors_file, writer
+from dsv3_jax.checkpoint import reader, writer
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.parameters import published_tensors
 from dsv3_jax.checkpoint.tensor_table import tensor_table
@@ -371,7 +371,7 @@ def test_a_disk_that_fills_up_while_it_is_written(model, out, monkeypatch):
     def full(*_):
         raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
 
-    monkeypatch.setattr(safetensors_file, "serialize_file", full)
+    monkeypatch.setattr(reader, "serialize_file", full)
     with pytest.raises(ValueError, match=r": No space left on device; nothing was written$"):
         write_checkpoint(model, out)
     assert list(out.parent.iterdir()) == []

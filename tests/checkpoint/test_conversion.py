@@ -15,9 +15,9 @@ import pytest
 import dsv3_jax
 from dsv3_jax.checkpoint import arrays, manifest, stored_arrays
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.checkpoint.parameter_names import stored_location
-from dsv3_jax.checkpoint.safetensors_file import FileArray
+from dsv3_jax.checkpoint.reader import FileArray
 from dsv3_jax.checkpoint.store import StoreReader
+from dsv3_jax.checkpoint.tensor_table import stored_location
 from sharding import make_mesh
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, SINGLE, Stored

@@ -15,10 +15,10 @@ import pytest
 import xxhash
 
 from dsv3_jax.checkpoint import find
-from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.export import export
 from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
+from dsv3_jax.checkpoint.store import ArrayFiles
 from dsv3_jax.checkpoint.verify import verify
 from tests.checkpoint import files
 from tests.checkpoint.files import CONFIG, INDEX, SINGLE

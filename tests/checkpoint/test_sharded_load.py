@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import dsv3_jax
 from dsv3_jax.checkpoint.arrays import LazyArray
 from dsv3_jax.checkpoint.convert import convert
-from dsv3_jax.checkpoint.parameter_names import published_tensor_names
 from dsv3_jax.checkpoint.parameters import load_model
 from dsv3_jax.checkpoint.reader import CheckpointReader
+from dsv3_jax.checkpoint.tensor_table import published_tensor_names
 from dsv3_jax.config import ModelConfig
 from sharding import DEFAULT_RULES, Layout, Rules, make_mesh
 from tests.checkpoint.values import no_array_made

@@ -9,11 +9,10 @@ import pytest
 
 from dsv3_jax import presets
 from dsv3_jax.checkpoint import array_tree
-from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS
-from dsv3_jax.checkpoint.parameter_names import published_name, stored_location
+from dsv3_jax.checkpoint.store import ArrayFiles
 from dsv3_jax.checkpoint.stored_arrays import stored_arrays
-from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
+from dsv3_jax.checkpoint.tensor_table import copies, published_name, stored_location, tensor_table
 from dsv3_jax.quantization import INT4, INT8, BlockQuantization
 
 FORMS = {"fp8": BlockQuantization(), "bf16": None, "int8": INT8, "int4": INT4}

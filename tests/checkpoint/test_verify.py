@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.checkpoint import arrays as arrays_module
-from dsv3_jax.checkpoint import scan as scan_module
+from dsv3_jax.checkpoint import verify as verify_module
 from dsv3_jax.checkpoint.compare import compare
 from dsv3_jax.checkpoint.conversion_plan import plan_conversion
 from dsv3_jax.checkpoint.open_checkpoint import group_by_kind, open_checkpoint
@@ -280,7 +280,7 @@ def test_values_are_read_once_and_in_pieces(checkpoint, monkeypatch, options):
 
 def test_memory_is_a_few_pieces(checkpoint, monkeypatch):
     monkeypatch.setattr(arrays_module, "PIECE_ELEMENTS", 2**15)
-    monkeypatch.setattr(scan_module, "_PART_ELEMENTS", 2**15)
+    monkeypatch.setattr(verify_module, "_PART_ELEMENTS", 2**15)
     directory, _ = checkpoint(small_config(vocab_size=40_000), dtype="bfloat16")
     opened = open_checkpoint(directory)  # embedding, head and copies of 5 MB each
     verify(opened)  # imports and caches are not measured

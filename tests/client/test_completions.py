@@ -16,7 +16,7 @@ import pytest
 from dsv3_jax.cli.main import main
 from dsv3_jax.client.chat import ChatServer
 from dsv3_jax.client.completions import CompletionClient, RequestRecord
-from dsv3_jax.client.load import closed_loop, open_loop
+from dsv3_jax.client.workload import closed_loop, open_loop
 
 USAGE = {"choices": [], "usage": {"completion_tokens": 7}}
 TEXT = {"choices": [{"index": 0, "text": "x"}], "usage": None}

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 from aiohttp import web
 
-from dsv3_jax.disaggregation.protocol import LAST_FRAME, PATH, PrefillBody
-from dsv3_jax.disaggregation.transfer import Sender
+from dsv3_jax.disaggregation.protocol import LAST_FRAME, PATH, PrefillBody, Sender
 from dsv3_jax.pages import CacheIdentity, PageAddress, PageArray, PageFormat, PageRecord
 
 IDENTITY = CacheIdentity(

@@ -15,9 +15,8 @@ import pytest
 from dsv3_jax.disaggregation import jax_transfer
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
 from dsv3_jax.disaggregation.peers import Peers
-from dsv3_jax.disaggregation.protocol import frame
+from dsv3_jax.disaggregation.protocol import HttpReceiver, HttpSender, Receiver, Sender, frame
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
-from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender, Receiver, Sender
 from tests.disaggregation.scripted_peer import (
     ADDRESSES,
     IDENTITY,
@@ -140,7 +139,7 @@ def test_a_peer_that_refuses_costs_the_pages(status, reason, is_up, caplog):
         assert source.fetch(ADDRESSES).result(20) == []
         assert source.figures.failures == {reason: 1}
         assert source.figures.recomputed_pages == {reason: 5}
-        assert source.figures.peers_up == {url: is_up}
+        assert source.peers.up == {url: is_up}
         assert bool(source.lookup(ADDRESSES)) == is_up
     assert len(peer.bodies) == 1
     assert "refused" in caplog.text
@@ -212,7 +211,7 @@ def test_another_peer_continues_where_one_failed():
     ):
         assert is_right(records := source.fetch(ADDRESSES).result(20))
         assert len(records) == 5
-        assert source.figures.peers_up == {url: False, other: True}
+        assert source.peers.up == {url: False, other: True}
         assert not source.figures.recomputed_pages
     assert [body.first_page for body in second.bodies] == [3]
 
@@ -232,7 +231,7 @@ def test_another_peer_follows_one_that_cannot_be_connected_to(monkeypatch):
         remote("http://127.0.0.1:9", url, receiver=HttpReceiver()) as source,
     ):
         assert len(source.fetch(ADDRESSES).result(20)) == 5
-        assert source.figures.peers_up == {"http://127.0.0.1:9": False, url: True}
+        assert source.peers.up == {"http://127.0.0.1:9": False, url: True}
         assert source.figures.failures == {"connection": 1}
 
 
@@ -286,7 +285,7 @@ def test_cancelling_closes_the_connection(transfer):
         assert future.cancel()
         wait_until(lambda: peer.open == 0)
         wait_until(lambda: source.figures.open_requests == 0)
-        assert source.figures.peers_up == {url: True}
+        assert source.peers.up == {url: True}
         assert source.figures.recomputed_pages == {"cancelled": 5}
 
 

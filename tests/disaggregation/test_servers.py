@@ -21,9 +21,8 @@ import pytest
 import dsv3_jax
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver
 from dsv3_jax.disaggregation.peers import Peers
-from dsv3_jax.disaggregation.protocol import PATH, PrefillBody
+from dsv3_jax.disaggregation.protocol import PATH, HttpReceiver, HttpSender, PrefillBody
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
-from dsv3_jax.disaggregation.transfer import HttpReceiver, HttpSender
 from dsv3_jax.engine import Engine, EngineRequest
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest

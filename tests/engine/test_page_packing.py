@@ -11,6 +11,7 @@ from dsv3_jax.kv_cache import CacheSpec, PagePool
 from dsv3_jax.layers.paged_cache import CachedArray
 from dsv3_jax.pages import PageFormat
 from sharding import make_layout
+from tests.pages.conftest import arrays_of
 
 SPEC = CacheSpec(
     (
@@ -108,7 +109,9 @@ def test_they_are_the_same_in_another_layout_and_width(source, target):
     assert given.keys() == {array.name for array in FORMAT.arrays}
     for array in FORMAT.arrays:
         expected, got = given[array.name][pages, :, : array.width], after[array.name]
-        records = [FORMAT.split(payload)[array.name].view(expected.dtype) for payload in payloads]
+        records = [
+            arrays_of(FORMAT, payload)[array.name].view(expected.dtype) for payload in payloads
+        ]
         np.testing.assert_array_equal(records, expected)
         np.testing.assert_array_equal(got[other_pages, :, : array.width], expected)
         assert not got[other_pages, :, array.width :].any(), "the padding is not zero"

@@ -27,6 +27,18 @@ def record_of(address: PageAddress, identity: CacheIdentity = IDENTITY) -> PageR
     return PageRecord(identity.digest, address, identity.format, payload)
 
 
+def arrays_of(format: PageFormat, payload: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns views of a payload, [rows, width] by the name of the array."""
+    views, begin = {}, 0
+    for array in format.arrays:
+        end = begin + array.numbers(format.page_size) * array.itemsize
+        values = payload[begin:end].view(np.dtype(array.dtype))
+        views[array.name] = values.reshape(-1, array.width)
+        begin = end
+    assert begin == format.num_bytes
+    return views
+
+
 @pytest.fixture
 def records() -> Callable[[Sequence[int]], list[PageRecord]]:
     """Returns the records of a prompt's full pages."""

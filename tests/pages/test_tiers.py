@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dsv3_jax.pages import CacheTiers, PageRecord, PageTiers
 from dsv3_jax.pages.disk import DiskPages
-from dsv3_jax.pages.host_memory import HostMemory
+from dsv3_jax.pages.tiers import HostMemory
 from tests.pages.conftest import FORMAT, IDENTITY, record_of
 
 PAGE = FORMAT.num_bytes

@@ -10,8 +10,7 @@ from dsv3_jax.cli.run_server import MadeEngine, prefill_key_of, remote_of, tiers
 from dsv3_jax.cli.serve import draft_of
 from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.serve_ray.prefill_replica import PrefillReplica
-from dsv3_jax.serve_ray.replica import EngineReplica
+from dsv3_jax.serve_ray.replica import EngineReplica, PrefillReplica
 from dsv3_jax.server.settings import ServerSettings
 
 MAX_LEN = 256

@@ -18,7 +18,7 @@ import dsv3_jax
 from dsv3_jax.engine import EngineRequest
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.serve_ray.call import Call, answer
-from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, Replicas
+from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ async def send(
     async def collect(message):
         sent.append(message)
 
-    front = Front(Replicas(script.open, script.metrics), attempts=3, probe_seconds=probe_seconds)
+    front = Front(script.open, script.metrics, attempts=3, probe_seconds=probe_seconds)
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
     scope["root_path"] = root_path
     await front(scope, receive, collect)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3_jax.serve_ray.placement import capacity, choose, ranked
-from dsv3_jax.serve_ray.prefix_key import prefix_key
+from dsv3_jax.serve_ray.placement import capacity, choose, prefix_key, ranked
 
 names = st.lists(st.text("abcdefgh0123456789", min_size=8, max_size=8), min_size=1, unique=True)
 keys = st.binary(min_size=1, max_size=8)

@@ -7,15 +7,14 @@ import contextlib
 
 import pytest
 
-from dsv3_jax.disaggregation.peers import Peers
-from dsv3_jax.serve_ray import prefill_peers
-from dsv3_jax.serve_ray.prefill_peers import PrefillAddress, keep_current
+from dsv3_jax.disaggregation import peers as peers_module
+from dsv3_jax.disaggregation.peers import Peers, PrefillAddress, keep_current
 
 A, B, C = (PrefillAddress(f"http://{name}:1", f"key of {name}") for name in "abc")
 
 
 def test_peers_follow_the_replicas(monkeypatch):
-    monkeypatch.setattr(prefill_peers, "PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr(peers_module, "PERIOD_SECONDS", 0.0)
     looks = iter([[A], [A, B], TimeoutError(), RuntimeError("Ray's"), [B, C], []])
     seen = []
     peers = Peers([])

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy, wanted_replicas
-from dsv3_jax.serve_ray.metrics import merged
+from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy
+from dsv3_jax.serve_ray.front import merged
 from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling, PrefillPool
 
 
@@ -157,8 +157,6 @@ def test_what_cannot_run_is_refused_by_name(values, message):
     [(0, [0.0], 0), (24, [0.1, 0.1], 3), (8, [0.9, 0.9, 0.6], 3), (16, [], 2)],
 )
 def test_queue_and_cache_decide_on_the_number_of_replicas(requests, usages, wanted):
-    targets = {"target_requests": 8, "target_cache_usage": 0.8}
-    assert wanted_replicas(requests, usages, **targets) == pytest.approx(wanted)
     context = SimpleNamespace(
         running_replicas=[f"r{i}" for i in range(len(usages))],
         aggregated_metrics={

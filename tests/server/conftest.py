@@ -17,14 +17,13 @@ import pytest
 import uvicorn
 
 import dsv3_jax
+from dsv3_jax.disaggregation.protocol import Sender
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
-from dsv3_jax.disaggregation.transfer import Sender
 from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.server.admission import Admission
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.run import Server, bind
-from dsv3_jax.server.service import Service
+from dsv3_jax.server.service import Admission, Service
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from dsv3_jax.disaggregation.protocol import PrefillBody
 from dsv3_jax.server.anthropic.request_types import CountRequest, MessagesRequest
-from dsv3_jax.server.openai.chat_types import ChatRequest
-from dsv3_jax.server.openai.completion_types import CompletionRequest
+from dsv3_jax.server.openai.chat import ChatRequest
+from dsv3_jax.server.openai.completions import CompletionRequest
 from dsv3_jax.server.openai.response_types import ResponsesRequest
 from dsv3_jax.server.openai.tokens import DetokenizeRequest, TokenizeRequest
 

@@ -21,10 +21,10 @@ from dsv3_jax.engine import EngineRequest
 from dsv3_jax.generation.completion import Piece
 from dsv3_jax.server import api_keys
 from dsv3_jax.server.access_log import LineFormatter
+from dsv3_jax.server.connection_limits import MAX_BYTES, MAX_HEADERS
 from dsv3_jax.server.errors import ApiError
-from dsv3_jax.server.header_limit import MAX_BYTES, MAX_HEADERS
 from dsv3_jax.server.page import drafts
-from dsv3_jax.server.parsers.events import Content
+from dsv3_jax.server.parsers.tool_parser import Content
 from dsv3_jax.words import one_line
 from tests.server.conftest import RunningServer, running
 from tests.server.processes import ServerProcess

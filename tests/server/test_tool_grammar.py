@@ -12,8 +12,8 @@ import pytest
 
 from dsv3_jax import chat_formats
 from dsv3_jax.server.grammar import Grammars
-from dsv3_jax.server.parsers.events import CallArguments, CallBegin
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser
+from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin
 from dsv3_jax.server.tool_grammar import tool_call_grammar
 from tests.server.scripted import family_tokenizer
 

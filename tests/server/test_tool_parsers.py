@@ -15,10 +15,16 @@ from dsv3_jax.server.parsers.answer_parser import AnswerParser
 from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser
 from dsv3_jax.server.parsers.deepseek_v31 import DeepSeekV31Parser
 from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
-from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.reasoning import Part, ReasoningParser
-from dsv3_jax.server.parsers.tool_parser import ToolParser
+from dsv3_jax.server.parsers.tool_parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    ToolParser,
+)
 
 V3 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -20,7 +20,7 @@ import uvloop
 
 from dsv3_jax.engine import EngineRequest
 from dsv3_jax.generation.completion import Completion
-from dsv3_jax.server.unread_answers import UnreadAnswers, unread_bytes
+from dsv3_jax.server.connection_limits import UnreadAnswers, unread_bytes
 from tests.server.conftest import RunningServer, running
 from tests.server.scripted import ScriptedEngine, family_tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv3_jax.engine import Engine, EngineError
-from dsv3_jax.server.watchdog import Watchdog
+from dsv3_jax.server.run import Watchdog
 from tests.engine.simulated_engine import SimulatedEngine
 from tests.server.processes import ServerProcess
 from tests.server.test_metrics import figures
@@ -48,7 +48,7 @@ def test_a_stuck_device(ends, caplog):
         with pytest.raises(EngineError, match="its device is stuck"):
             handle.result(30)
         assert exited.wait(0.05 if ends else 30) is not ends
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "dsv3_jax.server.watchdog"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "dsv3_jax.server.run"]
     assert line == "the server ends: engine: a step has taken more than 0.2 s; its device is stuck"
     released.set()
     engine.loop.shutdown()

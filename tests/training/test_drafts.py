@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv3_jax.checkpoint.safetensors_file import SafetensorsFile, write_file
+from dsv3_jax.checkpoint.reader import SafetensorsFile, write_file
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import random_model
 from dsv3_jax.model import DeepSeekV3

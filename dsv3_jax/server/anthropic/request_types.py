@@ -11,8 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.openai.body import AnswerPart, Body, Json
-from dsv3_jax.server.openai.chat_types import TemplateArguments
-from dsv3_jax.server.openai.sampling_fields import StopStrings
+from dsv3_jax.server.openai.sampling_fields import StopStrings, TemplateArguments
 from dsv3_jax.server.openai.tool_types import CallId, FunctionName, NamedTool, required_tools
 
 
@@ -205,11 +204,7 @@ class CountRequest(Body):
         return [] if is_none else [tool.for_template() for tool in self.tools or ()]
 
     def _required_tools(self) -> list[dict[str, Any]]:
-        """Returns the tools from which an answer has to call one.
-
-        Raises:
-          ValueError: there are no such tools.
-        """
+        """Returns the tools from which an answer has to call one."""
         choice = self.tool_choice
         if choice is None or choice.type in ("auto", "none"):
             return []

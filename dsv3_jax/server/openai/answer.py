@@ -6,8 +6,8 @@ import abc
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, ClassVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -16,42 +16,25 @@ from starlette.responses import Response
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.openai.sampling_fields import Usage
-from dsv3_jax.server.service import Service
+from dsv3_jax.server.service import service_of
 from dsv3_jax.server.sse import EventFormat, EventStream, while_connected
 
 
 class Answer(abc.ABC):
-    """The answer to one request: a body with all completions, or a stream of events.
+    """The answer to one request: a body with all completions, or a stream of events."""
 
-    Args:
-      id_prefix: beginning of the answer's id, which tells clients the endpoint.
-      model: the model's name, as the request has it.
-      job: the completions.
-      n: completions of each prompt.
-      log: fields of the request's line in the access log.
-    """
+    id_prefix: ClassVar[str]  # beginning of the answer's id, which tells clients the endpoint
+    event_format = EventFormat()  # format of its stream
 
-    event_format = EventFormat()
-    """Format of its stream."""
-
-    def __init__(
-        self,
-        id_prefix: str,
-        model: str,
-        job: Job,
-        service: Service,
-        *,
-        n: int,
-        log: MutableMapping[str, object],
-    ):
-        self.id = id_prefix + uuid.uuid4().hex
+    def __init__(self, request: Request, model: str, job: Job, *, n: int = 1):
+        self.id = self.id_prefix + uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
         self.job = job
-        self.service = service
-        self.tokenizer = service.tokenizer
+        self.service = service_of(request)
+        self.tokenizer = self.service.tokenizer
         self.n = n
-        self._log = log
+        self._request = request
 
     @abc.abstractmethod
     def body(self, completions: list[Completion]) -> BaseModel:
@@ -61,19 +44,17 @@ class Answer(abc.ABC):
     def events(self) -> AsyncGenerator[BaseModel, None]:
         """Yields the events of a stream."""
 
-    async def respond(
-        self, request: Request, *, stream: bool, further: Mapping[str, Any] | None = None
-    ) -> Response:
+    async def respond(self, *, stream: bool, further: Mapping[str, Any] | None = None) -> Response:
         """Returns the response. The job is closed at its end, also if the client goes away.
 
         Args:
           further: fields that the whole body has in addition.
         """
-        request.state.job = self.job  # the application's caller can look at its progress
+        self._request.state.job = self.job  # the application's caller can look at its progress
         if stream:
             return EventStream(self.events(), self.job.close, self.event_format)
         try:
-            return await while_connected(request, self._whole(further or {}))
+            return await while_connected(self._request, self._whole(further or {}))
         finally:
             self.job.close()
 
@@ -92,7 +73,7 @@ class Answer(abc.ABC):
     def usage(self, completions: list[Completion]) -> Usage:
         """Returns the usage of completions, and logs it."""
         usage = Usage.of(completions, self.n)
-        self._log.update(usage.log_fields())
+        self._request.state.log.update(usage.log_fields())
         return usage
 
     def final_usage(self) -> Usage:

@@ -53,9 +53,6 @@ _MARK = b"\xef\xbb\xbf"  # some clients' texts begin with it
 def read_json(content: bytes, name: str) -> Any:
     """Returns the value of JSON. Bytes that exceed a limit are refused before they are parsed.
 
-    Args:
-      name: of the value, for errors.
-
     Raises:
       ValueError: it is no JSON, or exceeds a limit. Numbers have to be finite in float64. The
         message is one line.
@@ -199,14 +196,7 @@ class AnswerPart(Body):
 
 
 def without_refused(body: Any, refused: Mapping[str, str]) -> Any:
-    """Returns a body without fields that are refused. Clients may send them as null or empty.
-
-    Args:
-      refused: names of fields, with the reasons.
-
-    Raises:
-      ValueError: the body has a value for one of them.
-    """
+    """Returns a body without fields that are refused. Clients may send them as null or empty."""
     if not isinstance(body, dict):
         return body
     for name, reason in refused.items():

@@ -36,12 +36,7 @@ class KvTransferParams(BaseModel):
     remote_port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
 
     def peer(self, service: Service) -> Peer | None:
-        """Returns the prefill server that has the pages, or None.
-
-        Raises:
-          ApiError: the server has not the role that the parameters need, or the prefill server is
-            none that it was started with.
-        """
+        """Returns the prefill server that has the pages, or None."""
         if self.do_remote_decode and not service.is_prefill_server:
             raise _refused("do_remote_decode", "a server with --role prefill")
         if not self.do_remote_prefill:

@@ -19,8 +19,7 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "dsv3_jax"
-    max_model_len: int
-    """Most tokens of a prompt and its completion together."""
+    max_model_len: int  # most tokens of a prompt and its completion together
 
 
 class ModelList(BaseModel):

@@ -30,8 +30,7 @@ class InputMessage(AnswerPart):
     content: str | Annotated[list[InputText], Field(fail_fast=True)]
     id: str | None = None
     status: Status | None = None
-    phase: str | None = None
-    """Accepted and ignored."""
+    phase: str | None = None  # accepted and ignored
 
 
 class FunctionCallInput(AnswerPart):
@@ -67,10 +66,8 @@ class ReasoningInput(AnswerPart):
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    summary: list[Json] | None = None
-    """Accepted and ignored."""
-    encrypted_content: str | None = None
-    """Accepted and ignored."""
+    summary: list[Json] | None = None  # accepted and ignored
+    encrypted_content: str | None = None  # accepted and ignored
     id: str | None = None
     status: Status | None = None
 

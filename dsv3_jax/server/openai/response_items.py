@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, JsonValue
 
-from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.sse import NamedEvent
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -66,9 +66,7 @@ AnyItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class ResponseEvent(NamedEvent):
-    """An event of a stream. Its further fields depend on its type."""
-
-    model_config = ConfigDict(extra="allow")
+    """An event of a stream."""
 
     sequence_number: int
 

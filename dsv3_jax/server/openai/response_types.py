@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field, PrivateAttr, model_validator
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.openai.body import Body, Json, without_refused
-from dsv3_jax.server.openai.chat_types import TemplateArguments
 from dsv3_jax.server.openai.response_input import InputItem, messages_of
 from dsv3_jax.server.openai.response_items import AnyItem, Status
 from dsv3_jax.server.openai.sampling_fields import (
@@ -17,15 +16,16 @@ from dsv3_jax.server.openai.sampling_fields import (
     MinP,
     Priority,
     RepetitionPenalty,
+    TemplateArguments,
     TopK,
     Usage,
 )
 from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
 from dsv3_jax.server.openai.tool_types import (
-    FunctionDefinition,
-    Tool,
+    ResponseTool,
     ToolChoice,
     allows_parallel_calls,
+    described_tools,
     required_tools,
 )
 
@@ -37,16 +37,6 @@ _REFUSED = {
     "top_logprobs": "/v1/chat/completions has log-probabilities",
     "max_tool_calls": "the server itself calls no tools",
 }
-
-
-class ResponseTool(FunctionDefinition):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-
-    def for_template(self) -> dict[str, Any]:
-        """Returns the tool as chat templates read it."""
-        return Tool.model_construct(type="function", function=self).for_template()
 
 
 class JsonSchemaForm(NamedSchema):
@@ -66,8 +56,7 @@ class TextSettings(Body):
     """The form of the text."""
 
     format: Form | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    """Accepted and ignored."""
+    verbosity: Literal["low", "medium", "high"] | None = None  # accepted and ignored
 
 
 class ReasoningSettings(Body):
@@ -130,7 +119,7 @@ class ResponsesRequest(Body):
     def _read_grammar(self) -> ResponsesRequest:
         form = self.text and self.text.format
         self._grammar = form.source("text") if form else None
-        tools = self._described_tools()
+        tools = described_tools(self.tool_choice, self.tools)
         required_tools(self.tool_choice, tools)
         if self._grammar is not None and tools:
             raise ValueError(
@@ -138,10 +127,6 @@ class ResponsesRequest(Body):
                 " match; got both"
             )
         return self
-
-    def _described_tools(self) -> list[dict[str, Any]]:
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.for_template() for tool in tools]
 
     def conversation(self) -> Conversation:
         """Returns the conversation."""
@@ -153,7 +138,7 @@ class ResponsesRequest(Body):
             messages.insert(0, {"role": "system", "content": self.instructions})
         effort = self.reasoning and self.reasoning.effort
         thinking = effort != "none" if effort else None
-        tools = self._described_tools()
+        tools = described_tools(self.tool_choice, self.tools)
         return Conversation(
             messages=messages,
             tools=tools,
@@ -187,8 +172,7 @@ class InputTokensDetails(BaseModel):
 class OutputTokensDetails(BaseModel):
     """Parts of the output's tokens."""
 
-    reasoning_tokens: int
-    """Generated tokens of the reasoning, without its markers."""
+    reasoning_tokens: int  # generated tokens of the reasoning, without its markers
 
 
 class ResponseUsage(BaseModel):

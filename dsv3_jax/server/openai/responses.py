@@ -12,6 +12,7 @@ from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.body import BodyRoute
+from dsv3_jax.server.openai.logprobs import TextGrowth
 from dsv3_jax.server.openai.response_items import ItemStream, ResponseEvent, Status
 from dsv3_jax.server.openai.response_types import (
     IncompleteDetails,
@@ -20,8 +21,7 @@ from dsv3_jax.server.openai.response_types import (
     ResponseUsage,
 )
 from dsv3_jax.server.openai.sampling_fields import Usage
-from dsv3_jax.server.openai.token_text import TextGrowth
-from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.service import service_of
 from dsv3_jax.server.sse import STREAMED, NamedEventFormat, unless_gone
 
 router = APIRouter(route_class=BodyRoute)
@@ -36,22 +36,17 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         service, n=1, prompt_field="input", grammar=body.grammar, **body.engine_settings()
     )
     submitted = await unless_gone(request, submission)
-    answer = _Answer(body, submitted, service, request.state.log)
-    return await answer.respond(request, stream=bool(body.stream))
+    return await _Answer(request, body, submitted).respond(stream=bool(body.stream))
 
 
 class _Answer(Answer):
     """The answer to one request."""
 
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        submitted: SubmittedConversation,
-        service: Service,
-        log: dict[str, object],
-    ):
-        super().__init__("resp_", body.model, submitted.job, service, n=1, log=log)
-        self._request = body
+    id_prefix = "resp_"
+
+    def __init__(self, request: Request, body: ResponsesRequest, submitted: SubmittedConversation):
+        super().__init__(request, body.model, submitted.job)
+        self._body = body
         self._submitted = submitted
         self._parser = submitted.parsers[0]
         self._stream = ItemStream()
@@ -101,7 +96,7 @@ class _Answer(Answer):
         return count
 
     def _response(self, status: Status, usage: ResponseUsage | None) -> ResponseBody:
-        request = self._request
+        request = self._body
         tools = [tool.model_dump() for tool in request.tools or ()]
         form = request.text and request.text.format
         return ResponseBody(

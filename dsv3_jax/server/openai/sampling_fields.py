@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     PrivateAttr,
@@ -16,7 +17,7 @@ from pydantic import (
 import dsv3_jax
 from dsv3_jax.generation.completion import Completion
 from dsv3_jax.server.grammar import GrammarSource
-from dsv3_jax.server.openai.body import Body, at_most
+from dsv3_jax.server.openai.body import Body, Json, at_most
 from dsv3_jax.server.openai.kv_transfer import KvTransferParams
 from dsv3_jax.server.openai.structure_types import StructuredOutputs, TextForm
 
@@ -35,13 +36,30 @@ Metadata = Annotated[dict[str, str], Field(max_length=64), at_most(64)]
 """Accepted and ignored. OpenAI allows 16 pairs."""
 
 
+# Arguments of Tokenizer.chat, and tools, which are a field. With split_special_tokens, text could
+# become control tokens.
+_RESERVED = frozenset(
+    ("self", "messages", "add_generation_prompt", "split_special_tokens", "tools")
+)
+
+
+def _check_arguments(arguments: dict[str, Json]) -> dict[str, Json]:
+    for name in arguments:
+        if name in _RESERVED:
+            raise ValueError(f"chat_template_kwargs: expected no {name!r}, which is reserved")
+    return arguments
+
+
+TemplateArguments = Annotated[
+    dict[str, Json], Field(max_length=32), at_most(32), AfterValidator(_check_arguments)
+]
+
+
 class StreamOptions(Body):
     """Selects parts of a stream other than the text."""
 
-    include_usage: bool | None = None
-    """Whether the last chunk has the usage."""
-    include_obfuscation: bool | None = None
-    """Accepted and ignored."""
+    include_usage: bool | None = None  # whether the last chunk has the usage
+    include_obfuscation: bool | None = None  # accepted and ignored
 
 
 class SamplingFields(Body):

@@ -6,9 +6,8 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from dsv3_jax.server.grammar import GrammarSource
+from dsv3_jax.server.grammar import MAX_TEXT, GrammarSource
 from dsv3_jax.server.openai.body import Body, Json, read_json
-from dsv3_jax.server.schema_limits import MAX_TEXT
 
 
 class TextForm(Protocol):
@@ -19,9 +18,6 @@ class TextForm(Protocol):
 
         Args:
           field: name of the body's field, for errors.
-
-        Raises:
-          ValueError: it exceeds a limit, or is no schema.
         """
         ...
 
@@ -62,8 +58,7 @@ class NamedSchema(Body):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")] = _OBJECT
-    strict: bool | None = None
-    """Accepted and ignored: an answer always matches."""
+    strict: bool | None = None  # accepted and ignored: an answer always matches
 
 
 class JsonSchemaFormat(Body):
@@ -91,18 +86,15 @@ class StructuredOutputs(Body):
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
-    """A grammar in llguidance's form of Lark."""
 
     @model_validator(mode="after")
     def _check_count(self) -> StructuredOutputs:
-        names = [name for name in _NAMES if self._value(name) is not None]
+        fields = {name: "json_" if name == "json" else name for name in _NAMES}
+        names = [name for name, field in fields.items() if getattr(self, field) is not None]
         if len(names) != 1:
             got = ", ".join(names) or "none"
             raise ValueError(f"structured_outputs: expected one of {', '.join(_NAMES)}; got {got}")
         return self
-
-    def _value(self, name: str) -> object:
-        return self.json_ if name == "json" else getattr(self, name)
 
     def source(self, field: str) -> GrammarSource | None:
         """Returns the source of the text."""

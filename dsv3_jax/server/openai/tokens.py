@@ -12,8 +12,9 @@ from dsv3_jax.generation.request import check_fits
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.errors import ApiError
 from dsv3_jax.server.openai.body import Body, BodyRoute
-from dsv3_jax.server.openai.chat_types import Messages, TemplateArguments
-from dsv3_jax.server.openai.completion_types import TokenId
+from dsv3_jax.server.openai.chat import Messages
+from dsv3_jax.server.openai.completions import TokenId
+from dsv3_jax.server.openai.sampling_fields import TemplateArguments
 from dsv3_jax.server.openai.tool_types import Tools
 from dsv3_jax.server.service import Service, service_of
 
@@ -27,10 +28,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    add_special_tokens: bool = True
-    """Whether BOS precedes a prompt, if the model expects it."""
-    add_generation_prompt: bool = True
-    """Whether a conversation ends where the answer begins."""
+    add_special_tokens: bool = True  # whether BOS precedes a prompt, if the model expects it
+    add_generation_prompt: bool = True  # whether a conversation ends where the answer begins
     chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")

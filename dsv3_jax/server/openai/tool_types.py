@@ -1,4 +1,4 @@
-"""Tools and tool calls in the bodies of /v1/chat/completions."""
+"""Tools and tool calls in the bodies of /v1/chat/completions and /v1/responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class FunctionDefinition(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Json] | None = None
-    """A JSON schema."""
     strict: bool | None = None
     """Accepted and ignored: arguments match the schema if ``tool_choice`` requires a call, and are
     not checked otherwise."""
@@ -43,12 +42,21 @@ class Tool(Body):
         return {"type": self.type, "function": present}
 
 
+class ResponseTool(FunctionDefinition):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the tool as chat templates read it."""
+        return Tool.model_construct(type="function", function=self).for_template()
+
+
 class CalledFunction(AnswerPart):
     """The function of a tool call."""
 
     name: FunctionName
-    arguments: str
-    """JSON, as the model wrote it."""
+    arguments: str  # JSON, as the model wrote it
 
 
 class ToolCall(AnswerPart):
@@ -83,13 +91,21 @@ class NamedTool(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+
+
+def described_tools(
+    choice: ToolChoice | None, tools: Sequence[Tool | ResponseTool] | None
+) -> list[dict[str, Any]]:
+    """Returns tools as chat templates read them. With the choice ``none``, the model learns of
+    none."""
+    return [] if choice == "none" else [tool.for_template() for tool in tools or ()]
+
+
 def required_tools(
     choice: ToolChoice | None, tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns the tools from which an answer has to call one, or none if it is free.
-
-    Args:
-      tools: as chat templates read them.
 
     Raises:
       ValueError: there are no such tools.
@@ -111,9 +127,6 @@ def required_tools(
 def allows_parallel_calls(choice: ToolChoice | None, parallel: bool | None) -> bool:
     """Returns whether an answer may contain several calls. A tool that is named is called once."""
     return parallel is not False and not isinstance(choice, NamedTool)
-
-
-Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
 class AnsweredFunction(BaseModel):

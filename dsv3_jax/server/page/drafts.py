@@ -18,10 +18,10 @@ from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.server.conversation import SubmittedConversation
 from dsv3_jax.server.openai.answer import Answer
 from dsv3_jax.server.openai.body import BodyRoute
-from dsv3_jax.server.openai.chat_types import ChatRequest
+from dsv3_jax.server.openai.chat import ChatRequest
 from dsv3_jax.server.parsers.answer_parser import AnswerParser
-from dsv3_jax.server.parsers.events import Content, Reasoning
-from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.parsers.tool_parser import Content, Reasoning
+from dsv3_jax.server.service import service_of
 from dsv3_jax.tokenizer import Tokenizer
 
 router = APIRouter(route_class=BodyRoute, include_in_schema=False)
@@ -32,8 +32,7 @@ class Span(BaseModel):
 
     kind: Literal["reasoning", "content"]
     text: str
-    is_draft: bool
-    """Whether its tokens were accepted drafts."""
+    is_draft: bool  # whether its tokens were accepted drafts
 
 
 class Spans(BaseModel):
@@ -51,21 +50,16 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     submitted = await body.conversation().submit(
         service, n=1, prompt_field="messages", grammar=body.grammar, **body.engine_settings()
     )
-    answer = _Answer(body, submitted, service, request.state.log)
-    return await answer.respond(request, stream=True)
+    return await _Answer(request, body, submitted).respond(stream=True)
 
 
 class _Answer(Answer):
     """The answer to one request."""
 
-    def __init__(
-        self,
-        body: ChatRequest,
-        submitted: SubmittedConversation,
-        service: Service,
-        log: dict[str, object],
-    ):
-        super().__init__("spans-", body.model, submitted.job, service, n=1, log=log)
+    id_prefix = "spans-"
+
+    def __init__(self, request: Request, body: ChatRequest, submitted: SubmittedConversation):
+        super().__init__(request, body.model, submitted.job)
         self._parser = submitted.parsers[0]
 
     def body(self, completions: list[Completion]) -> BaseModel:

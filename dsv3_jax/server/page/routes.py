@@ -21,7 +21,6 @@ _MEDIA_TYPES = {
 }
 
 FILE_PATHS = frozenset(f"/page/{name}" for name in _MEDIA_TYPES)
-"""Paths of the page's files."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"

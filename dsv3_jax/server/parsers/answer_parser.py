@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsv3_jax.server.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from dsv3_jax.server.parsers.marker_reader import SpecialTokenFilter
 from dsv3_jax.server.parsers.reasoning import END, ReasoningParser
-from dsv3_jax.server.parsers.special_tokens import SpecialTokenFilter
-from dsv3_jax.server.parsers.tool_parser import ToolParser
+from dsv3_jax.server.parsers.tool_parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    ToolParser,
+)
 
 
 class AnswerParser:
@@ -40,7 +46,6 @@ class AnswerParser:
         self._reasoning_filter = SpecialTokenFilter(self._special_tokens)
         self._content_filter: SpecialTokenFilter | None = None
         self.has_calls = False
-        """Whether there was a tool call."""
 
     def add(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Returns the parts of the next piece. Texts in them are not empty, except perhaps the last

@@ -8,8 +8,7 @@ ARGUMENTS
 
 from __future__ import annotations
 
-from dsv3_jax.server.parsers.section_parser import SectionParser
-from dsv3_jax.server.parsers.tool_parser import function_name
+from dsv3_jax.server.parsers.tool_parser import SectionParser, function_name
 
 _CALL_END = "<｜tool▁call▁end｜>"
 

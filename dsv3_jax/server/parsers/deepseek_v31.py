@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from dsv3_jax.server.parsers.section_parser import SectionParser
-from dsv3_jax.server.parsers.tool_parser import function_name
+from dsv3_jax.server.parsers.tool_parser import SectionParser, function_name
 
 
 class DeepSeekV31Parser(SectionParser):

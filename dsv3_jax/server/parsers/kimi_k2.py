@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 
-from dsv3_jax.server.parsers.section_parser import SectionParser
-from dsv3_jax.server.parsers.tool_parser import NAME
+from dsv3_jax.server.parsers.tool_parser import NAME, SectionParser
 
 _ID = re.compile(rf"(?:functions\.)?+(?P<name>{NAME}):\d+")
 

@@ -87,3 +87,19 @@ class MarkerReader:
                 self._on_text(text[begin:at])
             begin = at + len(marker)
             self._on_marker(marker)
+
+
+class SpecialTokenFilter:
+    """Follows one text."""
+
+    def __init__(self, tokens: Sequence[str]):
+        markers = Markers.of(tuple(tokens))
+        self._parts: list[str] = []
+        self._reader = MarkerReader(lambda: markers, self._parts.append, lambda token: None)
+
+    def add(self, text: str, *, is_last: bool = False) -> str:
+        """Returns the text up to what may be the beginning of a token, unless it ``is_last``."""
+        self._reader.add(text, is_last=is_last)
+        text = "".join(self._parts)
+        self._parts.clear()
+        return text

@@ -15,15 +15,10 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     DeepSeekV32Parser,
     KimiK2Parser,
 )
-"""Parsers of all formats."""
 
 
 def find_tool_parser(tokenizer: Tokenizer) -> type[ToolParser]:
-    """Returns the parser for the markup that the chat template writes.
-
-    Raises:
-      ValueError: the template does not describe tools, or its markup is unknown.
-    """
+    """Returns the parser for the markup that the chat template writes."""
     if "tools" not in tokenizer.chat_template_variables:
         raise ValueError(
             "tools: expected none, as the chat template of this model does not describe tools; dsv3"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dsv3_jax.checkpoint import journal
-from dsv3_jax.checkpoint.array_files import ArrayFiles
 from dsv3_jax.checkpoint.convert import convert
+from dsv3_jax.checkpoint.store import ArrayFiles
 from tests.checkpoint.interrupted.conversions import (
     JOURNAL,
     MANIFEST,

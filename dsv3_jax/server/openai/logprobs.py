@@ -1,14 +1,46 @@
-"""The text of single tokens, for log-probabilities."""
+"""Log-probabilities of tokens, and the text of single ones."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Sequence
 
+from pydantic import BaseModel
+
 from dsv3_jax.generation.completion import Completion, Piece, TopLogprobs
-from dsv3_jax.server.openai.chat_types import ChatLogprobs, ChosenLogprob, TokenLogprob
-from dsv3_jax.server.openai.completion_types import CompletionLogprobs
 from dsv3_jax.tokenizer import Tokenizer
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities, with one entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """Characters of the text before each token. Special tokens that it leaves out do not count."""
+
+
+class TokenLogprob(BaseModel):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Its bytes in UTF-8, which may be a part of a character. None for a special token."""
+
+
+class ChosenLogprob(TokenLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of an answer's tokens, those of its reasoning and end included."""
+
+    content: list[ChosenLogprob]
+    refusal: None = None
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -104,11 +136,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, parts: Sequence[Completion | Piece]) -> ChatLogprobs:
-    """Returns log-probabilities in the shape of /v1/chat/completions.
-
-    Args:
-      parts: a completion, or successive pieces of one.
-    """
+    """Returns log-probabilities in the shape of /v1/chat/completions."""
 
     def entry(token: int, logprob: float) -> TokenLogprob:
         content = tokenizer.token_bytes(token)
