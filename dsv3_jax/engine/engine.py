@@ -34,7 +34,7 @@ from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.settings import EngineSettings
 from dsv3_jax.engine.stats import CompileTimes, EngineStats
 from dsv3_jax.generation.drafters import Drafter
@@ -120,7 +120,6 @@ class Engine:
             buckets=buckets,
             max_len=max_len,
             max_running=max_running,
-            cache_tokens=cache_tokens,
             page_size=page_size,
             prefix_cache=prefix_cache,
             max_waiting=max_waiting,
@@ -131,7 +130,8 @@ class Engine:
             process=process,
         )
         compile_cache.enable()
-        self._vocab_size = model.config.vocab_size
+        self.vocab_size = model.config.vocab_size
+        """Number of tokens in the mask of a grammar: the rows of the model's embedding."""
         self._signature = ModelSignature.of(model)
         plan = settings.plan
         self._programs = programs = Programs(
@@ -181,19 +181,15 @@ class Engine:
         )
         if transfer is not None:
             transfer.on_load = self._loop.notify
-        self._intake = Intake(
-            model.config,
-            tokenizer,
-            settings.max_len,
-            settings.vocab_size,
-            plan,
-            self._loop.cancel,
-            deterministic=deterministic,
-        )
+        self._intake = Intake(model.config, tokenizer, settings, max_len, self._loop.cancel)
         if background:
             self._loop.start()
             # An engine that nobody refers to finishes its requests, and then frees its memory.
-            weakref.finalize(self, _close_in_a_thread, self._loop).atexit = False
+            # A finalizer must not wait for a lock, so that a thread closes the loop.
+            closer = threading.Thread(
+                target=self._loop.close, name="dsv3-engine-close", daemon=True
+            )
+            weakref.finalize(self, closer.start).atexit = False
 
     def submit(
         self,
@@ -275,11 +271,6 @@ class Engine:
         scheduled = self._intake.scheduled(requests, grammars, options)
         self._loop.add(*scheduled)
         return [output_of(request).handle for request in scheduled]
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the mask of a grammar: the rows of the model's embedding."""
-        return self._vocab_size
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -387,9 +378,9 @@ class Engine:
         identity = None if transfer is None else transfer.identity_of(model)
 
         def change() -> None:
-            self._programs.use(arrays)
+            self._programs.leaves = arrays
             if transfer is not None and identity is not None:
-                transfer.use(identity)
+                transfer.identity = identity
 
         self._loop.between_steps(change, clears_prefix_cache=not keep_prefix_cache)
 
@@ -467,8 +458,3 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> Literal[False]:
         self.shutdown(drain=kind is None)
         return False
-
-
-def _close_in_a_thread(loop: EngineLoop) -> None:
-    """Closes a loop from a finalizer, which must not wait for a lock."""
-    threading.Thread(target=loop.close, name="dsv3-engine-close", daemon=True).start()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from tests.engine.simulated_device import Simulation, completion
 from tests.engine.test_scheduler import STOP, RandomOperations, prompts, request
 

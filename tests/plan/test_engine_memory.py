@@ -50,7 +50,8 @@ def test_the_default_cache_is_the_engines(shards, monkeypatch):
     device = SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(cache_size.jax, "local_devices", lambda: [device])
     model = shard.shapes.model
-    pages = cache_size.pages_per_device(model, None, 16 * 1000, page_size=64, mtp=False)
+    pool = cache_size.PoolLayout.fitting(model, None, 16 * 1000, 64, mtp=False)
+    pages = pool.pages_per_device
     assert engine_state.cache_tokens(shard, deployment) == 64 * pages
     use = memory.decode(shard, deployment)
     assert use.cache == pages * 64 * 2 * 576 * 2

@@ -1,4 +1,4 @@
-"""Pages in a store outside of the device: which are loaded, and for whom, and which are saved.
+"""Pages outside of the device: those that a store loads and saves, and preempted requests.
 
 While the pages of a waiting request are loaded, requests behind it are admitted before it. When
 they have come, the request is admitted as usual. The device writes them to the first of its new
@@ -21,6 +21,11 @@ are the store's own.
 Every page that the prefix cache indexes is saved once, when logits that depend on it are known to
 be finite. Its copy is launched before the step that is planned next, and so before any other
 request can get the page. Nothing waits for it, and an evicted page needs no copy.
+
+With a :class:`SwapSpace` a preempted request keeps all that it has computed: its pages and its slot
+are copied to host memory, and later to other pages and another slot. Its further tokens are those
+of an uninterrupted run, to the last bit. Host memory is bounded, and never runs full while a
+request has to be preempted: new ones are admitted only while there is room for that.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, SwapIn, SwapOut
 
 
 class Load(Protocol):
@@ -355,14 +360,8 @@ class PageSaves:
         numbers: range,
         verified: Collection[int],
     ) -> None:
-        """Adds the pages of a request that have just been verified.
-
-        Args:
-          tokens: its first tokens: all that these pages depend on.
-          numbers: numbers of its pages that were verified.
-          verified: pages to add. The others were verified before, or are copies of another
-            request's pages.
-        """
+        """Adds the pages among ``numbers`` of a request that are in ``verified``. The others were
+        verified before, or are copies of another request's pages. They depend on ``tokens``."""
         if self._store is None:
             return
         request.addresses = self._store.addresses(tokens, request.addresses)
@@ -396,3 +395,74 @@ class PageSaves:
             assert self._is_indexed(save), "a page was evicted"
             assert self._store is not None
             assert len(save.addresses) == self._store.parts, "a page lacks an address"
+
+
+class SwapSpace:
+    """Counts the pages of swapped requests.
+
+    Args:
+      num_pages: pages that fit into the host memory. None: there is no such memory, and preempted
+        requests are prefilled again.
+    """
+
+    def __init__(self, num_pages: int | None = None):
+        self.exists = num_pages is not None
+        self.num_pages = num_pages or 0
+        self._counts: dict[ScheduledRequest, int] = {}
+        self._outs: list[SwapOut] = []
+        self._ins: list[SwapIn] = []
+
+    def __contains__(self, request: ScheduledRequest) -> bool:
+        return request in self._counts
+
+    @property
+    def requests(self) -> list[ScheduledRequest]:
+        """The requests in host memory."""
+        return list(self._counts)
+
+    @property
+    def used(self) -> int:
+        """Number of pages in host memory."""
+        return sum(self._counts.values())
+
+    def has_room(self, device_pages: int, longest: Sequence[int]) -> bool:
+        """Returns whether requests that need ``longest`` pages at their greatest lengths can run
+        together without filling the host memory.
+
+        Let D and H be the pages of the device and the host, and M the largest request. If the
+        requests together need at most D + H - M pages at their greatest lengths, then whenever the
+        device is full and some request lacks a page, the requests in host memory use less than H -
+        M pages. Any other request then fits as a whole.
+        """
+        most = max(longest, default=0)
+        return len(longest) <= 1 or sum(longest) <= device_pages + self.num_pages - most
+
+    def put(self, request: ScheduledRequest, slot: int, pages: Sequence[int]) -> None:
+        """Plans to copy a request to host memory before anything else is written to its pages."""
+        self._counts[request] = len(pages)
+        assert self.used <= self.num_pages, "has_room() admits no more requests than fit"
+        self._outs.append(SwapOut(request, slot, tuple(pages)))
+
+    def take(self, request: ScheduledRequest, slot: int, pages: Sequence[int], shared: int) -> None:
+        """Plans to copy a request back to ``pages``. The first ``shared`` pages have the right
+        contents already."""
+        count = self._counts.pop(request)
+        self._ins.append(SwapIn(request, slot, tuple(pages[:count]), min(shared, count)))
+
+    def drop(self, request: ScheduledRequest) -> None:
+        """Removes a request that has ended, if it is here."""
+        if self._counts.pop(request, None) is not None:
+            self._outs = [swap for swap in self._outs if swap.request is not request]
+
+    def planned(self) -> tuple[list[SwapOut], list[SwapIn]]:
+        """Returns the copies that no plan has included yet."""
+        planned = self._outs, self._ins
+        self._outs, self._ins = [], []
+        return planned
+
+    def check_integrity(self, waiting: Iterable[ScheduledRequest]) -> None:
+        """Raises AssertionError if a request is here that does not wait, or there are too many."""
+        assert set(self._counts) <= set(waiting), "a request in host memory does not wait"
+        assert self.used <= self.num_pages, "more pages in host memory than fit"
+        assert {swap.request for swap in self._outs} <= set(self._counts)
+        assert not self._ins, "a request comes back without a plan"
