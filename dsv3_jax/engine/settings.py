@@ -17,7 +17,7 @@ from dsv3_jax.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """What follows from the arguments of :class:`dsv3_jax.Engine` and its model."""
+    """Checked settings of an engine: those that follow from its arguments and its model."""
 
     plan: DraftPlan
     """The drafter and its depths."""

@@ -244,7 +244,7 @@ class RequestCopier:
     def restore(
         self, state: SlotState, slot: int, pages: Sequence[int | None], saved: SavedRequest
     ) -> SlotState:
-        """Returns the state, which is donated, with a saved request. None in ``pages`` omits one."""
+        """Returns the state, which is donated, with a saved request. ``pages`` may be None."""
         rows = self._write(
             jax.tree.leaves(state.slots),
             jax.device_put(np.int32(slot)),
