@@ -128,7 +128,7 @@ class TestPreemption:
         assert swap is not None
         while not swap.used:
             simulation.step()
-        (swapped,) = swap.requests
+        (swapped,) = swap.counts
         for each in requests:
             if each is not swapped:
                 simulation.scheduler.cancel(each)
@@ -173,7 +173,7 @@ class TestPreemption:
         assert swap is not None
         while not swap.used:
             simulation.step()
-        (swapped,) = swap.requests
+        (swapped,) = swap.counts
         simulation.scheduler.cancel(swapped)
         simulation.run()
         assert simulation.ended[swapped] == "cancelled"

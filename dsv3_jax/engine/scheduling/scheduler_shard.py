@@ -136,7 +136,7 @@ class SchedulerShard:
         """Whether host memory has room if this request runs too."""
         if not self.swap.exists or request in self.swap:
             return True
-        started = [*self.running, *self.retiring, *self.swap.requests]
+        started = [*self.running, *self.retiring, *self.swap.counts]
         longest = [self._most_pages(each) for each in (*started, request)]
         return self.swap.has_room(self.pages.num_pages, longest)
 
@@ -295,7 +295,7 @@ class SchedulerShard:
         """Raises AssertionError if a slot or page is in use though no request is left."""
         assert self.pages.used == 0, "an idle engine holds pages"
         assert len(self._free_slots) == self._config.max_running, "an idle engine holds slots"
-        assert not self.swap.requests, "an idle engine holds host memory"
+        assert not self.swap.counts, "an idle engine holds host memory"
         assert not self._page_loads, "an idle engine loads pages"
 
     def check_integrity(self) -> None:
