@@ -426,7 +426,7 @@ class SwapSpace:
         self._outs.append(SwapOut(request, slot, tuple(pages)))
 
     def take(self, request: ScheduledRequest, slot: int, pages: Sequence[int], shared: int) -> None:
-        """Plans to copy a request back to ``pages``, of which the first ``shared`` need no copy."""
+        """Plans to copy a request back to ``pages``. The first ``shared`` ones need no copy."""
         count = self.counts.pop(request)
         self._ins.append(SwapIn(request, slot, tuple(pages[:count]), min(shared, count)))
 
