@@ -168,7 +168,7 @@ def test_a_compilation_for_other_options(server, hours, monkeypatch, caplog):
 
     monkeypatch.setattr(programs, "on_launch", lambda *step: launches.append(step))
     monkeypatch.setattr(programs, "_compiled", {})
-    monkeypatch.setattr(programs, "lower", lambda *arguments: None)
+    monkeypatch.setattr(programs, "_lower", lambda state, shape: None)
     monkeypatch.setattr(programs, "compile", compile_slowly)
     changes: list[Any] = []
     monkeypatch.setattr(engine.compilations, "on_change", changes.append)

@@ -214,7 +214,7 @@ class Programs:
             if missing:
                 progress = until_compiled.enter_context(CompileProgress(len(missing)))
                 for s in missing:
-                    lowering = self.lower(*jax.tree.flatten(state), s)
+                    lowering = self._lower(state, s)
                     compiling[s] = pool.submit(self._compile_and_store, lowering, s, store)
                     compiling[s].add_done_callback(progress.advance)
             lowered = time.perf_counter()
@@ -253,7 +253,7 @@ class Programs:
             logger.warning("compiling a step after warm-up, while all requests wait: %s", shape)
         began = time.perf_counter()
         with self.compilations.measure(shape.name), CompileProgress(1):
-            compiled = self.compile(self.lower(*jax.tree.flatten(state), shape), shape)
+            compiled = self.compile(self._lower(state, shape), shape)
         if self._is_warm:
             seconds = time.perf_counter() - began
             logger.warning("compiled a step after warm-up in %.1f s: %s", seconds, shape)
@@ -343,6 +343,9 @@ class Programs:
         program.__name__ = _name(shape)
         jitted = jax.jit(program, donate_argnums=1, static_argnums=(3, 4), **options)
         return jitted.lower(self.leaves, list(state_leaves), buffer_shape, shape, structure)
+
+    def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
+        return self.lower(*jax.tree.flatten(state), shape)
 
     def _store(self, state: SlotState, directory: str | os.PathLike[str]) -> ProgramStore:
         """Returns the store of programs that take this state."""
