@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from dsv3_jax.engine.device.dispatch_times import DispatchFigures, ShapeTimes
+from dsv3_jax.engine.stats import DispatchFigures, ShapeTimes
 from scripts import bench_engine
 from tests.engine.conftest import tiny_mtp  # noqa: F401
 

@@ -34,9 +34,9 @@ from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.settings import EngineSettings
-from dsv3_jax.engine.stats import CompileTimes, EngineStats
+from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.generation.drafters import Drafter
 from dsv3_jax.generation.errors import EngineError
 from dsv3_jax.generation.request import Prompt, Request
@@ -120,7 +120,6 @@ class Engine:
             buckets=buckets,
             max_len=max_len,
             max_running=max_running,
-            cache_tokens=cache_tokens,
             page_size=page_size,
             prefix_cache=prefix_cache,
             max_waiting=max_waiting,
@@ -131,26 +130,28 @@ class Engine:
             process=process,
         )
         compile_cache.enable()
-        self._vocab_size = model.config.vocab_size
+        self.vocab_size = model.config.vocab_size
+        """Number of tokens in the mask of a grammar: the rows of the model's embedding."""
         self._signature = ModelSignature.of(model)
-        plan = settings.plan
         self._programs = programs = Programs(
             model,
             settings.buckets,
             num_slots=max_running,
             max_len=max_len,
             page_size=page_size,
-            drafter=plan.drafter,
-            depth=plan.max_depth,
+            drafter=settings.plan.drafter,
+            depth=settings.plan.max_depth,
             vocab_size=settings.vocab_size,
             count_routing=count_routing,
         )
         most_tokens = max_running * programs.max_pages * page_size
         pool = PoolLayout.fitting(model, cache_tokens, most_tokens, page_size, mtp=settings.mtp)
         state = programs.new_state(pool.num_pages)
+        self.compilations = programs.compilations
+        """The compilations that steps wait for."""
         if isinstance(process, Leader):
             programs.on_launch = process.send
-            process.compilations = programs.compilations
+            process.compilations = self.compilations
         transfer = copier = swaps = None
         if tiers is not None:
             transfer = PageTransfer.of(model, state.pool, pool, tiers, mtp=settings.mtp)
@@ -167,8 +168,7 @@ class Engine:
             load_seconds=math.inf if tiers is None else tiers.load_seconds,
             load_bytes=math.inf if tiers is None else tiers.most_load_bytes,
         )
-        # Without overlap, every launch is waited for at once.
-        in_thread = background and overlap
+        in_thread = background and overlap  # without overlap, every launch is waited for at once
         self._executor = Executor(
             programs, state, pool, copier=copier, transfer=transfer, background=in_thread
         )
@@ -177,23 +177,22 @@ class Engine:
             self._executor,
             overlap=overlap,
             limits=targets and SlaController(targets, scheduler.config.limits),
-            compilations=programs.compilations,
+            compilations=self.compilations,
         )
         if transfer is not None:
             transfer.on_load = self._loop.notify
-        self._intake = Intake(
-            model.config,
-            tokenizer,
-            settings.max_len,
-            settings.vocab_size,
-            plan,
-            self._loop.cancel,
-            deterministic=deterministic,
-        )
+        self._intake = Intake(model.config, tokenizer, settings, max_len, self._loop.cancel)
+        self.end_tokens = self._intake.end_tokens
+        """End-of-sequence tokens of the model and of the tokenizer."""
+        self.first_seed = self._intake.first_seed
+        """Seed of the engine's first completion that was submitted without one. It is random, and
+        in the log: with it, a run can be repeated by giving each completion its seed."""
         if background:
             self._loop.start()
             # An engine that nobody refers to finishes its requests, and then frees its memory.
-            weakref.finalize(self, _close_in_a_thread, self._loop).atexit = False
+            # A finalizer must not wait for a lock, so that a thread closes the loop.
+            closer = threading.Thread(target=self._loop.close, name="dsv3-close", daemon=True)
+            weakref.finalize(self, closer.start).atexit = False
 
     def submit(
         self,
@@ -276,22 +275,6 @@ class Engine:
         self._loop.add(*scheduled)
         return [output_of(request).handle for request in scheduled]
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the mask of a grammar: the rows of the model's embedding."""
-        return self._vocab_size
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """End-of-sequence tokens of the model and of the tokenizer."""
-        return self._intake.end_tokens
-
-    @property
-    def first_seed(self) -> int:
-        """Seed of the engine's first completion that was submitted without one. It is random, and
-        in the log: with it, a run can be repeated by giving each completion its seed."""
-        return self._intake.first_seed
-
     def cancel(self, handle: EngineRequest) -> None:
         """Ends a request within one step. Does nothing if it is at its end."""
         handle.cancel()
@@ -319,7 +302,7 @@ class Engine:
         """Launches the leader's steps until the leader ends, see
         :class:`~dsv3_jax.engine.device.processes.Follower`. Call it after :meth:`warm_up`."""
         assert isinstance(self._process, Follower), "expected an engine with process=Follower(...)"
-        self._process.run(self._executor.replay, self._programs.compilations)
+        self._process.run(self._executor.replay, self.compilations)
 
     def step(self) -> bool:
         """Runs one turn of the loop: plans and dispatches a step, and reads earlier results.
@@ -330,12 +313,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns figures of the engine as it is now."""
-        stats = self._loop.stats()
-        if self._transfer is None:
+        stats, transfer = self._loop.stats(), self._transfer
+        if transfer is None:
             return stats
-        return dataclasses.replace(
-            stats, tiers=self._transfer.stats(), unsaved_pages=self._transfer.dropped_pages
-        )
+        figures = {"tiers": transfer.stats(), "unsaved_pages": transfer.dropped_pages}
+        return dataclasses.replace(stats, **figures)
 
     @property
     def failure(self) -> EngineError | None:
@@ -347,11 +329,6 @@ class Engine:
         """Seconds since the step under way began, without those of compilations that it waited for;
         0 if there is none."""
         return self._loop.step_seconds
-
-    @property
-    def compilations(self) -> CompileTimes:
-        """The compilations that steps wait for."""
-        return self._programs.compilations
 
     def fail_if_stuck(self, seconds: float) -> None:
         """Gives up a step that has lasted longer than ``seconds``, without compilations, or a
@@ -384,12 +361,12 @@ class Engine:
         self._signature.check(model)
         arrays = self._programs.arrays_of(model)  # steps go on meanwhile
         transfer = None if keep_prefix_cache else self._transfer
-        identity = None if transfer is None else transfer.identity_of(model)
+        identity = transfer and transfer.identity_of(model)
 
         def change() -> None:
-            self._programs.use(arrays)
-            if transfer is not None and identity is not None:
-                transfer.use(identity)
+            self._programs.leaves = arrays
+            if transfer and identity:
+                transfer.identity = identity
 
         self._loop.between_steps(change, clears_prefix_cache=not keep_prefix_cache)
 
@@ -467,8 +444,3 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> Literal[False]:
         self.shutdown(drain=kind is None)
         return False
-
-
-def _close_in_a_thread(loop: EngineLoop) -> None:
-    """Closes a loop from a finalizer, which must not wait for a lock."""
-    threading.Thread(target=loop.close, name="dsv3-engine-close", daemon=True).start()

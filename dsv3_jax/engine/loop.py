@@ -41,13 +41,8 @@ class EngineLoop:
     """Moves requests from the waiting queue to their end.
 
     Args:
-      scheduler: plans the steps.
-      executor: runs them.
-      overlap: whether a step is dispatched before the results of the step before it are read.
-      limits: changes the scheduler's limits; None leaves them as configured.
-      pace: see :class:`StepLoop`.
+      overlap, limits, pace: see :class:`StepLoop`.
       compilations: those that steps wait for.
-      sleep: waits until the next step is to be planned.
     """
 
     def __init__(
@@ -65,7 +60,8 @@ class EngineLoop:
         self._executor = executor
         self._host_times = HostTimes()
         self._delivery = Delivery(self._host_times)
-        self._error: EngineError | None = None
+        self.failure: EngineError | None = None
+        """The error after which no request can be served."""
         self._compilations = compilations or CompileTimes()
         # Time, and seconds of compilations, at which the step under way began. Written by the
         # thread that steps.
@@ -95,13 +91,7 @@ class EngineLoop:
         self._thread.start()
 
     def add(self, *requests: ScheduledRequest) -> None:
-        """Puts requests into the waiting queue: all of them, or none if it raises.
-
-        Raises:
-          ValueError: a request needs more pages than there are.
-          QueueFullError: too many requests are waiting.
-          EngineError: the engine failed or was shut down.
-        """
+        """Puts requests into the waiting queue: all of them, or none if it raises."""
         with self._changed:
             self._check_open()
             self._scheduler.add(*requests)
@@ -117,10 +107,7 @@ class EngineLoop:
                 self._changed.notify_all()
 
     def step(self) -> bool:
-        """Runs one turn of the loop: plans and dispatches a step, and reads earlier results.
-
-        Returns False if there was nothing to do. Call it only if the engine has no thread.
-        """
+        """Runs one turn of the loop. Returns False if there was nothing to do."""
         if self._thread is not None and self._thread is not threading.current_thread():
             raise ValueError(
                 "step: expected an engine with background=False, got one with a thread"
@@ -164,14 +151,8 @@ class EngineLoop:
             )
 
     @property
-    def failure(self) -> EngineError | None:
-        """The error after which no request can be served."""
-        return self._error
-
-    @property
     def step_seconds(self) -> float:
-        """Seconds since the step under way began, without those in which it or another one waited
-        for a program to be compiled; 0 if there is none."""
+        """Seconds since the step under way began, without compilations; 0 if there is none."""
         step = self._step_began
         if step is None:
             return 0.0
@@ -181,7 +162,7 @@ class EngineLoop:
     def fail_if_stuck(self, seconds: float) -> None:
         """Ends all requests with an error if the step under way has lasted longer than this, or a
         compilation longer than this and ``COMPILE_SECONDS``."""
-        if self._error is not None:
+        if self.failure is not None:
             return
         # The executor stays open: closing it would wait for the step.
         if self.step_seconds > seconds:
@@ -209,11 +190,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def between_steps(self, change: Callable[[], _T], *, clears_prefix_cache: bool = False) -> _T:
-        """Returns what ``change`` returns, called while no step is being planned.
-
-        Raises:
-          EngineError: the engine failed or was shut down.
-        """
+        """Returns what ``change`` returns, called while no step is being planned."""
         with self._stepping, self._changed:
             self._check_open()
             result = change()
@@ -222,12 +199,7 @@ class EngineLoop:
         return result
 
     def save_pages(self) -> Future[None]:
-        """Launches the copies of all pages that are to be stored. The future is done when these and
-        all earlier ones are launched.
-
-        Raises:
-          EngineError: the engine failed or was shut down.
-        """
+        """Launches the copies of all pages that are to be stored, see :meth:`PlanExecutor.save`."""
         with self._stepping, self._changed:
             self._check_failed()
             return self._executor.save(self._scheduler.take_saves())
@@ -245,12 +217,9 @@ class EngineLoop:
         timeout: float | None = None,
         abandons_compilations: bool = False,
     ) -> None:
-        """Stops taking requests, and ends.
+        """Stops taking requests, and ends, see :meth:`Engine.shutdown`.
 
         Args:
-          drain: whether running and waiting requests are finished first; otherwise they are
-            cancelled.
-          timeout: seconds to wait for them. Those that are left are cancelled.
           abandons_compilations: whether to return while a program is being compiled, after requests
             are cancelled. The thread ends after it.
         """
@@ -259,7 +228,7 @@ class EngineLoop:
             self._cancel_all()
         if self._thread is None:
             deadline = math.inf if timeout is None else time.monotonic() + timeout
-            while self._error is None and self.step():
+            while self.failure is None and self.step():
                 if time.monotonic() >= deadline:
                     self._cancel_all()
             with self._stepping:
@@ -341,9 +310,9 @@ class EngineLoop:
     def _end_all(self, failure: EngineError) -> bool:
         """Ends all requests with an error. Returns False if that has happened before."""
         with self._changed:
-            if self._error is not None:
+            if self.failure is not None:
                 return False
-            self._error = failure
+            self.failure = failure
             for request in self._scheduler.unfinished:
                 each = EngineError(str(failure))  # of its own, since raising an error changes it
                 each.__cause__ = failure.__cause__
@@ -374,8 +343,8 @@ class EngineLoop:
             yield
 
     def _check_failed(self) -> None:
-        if self._error is not None:
-            raise EngineError(str(self._error)) from self._error
+        if self.failure is not None:
+            raise EngineError(str(self.failure)) from self.failure
 
 
 class FairLock:

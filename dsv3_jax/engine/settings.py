@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Any
 
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.processes import Follower, Leader, check_settings, spans_processes
@@ -18,25 +17,12 @@ from dsv3_jax.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """Arguments of :class:`dsv3_jax.Engine`, and what follows from them."""
-
-    max_len: int
-    max_running: int
-    cache_tokens: int | None
-    page_size: int
-    prefix_cache: bool
-    max_waiting: int
-    deterministic: bool
-    swap_tokens: int | None
-    tiers: CacheTiers | None
-    count_routing: bool
-    process: Leader | Follower | None
+    """Checked settings of an engine: those that follow from its arguments and its model."""
 
     plan: DraftPlan
     """The drafter and its depths."""
     buckets: Buckets
-    shards: int
-    """Number of shards of the batch."""
+    scheduler: SchedulerConfig
     vocab_size: int
     """Ids from here on are padding of the embedding and never generated."""
 
@@ -49,27 +35,27 @@ class EngineSettings:
         draft: str | Drafter | None,
         draft_depth: int | str,
         buckets: Buckets | None,
-        **settings: Any,
+        max_len: int,
+        max_running: int,
+        page_size: int,
+        prefix_cache: bool,
+        max_waiting: int,
+        deterministic: bool,
+        swap_tokens: int | None,
+        tiers: CacheTiers | None,
+        count_routing: bool,
+        process: Leader | Follower | None,
     ) -> EngineSettings:
-        """Checks the arguments of an engine.
-
-        Args:
-          settings: the fields that are arguments, by name.
-
-        Raises:
-          ValueError: one of them is out of range, or two contradict each other or the model.
-        """
-        process, deterministic = settings["process"], settings["deterministic"]
-        tiers, max_running = settings["tiers"], settings["max_running"]
+        """Checks the arguments of an engine. Raises ValueError if one of them is out of range, or
+        two contradict each other or the model."""
         _check_model(model, is_led=process is not None)
         if process is not None:
-            count_routing = settings["count_routing"]
             check_settings(tiers=tiers, deterministic=deterministic, count_routing=count_routing)
         longest = model.config.max_position_embeddings
         expected = f"2 to {longest} (max_position_embeddings)"
-        check("max_len", settings["max_len"], expected, numbers.Integral, 2, longest)
+        check("max_len", max_len, expected, numbers.Integral, 2, longest)
         check("max_running", max_running, "an integer of at least 1", numbers.Integral, 1)
-        check("page_size", settings["page_size"], "1 or more", numbers.Integral, 1)
+        check("page_size", page_size, "1 or more", numbers.Integral, 1)
         plan = DraftPlan.read(draft, draft_depth, model.config)
         if deterministic:
             _check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
@@ -84,38 +70,45 @@ class EngineSettings:
         buckets.check(max_running // shards, 1 if layout is None else layout.micro_batches)
         if deterministic:
             buckets = buckets.single()
-        _check_swap_tokens(settings["swap_tokens"], deterministic=deterministic)
-        prefix_cache = settings["prefix_cache"]
-        _check_tiers(tiers, deterministic=deterministic, prefix_cache=prefix_cache)
+        if swap_tokens is not None:
+            expected = "an integer of at least 0"
+            check("swap_tokens", swap_tokens, expected, numbers.Integral, 0)
+            if not deterministic:
+                raise ValueError(
+                    f"swap_tokens: expected None without deterministic=True, got {swap_tokens};"
+                    " other engines prefill preempted requests again"
+                )
+        if tiers is not None and deterministic:
+            raise ValueError(
+                "tiers: expected None with deterministic=True; a page of another engine may be"
+                " rounded otherwise"
+            )
+        if tiers is not None and not prefix_cache:
+            raise ValueError(
+                "tiers: expected None with prefix_cache=False; pages are loaded into it"
+            )
         vocab_size = model.config.vocab_size
         if tokenizer is not None:
             vocab_size = min(vocab_size, tokenizer.vocab_size)
-        return cls(**settings, plan=plan, buckets=buckets, shards=shards, vocab_size=vocab_size)
+        scheduler = SchedulerConfig(
+            max_running=max_running // shards,
+            chunk_tokens=buckets.chunk_tokens,
+            max_chunks=buckets.chunks[-1],
+            multi_step_decodes=buckets.most_multi_step_decodes,
+            max_waiting=max_waiting,
+            aligned_prefixes=deterministic,
+        )
+        return cls(plan, buckets, scheduler, vocab_size)
 
     @property
     def mtp(self) -> bool:
         """Whether the MTP layer drafts, so that it has a cache."""
         return self.plan.drafter is not None and self.plan.drafter.mtp_hidden is not None
 
-    @property
-    def scheduler(self) -> SchedulerConfig:
-        """The scheduler's part."""
-        return SchedulerConfig(
-            max_running=self.max_running // self.shards,
-            chunk_tokens=self.buckets.chunk_tokens,
-            max_chunks=self.buckets.chunks[-1],
-            multi_step_decodes=self.buckets.most_multi_step_decodes,
-            max_waiting=self.max_waiting,
-            aligned_prefixes=self.deterministic,
-        )
 
-
-def _check_model(model: DeepSeekV3, *, is_led: bool = False) -> None:
-    """Raises ValueError for a model that the engine cannot run.
-
-    Args:
-      is_led: whether one of the processes of its mesh makes the plans.
-    """
+def _check_model(model: DeepSeekV3, *, is_led: bool) -> None:
+    """Raises ValueError for a model that the engine cannot run. ``is_led``: one of the processes of
+    its mesh makes the plans."""
     if not isinstance(model, DeepSeekV3):
         raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
     if model.attn_impl is not None:
@@ -141,29 +134,4 @@ def _check_deterministic(model: DeepSeekV3, *, is_depth_adaptive: bool) -> None:
         raise ValueError(
             "deterministic: expected a model on one device, got one with a layout; the exchange"
             " of tokens between devices has not been proved to keep every bit"
-        )
-
-
-def _check_tiers(tiers: CacheTiers | None, *, deterministic: bool, prefix_cache: bool) -> None:
-    """Raises ValueError for settings that contradict tiers."""
-    if tiers is None:
-        return
-    if deterministic:
-        raise ValueError(
-            "tiers: expected None with deterministic=True; a page of another engine may be rounded"
-            " otherwise"
-        )
-    if not prefix_cache:
-        raise ValueError("tiers: expected None with prefix_cache=False; pages are loaded into it")
-
-
-def _check_swap_tokens(swap_tokens: int | None, *, deterministic: bool) -> None:
-    """Raises ValueError for a size of host memory that is out of range or would not be used."""
-    if swap_tokens is None:
-        return
-    check("swap_tokens", swap_tokens, "an integer of at least 0", numbers.Integral, 0)
-    if not deterministic:
-        raise ValueError(
-            f"swap_tokens: expected None without deterministic=True, got {swap_tokens};"
-            " other engines prefill preempted requests again"
         )

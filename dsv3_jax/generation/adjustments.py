@@ -18,16 +18,13 @@ keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
-from dsv3_jax.generation.request import Request, num_words
-from dsv3_jax.generation.settings import MAX_LOGIT_BIAS
+from dsv3_jax.generation.request import Request
 
 
 class Penalties(NamedTuple):
@@ -42,21 +39,6 @@ class Penalties(NamedTuple):
     bias_tokens: Int[Array, "B n_bias"]
     """Ids of the biases, padded with any id that has a bias of 0."""
     biases: Float32[Array, "B n_bias"]
-
-    @classmethod
-    def empty(cls, count: int) -> Penalties:
-        """Returns host arrays that change nothing, for :meth:`put`."""
-        float_, int_, n = np.float32, np.int32, MAX_LOGIT_BIAS
-        arrays: Any = (
-            np.zeros(count, float_),
-            np.zeros(count, float_),
-            np.ones(count, float_),
-            np.zeros(count, int_),
-            np.zeros(count, int_),
-            np.zeros((count, n), int_),
-            np.zeros((count, n), float_),
-        )
-        return cls(*arrays)
 
     def put(self, row: int, request: Request) -> None:
         """Writes the settings of a request into a row of host arrays."""
@@ -80,28 +62,6 @@ class Adjustments(NamedTuple):
     masks_next_only: Int[Array, " B"] | None = None
     """1 if ``allowed`` is for the next token of a sequence alone, and the tokens after it may be
     any; None if it is for all tokens of every sequence."""
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], vocab_size: int) -> Adjustments | None:
-        """Returns the adjustments of several requests, or None if none of them asks for any.
-
-        Args:
-          vocab_size: W, the number of logits.
-        """
-        penalties = allowed = None
-        if any(request.has_penalties for request in requests):
-            penalties = Penalties.empty(len(requests))
-            for row, request in enumerate(requests):
-                penalties.put(row, request)
-        if any(request.allowed is not None for request in requests):
-            allowed = np.full((len(requests), num_words(vocab_size)), ~np.uint32(0))
-            for row, request in enumerate(requests):
-                if request.allowed is not None:
-                    allowed[row] = request.allowed.words
-        if penalties is None and allowed is None:
-            return None
-        arrays: Any = cls(penalties, allowed)  # pyright: ignore[reportArgumentType]
-        return jax.tree.map(jnp.asarray, arrays)
 
 
 def adjust_logits(

@@ -1,7 +1,7 @@
 """Drafters: they propose the next tokens, so that the model can check several in one step.
 
 A drafter proposes up to ``depth`` tokens per sequence. Its proposals change the speed and nothing
-else: :mod:`dsv3_jax.generation.verification` keeps the model's own distribution for any drafts.
+else: :mod:`dsv3_jax.generation.selection` keeps the model's own distribution for any drafts.
 """
 
 from __future__ import annotations
@@ -263,7 +263,11 @@ class DraftPlan:
         check_draft(draft, draft_depth)
         if draft is None:
             return cls()
-        drafter = _drafter(draft) if isinstance(draft, str) else draft
+        drafter = draft
+        if isinstance(draft, str):
+            kind, rate = parse_draft(draft)
+            by_name = MTPDrafter() if kind == "mtp" else NgramDrafter()
+            drafter = by_name if rate is None else SyntheticDrafter(rate)
         if not isinstance(drafter, Drafter):
             raise unknown_draft(draft)
         if drafter.mtp_hidden is not None and not config.num_nextn_predict_layers:
@@ -272,10 +276,3 @@ class DraftPlan:
                 "(a checkpoint that lacks it, or load(mtp=False))"
             )
         return cls(drafter, AUTO_DEPTHS if draft_depth == "auto" else (int(draft_depth),))
-
-
-def _drafter(draft: str) -> Drafter:
-    kind, rate = parse_draft(draft)
-    if rate is not None:
-        return SyntheticDrafter(rate)
-    return MTPDrafter() if kind == "mtp" else NgramDrafter()

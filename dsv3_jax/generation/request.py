@@ -205,7 +205,9 @@ class RequestReader:
         stops = [_stop_strings(s) for s in _per_prompt("stop", stop, count, is_sequence=True)]
         ends = _per_prompt("stop_tokens", stop_tokens, count, is_sequence=True)
         ignores = _per_prompt("ignore_eos", ignore_eos, count)
-        columns["stop"] = [self._check_stop_strings(strings) for strings in stops]
+        if self._tokenizer is None and (given := [strings[0] for strings in stops if strings]):
+            raise ValueError(f"stop: expected none, as there is no tokenizer; got {given[0]!r}")
+        columns["stop"] = stops
         columns["stop_tokens"] = [
             self._stop_token_ids(*each) for each in zip(stops, ends, ignores, strict=True)
         ]
@@ -244,11 +246,6 @@ class RequestReader:
                 f"of {counted(prompt_tokens, 'token')}; None means the maximum), got {value}"
             )
         return value
-
-    def _check_stop_strings(self, strings: tuple[str, ...]) -> tuple[str, ...]:
-        if strings and self._tokenizer is None:
-            raise ValueError(f"stop: expected none, as there is no tokenizer; got {strings[0]!r}")
-        return strings
 
     def _stop_token_ids(
         self, stop: tuple[str, ...], stop_tokens: Any, ignore_eos: Any

@@ -45,43 +45,6 @@ class Sampling:
     """The mode, where the caller knows it when it compiles. None reads the temperatures instead and
     branches, for which XLA makes a GPU's host wait until they are known."""
 
-    @classmethod
-    def pack(
-        cls,
-        *,
-        seed: Shaped[np.ndarray, " B"],
-        temperature: Shaped[np.ndarray, " B"] | float = 0.0,
-        top_k: Shaped[np.ndarray, " B"] | int = 0,
-        top_p: Shaped[np.ndarray, " B"] | float = 1.0,
-        min_p: Shaped[np.ndarray, " B"] | float = 0.0,
-        stop_tokens: Shaped[np.ndarray, "B n_stop"] | None = None,
-    ) -> Sampling:
-        """Converts host arrays to the dtypes for which the decode loop is compiled.
-
-        A scalar applies to all sequences. With ``seed`` alone, sampling is greedy and stops at no
-        token.
-        """
-        B = len(seed)
-
-        def column(values: np.ndarray | float | int, dtype: type[np.generic]) -> jax.Array:
-            return jnp.asarray(np.broadcast_to(values, B).astype(dtype))
-
-        if stop_tokens is None:
-            stop_tokens = np.full((B, 1), -1)
-        return cls(
-            temperature=column(temperature, np.float32),
-            top_k=column(top_k, np.int32),
-            top_p=column(top_p, np.float32),
-            min_p=column(min_p, np.float32),
-            seed=column(seed, np.uint32),
-            stop_tokens=jnp.asarray(stop_tokens.astype(np.int32)),
-        )
-
-    @property
-    def any_sampled(self) -> Bool[Array, ""]:
-        """Whether any sequence has a temperature above 0."""
-        return jnp.any(self.temperature > 0.0)
-
     def choose(self, sampled: Callable[[], _T], greedy: Callable[[], _T]) -> _T:
         """Returns ``greedy()`` if all temperatures are 0, else ``sampled()``, which must be right
         for any temperatures.
@@ -90,7 +53,7 @@ class Sampling:
         batches skip it.
         """
         if self.mode is None:
-            return jax.lax.cond(self.any_sampled, sampled, greedy)
+            return jax.lax.cond(jnp.any(self.temperature > 0.0), sampled, greedy)
         return greedy() if self.mode == "greedy" else sampled()
 
 

@@ -1,4 +1,14 @@
-"""The tokens that one forward pass adds to each sequence, and why a sequence ends with them."""
+"""The tokens that one forward pass adds to each sequence, by speculative sampling, and its end.
+
+The tokens have exactly the model's own distribution (Leviathan et al. 2023, Chen et al. 2023). Let
+p be the model's distribution at a position and q the drafter's, both after the sequence's
+temperature and filters. A draft x is accepted with probability ``min(1, p(x) / q(x))``. The first
+rejected draft is replaced by a token sampled from ``max(p - q, 0)``, normalised. If no draft is
+rejected, the token after the last one is sampled from p. Each token is then distributed as p:
+``min(p, q) + (1 - sum min(p, q)) * max(p - q, 0) / sum max(p - q, 0) = p``. At temperature 0, p and
+q each have one token of probability 1, and the rule reduces to: accept drafts while they are equal
+to the model's tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +21,15 @@ from jaxtyping import Array, Bool, Float32, Int
 from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
 from dsv3_jax.generation.completion import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.drafters import Drafts
-from dsv3_jax.generation.sampling import Sampling, mask_vocab_padding
-from dsv3_jax.generation.verification import num_leading_true, verify
+from dsv3_jax.generation.sampling import (
+    ACCEPT,
+    NEXT,
+    Sampling,
+    filter_logits,
+    mask_vocab_padding,
+    random_values,
+    sample_filtered,
+)
 
 
 class NewTokens(NamedTuple):
@@ -93,3 +110,89 @@ def select_tokens(
         top_tokens=top_tokens,
         top_logprobs=top_logits - max_logits - log_total,
     )
+
+
+def verify(
+    logits: Float32[Array, "B T W"],
+    drafts: Drafts,
+    sampling: Sampling,
+    positions: Int[Array, " B"],
+    acceptance: float | None = None,
+) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """Returns the tokens of one step: the accepted drafts, then one token of the model's own.
+
+    Args:
+      logits: the model's logits after the last known token and after each of the T - 1 drafts.
+      positions: position of the first draft.
+      acceptance: for benchmarks, accept drafts at this rate instead.
+
+    Returns:
+      Tokens and the number of accepted drafts. The first ``accepted + 1`` tokens are valid.
+    """
+    K = drafts.tokens.shape[1]
+    is_draft = jnp.arange(K) < drafts.counts[:, None]
+
+    def uniform(k: jax.Array) -> jax.Array:
+        return random_values(jax.random.uniform, sampling, positions + k, ACCEPT)
+
+    u = jax.vmap(uniform, out_axes=1)(jnp.arange(K)) if K else jnp.zeros(drafts.tokens.shape)
+    forced = None if acceptance is None else u < acceptance
+    padded_drafts = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
+    # Outside the greedy branch, because the decode loop computes it too: XLA then reads the logits
+    # once for both.
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def sample_each(logits: jax.Array) -> jax.Array:
+        def sample_one(logits: jax.Array, k: jax.Array) -> jax.Array:
+            return sample_filtered(logits, sampling, positions + k, NEXT)
+
+        return jax.vmap(sample_one, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(K + 1))
+
+    def verify_greedy() -> tuple[jax.Array, jax.Array]:
+        is_accepted = best[:, :K] == drafts.tokens if forced is None else forced
+        accepted = num_leading_true(is_accepted & is_draft)
+        return jnp.where(jnp.arange(K + 1) < accepted[:, None], padded_drafts, best), accepted
+
+    def verify_sampled() -> tuple[jax.Array, jax.Array]:
+        log_p = filter_logits(logits, sampling)
+        p = jax.nn.softmax(log_p, axis=-1)
+        q = _draft_probabilities(drafts, logits.shape[-1])
+        p_x, q_x = (_at_tokens(x, drafts.tokens) for x in (p[:, :K], q))
+        is_accepted = u * q_x < p_x if forced is None else forced
+        accepted = num_leading_true(is_accepted & is_draft)
+        # The token after each draft, if that one is the last to be accepted. To sample only the one
+        # that is needed would take longer on a GPU: each kernel would wait for ``accepted``.
+        own = sample_each(log_p)
+        if K and forced is None:
+            # After the last draft the token is sampled from p: q counts as zero.
+            q = jnp.pad(jnp.where(is_draft[..., None], q, 0.0), ((0, 0), (0, 1), (0, 0)))
+            residual = _log_residual(log_p, p, q)
+            other = sample_each(residual)
+            # If p and q are almost equal, rounding may reject a draft although no residual is left.
+            own = jnp.where(_at_tokens(residual, other) == -jnp.inf, own, other)
+        return jnp.where(jnp.arange(K + 1) < accepted[:, None], padded_drafts, own), accepted
+
+    return sampling.choose(verify_sampled, verify_greedy)
+
+
+def num_leading_true(mask: Bool[Array, "B K"]) -> Int[Array, " B"]:
+    """Returns the number of True entries before the first False."""
+    K = mask.shape[1]
+    return jnp.min(jnp.where(mask, K, jnp.arange(K)), axis=1, initial=K)
+
+
+def _at_tokens(x: Float32[Array, "B K W"], tokens: Int[Array, "B K"]) -> Float32[Array, "B K"]:
+    return jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0]
+
+
+def _draft_probabilities(drafts: Drafts, W: int) -> Float32[Array, "B K W"]:
+    if drafts.logits is None:
+        return jax.nn.one_hot(drafts.tokens, W, dtype=jnp.float32)
+    return jax.nn.softmax(drafts.logits, axis=-1)
+
+
+def _log_residual(
+    log_p: Float32[Array, "B T W"], p: Float32[Array, "B T W"], q: Float32[Array, "B T W"]
+) -> Float32[Array, "B T W"]:
+    """Returns ``log max(p - q, 0)`` up to a constant; exactly ``log_p`` where q is zero."""
+    return jnp.where(q < p, log_p + jnp.log1p(-q / jnp.where(q < p, p, 1.0)), -jnp.inf)

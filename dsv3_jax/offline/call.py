@@ -64,7 +64,10 @@ class Call:
         scheduled = [_scheduled(i, request, tokenizer, plan) for i, request in enumerate(requests)]
         self.outputs = [output_of(request) for request in scheduled]
         """The results of the requests so far, in their order."""
-        pool = _pool(programs)
+        # Every slot has the pages of the longest request.
+        one_page = PoolLayout.of(programs.layout, 1, programs.page_size)
+        pages = programs.slots_per_shard * programs.max_pages // one_page.token_parts
+        pool = dataclasses.replace(one_page, pages_per_device=pages)
         buckets = programs.buckets
         overlap = self._overlap = not buckets.separate
         scheduler = Scheduler(
@@ -166,13 +169,6 @@ def _scheduled(
             depth=plan.max_depth,
         ),
     )
-
-
-def _pool(programs: Programs) -> PoolLayout:
-    """Returns a division of the cache that gives every slot the pages of the longest request."""
-    one_page = PoolLayout.of(programs.layout, 1, programs.page_size)
-    pages = programs.slots_per_shard * programs.max_pages // one_page.token_parts
-    return dataclasses.replace(one_page, pages_per_device=pages)
 
 
 def _options(

@@ -351,7 +351,7 @@ class Generator:
         self._signature.check(model)
         self._arrays = ModelArrays.of(model)
         for programs in self._programs.values():
-            programs.use(self._arrays.leaves)
+            programs.leaves = self._arrays.leaves
 
     def take_routing_counts(self) -> np.ndarray:
         """Returns how many tokens chose each expert since the last call, int64 [L_moe, E].

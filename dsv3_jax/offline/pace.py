@@ -27,7 +27,9 @@ dispatch takes the host a few milliseconds, and a step with few prompts is mostl
 def buckets_of(
     size: int, layout: Layout | None, prefill_chunk: int | None, *, reproducible: bool
 ) -> Buckets:
-    """Returns the sizes of the programs for a batch size of a Generator with these settings."""
+    """Returns the sizes of the programs for a batch size of a Generator with these settings. If it
+    is reproducible, one program prefills and one decodes, so that a request's tokens do not depend
+    on other requests."""
     # Without a size for the last request of a batch, which would be compiled meanwhile.
     default = Buckets.of_devices(size, layout, one_request=False)
     if not reproducible:
@@ -36,21 +38,9 @@ def buckets_of(
     if prefill_chunk is not None:
         return chunked_buckets(default, local_batch, prefill_chunk)
     multiple = 1 if layout is None else layout.micro_batches
-    return generator_buckets(default, local_batch, multiple=multiple)
-
-
-def generator_buckets(default: Buckets, local_batch: int, *, multiple: int = 1) -> Buckets:
-    """Returns the sizes for ``local_batch`` requests on each shard: one program that prefills and
-    one that decodes, so that a request's tokens do not depend on other requests.
-
-    A prefill takes about 512 tokens per request of a batch of up to four, and no more in larger
-    batches. Where chunks have no more than 32 tokens, it takes a chunk per request of a batch of up
-    to eight: these are the chunks of CPUs, on which padding costs more.
-
-    Args:
-      default: sizes of an engine on these devices.
-      multiple: number of micro-batches.
-    """
+    # A prefill takes about 512 tokens per request of a batch of up to four, and no more in larger
+    # batches. Where chunks have no more than 32 tokens, it takes a chunk per request of a batch of
+    # up to eight: these are the chunks of CPUs, on which padding costs more.
     tokens = default.chunk_tokens
     chunks = min(local_batch, 8) if tokens <= 32 else min(local_batch, 4) * -(-512 // tokens)
     return _separate(default, local_batch, -(-chunks // multiple) * multiple)

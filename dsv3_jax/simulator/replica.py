@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv3_jax.engine.device.dispatch_times import DispatchTimes
 from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
@@ -33,8 +32,8 @@ from dsv3_jax.engine.scheduling.step_plan import (
 )
 from dsv3_jax.engine.scheduling.step_times import DecodePace, Result
 from dsv3_jax.engine.scheduling.step_times import StepTimes as RecentTimes
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
-from dsv3_jax.engine.stats import HostTimes
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
+from dsv3_jax.engine.stats import DispatchTimes, HostTimes
 from dsv3_jax.engine.step_loop import StepLoop
 from dsv3_jax.generation.completion import FULL
 from dsv3_jax.simulator.step_times import StepTimes, StepWork

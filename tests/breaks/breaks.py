@@ -126,7 +126,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_tile_order.py",),
     ),
     "a panel mixes the tiles of groups": Break(
-        "pallas_kernels/grouped_matmul/plan.py",
+        "pallas_kernels/grouped_matmul/schedule.py",
         "return pl.cdiv(tiles, pl.cdiv(tiles, most))",
         "return most",
         (_KERNELS + "test_tile_order.py",),
@@ -144,13 +144,13 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_dispatch.py",),
     ),
     "a schedule forgets the last block": Break(
-        "pallas_kernels/mla_decode/schedule.py",
+        "pallas_kernels/hopper/split_kv.py",
         "BLOCK - 1) // BLOCK, 1, max_pages)\n    cost =",
         "0) // BLOCK, 1, max_pages)\n    cost =",
         (_KERNELS + "test_mla_decode_schedule.py",),
     ),
     "row sums of a float8 cache keep the maximum of two blocks before": Break(
-        "pallas_kernels/mla_decode/float8_consumer.py",
+        "pallas_kernels/mla_decode/float8.py",
         "[sums[0] * plgpu.layout_cast(memory.factors[other], ROW)]",
         "[sums[0]]",
         (_KERNELS + "test_mla_decode_float8_pairs.py",),
@@ -162,7 +162,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_grouped_matmul_hopper.py", _KERNELS + "test_few_tokens.py"),
     ),
     "the output projection reads values before all programs have stored theirs": Break(
-        "pallas_kernels/decoder_layer/program.py",
+        "pallas_kernels/decoder_layer/stream.py",
         "        self.grid.wait(token)\n",
         "        del token\n",
         (_KERNELS + "test_decoder_layer.py",),
@@ -174,7 +174,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_decoder_layer.py",),
     ),
     "the last part of attention counts more than once": Break(
-        "pallas_kernels/decoder_layer/merging.py",
+        "pallas_kernels/decoder_layer/activations.py",
         "jnp.where(n < count, jnp.exp(lse - raised), 0.0)",
         "jnp.exp(lse - raised)",
         (_KERNELS + "test_decoder_layer.py",),
@@ -192,7 +192,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_decoder_layer.py",),
     ),
     "an expert's row in float16 has the factor of another": Break(
-        "pallas_kernels/decoder_layer/program.py",
+        "pallas_kernels/decoder_layer/kernel.py",
         "self.factors[plan.routed_factor + p]",
         "self.factors[plan.routed_factor]",
         (_KERNELS + "test_decoder_layer.py",),
@@ -204,7 +204,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_decoder_layer.py",),
     ),
     "a row's largest number overflows float16": Break(
-        "pallas_kernels/decoder_layer/packed.py",
+        "pallas_kernels/decoder_layer/activations.py",
         "_LARGEST = 14 ",
         "_LARGEST = 16 ",
         (_KERNELS + "test_decoder_layer_registers.py",),
@@ -216,13 +216,13 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_decoder_layer_registers.py",),
     ),
     "an int4's columns meet the activations of others": Break(
-        "pallas_kernels/decoder_layer/integers.py",
+        "pallas_kernels/decoder_layer/activations.py",
         "blocks = jnp.swapaxes(blocks, -3, -2)",
         "blocks = blocks",
         (_KERNELS + "test_decoder_layer_registers.py",),
     ),
     "odd columns of int4 are not exact": Break(
-        "pallas_kernels/decoder_layer/integers.py",
+        "pallas_kernels/decoder_layer/registers.py",
         "mov.b32 offset, 0xD480D480;",
         "mov.b32 offset, 0xD400D400;",
         (_KERNELS + "test_decoder_layer_registers.py",),
@@ -234,7 +234,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_decoder_layer_registers.py",),
     ),
     "the halves of a unit of int4 are the same rows": Break(
-        "pallas_kernels/decoder_layer/units.py",
+        "pallas_kernels/decoder_layer/stream.py",
         "            row += n * ROWS\n",
         "            pass\n",
         (_KERNELS + "test_decoder_layer.py",),
@@ -246,7 +246,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_decoder_layer.py",),
     ),
     "queries meet W_UK before all programs have written theirs": Break(
-        "pallas_kernels/attention_inputs/program.py",
+        "pallas_kernels/decoder_layer/stream.py",
         "        self.grid.wait(token)\n",
         "        del token\n",
         (_KERNELS + "test_attention_inputs.py",),
@@ -265,7 +265,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_attention_inputs.py",),
     ),
     "a latent without a slot is stored": Break(
-        "pallas_kernels/attention_inputs/program.py",
+        "pallas_kernels/attention_inputs/kernel.py",
         "@when((slot >= 0) & (self.wg == 0))",
         "@when(self.wg == 0)",
         (_KERNELS + "test_attention_inputs.py",),
@@ -289,13 +289,13 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_hopper_compile.py",),
     ),
     "w4a8 takes its token scales from a multiple of four": Break(
-        "pallas_kernels/grouped_matmul/w4a8_kernel.py",
+        "pallas_kernels/grouped_matmul/w4a8.py",
         "columns = x_scales[pl.ds(token & 3, width)]",
         "columns = x_scales[pl.ds(0, width)]",
         (_KERNELS + "test_w4a8.py",),
     ),
     "w4a8 releases a stage before it has read it": Break(
-        "pallas_kernels/grouped_matmul/w4a8_kernel.py",
+        "pallas_kernels/grouped_matmul/w4a8.py",
         "sums, previous = carry\n                when(i > 0)(lambda: ring.release(previous))",
         "sums, previous = carry\n                when(i >= 0)(lambda: ring.release(previous))",
         (_KERNELS + "test_w4a8.py",),
@@ -343,7 +343,7 @@ BREAKS: dict[str, Break] = {
         (_KERNELS + "test_route.py",),
     ),
     "lanes without an expert may be chosen": Break(
-        "pallas_kernels/route/choice.py",
+        "pallas_kernels/route/mosaic_gpu.py",
         "select(ranked[-1], columns[-1] < experts, _LOWEST)",
         "select(ranked[-1], columns[-1] < LANES, _LOWEST)",
         (_KERNELS + "test_route.py",),
@@ -647,7 +647,7 @@ BREAKS: dict[str, Break] = {
         (_GENERATION + "test_loop.py",),
     ),
     "a request that decodes alone is cut while others wait": Break(
-        "dsv3_jax/engine/scheduling/dispatch_length.py",
+        "dsv3_jax/engine/scheduling/scheduler.py",
         "if len(requests) > 1:",
         "if requests:",
         ("tests/engine/test_scheduler.py",),
@@ -720,7 +720,7 @@ BREAKS: dict[str, Break] = {
         (_ENGINE + "test_programs.py",),
     ),
     "a program without filters serves requests with filters": Break(
-        "dsv3_jax/engine/device/step_options.py",
+        "dsv3_jax/engine/device/step_input.py",
         "any(request.has_filters for request in sampled)",
         "all(request.has_filters for request in sampled)",
         (_ENGINE + "test_programs.py",),
@@ -756,13 +756,13 @@ BREAKS: dict[str, Break] = {
         (_ENGINE + "test_prefix_loads.py",),
     ),
     "loaded pages are used although pages before them were evicted": Break(
-        "dsv3_jax/engine/scheduling/prefix_loads.py",
+        "dsv3_jax/engine/scheduling/stored_pages.py",
         "loaded[cached - shared.first :] if cached >= shared.first else []",
         "loaded[cached - shared.first :]",
         (_ENGINE + "test_prefix_loads.py",),
     ),
     "pages of a preempted request that the cache lost during a load are not loaded": Break(
-        "dsv3_jax/engine/scheduling/prefix_loads.py",
+        "dsv3_jax/engine/scheduling/stored_pages.py",
         "if shared is not None and shared.first <= cached:",
         "if shared is not None:",
         (_ENGINE + "test_prefix_loads.py",),
@@ -774,7 +774,7 @@ BREAKS: dict[str, Break] = {
         (_ENGINE + "test_prefix_loads.py",),
     ),
     "a load that takes too long is waited for": Break(
-        "dsv3_jax/engine/scheduling/prefix_loads.py",
+        "dsv3_jax/engine/scheduling/stored_pages.py",
         "and now < shared.requests[request]",
         "and now < shared.requests[request] + 1e9",
         (_ENGINE + "test_prefix_loads.py",),
@@ -792,13 +792,13 @@ BREAKS: dict[str, Break] = {
         (_ENGINE + "test_tiers.py",),
     ),
     "a launch can be behind the end of the launcher's queue": Break(
-        "dsv3_jax/engine/device/launcher.py",
+        "dsv3_jax/engine/device/executor.py",
         "with self._closing:  # a launch behind the end of the queue would wait for ever",
         "if self._closing:",
         (_ENGINE + "test_launcher.py",),
     ),
     "a launch that was closed out is only cancelled, which a waiter does not see": Break(
-        "dsv3_jax/engine/device/launcher.py",
+        "dsv3_jax/engine/device/executor.py",
         "future.set_exception(_closed())",
         "future.cancel()",
         (_ENGINE + "test_launcher.py",),
@@ -1252,7 +1252,7 @@ BREAKS: dict[str, Break] = {
         (_SERVER + "test_watchdog.py",),
     ),
     "prefix loads have no budget": Break(
-        "dsv3_jax/engine/scheduling/prefix_loads.py",
+        "dsv3_jax/engine/scheduling/stored_pages.py",
         "lacking = self.num_bytes + count - self._most_bytes",
         "lacking = 0",
         (_ENGINE + "test_prefix_loads.py",),
@@ -1270,7 +1270,7 @@ BREAKS: dict[str, Break] = {
         ("tests/disaggregation/test_remote_prefill.py",),
     ),
     "prompts are cut as the tokenizer's training was": Break(
-        "dsv3_jax/tokenizer.py",
+        "dsv3_jax/tokenizer_files.py",
         "    tokenizer.no_truncation()\n",
         "    tokenizer.no_padding()\n",
         ("tests/test_special_tokens.py",),

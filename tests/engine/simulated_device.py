@@ -25,7 +25,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     ShardPlan,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from tests.engine.simulated_store import LOAD_SECONDS, SimulatedStore
 
 Page = list[list[Any]]

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from dsv3_jax.engine.device.dispatch_times import DispatchTimes
 from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.requests.output import RequestOutput
@@ -21,7 +20,8 @@ from dsv3_jax.engine.scheduling.step_plan import (
     SchedulerConfig,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
+from dsv3_jax.engine.stats import DispatchTimes
 from dsv3_jax.generation.completion import FULL, NON_FINITE, RUNNING, STOPPED
 from dsv3_jax.generation.request import Request
 from tests.engine.simulated_device import SimulatedDevice, completion, shard_pages

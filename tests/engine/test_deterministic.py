@@ -24,7 +24,7 @@ from dsv3_jax.engine.device.page_packing import (
 )
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotState
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.kv_cache import CacheSpec, PagePool
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import PageFormat

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import Engine, EngineError
-from dsv3_jax.engine.device.dispatch_times import DispatchTimes
 from dsv3_jax.engine.device.executor import Launcher
 from dsv3_jax.engine.device.programs import Programs
+from dsv3_jax.engine.stats import DispatchTimes
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
 PROMPT = [5, 6, 7]
@@ -231,7 +231,7 @@ def test_without_overlap_a_step_is_read_at_once(tiny_mtp, programs):
 class TestDispatchTimes:
     def test_sums_up(self, monkeypatch):
         now = 0.0
-        monkeypatch.setattr("dsv3_jax.engine.device.dispatch_times.time.perf_counter", lambda: now)
+        monkeypatch.setattr("dsv3_jax.engine.stats.time.perf_counter", lambda: now)
         times = DispatchTimes()
 
         def at(moment: float, event: Callable[[], object]) -> None:
@@ -264,7 +264,7 @@ class TestDispatchTimes:
 
     def test_predicts_the_end_from_the_shortest_recent_dispatch(self, monkeypatch):
         now = 0.0
-        monkeypatch.setattr("dsv3_jax.engine.device.dispatch_times.time.perf_counter", lambda: now)
+        monkeypatch.setattr("dsv3_jax.engine.stats.time.perf_counter", lambda: now)
         times = DispatchTimes()
 
         def dispatch(seconds: float, steps: int = 1) -> None:

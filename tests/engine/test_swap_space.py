@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from tests.engine.simulated_device import Simulation, completion
 from tests.engine.test_scheduler import STOP, RandomOperations, prompts, request
 
@@ -128,7 +128,7 @@ class TestPreemption:
         assert swap is not None
         while not swap.used:
             simulation.step()
-        (swapped,) = swap.requests
+        (swapped,) = swap.counts
         for each in requests:
             if each is not swapped:
                 simulation.scheduler.cancel(each)
@@ -173,7 +173,7 @@ class TestPreemption:
         assert swap is not None
         while not swap.used:
             simulation.step()
-        (swapped,) = swap.requests
+        (swapped,) = swap.counts
         simulation.scheduler.cancel(swapped)
         simulation.run()
         assert simulation.ended[swapped] == "cancelled"

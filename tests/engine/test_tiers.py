@@ -77,7 +77,7 @@ def test_with_drafts_from_host_memory_and_from_disk(tiny_mtp, expected, tmp_path
         assert disk.stored_pages == host.stored_pages > loaded
         engine.clear_prefix_cache(tiers=False)
         assert engine._transfer is not None
-        engine._transfer.clear_memory()
+        engine._transfer._tiers.clear_memory()
         assert run(engine) == (expected, WHOLE)
         host, disk = engine.stats().tiers
         assert (host.hit_pages, disk.hit_pages) == (loaded, loaded)
@@ -284,7 +284,7 @@ class TestTransfer:
         assert began.wait(SECONDS)
         second = transfer.load(self.addresses)
         pages = [weakref.ref(record) for record in second.future.result(SECONDS)]
-        transfer.clear_memory()
+        transfer._tiers.clear_memory()
         second.close()
         assert not any(page() for page in pages[1:])
         go.set()

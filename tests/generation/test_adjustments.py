@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.generation.adjustments import Adjustments, Penalties, adjust_logits
+from dsv3_jax.generation.adjustments import Adjustments, adjust_logits
 from dsv3_jax.generation.request import Request, TokenMask
+from tests.generation.packing import adjustments_of, empty_penalties
 
 PROMPT = [5, 6, 7, 8, 5]
 # Random weights repeat nothing by themselves, so that penalties reward repetition here.
@@ -164,8 +165,7 @@ class TestDrafts:
         tokens = np.full((2, 8), 11, np.int32)  # 11 past the length must not count
         for row, ids in enumerate(known):
             tokens[row, : len(ids)] = ids
-        adjustments = Adjustments.of(requests, self.W)
-        assert adjustments is not None
+        adjustments = adjustments_of(requests, self.W)
         stops = np.array([[7, -1], [1, -1]], np.int32)
         got = np.asarray(
             jax.jit(adjust_logits)(
@@ -253,7 +253,7 @@ class TestTokenMask:
 def test_min_tokens_counts_the_drafts_before_a_position():
     """With three tokens known and a minimum of four, the first of two positions excludes the stop
     token."""
-    penalties = Penalties.empty(1)
+    penalties = empty_penalties(1)
     penalties.min_lengths[0] = 4
     adjusted = adjust_logits(
         jnp.zeros((1, 2, 8)),

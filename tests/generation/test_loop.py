@@ -12,12 +12,13 @@ from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.engine.device.step import step
 from dsv3_jax.engine.device.step_input import StepOptions, StepShape, empty_input
 from dsv3_jax.generation.completion import FULL, RUNNING, STOPPED
-from dsv3_jax.generation.sampling import Sampling, sample
+from dsv3_jax.generation.sampling import sample
 from dsv3_jax.generation.settings import MAX_STOP_TOKENS
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.offline import call
 from dsv3_jax.offline.generator import Generator
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
+from tests.generation.packing import pack_sampling
 from tests.support.covering import slow_except
 
 # One token, a few, more than any chunk here, more than a page of the cache.
@@ -215,7 +216,7 @@ class TestSettingsReachTheSampler:
         n = len(out.tokens)
         names = ("temperature", "top_k", "top_p", "min_p", "seed")
         settings = {name: np.full(n, request[name]) for name in names}
-        sampling = Sampling.pack(stop_tokens=np.full((n, 1), -1), **settings)
+        sampling = pack_sampling(stop_tokens=np.full((n, 1), -1), **settings)
         sampled, _ = sample(jnp.asarray(logits), sampling, jnp.arange(begin, begin + n))
         assert out.tokens == sampled.tolist()
 
@@ -301,7 +302,7 @@ class TestFinishedSequences:
             lengths=jnp.array(self.LENGTHS),
             limits=jnp.array([30, 5, 30, 6]),
             finished=jnp.array(self.FINISHED),
-            sampling=Sampling.pack(
+            sampling=pack_sampling(
                 seed=np.zeros(B), temperature=1.0, stop_tokens=np.full((B, MAX_STOP_TOKENS), -1)
             ),
         )

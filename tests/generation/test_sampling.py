@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.generation.sampling import Sampling, SamplingMode, filter_mask, sample
+from tests.generation.packing import pack_sampling
 
 Options = dict[str, Any]
 
@@ -21,7 +22,7 @@ def sampling(batch: list[Options]) -> Sampling:
     """Packs the settings of a batch. The defaults are temperature 1 and no filter."""
     default = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
     columns = {n: np.array([options.get(n, d) for options in batch]) for n, d in default.items()}
-    return Sampling.pack(stop_tokens=np.full((len(batch), 8), -1), **columns)
+    return pack_sampling(stop_tokens=np.full((len(batch), 8), -1), **columns)
 
 
 def sample_tokens(logits: np.ndarray, batch: list[Options], positions: Any) -> np.ndarray:
@@ -255,8 +256,8 @@ def test_the_highest_temperatures_sample_evenly(temperature):
 
 
 def test_by_default_sampling_is_greedy_and_never_stops():
-    sampling = Sampling.pack(seed=np.arange(3))
-    assert not sampling.any_sampled
+    sampling = pack_sampling(seed=np.arange(3))
+    assert not sampling.temperature.any()
     assert sampling.seed.tolist() == [0, 1, 2]
     assert sampling.top_p.tolist() == [1.0] * 3
     assert sampling.stop_tokens.tolist() == [[-1]] * 3

@@ -26,13 +26,13 @@ from dsv3_jax.generation.drafters import (
     NgramDrafter,
     SyntheticDrafter,
 )
-from dsv3_jax.generation.sampling import Sampling
-from dsv3_jax.generation.verification import verify
+from dsv3_jax.generation.selection import verify
 from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.offline import pace as offline_pace
 from dsv3_jax.offline.generator import Generator
 from tests.generation.fragments import MAX_LEN, VOCAB_SIZE, letters
+from tests.generation.packing import pack_sampling
 from tests.generation.test_loop import LOGPROB_TOLERANCE, PROMPTS
 from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
 from tests.support.covering import slow_except
@@ -359,7 +359,7 @@ class TestDrafts:
 
     def test_prompt_lookup_on_examples(self, models):
         """The drafts follow the latest earlier occurrence of the last four, three or two tokens."""
-        sampling = Sampling.pack(seed=np.arange(4))
+        sampling = pack_sampling(seed=np.arange(4))
         cache = LatentKVCache.init(models["random"].cache_spec(), 4, MAX_LEN)
 
         @jax.jit

@@ -10,7 +10,8 @@ import pytest
 
 from dsv3_jax.generation.drafters import Drafts
 from dsv3_jax.generation.sampling import DRAFT, Sampling, filter_logits, sample
-from dsv3_jax.generation.verification import verify
+from dsv3_jax.generation.selection import verify
+from tests.generation.packing import pack_sampling
 from tests.generation.test_sampling import Options, bound, chi_square, run_sample, sampling
 from tests.support.covering import slow_except
 
@@ -42,7 +43,7 @@ def repeated(options: Options, count: int = N) -> Sampling:
     names = [field.name for field in dataclasses.fields(Sampling) if field.name != "mode"]
     columns = {name: getattr(sampling([options]), name) for name in names}
     batch = {name: np.repeat(np.asarray(column), count, axis=0) for name, column in columns.items()}
-    return Sampling.pack(**batch | {"seed": np.arange(count)})
+    return pack_sampling(**batch | {"seed": np.arange(count)})
 
 
 @jax.jit
@@ -173,7 +174,7 @@ class TestGreedy:
         )
         counts = np.array([2, 2, 2, 2, 1, 1, 0, 0], np.int32)
         times = N // 8  # repeats the eight, to use the same compiled program
-        batch = Sampling.pack(
+        batch = pack_sampling(
             temperature=np.tile([0.0] * 7 + [last_temperature], times),
             seed=np.arange(N),
             stop_tokens=np.full((N, 8), -1),

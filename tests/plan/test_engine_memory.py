@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from dsv3_jax import presets
-from dsv3_jax.engine.device import cache_size
+from dsv3_jax.engine.device import page_pool
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.generation.drafters import MTPDrafter
@@ -48,9 +48,10 @@ def test_the_default_cache_is_the_engines(shards, monkeypatch):
         "bytes_in_use": shard.weight_bytes + shard.up_projection_bytes,
     }
     device = SimpleNamespace(memory_stats=lambda: stats)
-    monkeypatch.setattr(cache_size.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(page_pool.jax, "local_devices", lambda: [device])
     model = shard.shapes.model
-    pages = cache_size.pages_per_device(model, None, 16 * 1000, page_size=64, mtp=False)
+    pool = page_pool.PoolLayout.fitting(model, None, 16 * 1000, 64, mtp=False)
+    pages = pool.pages_per_device
     assert engine_state.cache_tokens(shard, deployment) == 64 * pages
     use = memory.decode(shard, deployment)
     assert use.cache == pages * 64 * 2 * 576 * 2

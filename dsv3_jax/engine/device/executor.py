@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3_jax.engine.device.dispatch_times import DispatchTimes
 from dsv3_jax.engine.device.page_packing import RequestCopier, SavedRequest
 from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.page_transfer import PageTransfer
@@ -34,6 +33,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     ShardPlan,
     StepPlan,
 )
+from dsv3_jax.engine.stats import DispatchTimes
 from dsv3_jax.generation.completion import NON_FINITE, RUNNING
 from dsv3_jax.generation.errors import EngineError
 from dsv3_jax.generation.request import Request
@@ -77,7 +77,7 @@ class Executor:
         options_of: Callable[[StepPlan], StepOptions] | None = None,
     ):
         self.programs = programs
-        self._options_of = options_of or self._asked_options
+        self._options_of = options_of or _asked_options
         self.times = DispatchTimes()
         self._launcher = Launcher(state, background=background)
         self._pool = pool
@@ -137,11 +137,6 @@ class Executor:
         output = self._launcher.launch(launch)
         self._in_flight.append(_Dispatched(plan, shape, saved, output))
 
-    @staticmethod
-    def _asked_options(plan: StepPlan) -> StepOptions:
-        prompt_logprobs = any(map(_has_prompt_logprobs, plan.chunks))
-        return StepOptions.of(map(_settings, plan.requests), prompt_logprobs=prompt_logprobs)
-
     def replay(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Launches a step that the leader of a mesh of processes has planned. Its results are not
         read here, but an error is raised by the next call."""
@@ -150,8 +145,7 @@ class Executor:
         self._replayed = self._launcher.launch(lambda state: self.programs(state, buffer, shape))
 
     def save(self, saves: Sequence[PageSave]) -> Future[None]:
-        """Launches copies of pages to the tiers without a step. The future is done when these and
-        all earlier ones are launched."""
+        """Launches copies of pages to the tiers without a step."""
 
         def launch(state: SlotState) -> tuple[SlotState, None]:
             assert self._transfer is not None
@@ -161,8 +155,7 @@ class Executor:
         return self._saving
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
-        """Waits for the oldest dispatch. Returns its plan, and a result for each chunk and each
-        request that decoded."""
+        """Waits for the oldest dispatch. Returns its plan, and a result for each request of it."""
         plan, shape, saved, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
@@ -196,8 +189,7 @@ class Executor:
         return RequestResult(request, new_tokens, read.finished[row], is_decode)
 
     def take_routing_counts(self) -> Future[jax.Array]:
-        """Returns the number of tokens that chose each expert, integers [L_moe, E], in the steps
-        that were launched since the last call."""
+        """Returns the number of tokens that chose each expert, [L_moe, E], since the last call."""
 
         def take(state: SlotState) -> tuple[SlotState, jax.Array]:
             counts = state.routing_counts
@@ -263,8 +255,17 @@ class Executor:
             arrays.starts[i] = chunk.start
             arrays.counts[i] = chunk.count
             arrays.is_last[i] = chunk.is_last
-            if chunk.is_first:
-                self._fill_admission(arrays, i, chunk)
+            if not chunk.is_first:
+                continue
+            request, settings = chunk.request, _settings(chunk.request)
+            arrays.admitted_slots[i] = chunk.slot
+            arrays.prompts[i, : len(request.tokens)] = request.tokens
+            arrays.lengths[i] = len(request.tokens)
+            arrays.limits[i] = request.max_length
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                getattr(arrays, name)[i] = getattr(settings, name)
+            arrays.seed[i] = (settings.seed + request.rewinds * REWIND_SEED) % 2**32
+            arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
 
     def _fill_adjustments(self, inputs: StepInput, plan: ShardPlan, shape: StepShape) -> None:
         """Writes what changes the logits of each request."""
@@ -284,21 +285,15 @@ class Executor:
         if shape.options.masks:
             arrays.rewinds[: len(plan.rewinds)] = plan.rewinds
 
-    def _fill_admission(self, arrays: Any, i: int, chunk: Chunk) -> None:
-        request, settings = chunk.request, _settings(chunk.request)
-        arrays.admitted_slots[i] = chunk.slot
-        arrays.prompts[i, : len(request.tokens)] = request.tokens
-        arrays.lengths[i] = len(request.tokens)
-        arrays.limits[i] = request.max_length
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            getattr(arrays, name)[i] = getattr(settings, name)
-        arrays.seed[i] = (settings.seed + request.rewinds * REWIND_SEED) % 2**32
-        arrays.stop_tokens[i, : len(settings.stop_tokens)] = settings.stop_tokens
-
 
 def _settings(request: ScheduledRequest) -> Request:
     assert request.settings is not None, "the request has no settings"
     return request.settings
+
+
+def _asked_options(plan: StepPlan) -> StepOptions:
+    prompt_logprobs = any(map(_has_prompt_logprobs, plan.chunks))
+    return StepOptions.of(map(_settings, plan.requests), prompt_logprobs=prompt_logprobs)
 
 
 def _has_prompt_logprobs(chunk: Chunk) -> bool:
@@ -318,7 +313,8 @@ class Launcher:
     """
 
     def __init__(self, state: SlotState, *, background: bool):
-        self._state = state
+        self.state = state
+        """The newest state. A launch under way may delete its arrays; their shapes stay."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._closing = threading.Lock()
@@ -331,20 +327,9 @@ class Launcher:
             self._thread = threading.Thread(target=self._work, name="dsv3-launcher", daemon=True)
             self._thread.start()
 
-    @property
-    def state(self) -> SlotState:
-        """The newest state. A launch under way may delete its arrays; their shapes stay."""
-        return self._state
-
     def launch(self, function: Callable[[SlotState], tuple[SlotState, _T]]) -> Future[_T]:
-        """Applies a function that takes the state, and returns the next state and a result.
-
-        The future has the result or the error. After an error the state may be lost, so all later
-        launches fail.
-
-        Raises:
-          EngineError: the launcher is closed.
-        """
+        """Applies a function that takes the state, and returns the next state and a result, which
+        the future has. After an error the state may be lost, so all later launches fail."""
         future: Future[_T] = Future()
         with self._closing:  # a launch behind the end of the queue would wait for ever
             if self._is_closed:
@@ -363,7 +348,7 @@ class Launcher:
             self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
-        for array in jax.tree.leaves(self._state):
+        for array in jax.tree.leaves(self.state):
             if isinstance(array, jax.Array):
                 array.delete()
 
@@ -383,7 +368,7 @@ class Launcher:
         try:
             if self._error is not None:
                 raise EngineError("launch: an earlier one failed") from self._error
-            self._state, result = function(self._state)
+            self.state, result = function(self.state)
         except BaseException as error:
             self._error = self._error or error
             future.set_exception(error)

@@ -31,9 +31,8 @@ class ModelArrays:
 
     @classmethod
     def of(cls, model: DeepSeekV3, *, whole_sequences: bool = False) -> ModelArrays:
-        """Returns the arrays of a model.
-
-        A model of shapes, ``jax.ShapeDtypeStruct``, gives shapes with the shardings of its layout.
+        """Returns the arrays of a model. A model of shapes, ``jax.ShapeDtypeStruct``, gives shapes
+        with the shardings of its layout.
 
         Args:
           whole_sequences: see :meth:`DeepSeekV3.attend_to_whole_sequences`.
@@ -118,7 +117,16 @@ class ModelSignature:
             raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
         other = ModelSignature.of(model)
         # The graph contains these too. They are compared first, because they have names.
-        self._check_config(other.config)
+        different = [
+            f"{field.name} {got!r} instead of {expected!r}"
+            for field in dataclasses.fields(self.config)
+            if (got := getattr(other.config, field.name))
+            != (expected := getattr(self.config, field.name))
+        ]
+        if different:
+            raise ValueError(
+                f"model: expected the config of the model in use, got {', '.join(different)}"
+            )
         if other.layout != self.layout:
             raise ValueError("model: expected the layout of the model in use, got another")
         for name in ("attn_impl", "dtype"):
@@ -134,15 +142,3 @@ class ModelSignature:
             )
         if other.arrays != self.arrays:
             raise ValueError("model: expected arrays like those of the model in use, got others")
-
-    def _check_config(self, config: ModelConfig) -> None:
-        different = [
-            f"{field.name} {got!r} instead of {expected!r}"
-            for field in dataclasses.fields(config)
-            if (got := getattr(config, field.name))
-            != (expected := getattr(self.config, field.name))
-        ]
-        if different:
-            raise ValueError(
-                f"model: expected the config of the model in use, got {', '.join(different)}"
-            )

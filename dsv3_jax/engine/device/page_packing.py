@@ -123,11 +123,7 @@ class PagePacker:
         return packed
 
     def stage(self, payload: np.ndarray, pinned: _Parts | None = None) -> _Parts:
-        """Copies the payload of a record to the device, or starts to.
-
-        Args:
-          pinned: the same contents in pinned host memory.
-        """
+        """Copies the payload of a record, or its copy in pinned host memory, to the device."""
         if pinned is not None:
             return tuple(jax.device_put([part.reshape(-1) for part in pinned], self._home))
         parts, begin = [], 0
@@ -138,11 +134,7 @@ class PagePacker:
         return tuple(jax.device_put(parts, self._everywhere))
 
     def scatter(self, pool: PagePool, pages: Sequence[int], contents: Sequence[_Parts]) -> PagePool:
-        """Returns the pool, which is donated, with new contents in some pages.
-
-        Args:
-          contents: of each page, from :meth:`stage`.
-        """
+        """Returns the pool, which is donated, with what :meth:`stage` returned in some pages."""
         arrays = arrays_by_name(pool)
         names = list(arrays)
         for number, (batch, numbers) in enumerate(self._batches(pages)):
@@ -252,11 +244,7 @@ class RequestCopier:
     def restore(
         self, state: SlotState, slot: int, pages: Sequence[int | None], saved: SavedRequest
     ) -> SlotState:
-        """Returns the state, which is donated, with a saved request.
-
-        Args:
-          pages: page that each saved page goes to. None leaves it out.
-        """
+        """Returns the state, which is donated, with a saved request. ``pages`` may be None."""
         rows = self._write(
             jax.tree.leaves(state.slots),
             jax.device_put(np.int32(slot)),

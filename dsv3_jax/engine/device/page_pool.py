@@ -10,13 +10,14 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from dsv3_jax.engine.device.processes import smallest_over_processes, spans_processes
+from dsv3_jax.engine.device.processes import spans_processes
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.kv_cache import CacheSpec
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
 from sharding import Layout
+from sharding.distributed import max_over_processes
 
 _FREE_SHARE = 0.85
 """Share of the device's free memory that a cache of default size takes. The rest is for the
@@ -58,12 +59,45 @@ class PoolLayout:
         *,
         mtp: bool,
     ) -> PoolLayout:
-        """Returns the division of a pool that is as large as :func:`pages_per_device` says, on
-        every process of the mesh."""
-        pages = pages_per_device(model, cache_tokens, most_tokens, page_size=page_size, mtp=mtp)
-        if spans_processes(model.layout):
-            pages = smallest_over_processes(pages)
-        return cls.of(model.layout, pages, page_size)
+        """Returns the division of a pool. Devices that run the same sequences hold the same pages,
+        or, where they share the tokens of a sequence, different ones.
+
+        Args:
+          cache_tokens: size of the whole cache that the caller asks for, or None.
+          most_tokens: tokens that all slots can hold together; a cache of default size is not
+            larger than this on devices that do not report their memory.
+          mtp: whether the MTP layer has a cache.
+
+        Raises:
+          ValueError: ``cache_tokens`` is below a page on each device, or a device has no memory
+            left.
+        """
+        layout = model.layout
+        parts = 1 if layout is None else layout.num_shards(PAGE_AXES[0])
+        round_tokens = parts * page_size  # in a page on each device
+        stats = jax.local_devices()[0].memory_stats() or {}
+        if cache_tokens is not None:
+            if cache_tokens < round_tokens:
+                where = "" if parts == 1 else f" on each of {parts} devices"
+                raise ValueError(
+                    f"cache_tokens: expected at least a page{where}, {round_tokens}, got"
+                    f" {cache_tokens}"
+                )
+            pages = cache_tokens // round_tokens
+        elif "bytes_limit" not in stats:
+            pages = -(-most_tokens // round_tokens)
+        else:
+            free = stats["bytes_limit"] - stats["bytes_in_use"]
+            platform = (layout and layout.platform) or target.platform()
+            pages = default_pages(free, page_bytes(model.cache_spec(mtp=mtp), page_size, platform))
+            if pages < 1:
+                raise ValueError(
+                    f"cache: expected memory for at least a page of {page_size} tokens, got {free}"
+                    " bytes"
+                )
+        if spans_processes(layout):
+            pages = -int(max_over_processes(-pages))  # the fewest of all processes
+        return cls.of(layout, pages, page_size)
 
     @property
     def num_pages(self) -> int:
@@ -108,54 +142,8 @@ class PoolLayout:
         tables[: len(requests)][is_used] = self.table([*itertools.chain.from_iterable(requests)])
 
 
-def pages_per_device(
-    model: DeepSeekV3,
-    cache_tokens: int | None,
-    most_tokens: int,
-    *,
-    page_size: int,
-    mtp: bool,
-) -> int:
-    """Returns the number of cache pages on each device. Devices that run the same sequences hold
-    the same pages, or, where they share the tokens of a sequence, different ones.
-
-    Args:
-      cache_tokens: size of the whole cache that the caller asks for, or None.
-      most_tokens: tokens that all slots can hold together; a cache of default size is not larger
-        than this on devices that do not report their memory.
-      mtp: whether the MTP layer has a cache.
-
-    Raises:
-      ValueError: ``cache_tokens`` is below a page on each device, or a device has no memory left.
-    """
-    parts = 1 if model.layout is None else model.layout.num_shards(PAGE_AXES[0])
-    round_tokens = parts * page_size  # in a page on each device
-    if cache_tokens is not None:
-        if cache_tokens < round_tokens:
-            where = "" if parts == 1 else f" on each of {parts} devices"
-            raise ValueError(
-                f"cache_tokens: expected at least a page{where}, {round_tokens}, got {cache_tokens}"
-            )
-        return cache_tokens // round_tokens
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return -(-most_tokens // round_tokens)
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    platform = (model.layout and model.layout.platform) or target.platform()
-    pages = default_pages(free, page_bytes(model.cache_spec(mtp=mtp), page_size, platform))
-    if pages < 1:
-        raise ValueError(
-            f"cache: expected memory for at least a page of {page_size} tokens, got {free} bytes"
-        )
-    return pages
-
-
 def default_pages(free: int, page_bytes: int) -> int:
-    """Returns the number of pages of a cache of default size.
-
-    Args:
-      free: bytes of a device that hold neither weights nor the up-projections of decode.
-    """
+    """Returns the pages of a cache of default size, from the free bytes of a device."""
     return int(_FREE_SHARE * free) // page_bytes
 
 

@@ -100,6 +100,7 @@ class PageTransfer:
         config: CacheTiers,
     ):
         self.identity = identity
+        """Pages of another identity are not loaded."""
         self.parts = pool.token_parts
         self.on_load: Callable[[], None] = lambda: None
         """Called in another thread whenever pages have come."""
@@ -146,39 +147,31 @@ class PageTransfer:
         """Returns the identity of the pages of another model of the same signature."""
         return dataclasses.replace(self.identity, model=model_digest(model), salt="")
 
-    def use(self, identity: CacheIdentity) -> None:
-        """Replaces the identity. No page of the one before is loaded any more."""
-        self.identity = identity
-
     def forget(self) -> None:
         """Makes all pages that were stored so far unreachable for this engine."""
-        self.use(dataclasses.replace(self.identity, salt=secrets.token_hex(8)))
-        self.clear_memory()
-
-    def clear_memory(self) -> None:
-        """Drops all pages in host memory."""
+        self.identity = dataclasses.replace(self.identity, salt=secrets.token_hex(8))
         self._tiers.clear_memory()
 
-    # The scheduler calls these.
+    # The scheduler calls these, see :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`.
 
     def addresses(
         self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
     ) -> list[PageAddress]:
-        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
+        """See :meth:`PageStore.addresses`."""
         is_current = bool(known) and known[0].parent == self.identity.digest
         return self.identity.addresses(tokens, known if is_current else ())
 
     @property
     def page_bytes(self) -> int:
-        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
+        """See :attr:`PageStore.page_bytes`."""
         return self.identity.format.num_bytes
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
+        """See :meth:`PageStore.lookup`."""
         return self._tiers.lookup(addresses)
 
     def load(self, addresses: Sequence[PageAddress]) -> StagedLoad:
-        """See :class:`~dsv3_jax.engine.scheduling.stored_pages.PageStore`."""
+        """See :meth:`PageStore.load`."""
         load, identity = StagedLoad(self), self.identity
         load.future = self._tiers.fetch(addresses)
 
@@ -192,7 +185,7 @@ class PageTransfer:
         return load
 
     def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
-        """Returns the records of leading pages of the tiers, see
+        """Returns the records of leading pages of the tiers, for a
         :class:`~dsv3_jax.pages.PageSource`."""
         return self._tiers.fetch(addresses)
 
@@ -212,22 +205,21 @@ class PageTransfer:
                 if address not in self._tiers
             ]
             count = self._reserve_unsaved(len(pages), identity.format.num_bytes)
-            if count:
-                self._gather(pool, identity, pages[:count])
+            if not count:
+                continue
+            numbers, addresses = map(list, zip(*pages[:count], strict=True))
+            try:
+                gathered = self._packer.gather(pool, numbers)
+            except Exception as error:  # such as a lack of memory for the copies
+                self._drop(identity, count, error)
+            else:
+                self._queue.put(_Gathered(identity, addresses, gathered))
 
-    def _gather(
-        self, pool: PagePool, identity: CacheIdentity, pages: Sequence[tuple[int, PageAddress]]
-    ) -> None:
-        numbers, addresses = map(list, zip(*pages, strict=True))
-        try:
-            gathered = self._packer.gather(pool, numbers)
-        except Exception as error:  # such as a lack of memory for the copies
-            logger.warning("cache tiers: %d pages were not saved: %r", len(pages), error)
-            with self._lock:
-                self._unsaved_bytes -= len(pages) * identity.format.num_bytes
-                self.dropped_pages += len(pages)
-        else:
-            self._queue.put(_Gathered(identity, addresses, gathered))
+    def _drop(self, identity: CacheIdentity, pages: int, error: BaseException) -> None:
+        logger.warning("cache tiers: %d pages were not saved: %r", pages, error)
+        with self._lock:
+            self._unsaved_bytes -= pages * identity.format.num_bytes
+            self.dropped_pages += pages
 
     def write(self, pool: PagePool, loads: Sequence[PageLoad]) -> PagePool:
         """Returns the pool, which is donated, with pages that were loaded."""
@@ -245,8 +237,7 @@ class PageTransfer:
             load.staged_bytes = 0
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until all pages that were launched are stored. Returns False after ``timeout``
-        seconds."""
+        """Waits until all launched pages are stored. Returns False after ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         reached = threading.Event()
         with self._lock:
@@ -290,7 +281,11 @@ class PageTransfer:
                     break
                 record.check(identity, address)
                 parts = None
-                if self._reserve_staging(load, record.num_bytes):
+                with self._lock:
+                    if has_room := record.num_bytes <= self._staging_bytes:
+                        self._staging_bytes -= record.num_bytes
+                        load.staged_bytes += record.num_bytes
+                if has_room:
                     parts = self._packer.stage(record.payload, record.pinned)
                 contents.append(StagedPage(record.payload, parts))
             jax.block_until_ready([page.parts for page in contents])
@@ -304,14 +299,6 @@ class PageTransfer:
             load.contents = []
             self.release(load)
         self.on_load()
-
-    def _reserve_staging(self, load: StagedLoad, count: int) -> bool:
-        with self._lock:
-            if count > self._staging_bytes:
-                return False
-            self._staging_bytes -= count
-            load.staged_bytes += count
-            return True
 
     def _reserve_unsaved(self, pages: int, page_bytes: int) -> int:
         """Returns how many of some pages can wait for the host."""
@@ -343,8 +330,7 @@ class PageTransfer:
                 )
             except BaseException as error:  # the thread has to go on
                 # The device's, and then its steps fail too, or of a lack of memory.
-                logger.warning("cache tiers: %d pages were not saved: %r", len(pages), error)
+                self._drop(identity, len(pages), error)
+            else:
                 with self._lock:
-                    self.dropped_pages += len(pages)
-            with self._lock:
-                self._unsaved_bytes -= len(pages) * identity.format.num_bytes
+                    self._unsaved_bytes -= len(pages) * identity.format.num_bytes

@@ -26,7 +26,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -38,7 +38,6 @@ from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.engine.stats import Compilation, CompileTimes
 from dsv3_jax.generation.errors import EngineError
 from sharding import Layout
-from sharding.distributed import max_over_processes
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +93,7 @@ class Leader:
 
     def wait_for_followers(self) -> None:
         """Waits until every follower has connected, which it does once its programs are compiled.
-        Strangers are refused, and do not delay followers.
-
-        Raises:
-          ProcessLostError: one is lost already.
-        """
+        Strangers are refused, and do not delay followers."""
         with self._listener:
             while len(self._connections) < self._count:
                 self._check()
@@ -136,11 +131,7 @@ class Leader:
         threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
 
     def send(self, buffer: np.ndarray, shape: StepShape) -> None:
-        """Tells the followers to launch a step.
-
-        Raises:
-          ProcessLostError: one of them is lost.
-        """
+        """Tells the followers to launch a step."""
         self._check()
         header = json.dumps({**dataclasses.asdict(shape), "_buffer": buffer.shape}).encode()
         content = np.ascontiguousarray(buffer, np.int32).data.cast("B")
@@ -245,22 +236,3 @@ def spans_processes(layout: Layout | None) -> bool:
     """Returns whether a layout's mesh has devices of several processes."""
     mesh = None if layout is None else layout.mesh
     return isinstance(mesh, jax.sharding.Mesh) and mesh.is_multi_process
-
-
-def smallest_over_processes(number: int) -> int:
-    """Returns the smallest number that any process passes. All must call it together."""
-    return -int(max_over_processes(-number))
-
-
-def global_arrays(
-    make: Callable[[], Any], shardings: Sequence[jax.sharding.Sharding], structure: Any
-) -> Any:
-    """Returns a tree of arrays on a mesh of several processes.
-
-    Args:
-      make: makes the tree. It is traced.
-      shardings: of its arrays, in flattening order.
-      structure: of the tree.
-    """
-    leaves = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=list(shardings))()
-    return jax.tree.unflatten(structure, leaves)

@@ -21,9 +21,9 @@ from dsv3_jax import compile_cache
 from dsv3_jax.compile_cache import CompileProgress
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.model_arrays import ModelArrays
-from dsv3_jax.engine.device.processes import global_arrays, spans_processes
+from dsv3_jax.engine.device.processes import spans_processes
 from dsv3_jax.engine.device.program_store import ProgramStore, environment
-from dsv3_jax.engine.device.state import SlotState, shard_state, state_shapes
+from dsv3_jax.engine.device.state import SlotState, shard_state, state_shardings
 from dsv3_jax.engine.device.step import StepOutput, step
 from dsv3_jax.engine.device.step_input import GREEDY, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.stats import CompileTimes
@@ -114,7 +114,8 @@ class Programs:
         arrays = arrays or ModelArrays.of(model, whole_sequences=buckets.single_shape)
         # The size of the cache depends on the memory that they leave.
         self.leaves = jax.block_until_ready(arrays.leaves)
-        """The model's arrays in flattening order: the first argument of every program."""
+        """The model's arrays in flattening order: the first argument of every program. They may be
+        replaced by :meth:`arrays_of` another model of the same signature."""
         # The model's attributes are in its repr; its arrays are arguments, whose shapes count.
         self._fingerprint = {
             "model": f"{model.config} {arrays.graph} {arrays.treedef}",
@@ -150,11 +151,6 @@ class Programs:
         arrays = ModelArrays.of(model, whole_sequences=self.buckets.single_shape)
         return jax.block_until_ready(arrays.leaves)
 
-    def use(self, arrays: list[jax.Array]) -> None:
-        """Replaces the model's arrays, from the next launch on, by those that :meth:`arrays_of` has
-        returned for a model of the same signature."""
-        self.leaves = arrays
-
     def shape(
         self,
         decodes: int,
@@ -163,11 +159,8 @@ class Programs:
         *,
         depth: int | None = None,
     ) -> StepShape:
-        """Returns the smallest shape that holds a step, see :meth:`Buckets.shape`.
-
-        Args:
-          depth: drafts per decode step; None for the most.
-        """
+        """Returns the smallest shape that holds a step. ``depth``: drafts of a decode, None for the
+        most."""
         depth = self._depth if depth is None else depth
         return self.buckets.shape(decodes, chunks, options, depth=depth, **self._sizes)
 
@@ -296,12 +289,31 @@ class Programs:
             return self.empty_state(num_pages)
         shapes, structure = self.state_shapes(num_pages)
         shardings = [shape.sharding for shape in shapes]
-        return global_arrays(lambda: self.empty_state(num_pages), shardings, structure)
+        make = jax.jit(
+            lambda: jax.tree.leaves(self.empty_state(num_pages)), out_shardings=shardings
+        )
+        return jax.tree.unflatten(structure, make())
 
     def state_shapes(self, num_pages: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         """Returns shape, dtype and sharding of each array of :meth:`empty_state`, and the state's
         tree structure, without allocating memory. :meth:`lower` takes both."""
-        return state_shapes(lambda: self.empty_state(num_pages), self.layout)
+        structure: Any = None
+        shardings: list[Any] = []
+
+        # The state is flattened inside, because its class rejects shapes in place of arrays.
+        def leaves() -> list[jax.Array]:
+            nonlocal structure, shardings
+            state = self.empty_state(num_pages)
+            leaves, structure = jax.tree.flatten(state)
+            layout = self.layout
+            shardings = [None] * len(leaves) if layout is None else state_shardings(state, layout)
+            return leaves
+
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(jax.eval_shape(leaves), shardings, strict=True)
+        ]
+        return shapes, structure
 
     def lower(
         self,
@@ -311,13 +323,8 @@ class Programs:
         *,
         keep_unused: bool = False,
     ) -> jax.stages.Lowered:
-        """Lowers the program of a shape for compilation ahead of time.
-
-        Args:
-          state_leaves: arrays of the state in flattening order, or their shapes.
-          structure: tree structure of the state.
-          keep_unused: keep arrays that the step does not read as arguments of the program.
-        """
+        """Lowers the program of a shape, for the state of :meth:`state_shapes` or its arrays. With
+        ``keep_unused``, arrays that the step does not read stay arguments of the program."""
         options: dict[str, Any] = {"keep_unused": keep_unused}
         if self.layout is not None:
             # The state comes out as it went in, so that the next step can take it. Results are on
@@ -366,11 +373,7 @@ class Programs:
         shape: StepShape,
         options: Mapping[str, Any] | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles the lowered program of a shape.
-
-        Args:
-          options: compiler options in addition to those of the platform.
-        """
+        """Compiles a lowered program, with ``options`` in addition to those of the platform."""
         own: dict[str, Any] = {}
         if self.platform == "gpu":
             own = GPU_OPTIONS if shape.max_steps > 1 else _ONE_STEP_GPU_OPTIONS

@@ -77,12 +77,7 @@ class SlotState:
         dtype: DTypeLike,
         routing_counts: Int[Array, "L_moe E"] | None = None,
     ) -> SlotState:
-        """Returns slots without requests.
-
-        Args:
-          mtp_inputs: F and D.
-          dtype: of the model's activations.
-        """
+        """Returns slots without requests. ``mtp_inputs`` are F and D."""
         R = num_slots
 
         def zeros(*shape: int) -> jax.Array:
@@ -179,11 +174,7 @@ class SlotRows:
         self.shards = 1 if layout is None else layout.num_shards("batch")
 
     def is_slot(self, slots: Int[Array, " B"], num_slots: int) -> Bool[Array, " B"]:
-        """Returns False for entries that are unused.
-
-        Args:
-          num_slots: number of slots of all shards.
-        """
+        """Returns False for entries that are unused. All shards have ``num_slots`` together."""
         return slots < num_slots // self.shards
 
     def only(
@@ -278,28 +269,3 @@ def state_shardings(state: Any, layout: Layout) -> list[NamedSharding]:
 
     paths_and_leaves, _ = jax.tree.flatten_with_path(state)
     return [layout.sharding(axes(path)[: leaf.ndim]) for path, leaf in paths_and_leaves]
-
-
-def state_shapes(
-    empty_state: Callable[[], Any], layout: Layout | None
-) -> tuple[list[jax.ShapeDtypeStruct], Any]:
-    """Returns shape, dtype and sharding of each array of a new state, and its tree structure.
-
-    ``empty_state`` creates the state. It is traced, so that no memory is allocated.
-    """
-    structure: Any = None
-    shardings: list[Any] = []
-
-    # The state is flattened inside, because its class rejects shapes in place of arrays.
-    def leaves() -> list[jax.Array]:
-        nonlocal structure, shardings
-        state = empty_state()
-        leaves, structure = jax.tree.flatten(state)
-        shardings = [None] * len(leaves) if layout is None else state_shardings(state, layout)
-        return leaves
-
-    shapes = jax.eval_shape(leaves)
-    return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        for x, sharding in zip(shapes, shardings, strict=True)
-    ], structure

@@ -251,15 +251,8 @@ def _fields(shape: StepShape) -> dict[str, _Field]:
 
 
 def empty_input(shape: StepShape, num_slots: int) -> tuple[np.ndarray, list[StepInput]]:
-    """Returns a new buffer, and the arguments of each shard as writable views into it. All entries
-    are unused.
-
-    Args:
-      num_slots: number of slots of each shard.
-
-    Returns:
-      The buffer, int32 [n], or [shards, n] for several shards.
-    """
+    """Returns a new buffer, int32 [n], or [shards, n] for several shards of ``num_slots`` slots,
+    and the arguments of each shard as writable views into it. All entries are unused."""
     fields = _fields(shape)
     buffer = np.zeros((shape.shards, max(field.end for field in fields.values())), np.int32)
     inputs = []

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dsv3_jax.engine.device.dispatch_times import DispatchTimes
 from dsv3_jax.engine.device.step import PromptLogprobs, StepOutput
 from dsv3_jax.engine.scheduling.step_plan import Chunk, PageSave, ScheduledRequest, StepPlan
+from dsv3_jax.engine.stats import DispatchTimes
 
 
 class StepTokens(NamedTuple):
@@ -78,11 +78,8 @@ class StepResults:
         self._prompt = arrays.prompt
 
     def new_tokens(self, row: int, *, top: bool) -> list[StepTokens]:
-        """Returns the tokens of each step that gave some to a row.
-
-        Args:
-          top: whether to add the most probable tokens.
-        """
+        """Returns the tokens of each step that gave some to a row, with the most probable ones if
+        ``top``."""
         return [
             StepTokens(
                 self._tokens[step][row][:count],

@@ -69,15 +69,13 @@ class Delivery:
         or their text or the first mask of their grammar failed."""
         ended: dict[ScheduledRequest, End] = {}
         while self._ended:
-            request, end = self._ended.popleft()
-            ended[request] = end
+            ended.update([self._ended.popleft()])
         new, self._without_mask = self._without_mask, []
         ended |= self._update_masks(new)
         return {request: end for request, end in ended.items() if request.phase != Phase.ENDED}
 
     def wait_for_room(self) -> None:
-        """Waits while the text of too many results is still to be decoded. Call it without the
-        lock, before :meth:`take`."""
+        """Waits while the text of too many results is still to be decoded, without the lock."""
         if self._thread is not None:
             self._room.acquire()
 
@@ -101,7 +99,12 @@ class Delivery:
             if result.finished != RUNNING:
                 ends[request] = result.finished
             if result.is_decode:
-                self._count_drafts(result)
+                for step in result.steps:
+                    accepted = len(step.tokens) - 1
+                    self._times.drafted_tokens += step.drafted
+                    self._times.accepted_tokens += accepted
+                    if request.depth is not None:
+                        request.depth.observe(step.drafted, accepted)
         self._run(functools.partial(self._add, open_results))
         if self._thread is None:
             ends |= self._ended
@@ -124,14 +127,6 @@ class Delivery:
         """Raises AssertionError if one of these requests has ended otherwise than by its text."""
         done = {request for request in unfinished if output_of(request).handle.is_done}
         assert done <= {request for request, _ in self._ended}, "a request has ended"
-
-    def _count_drafts(self, result: RequestResult) -> None:
-        for step in result.steps:
-            accepted = len(step.tokens) - 1
-            self._times.drafted_tokens += step.drafted
-            self._times.accepted_tokens += accepted
-            if (depth := result.request.depth) is not None:
-                depth.observe(step.drafted, accepted)
 
     def _update_masks(self, requests: Sequence[ScheduledRequest]) -> dict[ScheduledRequest, End]:
         """Gets the next masks, in several threads if there are several. Returns the requests whose

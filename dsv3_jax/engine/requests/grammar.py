@@ -59,16 +59,10 @@ class GrammarTracker:
 
     def accept(self, tokens: Sequence[int], *, ends: bool) -> int:
         """Takes the tokens of a step, up to the first one that may not come. Returns their number.
-
-        Args:
-          ends: whether the request ends with the last one.
-
-        Raises:
-          ValueError: as :meth:`constrained`.
-        """
+        ``ends``: the request ends with the last one."""
         for i, token in enumerate(tokens):
             # The device applied the mask to the first one.
-            if i and token not in self._next_tokens():
+            if i and token not in (self.constrained().allowed or ()):
                 return i
             if not (ends and i == len(tokens) - 1):
                 self._grammar.accept(token)
@@ -77,22 +71,9 @@ class GrammarTracker:
         return len(tokens)
 
     def constrained(self) -> Request:
-        """Returns the request with the tokens that may come next.
-
-        Raises:
-          ValueError: there are none, or the mask has another size.
-        """
-        if self._constrained is None:
-            allowed = self._compute_mask()
-            self._constrained = dataclasses.replace(self._request, allowed=allowed)
-        return self._constrained
-
-    def _next_tokens(self) -> TokenMask:
-        allowed = self.constrained().allowed
-        assert allowed is not None
-        return allowed
-
-    def _compute_mask(self) -> TokenMask:
+        """Returns the request with the tokens that may come next."""
+        if self._constrained is not None:
+            return self._constrained
         words = np.asarray(self._grammar.mask())
         expected = self._allowed.words.shape
         if words.shape != expected or words.dtype.kind not in "iu" or words.dtype.itemsize != 4:
@@ -105,7 +86,8 @@ class GrammarTracker:
             raise ValueError(
                 f"mask: expected a token that may come after {self._tokens} new ones, got none"
             )
-        return allowed
+        self._constrained = dataclasses.replace(self._request, allowed=allowed)
+        return self._constrained
 
 
 def allows_drafts(request: Request, drafter: Drafter) -> bool:
@@ -116,15 +98,3 @@ def allows_drafts(request: Request, drafter: Drafter) -> bool:
     """
     is_filtered = request.top_k or request.top_p < 1.0 or request.min_p
     return drafter.acceptance is None and not (request.temperature and is_filtered)
-
-
-def check_grammars(grammars: Sequence[object]) -> None:
-    """Raises ValueError unless each is a :class:`Grammar`, and none serves two requests."""
-    for grammar in grammars:
-        if not isinstance(grammar, Grammar):
-            raise ValueError(
-                "grammar: expected an object with mask() and accept(token), got "
-                f"{type(grammar).__name__}"
-            )
-    if len(set(map(id, grammars))) < len(grammars):
-        raise ValueError("grammar: expected another object for each completion, got one twice")

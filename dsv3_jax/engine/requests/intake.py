@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.engine.requests.grammar import Grammar, GrammarTracker, allows_drafts, check_grammars
+from dsv3_jax.engine.requests.grammar import Grammar, GrammarTracker, allows_drafts
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.settings import EngineSettings
 from dsv3_jax.generation.depth import DraftDepth
-from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.request import Prompt, Request, RequestReader, TokenMask
 from dsv3_jax.generation.text import Decoder, ReasoningMarkers
 from dsv3_jax.tokenizer import SpecialTokenDecoder, Tokenizer
@@ -40,9 +40,7 @@ class Intake:
     """Reads requests and checks them.
 
     Args:
-      vocab_size: ids from here on are padding of the embedding and never generated.
-      plan: the engine's drafter and its depths.
-      deterministic: whether the engine is deterministic, and refuses what needs other programs.
+      settings: the engine's.
       cancel: called with a request that its holder cancels.
     """
 
@@ -50,37 +48,26 @@ class Intake:
         self,
         config: ModelConfig,
         tokenizer: Tokenizer | None,
+        settings: EngineSettings,
         max_len: int,
-        vocab_size: int,
-        plan: DraftPlan,
         cancel: Callable[[ScheduledRequest], None],
-        *,
-        deterministic: bool,
     ):
         self._tokenizer = tokenizer
         self._reader = RequestReader(config, tokenizer, max_len)
-        self._selectable = TokenMask.of(config.vocab_size, range(vocab_size))
-        self._plan = plan
-        self._deterministic = deterministic
+        self._selectable = TokenMask.of(config.vocab_size, range(settings.vocab_size))
+        self._plan = settings.plan
+        # A deterministic engine has one program, which reports no log-probabilities of prompts.
+        self._deterministic = settings.buckets.single_shape
         self._cancel = cancel
         self.first_seed = secrets.randbelow(2**32)
         """Seed of the first completion without one; the next ones count on from it, modulo 2**32.
         Random, so that no two engines sample the same texts."""
         logger.info("completions without a seed have the seeds from %d on", self.first_seed)
         self._seeds = itertools.count(self.first_seed)
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """End-of-sequence tokens of the model and of the tokenizer."""
-        return self._reader.end_tokens
+        self.end_tokens = self._reader.end_tokens
 
     def read(self, prompts: Prompt | Sequence[Prompt], settings: dict[str, Any]) -> list[Request]:
-        """Returns a request for each completion. Without a seed, each gets the next one from
-        ``first_seed`` on.
-
-        Raises:
-          ValueError: a prompt or a setting is invalid.
-        """
+        """Returns a request for each completion. Without a seed, each gets the next one."""
         requests = self._reader.read(prompts, **settings)
         if self._deterministic and any(r.prompt_logprobs is not None for r in requests):
             raise ValueError(
@@ -94,20 +81,20 @@ class Intake:
     def scheduled(
         self, requests: Sequence[Request], grammars: Sequence[Grammar], options: SubmitOptions
     ) -> list[ScheduledRequest]:
-        """Returns what the loop serves: each with its settings and its output.
-
-        Args:
-          grammars: one for each request, or none.
-
-        Raises:
-          ValueError: there is another number of grammars, or one of them is none.
-        """
+        """Returns what the loop serves: each with its settings and its output."""
         if grammars and len(grammars) != len(requests):
             raise ValueError(
                 f"grammars: expected {len(requests)}, one for each completion, or none; got "
                 f"{len(grammars)}"
             )
-        check_grammars(grammars)
+        for grammar in grammars:
+            if not isinstance(grammar, Grammar):
+                raise ValueError(
+                    "grammar: expected an object with mask() and accept(token), got "
+                    f"{type(grammar).__name__}"
+                )
+        if len(set(map(id, grammars))) < len(grammars):
+            raise ValueError("grammar: expected another object for each completion, got one twice")
         decoder: Decoder | None = self._tokenizer
         if self._tokenizer is not None and not options.skip_special_tokens:
             decoder = SpecialTokenDecoder(self._tokenizer)

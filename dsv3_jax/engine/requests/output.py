@@ -116,11 +116,7 @@ class RequestOutput:
                 self._accepted[j] += 1
 
     def end(self, end: End, cached_tokens: int = 0) -> None:
-        """Delivers the rest of the text and the completion, or an error.
-
-        Args:
-          cached_tokens: prompt tokens that the prefix cache saved.
-        """
+        """Delivers the rest of the text and the completion, or an error."""
         if isinstance(end, EngineError):
             self.handle.fail(end)
         elif isinstance(end, BaseException):

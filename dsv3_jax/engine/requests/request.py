@@ -77,7 +77,8 @@ class EngineRequest:
         # interest to the garbage collector, while a Piece for every token would keep it busy.
         self._pieces: list[tuple[str, int, FinishReason | None]] = []
         self._completion: Completion | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The error that the request has ended with, or None."""
         self._listeners: list[Callable[[], None]] = []
         self._end_listeners: list[Callable[[], None]] = []  # called at the end alone
 
@@ -98,20 +99,15 @@ class EngineRequest:
         with self._changed:
             if not self._changed.wait_for(lambda: self.is_done, timeout):
                 raise TimeoutError(f"request: expected its end within {timeout} s")
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # otherwise it grows with every call
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # otherwise it grows with every call
         assert self._completion is not None
         return self._completion
 
     @property
     def is_done(self) -> bool:
         """Whether the request has a completion or an error."""
-        return self._completion is not None or self._error is not None
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that the request has ended with, or None."""
-        return self._error
+        return self._completion is not None or self.error is not None
 
     def cancel(self) -> None:
         """Ends the request within one step. Does nothing if it is at its end."""
@@ -126,7 +122,22 @@ class EngineRequest:
     def pieces_from(self, position: int) -> list[Piece]:
         """Returns the pieces so far, without the first ``position`` of them."""
         with self._changed:
-            return self._pieces_from(position)
+            begin = self._pieces[position - 1][1] if position else 0
+            pieces = []
+            for text, end, finish_reason in self._pieces[position:]:
+                tokens, logprobs = self._tokens[begin:end], self._logprobs[begin:end]
+                top = None if self._top_logprobs is None else self._top_logprobs[begin:end]
+                pieces.append(Piece(text, tokens, finish_reason, logprobs, top))
+                begin = end
+            return pieces
+
+    def _next_pieces(self, position: int) -> list[Piece]:
+        """Returns :meth:`pieces_from`. Raises the request's error after the last of them."""
+        with self._changed:
+            pieces = self.pieces_from(position)
+            if not pieces and self.error is not None:
+                raise self.error.with_traceback(None)
+            return pieces
 
     def __iter__(self) -> Iterator[Piece]:
         """Yields pieces as they arrive. The last one has a finish reason. Joined, they are the
@@ -134,15 +145,11 @@ class EngineRequest:
         position = 0
         while True:
             with self._changed:
-                while not self._has_news(position):
+                while not (fresh := self._next_pieces(position)):
                     self._changed.wait()
-                fresh = self._pieces_from(position)
-            if not fresh and self._error is not None:
-                raise self._error.with_traceback(None)
-            for piece in fresh:
-                yield piece
-                if piece.finish_reason is not None:
-                    return
+            yield from fresh
+            if fresh[-1].finish_reason is not None:
+                return
             position += len(fresh)
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
@@ -150,19 +157,13 @@ class EngineRequest:
         position = 0
         with self._event(self._listeners) as arrived:
             while True:
-                with self._changed:
-                    has_news = self._has_news(position)
-                    fresh = self._pieces_from(position)
-                if not has_news:
+                while not (fresh := self._next_pieces(position)):
                     await arrived.wait()
                     arrived.clear()
-                    continue
-                if not fresh and self._error is not None:
-                    raise self._error.with_traceback(None)
                 for piece in fresh:
                     yield piece
-                    if piece.finish_reason is not None:
-                        return
+                if fresh[-1].finish_reason is not None:
+                    return
                 position += len(fresh)
 
     async def async_result(self) -> Completion:
@@ -193,19 +194,6 @@ class EngineRequest:
         finally:
             with self._changed:
                 listeners.remove(listener)
-
-    def _has_news(self, position: int) -> bool:
-        return len(self._pieces) > position or self._error is not None
-
-    def _pieces_from(self, position: int) -> list[Piece]:
-        begin = self._pieces[position - 1][1] if position else 0
-        pieces = []
-        for text, end, finish_reason in self._pieces[position:]:
-            tokens, logprobs = self._tokens[begin:end], self._logprobs[begin:end]
-            top = None if self._top_logprobs is None else self._top_logprobs[begin:end]
-            pieces.append(Piece(text, tokens, finish_reason, logprobs, top))
-            begin = end
-        return pieces
 
     # Called by one thread: the engine's, or one that receives from another process.
 
@@ -238,7 +226,7 @@ class EngineRequest:
         """Ends the request with an error."""
         with self._changed:
             if not self.is_done:
-                self._error = error
+                self.error = error
                 self._cancel = _nothing_to_cancel
                 self._notify()
 

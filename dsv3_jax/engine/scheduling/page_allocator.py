@@ -93,8 +93,7 @@ class PageAllocator:
         return self.num_pages - self.available
 
     def available_beside(self, pages: Iterable[int]) -> int:
-        """Returns the number of pages that :meth:`allocate` can hand out after :meth:`reuse` of
-        ``pages``."""
+        """Returns :attr:`available` as it is after :meth:`reuse` of ``pages``."""
         return self.available - sum(page in self._cached for page in pages)
 
     def pages_for(self, tokens: int) -> int:
@@ -102,10 +101,8 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Returns ``count`` pages with one reference each, or None if there are not so many.
-
-        It takes free pages first and then evicts cached ones.
-        """
+        """Returns ``count`` pages with one reference each, free ones first, or None if there are
+        too few."""
         if count > self.available:
             return None
         pages = []
@@ -116,12 +113,8 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes one reference from each page. A page without references becomes cached if it is
-        indexed, and free if it is not.
-
-        Raises:
-          ValueError: a page has no reference.
-        """
+        """Takes one reference from each page. One without references becomes cached if it is
+        indexed."""
         last = None
         for page in list(pages):
             if self._references.get(page, 0) < 1:
@@ -163,17 +156,9 @@ class PageAllocator:
             self._cached.pop(page, None)
 
     def publish(self, tokens: Sequence[int], pages: Sequence[int], start: int = 0) -> int:
-        """Indexes the full pages of a request, so that other requests can reuse them.
-
-        Args:
-          tokens: the request's tokens whose cache entries are written, plus ``lookahead`` known
-            tokens after them.
-          pages: the request's pages, in order. All of them are in use.
-          start: number of the first page that was not published by an earlier call.
-
-        Returns:
-          The number of the first page that is still to be published.
-        """
+        """Indexes the full pages of a request from page ``start`` on, so that other requests can
+        reuse them. ``tokens`` are those whose cache entries are written, and ``lookahead`` ones.
+        Returns the number of the first page that is still to be published."""
         full = (len(tokens) - self.lookahead) // self.page_size
         if not self._prefix_cache or full <= start:
             return start
@@ -192,16 +177,14 @@ class PageAllocator:
         return full
 
     def verify(self, pages: Iterable[int]) -> list[int]:
-        """Notes that logits that depend on pages are finite. Returns those of the pages that are
-        indexed and were unverified."""
+        """Notes that logits of pages are finite. Returns those indexed that were unverified."""
         verified = [page for page in pages if self._is_unverified(page)]
         for page in verified:
             self._nodes[page].is_verified = True
         return verified
 
     def retract(self, pages: Iterable[int]) -> None:
-        """Removes the unverified ones of some pages from the index, with all pages after them,
-        because logits that depend on them are not finite."""
+        """Removes unverified pages, whose logits are not finite, and those after them."""
         for page in pages:
             if self._is_unverified(page):
                 self._remove(page)
@@ -216,11 +199,7 @@ class PageAllocator:
         self._root.children.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError if a page is lost, referred to by nobody, or in two states.
-
-        Args:
-          owners: the pages of each request that holds some.
-        """
+        """Raises AssertionError if a page is lost, in two states, or of another of ``owners``."""
         counts = dict.fromkeys(self._pages, 0)
         for pages in owners:
             for page in pages:

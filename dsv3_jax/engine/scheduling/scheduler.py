@@ -48,8 +48,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     StepLimits,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PageStore, PrefixLoads
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PageStore, PrefixLoads, SwapSpace
 
 
 class QueueFullError(RuntimeError):
@@ -124,13 +123,7 @@ class Scheduler:
         return [*self.waiting, *self.running, *self._preempted()]
 
     def add(self, *requests: ScheduledRequest) -> None:
-        """Puts new requests into the waiting queue: all of them, or none if it raises.
-
-        Raises:
-          QueueFullError: the queue is full.
-          ValueError: a request could never run, because it needs more pages than there are, or
-            these are more requests than the queue can hold.
-        """
+        """Puts new requests into the waiting queue: all of them, or none if it raises."""
         pages = self.shards[0].pages
         for request in requests:
             if pages.pages_for(request.max_length + request.drafts) > pages.num_pages:
@@ -160,11 +153,7 @@ class Scheduler:
             self._next_deadline = min(self._next_deadline, request.deadline)
 
     def limit(self, limits: StepLimits) -> None:
-        """Sets the limits of the next steps.
-
-        Raises:
-          ValueError: a limit is below 1 or above that of the configuration.
-        """
+        """Sets the limits of the next steps."""
         for name, value, largest in zip(limits._fields, limits, self.config.limits, strict=True):
             if not 1 <= value <= largest:
                 raise ValueError(f"{name}: expected 1 to {largest}, got {value}")
@@ -177,14 +166,9 @@ class Scheduler:
     def schedule(
         self, now: float, *, max_decode_steps: int = 1, depth: int | None = None
     ) -> tuple[StepPlan | None, list[tuple[ScheduledRequest, End]]]:
-        """Plans the next dispatch. The caller has to dispatch the plan.
-
-        Returns the plan, or None if there is nothing to compute, and the requests that ended here.
-
-        Args:
-          max_decode_steps: most decode steps in the dispatch if it prefills nothing.
-          depth: drafts per decode step that the dispatch has room for; None for the most.
-        """
+        """Plans the next dispatch, which the caller has to launch: None if there is nothing to
+        compute. Also returns the requests that ended here. ``max_decode_steps`` and ``depth``
+        (None: the most) bound its decode steps, if it prefills nothing, and their drafts."""
         ended = self._end_overdue(now)
         unsaved = self._saves.count  # pages that this plan's own chunks fill are saved by the next
         separate = self.config.separate
@@ -221,17 +205,8 @@ class Scheduler:
         broken: Collection[ScheduledRequest] = (),
         finite: Mapping[ScheduledRequest, int] = MappingProxyType({}),
     ) -> None:
-        """Takes the results of a dispatched plan.
-
-        Args:
-          new_tokens: tokens that each request of the plan gained. They are dropped if the request
-            has ended in the meantime, and kept if it was preempted.
-          finished: requests that need no further step.
-          broken: requests for which logits that are not finite were computed. Others reuse none of
-            their pages, and the store gets none.
-          finite: number of tokens after which the logits are known to be finite, for requests with
-            a chunk in the plan that does not end their prompt.
-        """
+        """Takes the results of a dispatched plan, see :class:`StepGains`. Tokens are dropped if
+        their request has ended in the meantime, and kept if it was preempted."""
         for request in plan.decodes:
             request.decodes_in_flight -= plan.decode_steps
         for chunk in plan.chunks:
@@ -388,11 +363,7 @@ class Scheduler:
         self, request: ScheduledRequest, rooms: Sequence[int]
     ) -> tuple[SchedulerShard, list[int]] | None:
         """Returns the shard for a request, and the cached pages that it reuses there, or None if no
-        shard has room.
-
-        Args:
-          rooms: number of chunks that each shard can still prefill in this step.
-        """
+        shard has room. ``rooms``: chunks that each shard can still prefill in this step."""
         home = [shard.number for shard in self.shards if request in shard.swap]
         hits: dict[int, list[int]] = {}
 

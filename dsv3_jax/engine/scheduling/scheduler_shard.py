@@ -39,8 +39,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     SchedulerConfig,
     ShardPlan,
 )
-from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PrefixLoads
-from dsv3_jax.engine.scheduling.swap_space import SwapSpace
+from dsv3_jax.engine.scheduling.stored_pages import PageSaves, PrefixLoads, SwapSpace
 
 REQUEST_TOKENS = 256
 """Tokens of the cache that cost a decode step as much as one more request."""
@@ -58,17 +57,11 @@ def shard_load(used_tokens: int, running: int) -> int:
 def choose_shard(
     loads: Sequence[int], hit_with_room: Callable[[int], int | None], most_hit: int
 ) -> int | None:
-    """Returns the shard for one request, or None if no shard has room for it now.
-
-    Equal costs go to the smaller load, then to the lower shard number: the same arguments always
-    give the same shard.
-
-    Args:
-      loads: load of each shard.
-      hit_with_room: returns the prompt tokens in the prefix cache of a shard, or None if the shard
-        has no room. It is called for no shard that cannot be chosen any more.
-      most_hit: upper bound on these tokens.
-    """
+    """Returns the shard for one request, or None if no shard has room for it now. Equal costs go to
+    the smaller load, then to the lower shard number: the same arguments give the same shard.
+    ``hit_with_room`` returns the prompt tokens, at most ``most_hit``, in the prefix cache of a
+    shard, or None if the shard has no room; it is called for no shard that cannot be chosen any
+    more."""
     best: int | None = None
     best_cost = 0
     for shard in sorted(range(len(loads)), key=lambda shard: (loads[shard], shard)):
@@ -143,13 +136,12 @@ class SchedulerShard:
         """Whether host memory has room if this request runs too."""
         if not self.swap.exists or request in self.swap:
             return True
-        started = [*self.running, *self.retiring, *self.swap.requests]
+        started = [*self.running, *self.retiring, *self.swap.counts]
         longest = [self._most_pages(each) for each in (*started, request)]
         return self.swap.has_room(self.pages.num_pages, longest)
 
     def admit(self, request: ScheduledRequest, hit: list[int]) -> int:
-        """Gives a request its slot and pages, after :meth:`hit_with_room` has returned ``hit``.
-        Returns the number of its pages that come from the store."""
+        """Gives a request its slot and pages, ``hit`` first. Returns how many come from a store."""
         self.pages.reuse(hit)
         pages = self.pages.allocate(self._pages_at_admission(request) - len(hit))
         assert pages is not None, "the shard has no room"
@@ -252,8 +244,8 @@ class SchedulerShard:
         self.verify(request, len(request.tokens) - lag)
 
     def verify(self, request: ScheduledRequest, written: int) -> None:
-        """Notes that logits that depend on the first ``written`` cache entries of a request are
-        finite. Pages that are full with them can be saved."""
+        """Notes that logits of the first ``written`` cache entries are finite. Their full pages can
+        be saved."""
         first, last = request.verified, min(written // self.pages.page_size, request.published)
         if last <= first or request.generation != self.pages.generation:
             return
@@ -303,7 +295,7 @@ class SchedulerShard:
         """Raises AssertionError if a slot or page is in use though no request is left."""
         assert self.pages.used == 0, "an idle engine holds pages"
         assert len(self._free_slots) == self._config.max_running, "an idle engine holds slots"
-        assert not self.swap.requests, "an idle engine holds host memory"
+        assert not self.swap.counts, "an idle engine holds host memory"
         assert not self._page_loads, "an idle engine loads pages"
 
     def check_integrity(self) -> None:

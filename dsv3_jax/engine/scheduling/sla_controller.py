@@ -63,21 +63,14 @@ class FixedLimits:
         self._most = limits
 
     def read(self, plan: StepPlan, new_tokens: int, now: float) -> None:
-        """Takes the time at which the results of a plan were read.
-
-        Args:
-          new_tokens: tokens that all requests of the plan gained.
-        """
+        """Takes the time at which the results of a plan, ``new_tokens`` in all, were read."""
 
     def rest(self) -> None:
         """Marks that there is nothing to do until the next request arrives."""
 
     def update(self, now: float, waiting_since: float | None) -> StepLimits:
-        """Returns the limits of the next step.
-
-        Args:
-          waiting_since: arrival of the first waiting request, or None if none waits.
-        """
+        """Returns the limits of the next step. The first waiting request arrived at
+        ``waiting_since``."""
         return self._most
 
 

@@ -288,4 +288,8 @@ class StepGains(NamedTuple):
     ends: Mapping[ScheduledRequest, End]
     """The requests that are at their end."""
     broken: Collection[ScheduledRequest] = ()
+    """Requests for which logits that are not finite were computed. Others reuse none of their
+    pages, and the store gets none."""
     finite: Mapping[ScheduledRequest, int] = MappingProxyType({})
+    """Number of tokens after which the logits are known to be finite, of requests with a chunk that
+    does not end their prompt."""

@@ -1,4 +1,4 @@
-"""Pages in a store outside of the device: which are loaded, and for whom, and which are saved.
+"""Pages outside of the device: those that a store loads and saves, and preempted requests.
 
 While the pages of a waiting request are loaded, requests behind it are admitted before it. When
 they have come, the request is admitted as usual. The device writes them to the first of its new
@@ -21,6 +21,10 @@ are the store's own.
 Every page that the prefix cache indexes is saved once, when logits that depend on it are known to
 be finite. Its copy is launched before the step that is planned next, and so before any other
 request can get the page. Nothing waits for it, and an evicted page needs no copy.
+
+With a :class:`SwapSpace` a preempted request keeps all that it has computed: its pages and its slot
+are copied to host memory, and later to other pages and another slot. Its further tokens are those
+of an uninterrupted run, to the last bit.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import PageSave, ScheduledRequest, SwapIn, SwapOut
 
 
 class Load(Protocol):
@@ -67,8 +71,7 @@ class PageStore(Protocol):
         ...
 
     def addresses(self, tokens: Sequence[int], known: Sequence[Any] = ()) -> list[Any]:
-        """Returns the address of each of the store's pages that the tokens fill, lookahead
-        included. ``known`` are the first ones, from an earlier call."""
+        """Returns the address of each page that the tokens fill. The first are ``known``."""
         ...
 
     def lookup(self, addresses: Sequence[Any]) -> int:
@@ -89,8 +92,6 @@ class _SharedLoad:
     first: int
     """Number of the first page that is loaded. Those before it were in the prefix cache."""
     num_bytes: int
-    parts: int
-    """Pages of the store in a page."""
     requests: dict[ScheduledRequest, float] = dataclasses.field(default_factory=dict)
     """With the time until which each waits."""
     writing: int = 0
@@ -102,7 +103,6 @@ class PrefixLoads:
 
     Args:
       store: None if there is none, so that nothing is loaded.
-      pages: the pages of all shards.
       seconds: longest time that a request waits for its pages, from the beginning of its load.
       most_bytes: most bytes of all loads, at least those of a page.
       order: returns the number that orders requests in the queue.
@@ -141,11 +141,9 @@ class PrefixLoads:
         return len(self._of)
 
     def begin(self, request: ScheduledRequest) -> None:
-        """Starts to load what the store has of a new request's prompt, and the prefix cache of some
-        shard has not."""
-        if self._store is None or not request.reuses_prefix:
-            return
-        self._begin(request, self._cached_everywhere(request), request.arrival)
+        """Starts to load what the store has of a new prompt, and some prefix cache has not."""
+        if self._store is not None and request.reuses_prefix:
+            self._begin(request, self._cached_everywhere(request), request.arrival)
 
     def begin_again(self, request: ScheduledRequest, cached: int, now: float) -> bool:
         """Starts to load what the store has of a preempted request's tokens, which is about to be
@@ -177,8 +175,8 @@ class PrefixLoads:
                 return  # it is the first in the queue again
 
     def _begin(self, request: ScheduledRequest, first: int, now: float) -> bool:
-        """Starts to load what the store has of a request from page ``first`` on, or queues the
-        request for that. Returns False if there is nothing to load."""
+        """Starts to load what the store has from page ``first`` on, or queues the request. Returns
+        False if there is nothing to load."""
         store = self._store
         assert store is not None
         parts = store.parts
@@ -198,7 +196,7 @@ class PrefixLoads:
             if not self._take_bytes(request, num_bytes):
                 self._enqueue(request)
                 return True
-            shared = _SharedLoad(key, store.load(wanted), first, num_bytes, parts)
+            shared = _SharedLoad(key, store.load(wanted), first, num_bytes)
             self._by_key[key] = shared
             self.num_bytes += num_bytes
         shared.requests[request] = now + self._seconds
@@ -210,8 +208,7 @@ class PrefixLoads:
         return min(len(each.cached_prefix(request.tokens)) for each in self._pages)
 
     def _take_bytes(self, request: ScheduledRequest, count: int) -> bool:
-        """Returns whether the load of a request can begin. Gives up loads of requests behind it if
-        there are too few bytes otherwise."""
+        """Returns whether a load can begin, after loads behind it were given up if bytes lack."""
         order = self._order(request)
         if self._queue and self._order(self._queue[0]) < order:
             return False
@@ -256,10 +253,10 @@ class PrefixLoads:
         reuse, and ends its load. Pages that do not follow these, because some were evicted, are of
         no use. The memory of what is returned counts until :meth:`written`."""
         shared = self._of.get(request)
-        if shared is None:
+        if shared is None or self._store is None:
             self.end(request)
             return []
-        contents, parts = shared.load.contents or (), shared.parts
+        contents, parts = shared.load.contents or (), self._store.parts
         loaded = [
             tuple(contents[begin : begin + parts])
             for begin in range(0, len(contents) - parts + 1, parts)
@@ -331,12 +328,7 @@ class PrefixLoads:
 
 
 class PageSaves:
-    """Pages that were verified since the last plan, and are to be copied to the store.
-
-    Args:
-      store: None if there is none, so that nothing is saved.
-      pages: the pages of all shards.
-    """
+    """Pages that were verified since the last plan, and are to be copied to the store, if any."""
 
     def __init__(self, store: PageStore | None, pages: Sequence[PageAllocator]):
         self._store = store
@@ -355,14 +347,8 @@ class PageSaves:
         numbers: range,
         verified: Collection[int],
     ) -> None:
-        """Adds the pages of a request that have just been verified.
-
-        Args:
-          tokens: its first tokens: all that these pages depend on.
-          numbers: numbers of its pages that were verified.
-          verified: pages to add. The others were verified before, or are copies of another
-            request's pages.
-        """
+        """Adds the pages among ``numbers`` of a request that are in ``verified``. The others were
+        verified before, or are copies of another request's pages. They depend on ``tokens``."""
         if self._store is None:
             return
         request.addresses = self._store.addresses(tokens, request.addresses)
@@ -380,8 +366,7 @@ class PageSaves:
 
     def drop_evicted(self) -> None:
         """Gives up copies of pages that have left the index: nothing can be found after them."""
-        if self._pending:
-            self._pending = [save for save in self._pending if self._is_indexed(save)]
+        self._pending = [save for save in self._pending if self._is_indexed(save)]
 
     def _is_indexed(self, save: PageSave) -> bool:
         return any(pages.is_indexed(save.page) for pages in self._pages)
@@ -396,3 +381,69 @@ class PageSaves:
             assert self._is_indexed(save), "a page was evicted"
             assert self._store is not None
             assert len(save.addresses) == self._store.parts, "a page lacks an address"
+
+
+class SwapSpace:
+    """Counts the pages of swapped requests.
+
+    Args:
+      num_pages: pages that fit into the host memory. None: there is no such memory, and preempted
+        requests are prefilled again.
+    """
+
+    def __init__(self, num_pages: int | None = None):
+        self.exists = num_pages is not None
+        self.num_pages = num_pages or 0
+        self.counts: dict[ScheduledRequest, int] = {}
+        """Pages of each request in host memory."""
+        self._outs: list[SwapOut] = []
+        self._ins: list[SwapIn] = []
+
+    def __contains__(self, request: ScheduledRequest) -> bool:
+        return request in self.counts
+
+    @property
+    def used(self) -> int:
+        """Number of pages in host memory."""
+        return sum(self.counts.values())
+
+    def has_room(self, device_pages: int, longest: Sequence[int]) -> bool:
+        """Returns whether requests that need ``longest`` pages at their greatest lengths can run
+        together without filling the host memory.
+
+        Let D and H be the pages of the device and the host, and M the largest request. If the
+        requests together need at most D + H - M pages at their greatest lengths, then whenever the
+        device is full and some request lacks a page, the requests in host memory use less than H -
+        M pages. Any other request then fits as a whole.
+        """
+        most = max(longest, default=0)
+        return len(longest) <= 1 or sum(longest) <= device_pages + self.num_pages - most
+
+    def put(self, request: ScheduledRequest, slot: int, pages: Sequence[int]) -> None:
+        """Plans to copy a request to host memory before anything else is written to its pages."""
+        self.counts[request] = len(pages)
+        assert self.used <= self.num_pages, "has_room() admits no more requests than fit"
+        self._outs.append(SwapOut(request, slot, tuple(pages)))
+
+    def take(self, request: ScheduledRequest, slot: int, pages: Sequence[int], shared: int) -> None:
+        """Plans to copy a request back to ``pages``. The first ``shared`` ones need no copy."""
+        count = self.counts.pop(request)
+        self._ins.append(SwapIn(request, slot, tuple(pages[:count]), min(shared, count)))
+
+    def drop(self, request: ScheduledRequest) -> None:
+        """Removes a request that has ended, if it is here."""
+        if self.counts.pop(request, None) is not None:
+            self._outs = [swap for swap in self._outs if swap.request is not request]
+
+    def planned(self) -> tuple[list[SwapOut], list[SwapIn]]:
+        """Returns the copies that no plan has included yet."""
+        planned = self._outs, self._ins
+        self._outs, self._ins = [], []
+        return planned
+
+    def check_integrity(self, waiting: Iterable[ScheduledRequest]) -> None:
+        """Raises AssertionError if a request is here that does not wait, or there are too many."""
+        assert set(self.counts) <= set(waiting), "a request in host memory does not wait"
+        assert self.used <= self.num_pages, "more pages in host memory than fit"
+        assert {swap.request for swap in self._outs} <= set(self.counts)
+        assert not self._ins, "a request comes back without a plan"
