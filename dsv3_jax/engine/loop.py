@@ -77,8 +77,8 @@ class EngineLoop:
         # thread that steps.
         self._step_began: tuple[float, float] | None = None
         self._is_closed = False
-        # The lock: it guards the scheduler, its requests, `_error` and `_is_closed`. Notified when a
-        # request arrives or is cancelled, when pages have come, and at the end.
+        # The lock. It guards the scheduler, its requests, `_error` and `_is_closed`. It is notified
+        # when a request arrives or is cancelled, when pages have come, and at the end.
         self._changed = threading.Condition(threading.RLock())
         self._steps = StepLoop(
             scheduler,
