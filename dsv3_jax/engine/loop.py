@@ -2,6 +2,16 @@
 
 :class:`~dsv3_jax.engine.step_loop.StepLoop` has the turns: a step is planned and dispatched, and
 the results of the one before are read. The public methods can be called from any thread.
+
+=============  =================================================================================
+thread         work
+=============  =================================================================================
+callers        submit and cancel, under the lock; read their request's handle, under its own lock
+dsv3-engine    turns: plans and takes results under the lock, dispatches and waits without it
+dsv3-launcher  launches programs in order, from the queue of ``Launcher``, which owns the state
+dsv3-text      decodes text and fills the handles, from the queue of ``Delivery``
+dsv3-masks     several: compute masks of grammars while dsv3-engine waits for them
+=============  =================================================================================
 """
 
 from __future__ import annotations
@@ -67,6 +77,8 @@ class EngineLoop:
         # thread that steps.
         self._step_began: tuple[float, float] | None = None
         self._is_closed = False
+        # The lock. It guards the scheduler, its requests, `_error` and `_is_closed`. It is notified
+        # when a request arrives or is cancelled, when pages have come, and at the end.
         self._changed = threading.Condition(threading.RLock())
         self._steps = StepLoop(
             scheduler,
@@ -79,7 +91,8 @@ class EngineLoop:
             times=self._host_times,
         )
         self.sleep = sleep
-        self._stepping = FairLock()  # one step at a time
+        # Held for a whole turn, and taken before the lock.
+        self._stepping = FairLock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -190,7 +203,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def between_steps(self, change: Callable[[], _T], *, clears_prefix_cache: bool = False) -> _T:
-        """Returns what ``change`` returns, called while no step is being planned."""
+        """Returns what ``change`` returns, called between two turns. Steps may be in flight."""
         with self._stepping, self._changed:
             self._check_open()
             result = change()
@@ -292,6 +305,7 @@ class EngineLoop:
             return bool(self._scheduler.unfinished)
 
     def _guarded_step(self) -> bool:
+        """Runs a turn. An error of it ends all requests."""
         try:
             with self._stepping:
                 self._step_began = time.monotonic(), self._compilations.seconds
@@ -321,6 +335,7 @@ class EngineLoop:
         return True
 
     def _step(self) -> bool:
+        """Waits until the step in flight is about to end, and runs a turn."""
         if self._thread is not None:
             with self._changed:
                 seconds = self._steps.seconds_to_plan

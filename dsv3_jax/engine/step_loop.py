@@ -1,8 +1,17 @@
 """The turns of an engine's loop: plan a step, dispatch it, read the results of the step before it.
 
-A turn knows plans and numbers, and neither arrays nor threads: an executor runs the plans, and the
-owner of the requests takes their results. :class:`dsv3_jax.engine.loop.EngineLoop` adds the
-callers, the thread and the locks; the simulator runs the same turns in simulated time.
+A turn knows plans and numbers, and neither arrays nor threads: a :class:`PlanExecutor` runs the
+plans, and :class:`Requests` take their results, which is ``requests/delivery.py`` in an engine.
+:class:`dsv3_jax.engine.loop.EngineLoop` adds the callers, the thread and the locks; the simulator
+runs the same turns in simulated time.
+
+With ``overlap``, the device runs one step ahead of what the host knows:
+
+    turn n    plan n, dispatch n, wait for n - 1, take its results
+    device         | ... step n - 1 ... | ... step n ... |
+
+The plan of step n knows the tokens up to step n - 2. A step reads the newest tokens from the state
+on the device, and computes nothing for requests that have ended there.
 """
 
 from __future__ import annotations
@@ -32,11 +41,12 @@ class Requests(Protocol):
     """The requests that have not ended, as their turns see them."""
 
     def take_ended(self) -> Mapping[ScheduledRequest, End]:
-        """Returns the requests that have ended since the last call, by their text for example."""
+        """Returns the requests that have ended since the last call otherwise than by a result: by
+        a stop string in their text, or by an error of it or of the first mask of their grammar."""
         ...
 
     def wait_for_room(self) -> None:
-        """Waits until :meth:`take` can be called."""
+        """Waits until :meth:`take` can be called. It is called without the lock."""
         ...
 
     def take(self, plan: StepPlan, results: Sequence[RequestResult]) -> StepGains:

@@ -40,21 +40,22 @@ class PromptLogprobs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Results that the host reads: n decode steps (one, if it prefills) of B + C requests.
+    """Results that the host reads: n decode steps (one, if it prefills) of N = B + C rows.
 
-    On each shard the requests that decode come first, then those of the chunks.
+    On each shard the requests that decode come first, then those of the chunks. F is the most new
+    tokens of a decode step: one more than its drafts.
     """
 
-    tokens: Int[Array, "n R T"]
-    counts: Int[Array, "n R"]
+    tokens: Int[Array, "n N F"]
+    counts: Int[Array, "n N"]
     """Number of valid tokens; 0 after the request has ended, and for chunks that end no prompt."""
-    finished: Int[Array, " R"]
+    finished: Int[Array, " N"]
     """RUNNING, STOPPED, FULL or NON_FINITE, after the last of these steps."""
-    drafted: Int[Array, "n R"]
+    drafted: Int[Array, "n N"]
     """Number of drafts that were verified."""
-    logprobs: Float32[Array, "n R T"]
-    top_tokens: Int[Array, "n R T k"]
-    top_logprobs: Float32[Array, "n R T k"]
+    logprobs: Float32[Array, "n N F"]
+    top_tokens: Int[Array, "n N F k"]
+    top_logprobs: Float32[Array, "n N F k"]
     prompt: PromptLogprobs | None
     """Log-probabilities of the tokens after those of each chunk; None unless a request asks for
     them."""
@@ -114,7 +115,7 @@ def step(
     drafter: Drafter | None,
     vocab_size: int,
 ) -> tuple[SlotState, StepOutput]:
-    """Runs one dispatch.
+    """Runs one dispatch: one step, or several decode steps.
 
     Args:
       buffer: the arguments, see :func:`dsv3_jax.engine.device.step_input.unpack`.
@@ -125,14 +126,14 @@ def step(
     options = _Options(shape, drafter, vocab_size, rows)
     state = state.rewind(inputs, rows)
     if shape.max_steps > 1:
-        return _decode(model, state, inputs, options)
+        return _decode_steps(model, state, inputs, options)
     state = state.admit(inputs, rows)
     state, new, drafted, prompt = _step(model, state, inputs, options)
     one = jax.tree.map(lambda x: x[None], new)
     return state, _output(one, drafted[None], new.finished, prompt)
 
 
-def _decode(
+def _decode_steps(
     model: DeepSeekV3, state: SlotState, inputs: StepInput, options: _Options
 ) -> tuple[SlotState, StepOutput]:
     """Runs up to ``inputs.steps`` decode steps. Ends early when no request is running."""
@@ -142,7 +143,7 @@ def _decode(
     outputs = jax.tree.map(lambda x: jnp.zeros((shape.max_steps, *x.shape), x.dtype), shapes)
 
     def is_due(i: Int[Array, ""], state: SlotState) -> Bool[Array, ""]:
-        requests = _decoding(state, inputs, options)
+        requests = _decode_requests(state, inputs, options)
         return (i < steps) & jnp.any(requests.is_running)
 
     def body(carry: tuple) -> tuple:
@@ -164,15 +165,15 @@ def _decode(
     return state, _output(new, drafted, finished)
 
 
-def _decoding(state: SlotState, inputs: StepInput, options: _Options) -> _Requests:
+def _decode_requests(state: SlotState, inputs: StepInput, options: _Options) -> _Requests:
     """Returns the requests that decode."""
     return _Requests.of(state, options, inputs.decode_slots, inputs.decode_tables)
 
 
 def _output(
     new: NewTokens,
-    drafted: Int[Array, "n R"],
-    finished: Int[Array, " R"],
+    drafted: Int[Array, "n N"],
+    finished: Int[Array, " N"],
     prompt: PromptLogprobs | None = None,
 ) -> StepOutput:
     tops = new.top_tokens, new.top_logprobs
@@ -181,11 +182,11 @@ def _output(
 
 def _step(
     model: DeepSeekV3, state: SlotState, inputs: StepInput, options: _Options
-) -> tuple[SlotState, NewTokens, Int[Array, " R"], PromptLogprobs | None]:
+) -> tuple[SlotState, NewTokens, Int[Array, " N"], PromptLogprobs | None]:
     """Runs one step. Also returns its new tokens, how many drafts each request had, and the
     log-probabilities of the chunks' tokens."""
     shape, rows = options.shape, options.rows
-    decodes = _decoding(state, inputs, options)
+    decodes = _decode_requests(state, inputs, options)
     drafts, state = _draft(model, state, decodes, inputs.max_drafts, options)
     batches, sampled = [], []
     if shape.decodes:
@@ -338,7 +339,7 @@ def _keep_mtp_inputs(
     rows: SlotRows,
     requests: _Requests,
     mtp_inputs: jax.Array,
-    counts: Int[Array, " R"],
+    counts: Int[Array, " N"],
 ) -> SlotState:
     """Stores the hidden states that the MTP layer takes in the next step.
 

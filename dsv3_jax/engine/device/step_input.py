@@ -70,10 +70,9 @@ class StepShape:
     """The static shape of a step. Each shape is a compiled program."""
 
     decodes: int
-    """Most requests that decode on each shard. B is the number on all shards."""
+    """B of a shard: most requests that decode on it."""
     chunks: int
-    """Most prompt chunks that are prefilled on each shard; 0 in a step that only decodes. C is the
-    number on all shards."""
+    """C of a shard: most prompt chunks that are prefilled on it; 0 in a step that only decodes."""
     chunk_tokens: int
     """T: tokens of a chunk, padding included."""
     max_pages: int
@@ -112,7 +111,8 @@ class StepShape:
 
 
 class StepInput(NamedTuple):
-    """Arguments of a step: of one shard on the host, of all shards on the device.
+    """Arguments of a step: of one shard on the host, of all shards on the device, where B, C and
+    N = B + C are the sums over the shards.
 
     Slots are numbered from 0 on each shard. The number of slots of a shard, one past the last slot,
     marks unused entries.
@@ -137,8 +137,8 @@ class StepInput(NamedTuple):
     """1 if the chunk ends the prompt, so that the step samples the token after it."""
 
     admitted_slots: Int[Array, " C"]
-    """Slot that the chunk's request gets in this step; R if it has one already. The arrays below
-    describe the admitted requests."""
+    """Slot that the chunk's request gets in this step; unused if it has one already. The arrays
+    below describe the admitted requests."""
     prompts: Int[Array, "C S"]
     """Tokens of the prompt, padded at the end."""
     lengths: Int[Array, " C"]

@@ -26,7 +26,8 @@ _MOST_BEHIND = 32
 
 
 class Delivery:
-    """Hands results to the outputs of their requests. The caller of most methods holds a lock.
+    """Hands results to the outputs of their requests. The caller holds the loop's lock, except in
+    :meth:`start`, :meth:`close` and :meth:`wait_for_room`.
 
     Decoding text takes time that a client can choose, by its stop strings for example. After
     :meth:`start` a thread does it, in the order of the results, so that no step waits for it. A
@@ -65,8 +66,8 @@ class Delivery:
             self._without_mask.append(request)
 
     def take_ended(self) -> dict[ScheduledRequest, End]:
-        """Returns the requests that have ended since the last call: their text has a stop string,
-        or their text or the first mask of their grammar failed."""
+        """Gets the first masks of new requests. Returns the requests that have ended since the last
+        call: their text has a stop string, or their text or that mask failed."""
         ended: dict[ScheduledRequest, End] = {}
         while self._ended:
             ended.update([self._ended.popleft()])
@@ -105,7 +106,7 @@ class Delivery:
                     self._times.accepted_tokens += accepted
                     if request.depth is not None:
                         request.depth.observe(step.drafted, accepted)
-        self._run(functools.partial(self._add, open_results))
+        self._hand_over(functools.partial(self._add, open_results))
         if self._thread is None:
             ends |= self._ended
             self._ended.clear()
@@ -121,7 +122,7 @@ class Delivery:
 
     def end(self, request: ScheduledRequest, end: End) -> None:
         """Delivers the end of a request, unless its text has ended it before."""
-        self._run(functools.partial(self._end, request, end))
+        self._hand_over(functools.partial(self._end, request, end))
 
     def check_integrity(self, unfinished: Collection[ScheduledRequest]) -> None:
         """Raises AssertionError if one of these requests has ended otherwise than by its text."""
@@ -152,13 +153,14 @@ class Delivery:
             pass
         return failed
 
-    # In the thread that decodes text, if there is one.
-
-    def _run(self, work: Callable[[], None]) -> None:
+    def _hand_over(self, work: Callable[[], None]) -> None:
+        """Gives work to the thread that decodes text, or does it if there is none."""
         if self._thread is None:
             work()
         else:
             self._queue.put(work)
+
+    # In the thread that decodes text, if there is one.
 
     def _work(self) -> None:
         """The body of the thread."""

@@ -34,7 +34,7 @@ class RequestOutput:
     Args:
       draft: name of the drafter, or None.
       depth: most drafts per step.
-      grammar: decides which tokens may come next. Others than the output use it.
+      grammar: decides which tokens may come next. It is kept here for ``Delivery``, which asks it.
       reasoning: markers of the reasoning, in which no stop string counts; None if stop strings
         count from the beginning.
     """

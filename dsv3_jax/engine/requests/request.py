@@ -195,7 +195,8 @@ class EngineRequest:
             with self._changed:
                 listeners.remove(listener)
 
-    # Called by one thread: the engine's, or one that receives from another process.
+    # Called by one thread at a time: the one that decodes text, the engine's if there is none, or
+    # one that receives from another process.
 
     def deliver(
         self,

@@ -3,16 +3,17 @@
 The scheduler is pure Python. It knows tokens, slots and page numbers, and no device: the caller
 dispatches each :class:`StepPlan` and reports its results later. Results may be one or more steps
 late, so that the device never waits for the host. The scheduler then plans with bounds: a request
-with steps in flight has gained at least one token in each, and at most one more than its drafts.
+gains at least one token in each decode step in flight, and at most one more than its drafts. If it
+ends on the device before that, later steps compute nothing for it, and its plans cost only padding.
 
 A step is planned in this order:
 
 1. Requests whose deadline has passed end, and so do cancelled ones.
-2. Every request whose prompt is cached decodes. If no page is left for it, the last request in the
-   order below is preempted: it gives its pages back and is prefilled again later, except for what
-   the prefix cache or a store still has, or with a :class:`SwapSpace` goes on from host memory. A
-   request with a grammar decodes only when its newest token is known.
-3. Prompts that are partly cached continue, chunk by chunk, within the token budget.
+2. Every request whose prompt is prefilled decodes. If no page is left for it, the last request in
+   the order below is preempted: it gives its pages back and is prefilled again later, except for
+   what the prefix cache or a store still has, or with a :class:`SwapSpace` goes on from host
+   memory. A request with a grammar decodes only when its newest token is known.
+3. Prompts that are partly prefilled continue, chunk by chunk, within the token budget.
 4. Waiting requests are admitted while slots, pages and budget last. Nobody overtakes the first one
    that does not fit, so that none starves, except requests in host memory if it lacks room there:
    only their return gives it room. Requests whose pages are being loaded from a store are passed

@@ -179,7 +179,7 @@ class SchedulerShard:
         return planned
 
     def plan_prefills(self, most: int) -> list[Chunk]:
-        """Returns up to ``most`` chunks of prompts that are partly cached."""
+        """Returns up to ``most`` chunks of prompts that are partly prefilled."""
         chunks: list[Chunk] = []
         for request in self.running:
             if request.phase is Phase.PREFILL:

@@ -28,10 +28,15 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class ScheduledRequest:
-    """A request on its way through the engine: one object for all of its rooms.
+    """A request on its way through the engine: one object for all of its parts.
 
-    The caller that submits it writes the first fields, once. The reader of its results and the
-    executor write what their next step needs. The scheduler writes all others, and ``tokens``.
+    Its other objects: :class:`Request` is what the caller asked for (``settings``),
+    ``RequestOutput`` turns its tokens into text (``output``), ``EngineRequest`` is the handle that
+    the caller holds, and each ``RequestResult`` has the tokens that one dispatch gave it.
+
+    Whoever submits it writes the first two groups of fields. All later writes are under the loop's
+    lock, and by the engine's thread except for ``is_cancelled``; only ``saved`` is written without
+    the lock, while the executor dispatches.
     """
 
     tokens: list[int]
@@ -54,17 +59,17 @@ class ScheduledRequest:
     depth: DraftDepth | None = None
     """Chooses the drafts of each step, up to ``drafts``. None: always ``drafts``."""
 
-    # Written by the reader of its results. The scheduler looks at `rewind` alone.
+    # The scheduler does not read these, except `rewind`.
     settings: Request | None = None
-    """Sampling, stop tokens, the mask of a grammar's next token. None if the device is simulated.
-    """
+    """Sampling, stop tokens, and the mask of a grammar's next token, which ``Delivery`` replaces
+    after each step. None if the device is simulated."""
     output: object = None
-    """Takes its results: text, log-probabilities, the caller's handle."""
+    """Its ``RequestOutput``: text, log-probabilities, the caller's handle."""
     saved: Any = None
-    """Its copy in host memory while it is preempted. The executor writes it."""
+    """Its copy in host memory while it is swapped out. Nothing to do with ``PageSave``."""
     rewind: int = 0
     """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
-    The next decode step removes them."""
+    ``Delivery`` sets it; the next plan takes it and sets it to 0, and that step removes them."""
     rewinds: int = 0
     """Number of steps whose tokens were refused."""
 
@@ -76,15 +81,16 @@ class ScheduledRequest:
     """Its row in its shard's part of the device's state, while it is running."""
     pages: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
-    """Tokens whose cache entries are written, or reused, when all dispatched prefills are done."""
+    """Tokens whose cache entries are written, or reused, when all planned chunks are done."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache saved at the first admission."""
     steps_in_flight: int = 0
     """Dispatched plans that include it and whose results are not reported yet."""
     decodes_in_flight: int = 0
-    """Decode steps in those plans. Each adds at least one token."""
+    """Decode steps in those plans. Each adds at least one token, unless the request ends before:
+    then the device computes nothing for it."""
     published: int = 0
-    """Number of its pages that are in the prefix index."""
+    """Number of its first pages that have been offered to the prefix index."""
     verified: int = 0
     """Number of its pages from which finite logits have been computed."""
     is_broken: bool = False
@@ -118,7 +124,8 @@ class ScheduledRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Consecutive prompt tokens of one request that a step prefills."""
+    """Consecutive known tokens of one request that a step prefills: those of its prompt and, after
+    a preemption, those that it had generated."""
 
     request: ScheduledRequest
     slot: int
@@ -231,7 +238,7 @@ class ShardPlan:
     """Tokens to remove from each of them before the step."""
     chunks: tuple[Chunk, ...]
     swap_outs: tuple[SwapOut, ...] = ()
-    """Requests to copy to host memory before anything else."""
+    """Requests to copy to host memory before the dispatch writes anything."""
     swap_ins: tuple[SwapIn, ...] = ()
     """Requests to copy back, after that and before the step."""
     loads: tuple[PageLoad, ...] = ()
@@ -248,7 +255,7 @@ class StepPlan:
     depth: int | None = None
     """Drafts per decode step that the program has room for; None for the most."""
     saves: tuple[PageSave, ...] = ()
-    """Pages to copy to a store before anything else."""
+    """Pages to copy to a store before the dispatch writes any page."""
 
     @functools.cached_property
     def decodes(self) -> tuple[ScheduledRequest, ...]:
@@ -282,7 +289,7 @@ class StepPlan:
 
 
 class StepGains(NamedTuple):
-    """Gains of the requests of a plan, as :meth:`Scheduler.report` takes it."""
+    """Gains of the requests of a plan: the arguments of :meth:`Scheduler.report` after the plan."""
 
     tokens: Mapping[ScheduledRequest, Sequence[int]]
     ends: Mapping[ScheduledRequest, End]
