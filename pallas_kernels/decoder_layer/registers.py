@@ -133,10 +133,7 @@ class Operand:
     @staticmethod
     def of(dtype: Any, columns: int, is_split: bool, most_bytes: int) -> Operand:
         """Returns the operand for rows of ``columns`` columns, in steps of ``most_bytes`` or fewer.
-
-        Raises:
-          NotImplementedError: a half is not a multiple of 64 bytes.
-        """
+        A half must have a multiple of 64 bytes."""
         itemsize, per_element = jnp.dtype(dtype).itemsize, columns_per_element(dtype)
         assert not (is_split and is_integer(dtype))
         row = columns * itemsize // per_element // (2 if is_split else 1)
@@ -229,15 +226,9 @@ def multiply(
     operand: Operand, halves: Sequence[Any], rows: Rows, step: jax.Array, scales: Sequence[Any],
     sums: tuple[jax.Array, jax.Array], interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Adds the products of a stage's columns to the warpgroup's sums.
-
-    The eight warps share the columns, in blocks of 64 bytes.
-
-    Args:
-      halves: references to both halves of the stage.
-      step: index of the stage in its unit.
-      scales: from :func:`load_scales`; empty if the matrices have none.
-    """
+    """Adds the products of a stage's columns, the ``step``-th of its unit, to the warpgroup's sums.
+    The eight warps share the columns, in blocks of 64 bytes. ``scales`` are from
+    :func:`load_scales`."""
     if interpret is not None:
         return _multiply_in_interpreter(operand, halves, rows, step, scales, sums)
     blocks, columns = operand.step_bytes // BLOCK_BYTES, operand.block_columns
@@ -392,11 +383,9 @@ def _unpacked_integers(stored: jax.Array) -> jax.Array:
 
 
 def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
-    """Returns 0 when the weights in ``sums`` are in registers.
-
-    An arrival at a barrier does not wait for loads, unless its index depends on them: on each
-    thread's first number of each array, if it depends on all weights that the thread has loaded.
-    """
+    """Returns 0 when the weights in ``sums`` are in registers. An arrival at a barrier does not
+    wait for loads, unless its index depends on them: on each thread's first number of each array,
+    if that depends on all weights that the thread has loaded."""
     if interpret is not None:
         return 0
 
@@ -473,12 +462,8 @@ def _float8_products(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
 def _integer_products(
     x: Sequence[Sequence[Any]], first: Sequence[Any], second: Sequence[Any], dtype: Any
 ) -> list[Any]:
-    """Does :func:`_float8_products` for integers.
-
-    Args:
-      x: the words of each piece of the activations.
-      first, second: the words of each half's weights.
-    """
+    """Does :func:`_float8_products` for integers; ``x`` has the words of each piece of
+    activations."""
     zero = _zero()
     text, count = (UNPACK_INT4, 4) if columns_per_element(dtype) == 2 else (UNPACK_INT8, 2)
     of_halves = [
@@ -498,13 +483,10 @@ def _integer_products(
 
 
 def load_scales(operand: Operand, halves: tuple[Half, Half], interpret: Any) -> list[Any]:
-    """Loads the scales of a unit, for :func:`multiply`, from the L2 cache: load them early.
-
-    Returns:
-      Of float8, for each half, arrays with the scale of a block of columns in each lane. Of
-      integers, an array for each stage, or for all of them if a row has one scale; in the
-      interpreter [8, groups] for each half. Of matrices without scales, nothing.
-    """
+    """Loads the scales of a unit, for :func:`multiply`, from the L2 cache: load them early. Of
+    float8 it returns, for each half, arrays with the scale of a block of columns in each lane. Of
+    integers, an array for each stage, or one if a row has one scale; in the interpreter [8, groups]
+    by half."""
     if operand.is_integer:
         return _load_row_scales(operand, halves, interpret)
     return [_load_block_scales(operand, half, interpret) for half in halves if operand.is_scaled]
@@ -530,11 +512,9 @@ def _load_block_scales(operand: Operand, half: Half, interpret: Any) -> list[jax
 def _load_row_scales(
     operand: Operand, halves: tuple[Half, Half], interpret: Any
 ) -> list[jax.Array]:
-    """Loads the scales of both halves' rows of integers.
-
-    Of the four threads of a row, the first two have those of the left half's first and second block
-    that the warp multiplies in a stage, the others those of the right half.
-    """
+    """Loads the scales of both halves' rows of integers. Of the four threads of a row, the first
+    two have those of the left half's first and second block that the warp multiplies in a stage,
+    the others those of the right half."""
     groups = operand.groups
     starts = [jnp.asarray(half.scales_start, jnp.int32) for half in halves]
     if interpret is not None:
@@ -640,17 +620,10 @@ def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
 def load_totals(
     operand: Operand, sums: Any, tokens: int, interpret: Any, factors: Any = None, first: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a unit's totals of both halves, one number per thread of a warpgroup.
-
-    Thread i, of 128, has the total of token ``i // 8 % 8`` and row ``i % 8``. Of one token, all
-    tokens' threads have its totals.
-
-    Args:
-      sums: reference to the sums in shared memory, [warpgroups, halves, warps and tokens, rows].
-        If the rows are in float16, the last dimensions are rows and tokens.
-      factors: reference to the factors of rows in float16, or None if the sums are multiplied.
-      first: index of the first token's factor.
-    """
+    """Returns a unit's totals of both halves, one number per thread of a warpgroup: thread i has
+    the total of token ``i // 8 % 8`` and row ``i % 8``, or of the only token. ``sums`` are
+    [warpgroups, halves, warps and tokens, rows], or with rows in float16 end in rows and tokens;
+    ``factors`` from ``first`` on multiply them."""
     first = jnp.asarray(first, jnp.int32)
     if interpret is not None:
         totals = jnp.sum(sums[...].reshape(-1, 2, 4, MOST_TOKENS, 8), axis=(0, 2))

@@ -45,12 +45,8 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
-    """As :func:`pallas_kernels.grouped_matmul`.
-
-    Raises:
-      NotImplementedError: on a TPU, for fewer than 32 rows per group on average, or if the copies
-        of the matrices would exceed 1 GiB.
-    """
+    """As :func:`pallas_kernels.grouped_matmul`. Raises NotImplementedError on a TPU, for fewer than
+    32 rows per group on average, or if the copies of the matrices would exceed 1 GiB."""
     if platform() == "tpu":
         raise NotImplementedError("XLA's ragged dot is a kernel on TPUs")
     (M, K), (G, N) = lhs.shape, rhs.shape[:2]

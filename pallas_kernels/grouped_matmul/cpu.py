@@ -33,11 +33,7 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
-    """As :func:`pallas_kernels.grouped_matmul`.
-
-    Raises:
-      NotImplementedError: not on a CPU.
-    """
+    """As :func:`pallas_kernels.grouped_matmul`. Raises NotImplementedError if not on a CPU."""
     if platform() != "cpu":
         raise NotImplementedError(f"runs on CPUs, this is {platform()}")
     options: Any = {"block_shape": block_shape}

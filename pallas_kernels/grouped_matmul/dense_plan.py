@@ -126,11 +126,7 @@ FEW_TOKENS = {
 
 def choose_config(M: int, G: int, N: int, K: int, float8: bool, matrices: int = 1) -> Config:
     """Returns the configuration of ``dense`` that was the fastest on an H200 for the average number
-    of rows per group, of those that N and K allow.
-
-    Args:
-      matrices: per group; two for SwiGLU.
-    """
+    of rows per group, of those that N and K allow. SwiGLU has two matrices per group."""
     if M < _MANY_TOKENS * G:  # the widest tile, or a narrower one if multiprocessors would be idle
         supported = _supported(FEW_TOKENS[matrices], N, K, float8, matrices)
         by_width = {config.tile_n // matrices: config for config in supported}
@@ -153,11 +149,8 @@ def pairs_pay(M: int, G: int, K: int) -> bool:
 def _supported(
     candidates: Sequence[Config], N: int, K: int, float8: bool, matrices: int
 ) -> list[Config]:
-    """Returns the candidates that N and K allow, in their order.
-
-    Raises:
-      NotImplementedError: there is none; the message is that of the last one.
-    """
+    """Returns the candidates that N and K allow, in their order, or raises the last one's
+    refusal."""
     supported, refusals = [], []
     for config in candidates:
         try:

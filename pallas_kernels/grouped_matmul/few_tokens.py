@@ -72,19 +72,12 @@ def grouped_matmuls(
     config: Config | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N_of_all"]:
-    """Multiplies every token with each of its group's matrices, in one kernel.
+    """Multiplies every token with each of its group's matrices, and joins the results along the
+    last axis. It is one kernel, because starting and finishing one takes several microseconds. Any
+    group sizes are correct; 1 to 64 tokens per group are fast.
 
-    The results are concatenated along the last axis. One kernel is used because starting and
-    finishing a kernel takes several microseconds. Any group sizes are correct; 1 to 64 tokens per
-    group are fast.
-
-    Args:
-      matrices, scales: one of each per result, all of the same shape and dtype.
-
-    Raises:
-      NotImplementedError: lhs is not bfloat16; the matrices are not int8, int4 or float8_e4m3fn; or
-        N, K or the scale blocks are not multiples of what :class:`Weights` requires.
-    """
+    Raises NotImplementedError unless lhs is bfloat16, the matrices are int8, int4 or float8_e4m3fn
+    of one shape, and N, K and the scale blocks are multiples of what :class:`Weights` requires."""
     require_hopper(interpret)
     first = matrices[0]
     if lhs.dtype != jnp.bfloat16 or not scales or first.dtype not in _FORMATS:
@@ -118,26 +111,19 @@ def grouped_matmuls(
 
 
 def weights_of(matrices: Matrices, K: int, block_shape: tuple[int, int]) -> Weights:
-    """Returns the layout of int8, int4 or float8_e4m3fn matrices with K columns.
-
-    Raises:
-      NotImplementedError: see :meth:`Weights.of`.
-    """
+    """Returns the layout of matrices with K columns. It raises as :meth:`Weights.of`."""
     return Weights.of(_FORMATS[jnp.dtype(matrices.dtype)], matrices.shape[1], K, block_shape)
 
 
 def permute_columns(
     lhs: BFloat16[Array, "M K"], weights: Weights, rows: int
 ) -> BFloat16[Array, "blocks rows 64"]:
-    """Permutes the columns of lhs to the order in which the kernel unpacks the weights' columns.
+    """Permutes the columns of lhs to the order in which the kernel unpacks the weights' columns, in
+    blocks of 64, with zeros from row M up to ``rows``.
 
     A thread reads 16 bytes of a weight row and unpacks them in its registers. What it has then is
     an operand of a tensor core instruction only if the columns are permuted. Permuting the few
-    tokens is far cheaper than permuting the weights.
-
-    Returns:
-      Blocks of 64 columns, with zeros from row M up to ``rows``.
-    """
+    tokens is far cheaper than permuting the weights."""
     M, K = lhs.shape
     if weights.bits == 8:
         # (thread, word, pair, half): a word's bytes are unpacked as 0, 2 and then 1, 3.
@@ -161,15 +147,9 @@ def _matmul(
     ctas: int,
     interpret: Any,
 ) -> Float[Array, "split_k M N_of_all"]:
-    """Multiplies each token with its group's matrices, all of one shape.
-
-    Args:
-      x: tokens, as :func:`permute_columns` returns them, or with ``tokens_in_order`` as they are.
-        Rows up to the width of a tile or, in the interpreter, up to M and that width.
-
-    Returns:
-      bfloat16 [1, M, N_of_all], or with split-K float32 partial sums.
-    """
+    """Multiplies each token with its group's matrices, all of one shape. ``x`` are the tokens of
+    :func:`permute_columns`, or with ``tokens_in_order`` as they are. With split-K, the results are
+    float32 partial sums."""
     plan = Plan(weights, config, M, len(matrices), scales[0].shape[2], ctas, interpret is None)
     gpu, consumers, matrix_count = plan.on_gpu, config.warpgroups, plan.matrices
     ring_scratch = _Stages.scratch(plan, matrices[0].dtype)
@@ -238,10 +218,8 @@ class _Tiles:
     cta: Any
 
     def count(self) -> Any:
-        """Returns the number of the CTA's tiles.
-
-        Each role computes it for itself, so that it takes no register meanwhile.
-        """
+        """Returns the number of the CTA's tiles. Each role computes it for itself, so that it takes
+        no register meanwhile."""
         plan = self.plan
         total = self.groups.count() * (plan.matrices * plan.feature_tiles * plan.config.split_k)
         return lax.div(total - self.cta + (plan.ctas - 1), jnp.int32(plan.ctas))
@@ -473,10 +451,8 @@ class _Consumer:
             self.reduction.reduce(total, i, self.warpgroup, self.k_part, finish, on_gpu=plan.on_gpu)
 
     def load_scales(self, group: Any, matrix: Any, feature: Any, step: Any) -> tuple[Any, ...]:
-        """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks.
-
-        Each is a vector over the 64 features, or a scalar.
-        """
+        """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks: vectors over
+        the 64 features, or scalars."""
         plan, weights = self.plan, self.plan.weights
 
         def load(n: int) -> tuple[Any, ...]:
@@ -589,13 +565,8 @@ class _Reduction:
         self, total: jax.Array, i: Any, warpgroup: Any, k_part: Any,
         finish: Callable[[jax.Array], None], *, on_gpu: bool,
     ) -> None:  # fmt: skip
-        """Calls ``finish`` with the whole sum in the first of the warpgroups that share a tile.
-
-        Args:
-          total: this warpgroup's sum, [64, width].
-          i: index of the tile in its CTA.
-          k_part: index of the warpgroup among those that share the tile.
-        """
+        """Calls ``finish`` with the whole sum in the first of the warpgroups that share the CTA's
+        i-th tile. ``total`` is this warpgroup's sum [64, width]."""
         first = lax.div(warpgroup, jnp.int32(self.k_warpgroups)) * (self.k_warpgroups - 1)
 
         @when(k_part > 0)

@@ -90,11 +90,8 @@ class Weights:
 
     @classmethod
     def of(cls, format: Format, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
-        """Returns the layout of matrices [N, K] with one scale per ``block_shape``.
-
-        Raises:
-          NotImplementedError: the kernel does not support the widths or the scale blocks.
-        """
+        """Returns the layout of matrices [N, K] with one scale per ``block_shape``, or raises
+        NotImplementedError."""
         block = 512 // (4 if format == "int4" else 8)
         rows, scale_columns = block_shape[0], min(block_shape[1], K)
         columns_fit = scale_columns == K or scale_columns % block == 0
@@ -205,11 +202,7 @@ class Plan:
 
 
 def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Config:
-    """Chooses a configuration from the shapes, since the group sizes are unknown when compiling.
-
-    Args:
-      matrices: matrices per group.
-    """
+    """Chooses a configuration from the shapes, since the group sizes are unknown when compiling."""
     mean = -(-M // G)
     # Group sizes vary, relatively more if groups are small.
     largest = min(M, 4 * mean if mean <= 4 else 2 * mean)

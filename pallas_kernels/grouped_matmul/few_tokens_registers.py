@@ -33,12 +33,9 @@ _LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
 def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
-    """Returns the first of a thread's two rows, of 64, and ``lane % 4``.
-
-    Rows of 128 bytes are swizzled by the low three bits of their index. A quarter of a warp reads
-    64 bytes of two rows at once. For these to be in different banks they must be rows r and r + 4,
-    so bits 0 and 2 are swapped. Rows of 64 bytes are contiguous and need no swap.
-    """
+    """Returns the first of a thread's two rows, of 64, and ``lane % 4``. Rows of 128 bytes are
+    swizzled by the low three bits of their index. A quarter of a warp reads 64 bytes of two rows at
+    once, in different banks if they are rows r and r + 4: bits 0 and 2 are swapped."""
     warp, lane = warp_and_lane()
     row = arith.shrui(lane, const(2))
     if column_blocks == 2:
@@ -53,15 +50,9 @@ def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
 def load_operands(
     packed: Any, form: Format, block: int, column_blocks: int, *, in_order: bool = False
 ) -> list[list[Any]]:
-    """Loads and unpacks a thread's weights of one column block of its two rows.
-
-    Args:
-      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted.
-
-    Returns:
-      For each 16 columns, the four registers of the operand: upper row, lower row, and both again 8
-      columns further on.
-    """
+    """Loads and unpacks a thread's weights of one column block of its two rows. For each 16 columns
+    it returns the operand's registers: upper row, lower row, and both again 8 columns further on.
+    ``in_order`` makes pairs of neighbouring columns, for tokens that are not permuted."""
     base = mgpu.utils.memref_ptr(packed)
     row, quarter = row_of_thread(column_blocks)
     chunk = quarter
@@ -78,11 +69,8 @@ def load_operands(
 
 
 def unpack(packed: Any, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
-    """Unpacks column block ``block`` of 64 weight rows in shared memory to operands of wgmma.
-
-    Returns:
-      bfloat16 [64, 64]: one array of int8 and float8, two of int4.
-    """
+    """Unpacks a column block of 64 weight rows in shared memory to operands of wgmma: bfloat16 [64,
+    64], one array of int8 and float8, two of int4."""
     count = 2 if form == "int4" else 1
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=WGMMA)
 
@@ -101,13 +89,8 @@ def _swizzle(column_blocks: int) -> tuple[Any, ...]:
 
 
 def unpack_in_interpreter(packed: jax.Array, form: Format, *, in_order: bool) -> jax.Array:
-    """Unpacks a column block of 64 weight rows in jax.numpy.
-
-    The columns have the order of :func:`unpack`, or their own if ``in_order``.
-
-    Returns:
-      float32 [64, 1, 64], or [64, 2, 64] of int4.
-    """
+    """Does :func:`unpack` in jax.numpy. The columns have its order, or their own if
+    ``in_order``."""
     if form != "int4":
         # (thread, word, pair, half)
         values = packed.astype(jnp.float32).reshape(64, 4, 4, 2, 2)
@@ -199,10 +182,7 @@ def multiply(
 
 def _matrix_addresses(x: Any) -> list[Any]:
     """Returns a lane's addresses for ldmatrix, for each half of a block of 64 columns from x on.
-
-    ldmatrix loads four 8 x 8 matrices: 32 columns of 8 tokens. Lane l provides the address of 16
-    bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of the 32.
-    """
+    Lane l provides 16 bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of 32."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     row, eight = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
     x = arith.addi(x, arith.muli(row, const(128)))
@@ -211,11 +191,8 @@ def _matrix_addresses(x: Any) -> list[Any]:
 
 
 def _addresses_in_order(x: Any) -> list[Any]:
-    """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands.
-
-    Lane l has the weights of a quarter l % 4 of a column block: 16 columns. Rows of 128 bytes are
-    swizzled by the low three bits of their index.
-    """
+    """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands: it has
+    the weights of a quarter l % 4 of a column block. Rows of 128 bytes are swizzled."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     token, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
     first = arith.muli(quarter, const(2))
@@ -228,10 +205,8 @@ def _addresses_in_order(x: Any) -> list[Any]:
 
 
 def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
-    """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`.
-
-    The order is that of the registers, so that no bank conflicts arise.
-    """
+    """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`, in the order of
+    the registers, so that no bank conflicts arise."""
     if not on_gpu:
         target[pl.ds(0, values.size)] = values.reshape(-1)
         return
@@ -269,10 +244,7 @@ def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
 
 def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_blocks: int) -> None:
     """Stores the first ``tokens`` columns of [64, width] to rows of [width, 64] in global memory.
-
-    Args:
-      values: bfloat16 or float32, of ``out``'s dtype.
-    """
+    Both are bfloat16 or float32."""
     size = values.dtype.itemsize
 
     @inline(REF, WGMMA, SCALAR)

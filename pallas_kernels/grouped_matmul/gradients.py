@@ -85,14 +85,9 @@ def rows_gradient(
     config: Config | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "M K"]:
-    """Returns the sum over all pairs of ``matrices[g(m)].T @ d_outs[m]``, rounded once.
-
-    Rows that belong to no group are zero, because the gradient of a gather adds them up.
-
-    Args:
-      d_outs, matrices: one pair, or those of gate and up. N and K are multiples of 64.
-      config: one of ``CONFIGS``, by default the one that computes the fewest values in vain.
-    """
+    """Returns the sum over all pairs of ``matrices[g(m)].T @ d_outs[m]``, rounded once. N and K are
+    multiples of 64. Rows that belong to no group are zero, because the gradient of a gather adds
+    them up. The default ``config`` computes the fewest values in vain."""
     (M, N), (G, _, K) = d_outs[0].shape, matrices[0].shape
     if config is None:
         config = min(CONFIGS, key=lambda c: pl.cdiv(K, c.tile_n) * (2 * M / c.tile_m + G))
@@ -111,14 +106,9 @@ def matrices_gradient(
     config: Config | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "G N K"]:
-    """Returns ``d_out[rows of g].T @ lhs[rows of g]`` for each group. That of no rows is zero.
-
-    Rows that belong to no group are ignored.
-
-    Args:
-      d_out, lhs: N and K are multiples of 64.
-      config: as for :func:`rows_gradient`.
-    """
+    """Returns ``d_out[rows of g].T @ lhs[rows of g]`` for each group. That of no rows is zero, and
+    rows that belong to no group are ignored. N, K and ``config`` are as in
+    :func:`rows_gradient`."""
     (M, N), K, G = d_out.shape, lhs.shape[1], group_sizes.shape[0]
     if config is None:
         config = min(CONFIGS, key=lambda c: pl.cdiv(N, c.tile_m) * pl.cdiv(K, c.tile_n))
@@ -130,9 +120,7 @@ def matrices_gradient(
 
 def _descending(group_sizes: jax.Array) -> jax.Array:
     """Returns number, first row and size of each group, int32 [3, G], in descending order of size.
-
-    XLA makes it by one comparison of all pairs, which is faster than a sort.
-    """
+    XLA compares all pairs at once, which is faster than a sort."""
     G = group_sizes.shape[0]
     number = jnp.arange(G, dtype=jnp.int32)
     larger = group_sizes[None, :] > group_sizes[:, None]
@@ -491,12 +479,8 @@ class _Consumer:
         sixteenth: Any = None,
         rows: Any = None,
     ) -> _Sums:
-        """Starts the product of a stage. In the interpreter it is complete.
-
-        Args:
-          sixteenth: index of 16 rows of the stage to multiply alone. GPU only.
-          rows: number of rows of the stage to multiply. Interpreter only.
-        """
+        """Starts the product of a stage; in the interpreter it is complete. ``sixteenth`` (on a
+        GPU) or ``rows`` (in the interpreter) is the part of the stage's rows to multiply."""
         sizes = self.sizes
         if not sizes.on_gpu:
             return self._interpret(state, sums, rows)

@@ -32,15 +32,10 @@ def expected_groups(M: int, G: int) -> float:
 
 
 def choose_tile_width(widths: Sequence[int], M: int, G: int, N: int) -> int:
-    """Chooses the width of a tile along N for :mod:`kernel`.
-
-    It is the widest, unless a narrower one balances the reads clearly better. The third width is
-    considered only if the second makes too few tiles to use all the bandwidth. Otherwise it was
-    never the best: it reads the tokens more often and has more prologues and epilogues.
-
-    Args:
-      widths: the candidates, descending.
-    """
+    """Chooses the width of a tile along N for :mod:`dense`, of ``widths`` in descending order: the
+    widest, unless a narrower one balances the reads clearly better. The third is considered only if
+    the second makes too few tiles to use all the bandwidth; otherwise it was never the best,
+    because it reads the tokens more often."""
     groups = expected_groups(M, G)
     if len(widths) > 2 and groups * -(-N // widths[1]) * _PEAK_SHARE >= _MULTIPROCESSORS:
         widths = widths[:2]
@@ -56,13 +51,8 @@ def choose_tile_width(widths: Sequence[int], M: int, G: int, N: int) -> int:
 def choose_tile_and_split_k(
     k_steps: Mapping[int, int], M: int, G: int, N: int, *, weight_row_bytes: int, token_bytes: int
 ) -> tuple[int, int]:
-    """Chooses the output features per tile and the number of K slices of the few-token kernel.
-
-    Args:
-      k_steps: K steps of a tile, by candidate width. A slice has at least two of them.
-      weight_row_bytes: bytes of one of the N rows of a matrix.
-      token_bytes: bytes of one of the M rows of lhs.
-    """
+    """Chooses the output features per tile and the number of K slices of the few-token kernel, of
+    tile widths with ``k_steps`` K steps each. A slice has at least two of them."""
     groups = expected_groups(M, G)
 
     def cost(choice: tuple[int, int]) -> float:
@@ -99,8 +89,6 @@ def _read_time(tiles: float, tile_bytes: float, token_bytes: float) -> float:
 
 
 def _even_slices(steps: int, most: int) -> set[int]:
-    """Returns the numbers of slices, up to ``most``, that are equal except for a shorter last one.
-
-    None of the slices is empty.
-    """
+    """Returns the numbers of slices, up to ``most``, that are equal except for a shorter last
+    one."""
     return {math.ceil(steps / math.ceil(steps / slices)) for slices in range(1, most + 1)}

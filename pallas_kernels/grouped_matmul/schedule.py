@@ -116,10 +116,8 @@ class GroupTiles:
         return jnp.where(exists, group, 0), jnp.where(exists, row, 0), jnp.where(exists, rows, 0)
 
     def _groups_of_lane(self, sizes: Any) -> list[tuple[Any, Any]]:
-        """Returns the number and size of every 32nd group, starting at this lane's.
-
-        Past the last group the sizes are 0.
-        """
+        """Returns number and size of every 32nd group from this lane's on; 0 past the last
+        group."""
         groups = self.sizes.shape[0]
         lane = arith.remui(mgpu.utils.thread_idx(), const(_LANES))
         start = mgpu.utils.memref_ptr(sizes)

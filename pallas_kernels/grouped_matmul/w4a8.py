@@ -139,12 +139,9 @@ def matmul(
     stages: int | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """Multiplies each float8 row with its group's int4 matrix.
-
-    Args:
-      tokens: tokens per tile, a multiple of 32 up to 128, by default chosen from the shapes.
-      stages: stages of the ring buffer, by default the most that fit in shared memory.
-    """
+    """Multiplies each float8 row with its group's int4 matrix. By default ``tokens`` per tile (a
+    multiple of 32 up to 128) follow from the shapes, and the ring has the most ``stages`` that fit
+    in shared memory."""
     M, G = len(lhs), len(rhs)
     tokens = tokens or (64 if M <= _FEW * G else 128)
     scale_copy = _scale_copy(tokens)
@@ -360,13 +357,8 @@ def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu
 
 
 def _unpack(packed: Any) -> jax.Array:
-    """Unpacks 64 weight rows of 128 columns, as they are stored, to float8_e4m3fn.
-
-    The columns have the order of :func:`permute_columns`.
-
-    Returns:
-      The operand of :func:`wgmma.start_product_of_registers`: 16 words per thread.
-    """
+    """Unpacks 64 weight rows of 128 columns, as they are stored, to float8_e4m3fn: the operand of
+    :func:`wgmma.start_product_of_registers`, in the order of :func:`permute_columns`."""
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((ROWS, ROWS), jnp.bfloat16, layout=WGMMA))
     def load(packed: Any) -> Any:

@@ -78,8 +78,6 @@ class Layer:
     rule: Rule | None = None
     dtype: str = FLOAT32
     weights: str = FLOAT32
-    attended: bool = False
-    """Whether attention's output is an argument of its own."""
     attention: int = 0
     """Width of attention's output before its projection, or 0 without the projection."""
     heads: int = 0
@@ -194,7 +192,7 @@ class Layer:
 
     @property
     def _attended(self) -> tuple[int, ...]:
-        width = self.heads * self.latent or self.attention or self.width * self.attended
+        width = self.heads * self.latent or self.attention
         return (self.tokens, width) if width else ()
 
     @property
