@@ -46,6 +46,7 @@ from pallas_kernels.hopper.ir import (
     value_of,
 )
 from pallas_kernels.hopper.lanes import LANES, LAYOUT, filled, load, thread_index
+from pallas_kernels.hopper.registers import advance
 from pallas_kernels.hopper.warpgroup import when
 
 _COLUMNS = 8  # of a lane
@@ -164,8 +165,7 @@ def add_products(
             offset = arith.select(is_second, const(gap), const(0))
             distance = 4 * i * pieces.width * weight_bytes
             offset = arith.addi(arith.addi(first, const(distance)), offset)
-            pointer = mgpu.utils.getelementptr(memory, [offset], ir.IntegerType.get_signless(8))
-            numbers = _load_bfloat16(pointer)
+            numbers = _load_bfloat16(advance(memory, offset))
             for t, of_token in enumerate(totals):
                 at = mgpu.utils.getelementptr(query, [const(t * pieces.query_stride + 4 * i)], f32)
                 q = llvm.load(f32, at)

@@ -58,6 +58,7 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.ir import value_of as register
 from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, thread_index
+from pallas_kernels.hopper.registers import advance, load_words
 
 ROWS = 8
 """Matrix rows of a half."""
@@ -247,7 +248,7 @@ def multiply(
         first_block = arith.divui(arith.muli(warp, const(blocks)), const(WARPS))
         offset = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(quarter, const(16)))
         offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
-        weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
+        weights = [advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
         # Rows past the last token repeat it.
         is_twice = bool(operand.is_scaled and second)
         token = arith.andi(row, const(MOST_SPLIT_TOKENS - 1)) if is_twice else row
@@ -263,14 +264,19 @@ def multiply(
             x_column = arith.addi(x_column, arith.muli(x_half, const(second)))
         x_offset = arith.addi(arith.muli(token, const(x_bytes)), arith.muli(x_column, const(2)))
         x_offset = arith.addi(x_offset, arith.muli(register(x_start), const(2)))
-        x_pointer = _advance(mgpu.utils.memref_ptr(x), x_offset)
+        x_pointer = advance(mgpu.utils.memref_ptr(x), x_offset)
+
+        def load_block(weight: Any, block: int) -> list[Any]:
+            return load_words(advance(weight, const(BLOCK_BYTES * block)))
 
         # Each of these returns the four sums after a block: two of each half.
 
         def of_integers(block: int, before: list[Any]) -> list[Any]:
             pieces = range(0, columns, THREADS_PER_ROW * PIECE)
-            x_words = [_load_words(x_pointer, 2 * (block * columns + n)) for n in pieces]
-            first, other = (_load_words(weight, BLOCK_BYTES * block) for weight in weights)
+            x_words = [
+                load_words(advance(x_pointer, const(2 * (block * columns + n)))) for n in pieces
+            ]
+            first, other = (load_block(weight, block) for weight in weights)
             products = _integer_products(x_words, first, other, operand.dtype)
             scale = [_of_quarter(row_scales, 2 * half + block) for half in range(2)]
             return [
@@ -280,9 +286,9 @@ def multiply(
 
         def of_float8(block: int, before: list[Any]) -> list[Any]:
             products = _float8_products(
-                _load_words(x_pointer, 2 * block * columns)
-                + _load_words(x_pointer, 2 * block * columns + 16),
-                *(_load_words(weight, BLOCK_BYTES * block) for weight in weights),
+                load_words(advance(x_pointer, const(2 * block * columns)))
+                + load_words(advance(x_pointer, const(2 * block * columns + 16))),
+                *(load_block(weight, block) for weight in weights),
             )
             after: list[Any] = []
             for half in range(2):
@@ -301,8 +307,8 @@ def multiply(
             for half in range(2):
                 if half == 0 or second:
                     start = 2 * (block * columns + half * second)
-                    x_words = _load_words(x_pointer, start)
-                words = _load_words(weights[half], BLOCK_BYTES * block)
+                    x_words = load_words(advance(x_pointer, const(start)))
+                words = load_block(weights[half], block)
                 after += _bfloat16_products(x_words, words, before[2 * half :][:2])
             return after
 
@@ -406,18 +412,6 @@ def _row_and_quarter() -> tuple[Any, Any]:
     """Returns a thread's matrix row, and which quarter it has of the row's bytes in a block."""
     thread = mgpu.utils.thread_idx()
     return arith.andi(arith.shrui(thread, const(2)), const(7)), arith.andi(thread, const(3))
-
-
-def _advance(pointer: Any, count: Any) -> Any:
-    """Returns ``pointer`` advanced by ``count`` bytes."""
-    return mgpu.utils.getelementptr(pointer, [count], ir.IntegerType.get_signless(8))
-
-
-def _load_words(pointer: Any, offset: int) -> list[Any]:
-    """Returns the four words at a number of bytes from ``pointer``, a multiple of 16."""
-    four = ir.VectorType.get((4,), i32())
-    loaded = llvm.load(four, _advance(pointer, const(offset)), alignment=16)
-    return [llvm.extractelement(loaded, const(i)) for i in range(4)]
 
 
 def _zero() -> Any:

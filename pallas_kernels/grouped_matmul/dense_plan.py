@@ -7,6 +7,7 @@ All of it is known when the kernel is traced.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.block_quant.reference import FLOAT8
-from pallas_kernels.grouped_matmul.heuristics import choose_tile_width
-from pallas_kernels.grouped_matmul.schedule import panel_height
+from pallas_kernels.grouped_matmul.schedule import (
+    MULTIPROCESSORS,
+    PEAK_SHARE,
+    expected_groups,
+    panel_height,
+)
 
 SCALE_BLOCK = 128
 ATOM = 128  # bytes: a row of a swizzled tile
@@ -27,6 +32,7 @@ _EXTRA_SCALES = 32
 _COPY_HEIGHTS = (16, 32)
 _MANY_TOKENS = 128  # rows per group, on average
 _PAIRED_K, _PAIRED_ROWS = 4096, 2048
+_CLEARLY = 0.92  # a narrower tile must take less than this part of a wider one's time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +140,23 @@ def choose_config(M: int, G: int, N: int, K: int, float8: bool, matrices: int = 
     unrolled = dataclasses.replace(UNROLLED_FLOAT8, paired=pairs_pay(M, G, K))
     candidates = (unrolled, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
     return _supported(candidates, N, K, float8, matrices)[0]
+
+
+def choose_tile_width(widths: Sequence[int], M: int, G: int, N: int) -> int:
+    """Chooses the width of a tile along N for :mod:`dense`, of ``widths`` in descending order: the
+    widest, unless a narrower one balances the reads clearly better. The third is considered only if
+    the second makes too few tiles to use all the bandwidth; otherwise it was never the best,
+    because it reads the tokens more often."""
+    groups = expected_groups(M, G)
+    if len(widths) > 2 and groups * -(-N // widths[1]) * PEAK_SHARE >= MULTIPROCESSORS:
+        widths = widths[:2]
+    best, least = 0, math.inf
+    for width in widths:
+        tiles = groups * -(-N // width)
+        read = math.ceil(tiles / MULTIPROCESSORS) * width
+        if read < _CLEARLY * least:
+            best, least = width, read
+    return best
 
 
 def pairs_pay(M: int, G: int, K: int) -> bool:

@@ -39,14 +39,19 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_tokens_registers as registers
-from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Plan, Weights, default_config
+from pallas_kernels.grouped_matmul.few_tokens_plan import (
+    Config,
+    Format,
+    Plan,
+    Weights,
+    default_config,
+)
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
-from pallas_kernels.hopper.unpack import Format
 from pallas_kernels.hopper.warpgroup import cond, when
 from pallas_kernels.hopper.wgmma import keep_live
 

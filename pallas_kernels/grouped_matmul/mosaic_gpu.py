@@ -97,14 +97,8 @@ _Settings = tuple[Any, Any, tuple[int, int]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(
-    settings: _Settings,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    lhs_scale: jax.Array | None,
-    rhs_scale: jax.Array | None,
-) -> jax.Array:
+def _grouped_matmul(settings: _Settings, *args: Any) -> jax.Array:
+    lhs, rhs, group_sizes, lhs_scale, rhs_scale = args
     config, interpret, block_shape = settings
     scales = () if rhs_scale is None else (rhs_scale,)
     options: Any = {"config": config, "interpret": interpret}
@@ -113,9 +107,7 @@ def _grouped_matmul(
             lhs, (rhs,), group_sizes, scales, block_shape=block_shape, **options
         )
     if rhs.dtype == jnp.uint8:
-        assert lhs_scale is not None, "reference.check_scales has been called"
-        assert rhs_scale is not None, "reference.check_scales has been called"
-        return w4a8.matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale, interpret=interpret)
+        return w4a8.matmul(*args, interpret=interpret)
     return dense.matmul(lhs, (rhs,), group_sizes, lhs_scale, scales, **options)
 
 

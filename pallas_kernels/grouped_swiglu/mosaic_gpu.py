@@ -65,16 +65,8 @@ _Settings = tuple[Any, Any, tuple[int, int]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_swiglu(
-    settings: _Settings,
-    lhs: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    group_sizes: jax.Array,
-    lhs_scale: jax.Array | None,
-    gate_scale: jax.Array | None,
-    up_scale: jax.Array | None,
-) -> jax.Array:
+def _grouped_swiglu(settings: _Settings, *args: Any) -> jax.Array:
+    lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale = args
     scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
     config, interpret, block_shape = settings
     if lhs_scale is None and scales:
