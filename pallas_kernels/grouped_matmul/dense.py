@@ -55,7 +55,7 @@ from pallas_kernels.grouped_matmul.dense_plan import (
 from pallas_kernels.grouped_matmul.schedule import GroupTiles, Tile, TileScheduler
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import approximate_sigmoid
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -186,7 +186,7 @@ def matmul(
             group_tiles, group_tiles.count(), N, plan.out_columns, plan.panel,
             ctas // plan.cluster, lax.axis_index("cta"), member,
         )  # fmt: skip
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("wg")
 
         @when(warpgroup == CONSUMERS)
         def _() -> None:
@@ -207,15 +207,8 @@ def matmul(
         grouped_matmul,
         out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
         scratch_types=[*_scratch(plan), *ring_scratch, *scale_ring_scratch],
-        grid=(ctas // plan.cluster,),
-        grid_names=("cta",),
+        **persistent(ctas // plan.cluster, CONSUMERS + 1, interpret),
         **cluster,
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(lhs, *matrices, group_sizes, *((lhs_scale, *matrix_scales) if float8 else ()))
 

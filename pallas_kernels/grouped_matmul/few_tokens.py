@@ -49,7 +49,7 @@ from pallas_kernels.grouped_matmul.few_tokens_plan import (
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
 from pallas_kernels.hopper.warpgroup import cond, when
@@ -187,14 +187,7 @@ def _matmul(
         few_tokens,
         out_type=jax.ShapeDtypeStruct((config.split_k, M, matrix_count * weights.N), dtype),
         scratch_types=[*ring_scratch, *_Reduction.scratch(plan)],
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=consumers + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        **persistent(ctas, consumers + 1, interpret),
     )(x, *matrices, *scales, group_sizes.astype(jnp.int32))
 
 
@@ -334,28 +327,26 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[A
             def _() -> None:
                 plgpu.barrier_wait(ring.empty.at[stage])
 
+            def copy_weights(step: Any, slot: Any, n: int) -> None:
+                window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
+                copy(w_g[n].at[tile.group, *window], ring.weights.at[slot], stage)
+
+            def copy_tokens(step: Any, slot: Any, n: int, width: int) -> None:
+                rows, target = pl.ds(tile.token, width), ring.tokens(n, width, slot, tiled=False)
+                if not plan.config.tokens_in_order:
+                    copy(x_g.at[pl.ds(step * x_blocks, x_blocks), rows], target, stage)
+                    return
+                for b in range(x_blocks):
+                    columns = pl.ds((step * x_blocks + b) * 64, 64)
+                    copy(x_g.at[rows, columns], target.at[b], stage)
+
             for part in range(k_warpgroups):
                 # Past the end of K the last step is copied again, and counts as zero.
                 step = (tile.k_slice * plan.fills + k) * k_warpgroups + part
                 step = jnp.minimum(step, plan.weights.k_steps - 1)
                 slot = stage * k_warpgroups + part
-
-                def copy_weights(n: int, step: Any = step, slot: Any = slot) -> None:
-                    window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
-                    copy(w_g[n].at[tile.group, *window], ring.weights.at[slot], stage)
-
-                def copy_tokens(n: int, width: int, step: Any = step, slot: Any = slot) -> None:
-                    rows = pl.ds(tile.token, width)
-                    target = ring.tokens(n, width, slot, tiled=False)
-                    if not plan.config.tokens_in_order:
-                        copy(x_g.at[pl.ds(step * x_blocks, x_blocks), rows], target, stage)
-                        return
-                    for b in range(x_blocks):
-                        columns = pl.ds((step * x_blocks + b) * 64, 64)
-                        copy(x_g.at[rows, columns], target.at[b], stage)
-
-                _for_matrix(plan, tile.matrix, copy_weights)
-                _for_width(plan, tile.tokens, copy_tokens)
+                _for_matrix(plan, tile.matrix, functools.partial(copy_weights, step, slot))
+                _for_width(plan, tile.tokens, functools.partial(copy_tokens, step, slot))
             return fill + 1
 
         return lax.fori_loop(0, plan.fills, copy_step, fill)

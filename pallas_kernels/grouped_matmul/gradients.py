@@ -46,6 +46,7 @@ from pallas_kernels.grouped_matmul.schedule import GroupTiles, TileScheduler, pa
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.ir import SCALAR, const, inline, instruction, shared_address, value_of
+from pallas_kernels.hopper.launch import persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ROWS, two_views
@@ -280,7 +281,7 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
         ring.initialise()
         make = _MatrixTiles if sizes.of_matrices else _RowTiles.of
         tiles = make(sizes, groups)
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("wg")
 
         @when(warpgroup == CONSUMERS)
         def _() -> None:
@@ -310,14 +311,7 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
             two_views(staging, jnp.bfloat16, on_gpu=on_gpu),
             *ring_scratch,
         ],
-        grid=(sizes.ctas,),
-        grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        **persistent(sizes.ctas, CONSUMERS + 1, interpret),
     )
     return kernel(*operands)
 

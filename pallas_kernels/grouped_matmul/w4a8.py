@@ -56,7 +56,7 @@ from pallas_kernels.hopper.ir import (
     warp_and_lane,
     wgmma_row,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.registers import advance, load_words
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -189,7 +189,7 @@ def _kernel(
         ring = Ring.of(stages, _CONSUMERS, ring_refs, interpret)
         ring.initialise()
         overlap_preceding_kernel(interpret=interpret)
-        warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
+        warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
         groups = GroupTiles(sizes_g, tokens, on_gpu=on_gpu)
         tiles = _Tiles(groups, N // _FEATURES, cta, ctas)
         memory = _Stages(ring, tokens, x.shape[1] // BLOCK, x_s, w_s, x_scale_s, scale_s)
@@ -215,14 +215,7 @@ def _kernel(
             plgpu.SMEM((stages, _FEATURES), jnp.float32),
             *ring_scratch,
         ],
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        **persistent(ctas, _CONSUMERS + 1, interpret),
     )(x, values, group_sizes.astype(jnp.int32), x_scales, scales)
 
 

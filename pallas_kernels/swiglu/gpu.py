@@ -27,10 +27,10 @@ def one_kernel(
     x: Float[Array, "*batch K"],
     gate: Matrix,
     up: Matrix,
-    gate_scale: Float32[Array, "Fb Kb"] | None = None,
-    up_scale: Float32[Array, "Fb Kb"] | None = None,
+    gate_scale: Float32[Array, "Fb Kb"] | None,
+    up_scale: Float32[Array, "Fb Kb"] | None,
     *,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int],
     interpret: Any = None,
 ) -> Float[Array, "*batch F"]:
     """swiglu as grouped_swiglu of one group, on Hopper GPUs. With quantized matrices, the results
@@ -66,10 +66,10 @@ def two_matmuls(
     x: Float[Array, "*batch K"],
     gate: Matrix,
     up: Matrix,
-    gate_scale: Float32[Array, "Fb Kb"] | None = None,
-    up_scale: Float32[Array, "Fb Kb"] | None = None,
+    gate_scale: Float32[Array, "Fb Kb"] | None,
+    up_scale: Float32[Array, "Fb Kb"] | None,
     *,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int],
 ) -> Float[Array, "*batch F"]:
     """swiglu of many rows, as two matmuls that XLA does not merge. Raises NotImplementedError if
     not on a GPU, for scales, and for up to 128 rows: XLA compiles one matmul without a copy."""
