@@ -77,10 +77,8 @@ class Plan:
 
     ctas: int
     tokens: int
-    width: int
-    """D, the hidden size."""
-    q_rank: int
-    """Q, or 0 without q_a_proj."""
+    width: int  # D, the hidden size
+    q_rank: int  # Q, or 0 without q_a_proj
     rope: int
     heads: int
     nope: int
@@ -88,11 +86,9 @@ class Plan:
     eps: float
     latent_eps: float
     dtype: Any
-    weight_dtype: Any
-    """Dtype of the projections."""
+    weight_dtype: Any  # dtype of the projections
     pieces: Any = None
-    phases: tuple[Phase, ...] = ()
-    """In the order in which their weights are read."""
+    phases: tuple[Phase, ...] = ()  # in the order in which their weights are read
     stages: Any = None
 
     signals = 2  # one for each grid barrier: this CTA has arrived at it

@@ -63,8 +63,7 @@ class Pieces:
     heads: int
     nope: int
     rank: int
-    width: int
-    """Columns of a piece."""
+    width: int  # columns of a piece
     tokens: int
     dtype: Any
 

@@ -38,14 +38,12 @@ from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import sync_warpgroup, when
 
-PIECE = 8
-"""Activations that a thread loads at a time for integer weights."""
+PIECE = 8  # activations that a thread loads at a time for integer weights
 
 THREADS_PER_ROW = 4
 """Threads that share the 64 bytes of a weight row that a warp multiplies at a time."""
 
-THREAD_BYTES = 16
-"""Bytes of these that each thread has."""
+THREAD_BYTES = 16  # bytes of these that each thread has
 
 _THREADS = 128
 _LONGEST = 8192  # numbers of rows that a warpgroup has in registers at the same time

@@ -36,29 +36,19 @@ class Plan:
 
     ctas: int
     tokens: int
-    width: int
-    """D, the hidden size."""
-    attention: int
-    """Width of all heads' values together."""
-    heads: int
-    """Heads whose outputs are latents, 0 without W_UV."""
-    latent: int
-    """C, the width of a head's latents, 0 without W_UV."""
-    sequences: int
-    """Sequences whose attention's output is in parts, 0 if it has been merged."""
-    ffn: int
-    """Hidden width of the dense or shared MLP, 0 without one."""
-    expert_ffn: int
-    """Hidden width of a routed expert, 0 in a dense layer."""
+    width: int  # D, the hidden size
+    attention: int  # width of all heads' values together
+    heads: int  # heads whose outputs are latents, 0 without W_UV
+    latent: int  # C, the width of a head's latents, 0 without W_UV
+    sequences: int  # sequences whose attention's output is in parts, 0 if it has been merged
+    ffn: int  # hidden width of the dense or shared MLP, 0 without one
+    expert_ffn: int  # hidden width of a routed expert, 0 in a dense layer
     experts: int
     rule: Rule | None
     eps: float
-    dtype: Any
-    """Dtype of the activations."""
-    weight_dtype: Any
-    """Dtype of all matrices but the router and W_UV."""
-    phases: tuple[Phase, ...] = ()
-    """In the order in which their weights are read."""
+    dtype: Any  # dtype of the activations
+    weight_dtype: Any  # dtype of all matrices but the router and W_UV
+    phases: tuple[Phase, ...] = ()  # in the order in which their weights are read
     stages: Any = None
 
     @staticmethod

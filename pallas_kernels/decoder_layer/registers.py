@@ -60,13 +60,10 @@ from pallas_kernels.hopper.ir import value_of as register
 from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, thread_index
 from pallas_kernels.hopper.registers import advance, load_words
 
-ROWS = 8
-"""Matrix rows of a half."""
+ROWS = 8  # matrix rows of a half
 MOST_TOKENS = 8
-MOST_SPLIT_TOKENS = 4
-"""Tokens in float16 that fit an instruction if the halves are of one matrix."""
-BLOCK_BYTES = 64
-"""Bytes of a matrix row that a warp multiplies at a time, 16 per thread."""
+MOST_SPLIT_TOKENS = 4  # tokens in float16 that fit an instruction if the halves are of one matrix
+BLOCK_BYTES = 64  # bytes of a matrix row that a warp multiplies at a time, 16 per thread
 
 WARPS = 8  # of both consumer warpgroups
 SUMS_SHAPE = 4 * MOST_TOKENS, ROWS
@@ -121,10 +118,8 @@ UNPACK_INT8 = """{
 class Operand:
     """Static description of the matrices of a phase."""
 
-    dtype: Any
-    """bfloat16, float8_e4m3fn, int8, uint8 for int4, or in the interpreter float32."""
-    columns: int
-    """Columns of a half."""
+    dtype: Any  # bfloat16, float8_e4m3fn, int8, uint8 for int4, or in the interpreter float32
+    columns: int  # columns of a half
     step: int
     """Columns of a half per ring stage, a divisor of ``columns`` and a multiple of a block's."""
     is_split: bool
@@ -188,34 +183,25 @@ class Rows:
 
     memory: Any
     """Reference to a flat array: bfloat16, the bits of float16, or in the interpreter float32."""
-    start: jax.Array | int
-    """Index of the first row's first number."""
-    stride: int
-    """Distance of the rows."""
-    count: int
-    """1 to MOST_TOKENS."""
+    start: jax.Array | int  # index of the first row's first number
+    stride: int  # distance of the rows
+    count: int  # 1 to MOST_TOKENS
     factors: Any = None
     """Reference to the factors of rows in float16, by which results are multiplied, or None."""
-    first_factor: Any = 0
-    """Index of the first row's factor."""
+    first_factor: Any = 0  # index of the first row's factor
 
 
 @dataclasses.dataclass(frozen=True)
 class Half:
     """Half a unit: eight rows of a matrix in global memory."""
 
-    matrix: Any
-    """Reference to a matrix, or to a stack of them."""
-    row: jax.Array
-    """The first row."""
-    column: int = 0
-    """The first column."""
-    index: tuple[jax.Array, ...] = ()
-    """Index of the matrix in a stack."""
+    matrix: Any  # reference to a matrix, or to a stack of them
+    row: jax.Array  # the first row
+    column: int = 0  # the first column
+    index: tuple[jax.Array, ...] = ()  # index of the matrix in a stack
     scales: Any = None
     """Reference to all float32 scales of a matrix or stack, flat; None if it has none."""
-    scales_start: jax.Array | int = 0
-    """Index of the scale of the first row's first column."""
+    scales_start: jax.Array | int = 0  # index of the scale of the first row's first column
 
 
 def no_sums() -> jax.Array:

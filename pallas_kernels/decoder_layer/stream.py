@@ -78,12 +78,9 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, when
 
-CONSUMERS = 2
-"""Consumer warpgroups."""
-STEP_BYTES = 1024
-"""Bytes of a matrix row per stage, which then has 16 KiB."""
-WARPGROUP = 128
-"""Threads."""
+CONSUMERS = 2  # consumer warpgroups
+STEP_BYTES = 1024  # bytes of a matrix row per stage, which then has 16 KiB
+WARPGROUP = 128  # threads
 
 _SHARED_MEMORY = 227 * 1024  # bytes per CTA
 _RESERVED = 8 * 1024  # barriers, alignment of buffers, norms, factors
@@ -104,15 +101,13 @@ class Phase:
     """
 
     name: str
-    units: int
-    """Units of a matrix, or of a gate and its up."""
+    units: int  # units of a matrix, or of a gate and its up
     operand: Operand | None = None
     """The matrices, or None if the phase does not multiply matrices by :func:`multiply`."""
     matrices: int = 1
     """Matrices, or pairs of gate and up: 1, one per head, or one per pair of a token and an
     expert."""
-    barriers: int = 0
-    """Grid barriers before this phase's activations."""
+    barriers: int = 0  # grid barriers before this phase's activations
     rows: int = ROWS
     """Output features of a unit. If its halves are not split and are of one matrix, eight each."""
     shift: int | None = None
@@ -125,8 +120,7 @@ class Stages:
     """The memory of the ring's stages, which hold weights of several dtypes and widths."""
 
     dtypes: tuple[Any, ...]
-    row_bytes: int
-    """Distance of a stage's rows, the same for all dtypes and widths."""
+    row_bytes: int  # distance of a stage's rows, the same for all dtypes and widths
     count: int
     interpret: Any
     refs: tuple[Any, ...] = ()
@@ -234,8 +228,7 @@ class Cta:
     first_arrival = 0
     """Index of the first of the signals that the consumers have arrived at a grid barrier."""
 
-    producer_waits = True
-    """Whether the producer waits for these signals."""
+    producer_waits = True  # whether the producer waits for these signals
 
     alternates_by_exchange = False
     """Whether consecutive exchanges are stored by different warpgroups, even across phases.
@@ -562,8 +555,7 @@ class RowCopies(TmaCopy):
     tiled: bool = False
     swizzle: int | None = None
     contiguous: bool = True
-    row_bytes: int = 0
-    """Distance of the rows in shared memory."""
+    row_bytes: int = 0  # distance of the rows in shared memory
 
     def interpret(self, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)

@@ -27,8 +27,7 @@ _MAX_COPIES = 2**30  # bytes of gathered matrices, one per block
 class _Padding(NamedTuple):
     """The padded layout of the rows: blocks of equal height, each with rows of one group."""
 
-    groups: Int[Array, " blocks"]
-    """Group of each block."""
+    groups: Int[Array, " blocks"]  # group of each block
     sources: Int[Array, " slots"]
     """Row that each slot of a block takes. For padding it is M + slot, which is out of bounds and
     unique."""

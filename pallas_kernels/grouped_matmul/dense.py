@@ -87,7 +87,6 @@ class Buffers(NamedTuple):
     lhs_scale: Any  # float32 [M, K / 128], or its padded transpose for TMA. None for bfloat16.
     matrix_scales: tuple[Any, ...]  # float32 [G, N / 128, K / 128], or empty for bfloat16
     out: Any  # [M, N]
-    # in shared memory
     lhs_stages: Views  # [stages, tile_m, tile_k]
     rhs_stages: Views  # [stages, tile_n, tile_k]
     scale_stages: Any  # float32 [stages, scale_copy_rows] for row scales that TMA copies, or None

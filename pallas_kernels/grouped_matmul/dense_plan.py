@@ -39,34 +39,26 @@ _CLEARLY = 0.92  # a narrower tile must take less than this part of a wider one'
 class Config:
     """Tuning parameters of the kernel."""
 
-    tile_m: int
-    """Rows of lhs per tile."""
-
+    tile_m: int  # rows of lhs per tile
     tile_n: int
     """Rows of rhs per tile, over all matrices of a group. With two matrices, a tile has tile_n / 2
     rows of each and as many columns of the result."""
-
     stages: int
     """Stages of the ring buffer. A stage holds the operands of one K step."""
-
     consumer_split: Literal["m", "n"]
     """Dimension along which the two consumer warpgroups divide a tile."""
-
     staging_buffers: int = 1
     """Output buffers of 64 rows per consumer warpgroup. They are stored together."""
-
     few_rows: bool = False
     """Whether tiles are rarely full. Then all tiles along N of an M tile are neighbours, only as
     many rows are copied as a tile has, in a few steps, and the kernel launches before the preceding
     one has ended. Row scales are read from global memory. With many rows they would not stay in the
     L1 cache, so TMA copies them from a transposed array, which takes an extra kernel."""
-
     unrolled: bool = False
     """float8 with many rows only: whether the loop over K steps takes all stages of the ring in one
     iteration, and finds the scales of the matrices in shared memory, where the producer copies them
     once per tile. It takes fewer instructions, and 5 % less time. silu uses the GPU's approximate
     exponential and reciprocal, a tenth of the instructions."""
-
     paired: bool = False
     """``unrolled`` only: whether two CTAs form a cluster. They compute two M tiles of a group for
     the same columns, and each copies half of the matrices' rows for both (TMA multicast). Where a

@@ -202,7 +202,6 @@ class _Tile(NamedTuple):
     tokens: Any  # number of tokens
     matrix: Any  # index of the matrix in its group
     k_slice: Any  # index of the slice of K, with split-K
-    # First feature. The last tile is moved back to end at N, so that it overlaps the one before it.
     feature: Any
     first_new_feature: Any  # first feature that the tile before it does not have
 

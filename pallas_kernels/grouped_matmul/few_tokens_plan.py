@@ -30,22 +30,17 @@ class Config:
 
     warpgroups: int = 4
     """Number of consumer warpgroups (1, 2 or 4). Each computes 64 output features."""
-
     token_widths: tuple[int, ...] = (8, 16)
     """Widths of a tile in tokens that are compiled, ascending. A tile uses the narrowest one that
     holds its tokens."""
-
     k_warpgroups: int = 1
     """Number of warpgroups that share 64 output features, each with its own part of K (sliced-K).
     Used if there would be fewer tiles than multiprocessors."""
-
     split_k: int = 1
     """Number of K slices that are computed as separate tiles and summed by XLA in float32. Used if
     ``k_warpgroups`` still leaves too few tiles."""
-
     stages: int | None = None
     """Stages of the ring buffer. The default is the largest number that fits in shared memory."""
-
     tokens_in_order: bool = False
     """int8 only: whether the kernel reads the tokens as they are. Otherwise XLA first permutes
     their columns, in an extra kernel unless it is part of what computes the tokens. Pairs of
@@ -77,18 +72,11 @@ class Weights:
     """Layout of the matrices in memory, and their division into K steps."""
 
     format: Format
-
-    N: int
-    """Output features."""
-
+    N: int  # output features
     K: int
-
     scale_columns: int
     """Columns of K that share a scale. K itself if each row has a single scale."""
-
-    scale_rows: int
-    """Rows that share a scale: 1 for integers, a multiple of 64 for float8."""
-
+    scale_rows: int  # rows that share a scale: 1 for integers, a multiple of 64 for float8
     column_blocks: int
     """Number of column blocks in one K step (1 or 2): a copy is 64 or 128 bytes wide."""
 

@@ -52,8 +52,7 @@ from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ROWS, two_views
 from pallas_kernels.hopper.warpgroup import cond, first_warp, when
 
-STEP = 64
-"""Steps of the contraction per stage, and columns of a panel."""
+STEP = 64  # steps of the contraction per stage, and columns of a panel
 
 _STAGING_BUFFERS = 2  # of 64 rows, per consumer warpgroup; they are stored together
 _INTERPRETED_CTAS = 2
@@ -260,7 +259,6 @@ class _Memory(NamedTuple):
     lefts: tuple[Any, ...]  # d_out of each pair
     rights: tuple[Any, ...]  # the matrices of each pair, or lhs
     out: Any
-    # in shared memory
     left_stages: Any  # rows of d_out [stages, tile_m, 64], or panels [stages, tile_m / 64, 64, 64]
     right_stages: Any  # panels [stages, tile_n / 64, 64, 64]
     staging: Any  # tiled [CONSUMERS * 2, 64, 64]: results on their way out

@@ -82,16 +82,13 @@ class Plan:
 
     rows: int  # per tile of lhs and of the result
     columns: int  # per block of the result: rows of a matrix
-    # Whether a block of a matrix of another dtype than lhs is converted to scratch, once per group.
     expands: bool
-    # Whether it is instead converted inside the matmul, one slice of K at a time.
     converts_slices: bool
     slice_width: int  # columns of such a slice, in stored numbers (bytes for int4)
     # Value of 1 in the dtype to which registers convert stored numbers: 16 for float8 on chips that
     # do not have float8_e4m3fn, otherwise 1.
     unit: float
     packed: bool  # whether the matrices are int4, two columns per byte
-    # Whether each row of a matrix has a single scale, which multiplies the result.
     one_scale_per_row: bool
     block_shape: tuple[int, int]  # (rows, columns) of a matrix that share a scale
     vmem: int  # bytes of VMEM that the compiler may use
@@ -233,10 +230,8 @@ class Visits(NamedTuple):
 
     groups: Int32[Array, " V"]
     """Group of each visit. Entries past the last visit repeat the last one's group."""
-    tiles: Int32[Array, " V"]
-    """Tile of each visit."""
-    ends: Int32[Array, " G+1"]
-    """Group g has the rows from ``ends[g]`` to ``ends[g + 1]``."""
+    tiles: Int32[Array, " V"]  # tile of each visit
+    ends: Int32[Array, " G+1"]  # group g has the rows from ``ends[g]`` to ``ends[g + 1]``
     total: Int32[Array, ""]
     """Number of visits, at least one. If no group has rows, the only visit has none."""
 

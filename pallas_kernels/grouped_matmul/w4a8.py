@@ -64,8 +64,7 @@ from pallas_kernels.hopper.tiles import COLUMN, ROW, ROWS, WGMMA, spread_columns
 from pallas_kernels.hopper.warpgroup import first_warp, when
 from pallas_kernels.hopper.wgmma import keep_live
 
-BLOCK = 128
-"""Columns of K per step, and per scale."""
+BLOCK = 128  # columns of K per step, and per scale
 _CONSUMERS = 2  # consumer warpgroups
 _FEATURES = _CONSUMERS * ROWS  # of the output, per tile
 _FEW = 64  # tokens per group, on average, up to which tiles have 64 of them
