@@ -353,9 +353,9 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 def multiply_slices(
     plan: Plan, first_row: Any, lhs: Any, rhs: Any, scales: Sequence[Any], columns: Any
 ) -> Float32[Array, "rows step"]:
-    """Multiplies ``lhs`` with the block's rows ``columns``, of which the matrix' first is
-    ``first_row``, converting and summing one slice of K at a time. If two slices share registers,
-    lhs is multiplied twice, each time with zeros in the other slice's columns."""
+    """Multiplies ``lhs`` with the block's rows ``columns``, the first of them the matrix' row
+    ``first_row``. It converts and sums one slice of K at a time. If two slices share registers, lhs
+    is multiplied twice, each time with zeros in the other slice's columns."""
     width, rows = rhs.shape[1], plan.rows
     factors = None  # [Kb, step], or [1, Kb] for all columns
     if scales and not plan.one_scale_per_row:
