@@ -1,6 +1,7 @@
 """Tests of swiglu: both back-ends against float64, and their refusals."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ FORMS = ["dense", *BLOCKS]
 ROWS = 33  # supported by the kernel for all formats
 
 
-def inputs(form, batch=(5,), dtype="bfloat16", **given):
+def inputs(form, batch=(5,), dtype="bfloat16", **given) -> tuple[Any, Any]:
     """Returns (x, gate, up, and their scales if they have any), and the result in float64."""
     if form == "dense":
         return dense_inputs(batch, dtype, **given)
@@ -41,7 +42,7 @@ def inputs(form, batch=(5,), dtype="bfloat16", **given):
     return (x, *matrices, *scales), gated / (1 + np.exp(-gated)) * upward
 
 
-def dense_inputs(batch, dtype, widths=(192, 320)):
+def dense_inputs(batch, dtype, widths=(192, 320)) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
     F, K = widths
     x = device(random.standard_normal((*batch, K)), dtype)
