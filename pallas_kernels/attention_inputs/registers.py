@@ -46,6 +46,7 @@ from pallas_kernels.hopper.ir import (
     value_of,
 )
 from pallas_kernels.hopper.lanes import LANES, LAYOUT, filled, load, thread_index
+from pallas_kernels.hopper.registers import advance
 from pallas_kernels.hopper.warpgroup import when
 
 _COLUMNS = 8  # of a lane
@@ -62,8 +63,7 @@ class Pieces:
     heads: int
     nope: int
     rank: int
-    width: int
-    """Columns of a piece."""
+    width: int  # columns of a piece
     tokens: int
     dtype: Any
 
@@ -120,15 +120,10 @@ def add_products(
     pieces: Pieces, stage: Any, row_bytes: int, queries_s: Any, step: jax.Array, sums: jax.Array,
     interpret: Any,
 ) -> jax.Array:  # fmt: skip
-    """Adds the products of a stage's rows to the warpgroup's sums.
-
-    Args:
-      stage: reference to the stage's bytes; in the interpreter to its numbers, [halves, rows,
-        columns].
-      row_bytes: an eighth of the bytes of half a stage.
-      queries_s: flat float32 [M, query_stride] in shared memory, the head's queries.
-      step: index of the stage in its piece.
-    """
+    """Adds the products of the rows of a piece's ``step``-th stage to the warpgroup's sums.
+    ``stage`` is a reference to its bytes, with ``row_bytes`` an eighth of half a stage, or in the
+    interpreter to its numbers [halves, rows, columns]; ``queries_s`` flat float32 [M, query_stride]
+    in shared memory."""
     rows, half = pieces.rows, pieces.rows // 2
     if interpret is not None:
         wg = lax.axis_index("wg")
@@ -169,8 +164,7 @@ def add_products(
             offset = arith.select(is_second, const(gap), const(0))
             distance = 4 * i * pieces.width * weight_bytes
             offset = arith.addi(arith.addi(first, const(distance)), offset)
-            pointer = mgpu.utils.getelementptr(memory, [offset], ir.IntegerType.get_signless(8))
-            numbers = _load_bfloat16(pointer)
+            numbers = _load_bfloat16(advance(memory, offset))
             for t, of_token in enumerate(totals):
                 at = mgpu.utils.getelementptr(query, [const(t * pieces.query_stride + 4 * i)], f32)
                 q = llvm.load(f32, at)
@@ -183,12 +177,8 @@ def add_products(
 
 
 def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any) -> None:
-    """Stores the sums of a warpgroup's warps for :func:`store_totals`.
-
-    Args:
-      partials_s: flat float32 in shared memory: [warps, M, 64], or in the interpreter [warpgroups,
-        M, columns].
-    """
+    """Stores the sums of a warpgroup's warps for :func:`store_totals`, flat float32 in shared
+    memory: [warps, M, 64], or in the interpreter [warpgroups, M, columns]."""
     if interpret is not None:
         size = pieces.tokens * pieces.width
         partials_s[pl.ds(lax.axis_index("wg") * size, size)] = sums.reshape(-1)
@@ -223,13 +213,8 @@ def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any)
 def store_totals(
     pieces: Pieces, partials_s: Any, out_g: Any, start: jax.Array, interpret: Any
 ) -> None:
-    """Stores a piece's results, rounded, in global memory. Both consumer warpgroups call it.
-
-    Args:
-      partials_s: from :func:`store_sums` of both warpgroups.
-      out_g: flat [M H C].
-      start: index of the first token's first column.
-    """
+    """Stores a piece's results, rounded, in flat [M H C] in global memory, the first token's first
+    column at ``start``. Both consumer warpgroups call it."""
     stride = pieces.heads * pieces.rank
     if interpret is not None:
         # Half of the columns each.
@@ -308,18 +293,10 @@ def store_rotated(
     ref: Any, row_of: Callable[[Any], Any], first: int, pair: jax.Array, block: jax.Array,
     cos_g: Any, sin_g: Any, tokens: int, interpret: Any,
 ) -> None:  # fmt: skip
-    """Rotates a block's pairs and stores them: the first numbers of all pairs come first.
-
-    A whole warpgroup calls it.
-
-    Args:
-      ref: [rows, columns] in global memory.
-      row_of: function from tokens to their rows, negative for those that are not stored.
-      first: column of the first pair's first number.
-      pair: number of the block's first pair.
-      block: see :mod:`pallas_kernels.decoder_layer.activations`.
-      cos_g, sin_g: float32 [M, R / 2].
-    """
+    """Rotates a block's pairs, from number ``pair`` on, and stores them in [rows, columns] in
+    global memory: the first numbers of all pairs come first, at column ``first``. A whole warpgroup
+    calls it. ``row_of`` is a function from tokens to their rows, negative for those that are not
+    stored."""
     half = cos_g.shape[1]
     if interpret is not None:
         pairs = block.reshape(-1)[:64].reshape(8, 4, 2)

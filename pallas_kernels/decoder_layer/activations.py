@@ -38,14 +38,12 @@ from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import sync_warpgroup, when
 
-PIECE = 8
-"""Activations that a thread loads at a time for integer weights."""
+PIECE = 8  # activations that a thread loads at a time for integer weights
 
 THREADS_PER_ROW = 4
 """Threads that share the 64 bytes of a weight row that a warp multiplies at a time."""
 
-THREAD_BYTES = 16
-"""Bytes of these that each thread has."""
+THREAD_BYTES = 16  # bytes of these that each thread has
 
 _THREADS = 128
 _LONGEST = 8192  # numbers of rows that a warpgroup has in registers at the same time
@@ -91,22 +89,15 @@ def load_weight(weight_g: Any) -> jax.Array:
 
 
 def norm_row(
-    row_g: Any, added_g: Any, weight: jax.Array, target: Any, sums_s: Any, *, eps: float,
-    dtype: Any, interpret: Any,
+    row_g: Any, weight: jax.Array, target: Any, sums_s: Any, *, eps: float, dtype: Any,
+    interpret: Any,
 ) -> jax.Array:  # fmt: skip
-    """Returns the RMS norm of a row in global memory, rounded to ``dtype``, and stores it.
-
-    Args:
-      added_g: a row that is added first, or None. The sum is rounded to ``dtype``.
-      target: reference to which the norm is stored, or None.
-      sums_s: float32 [4, 32] in shared memory, of this warpgroup.
-    """
+    """Returns the RMS norm of a row in global memory, rounded to ``dtype``, and stores it to
+    ``target`` if there is one. ``sums_s`` are float32 [4, 32] in shared memory, of this
+    warpgroup."""
     D = row_g.shape[0]
     layout = strided(D)
     row = load_with_layout(row_g, layout).astype(jnp.float32)
-    if added_g is not None:
-        row += load_with_layout(added_g, layout).astype(jnp.float32)
-        row = row.astype(dtype).astype(jnp.float32)
     sums_s[...] = _warp_sums(row * row, layout, interpret)
     sync_warpgroup(interpret)
     mean = sum(sums_s[warp, 0] for warp in range(WARPS)) * (1 / D)
@@ -137,10 +128,8 @@ def _warp_sums(row: jax.Array, layout: Any, interpret: Any) -> jax.Array:
 
 
 def copy_row(source: Any, target: Any) -> None:
-    """Copies a row from global memory, where other CTAs may have written it, to shared memory.
-
-    A row that does not fit the registers is copied in equal pieces.
-    """
+    """Copies a row from global memory, where other CTAs may have written it, to shared memory, in
+    equal pieces that fit the registers."""
     (length,) = target.shape
     fewest = -(-length // _LONGEST)
     pieces = next(n for n in range(fewest, length) if length % (n * _THREADS) == 0)
@@ -154,16 +143,9 @@ def copy_row(source: Any, target: Any) -> None:
 
 
 def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) -> None:
-    """Stores columns of a row of attention's output, merged from its parts, in shared memory.
-
-    Every CTA merges the rows of the heads that it needs, which saves the kernel
-    :mod:`mla_decode.merge`. The parts are in the L2 cache.
-
-    Args:
-      parts: references to the parts in global memory.
-      row: the query row.
-      columns: a ``pl.ds`` of a multiple of 128 columns.
-    """
+    """Stores columns of a row of attention's output, merged from its parts, in shared memory. Every
+    CTA merges the rows of the heads that it needs, which saves the kernel :mod:`mla_decode.merge`.
+    The parts are in the L2 cache. ``columns`` is a ``pl.ds`` of a multiple of 128."""
     (length,) = target.shape
     layout = strided(length)
     first, count = parts.of_sequence(sequence)
@@ -209,13 +191,9 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
 def pack_rows(
     rows: Sequence[tuple[Any, Any, Any]], weights: Any, maxima_s: Any, interpret: Any
 ) -> None:
-    """Copies rows of the same length from global memory to shared memory, in float16.
-
-    Args:
-      rows: source, target, and reference to the factor of each row.
-      weights: dtype of the weights.
-      maxima_s: float32 [4, 32] in shared memory, of this warpgroup.
-    """
+    """Copies rows of the same length from global memory to shared memory, in float16: each is its
+    source, target, and the reference to its factor. ``maxima_s`` are float32 [4, 32] in shared
+    memory, of this warpgroup, and ``weights`` their dtype."""
     length = rows[0][1].shape[0]
     together = min(LANES, max(1, _LONGEST // length))
     for first in range(0, len(rows), together):
@@ -228,12 +206,8 @@ def pack(
     rows: Sequence[jax.Array], targets: Sequence[tuple[Any, Any]], weights: Any, maxima_s: Any,
     interpret: Any,
 ) -> None:  # fmt: skip
-    """Stores rows, which a warpgroup has in registers, in float16.
-
-    Args:
-      targets: target of each row, and the reference to its factor.
-      weights, maxima_s: see :func:`pack_rows`.
-    """
+    """Stores rows, which a warpgroup has in registers, in float16 as :func:`pack_rows`. ``targets``
+    are the target of each row, and the reference to its factor."""
     maxima, lane = None, thread_index(1)
     for n, row in enumerate(rows):
         maximum = _warp_maximum(row, interpret)
@@ -306,13 +280,10 @@ def _pieces(dtype: Any) -> int:
 
 
 def permute(values: jax.Array, dtype: Any) -> jax.Array:
-    """Returns activations [..., columns] in the order in which integer weights need them.
-
-    The four threads of a weight row read pieces of eight activations at the same time. These are
-    adjacent in memory, and therefore in different banks. For int4, each of a piece's first four
-    columns is followed by the one four columns further on: the bits of both weights are extracted
-    at the same time.
-    """
+    """Returns activations [..., columns] in the order in which integer weights need them. The four
+    threads of a weight row read pieces of eight activations at the same time. These are adjacent in
+    memory, and so in different banks. For int4, each of a piece's first four columns is followed by
+    the one four columns further on: both weights' bits are extracted together."""
     pieces = _pieces(dtype)
     blocks = values.reshape(*values.shape[:-1], -1, THREADS_PER_ROW, pieces, PIECE)
     blocks = jnp.swapaxes(blocks, -3, -2)
@@ -390,11 +361,8 @@ def token_and_number() -> tuple[jax.Array, jax.Array]:
 
 
 def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: Any) -> jax.Array:
-    """Loads a block as float32. Token t's numbers begin at ``start + t * stride``.
-
-    Args:
-      ref: flat array in global memory, in bfloat16. Threads of absent tokens read the last one's.
-    """
+    """Loads a block of a flat bfloat16 array in global memory as float32. Token t's numbers begin
+    at ``start + t * stride``. Threads of absent tokens read the last one's."""
     if interpret is not None:
         rows = [ref[pl.ds(start + min(t, tokens - 1) * stride, 8)] for t in range(8)]
         block = jnp.stack(rows).astype(jnp.float32).reshape(2, LANES)

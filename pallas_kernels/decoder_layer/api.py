@@ -55,6 +55,7 @@ def feed_forward(
       attended: attention's output, which is added to h first. The sum is rounded to h's dtype.
         None if h contains it. With ``w_uv`` it may be in parts, from :func:`mla_decode_parts`.
       o_proj: the projection of attention's output, or None if ``attended`` is projected already.
+        The kernel requires it.
       w_uv: by head, what attention's output [M, H C] is multiplied by before ``o_proj``; or None.
       counter: Ref of the counter by which the kernel's CTAs wait for each other, which all
         calls of a program should share: ``jax.new_ref(grid_barrier.new_counter())``. None makes one

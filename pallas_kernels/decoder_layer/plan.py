@@ -36,38 +36,25 @@ class Plan:
 
     ctas: int
     tokens: int
-    width: int
-    """D, the hidden size."""
-    attention: int
-    """Width of all heads' values together, 0 without the output projection."""
-    heads: int
-    """Heads whose outputs are latents, 0 without W_UV."""
-    latent: int
-    """C, the width of a head's latents, 0 without W_UV."""
-    sequences: int
-    """Sequences whose attention's output is in parts, 0 if it has been merged."""
-    ffn: int
-    """Hidden width of the dense or shared MLP, 0 without one."""
-    expert_ffn: int
-    """Hidden width of a routed expert, 0 in a dense layer."""
+    width: int  # D, the hidden size
+    attention: int  # width of all heads' values together
+    heads: int  # heads whose outputs are latents, 0 without W_UV
+    latent: int  # C, the width of a head's latents, 0 without W_UV
+    sequences: int  # sequences whose attention's output is in parts, 0 if it has been merged
+    ffn: int  # hidden width of the dense or shared MLP, 0 without one
+    expert_ffn: int  # hidden width of a routed expert, 0 in a dense layer
     experts: int
     rule: Rule | None
     eps: float
-    dtype: Any
-    """Dtype of the activations."""
-    weight_dtype: Any
-    """Dtype of all matrices but the router and W_UV."""
-    phases: tuple[Phase, ...] = ()
-    """In the order in which their weights are read."""
+    dtype: Any  # dtype of the activations
+    weight_dtype: Any  # dtype of all matrices but the router and W_UV
+    phases: tuple[Phase, ...] = ()  # in the order in which their weights are read
     stages: Any = None
 
     @staticmethod
     def of(*, interpret: Any, **sizes: Any) -> Plan:
-        """Returns the plan. ``sizes`` are the fields up to ``weight_dtype``.
-
-        Raises:
-          NotImplementedError: the kernel does not support these sizes.
-        """
+        """Returns the plan for ``sizes``, the fields up to ``weight_dtype``, or raises
+        NotImplementedError."""
         plan = Plan(**sizes)
         widths = {"hidden": plan.width, "attention": plan.attention, "latent": plan.latent}
         widths |= {"dense or shared": plan.ffn, "expert": plan.expert_ffn}
@@ -185,8 +172,7 @@ class Plan:
         if self.is_float16 and self.rule is not None:
             rows += self.tokens * self.stride(self.width)
         latents = self.w_uv_heads * self.stride(self.latent)
-        attention = self.stride(self.attention) * bool(self.attention)
-        return max(rows, self.tokens * max(attention, latents))
+        return max(rows, self.tokens * max(self.stride(self.attention), latents))
 
 
 def _check_rule(rule: Rule, experts: int) -> None:
@@ -201,11 +187,8 @@ def _check_rule(rule: Rule, experts: int) -> None:
 
 
 def _phases(plan: Plan) -> tuple[Phase, ...]:
-    """Returns the phases in the order in which their weights are read.
-
-    The shared experts' down projection is between both barriers' matrices: its weights arrive while
-    the CTAs choose the routed experts, whose weights nobody can copy before.
-    """
+    """Returns the phases in the order in which their weights are read. Those of the shared experts'
+    down arrive while the CTAs choose the routed experts, whose weights nobody can copy before."""
     D, weights, rows = plan.width, plan.weight_dtype, plan.output_rows
     phases: list[Phase] = []
     barriers, shift = 0, None
@@ -221,9 +204,8 @@ def _phases(plan: Plan) -> tuple[Phase, ...]:
         w_uv = Operand.of(plan.dtype, plan.latent, False, STEP_BYTES)
         add("w_uv", plan.attention // plan.heads, w_uv, 2 * ROWS, matrices=plan.heads)
         barriers += 1
-    if plan.attention:
-        add("o_proj", D, of_output(plan.attention), rows)
-        barriers += 1
+    add("o_proj", D, of_output(plan.attention), rows)
+    barriers += 1
     gate_up = Operand.of(weights, D, False, STEP_BYTES)
     if plan.rule is not None:
         add("router", plan.experts, Operand.of(plan.dtype, D, True, STEP_BYTES))

@@ -163,11 +163,8 @@ def mix(
 def mlp(
     x: Float[Array, "M D"], matrices: Matrices, expert: Int[Array, ""] | None = None
 ) -> Float32[Array, "M D"]:
-    """Returns ``down (silu(gate x) * up x)``. The results of gate and up have x's dtype.
-
-    Args:
-      expert: index in the stacks, or None for single matrices.
-    """
+    """Returns ``down (silu(gate x) * up x)``, with the results of gate and up in x's dtype; of an
+    ``expert`` of the stacks, or of single matrices."""
 
     def matmul(x: Float[Array, "M K"], n: int) -> Float32[Array, "M N"]:
         arrays: Any = matrices[n], *(scales[n] for scales in [matrices.scales] if scales)

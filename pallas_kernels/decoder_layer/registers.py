@@ -58,14 +58,12 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.ir import value_of as register
 from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, thread_index
+from pallas_kernels.hopper.registers import advance, load_words
 
-ROWS = 8
-"""Matrix rows of a half."""
+ROWS = 8  # matrix rows of a half
 MOST_TOKENS = 8
-MOST_SPLIT_TOKENS = 4
-"""Tokens in float16 that fit an instruction if the halves are of one matrix."""
-BLOCK_BYTES = 64
-"""Bytes of a matrix row that a warp multiplies at a time, 16 per thread."""
+MOST_SPLIT_TOKENS = 4  # tokens in float16 that fit an instruction if the halves are of one matrix
+BLOCK_BYTES = 64  # bytes of a matrix row that a warp multiplies at a time, 16 per thread
 
 WARPS = 8  # of both consumer warpgroups
 SUMS_SHAPE = 4 * MOST_TOKENS, ROWS
@@ -120,10 +118,8 @@ UNPACK_INT8 = """{
 class Operand:
     """Static description of the matrices of a phase."""
 
-    dtype: Any
-    """bfloat16, float8_e4m3fn, int8, uint8 for int4, or in the interpreter float32."""
-    columns: int
-    """Columns of a half."""
+    dtype: Any  # bfloat16, float8_e4m3fn, int8, uint8 for int4, or in the interpreter float32
+    columns: int  # columns of a half
     step: int
     """Columns of a half per ring stage, a divisor of ``columns`` and a multiple of a block's."""
     is_split: bool
@@ -133,10 +129,7 @@ class Operand:
     @staticmethod
     def of(dtype: Any, columns: int, is_split: bool, most_bytes: int) -> Operand:
         """Returns the operand for rows of ``columns`` columns, in steps of ``most_bytes`` or fewer.
-
-        Raises:
-          NotImplementedError: a half is not a multiple of 64 bytes.
-        """
+        A half must have a multiple of 64 bytes."""
         itemsize, per_element = jnp.dtype(dtype).itemsize, columns_per_element(dtype)
         assert not (is_split and is_integer(dtype))
         row = columns * itemsize // per_element // (2 if is_split else 1)
@@ -190,34 +183,25 @@ class Rows:
 
     memory: Any
     """Reference to a flat array: bfloat16, the bits of float16, or in the interpreter float32."""
-    start: jax.Array | int
-    """Index of the first row's first number."""
-    stride: int
-    """Distance of the rows."""
-    count: int
-    """1 to MOST_TOKENS."""
+    start: jax.Array | int  # index of the first row's first number
+    stride: int  # distance of the rows
+    count: int  # 1 to MOST_TOKENS
     factors: Any = None
     """Reference to the factors of rows in float16, by which results are multiplied, or None."""
-    first_factor: Any = 0
-    """Index of the first row's factor."""
+    first_factor: Any = 0  # index of the first row's factor
 
 
 @dataclasses.dataclass(frozen=True)
 class Half:
     """Half a unit: eight rows of a matrix in global memory."""
 
-    matrix: Any
-    """Reference to a matrix, or to a stack of them."""
-    row: jax.Array
-    """The first row."""
-    column: int = 0
-    """The first column."""
-    index: tuple[jax.Array, ...] = ()
-    """Index of the matrix in a stack."""
+    matrix: Any  # reference to a matrix, or to a stack of them
+    row: jax.Array  # the first row
+    column: int = 0  # the first column
+    index: tuple[jax.Array, ...] = ()  # index of the matrix in a stack
     scales: Any = None
     """Reference to all float32 scales of a matrix or stack, flat; None if it has none."""
-    scales_start: jax.Array | int = 0
-    """Index of the scale of the first row's first column."""
+    scales_start: jax.Array | int = 0  # index of the scale of the first row's first column
 
 
 def no_sums() -> jax.Array:
@@ -229,15 +213,9 @@ def multiply(
     operand: Operand, halves: Sequence[Any], rows: Rows, step: jax.Array, scales: Sequence[Any],
     sums: tuple[jax.Array, jax.Array], interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Adds the products of a stage's columns to the warpgroup's sums.
-
-    The eight warps share the columns, in blocks of 64 bytes.
-
-    Args:
-      halves: references to both halves of the stage.
-      step: index of the stage in its unit.
-      scales: from :func:`load_scales`; empty if the matrices have none.
-    """
+    """Adds the products of a stage's columns, the ``step``-th of its unit, to the warpgroup's sums.
+    The eight warps share the columns, in blocks of 64 bytes. ``scales`` are from
+    :func:`load_scales`."""
     if interpret is not None:
         return _multiply_in_interpreter(operand, halves, rows, step, scales, sums)
     blocks, columns = operand.step_bytes // BLOCK_BYTES, operand.block_columns
@@ -256,7 +234,7 @@ def multiply(
         first_block = arith.divui(arith.muli(warp, const(blocks)), const(WARPS))
         offset = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(quarter, const(16)))
         offset = arith.addi(offset, arith.muli(first_block, const(BLOCK_BYTES)))
-        weights = [_advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
+        weights = [advance(mgpu.utils.memref_ptr(w), offset) for w in (first_w, second_w)]
         # Rows past the last token repeat it.
         is_twice = bool(operand.is_scaled and second)
         token = arith.andi(row, const(MOST_SPLIT_TOKENS - 1)) if is_twice else row
@@ -272,14 +250,19 @@ def multiply(
             x_column = arith.addi(x_column, arith.muli(x_half, const(second)))
         x_offset = arith.addi(arith.muli(token, const(x_bytes)), arith.muli(x_column, const(2)))
         x_offset = arith.addi(x_offset, arith.muli(register(x_start), const(2)))
-        x_pointer = _advance(mgpu.utils.memref_ptr(x), x_offset)
+        x_pointer = advance(mgpu.utils.memref_ptr(x), x_offset)
+
+        def load_block(weight: Any, block: int) -> list[Any]:
+            return load_words(advance(weight, const(BLOCK_BYTES * block)))
 
         # Each of these returns the four sums after a block: two of each half.
 
         def of_integers(block: int, before: list[Any]) -> list[Any]:
             pieces = range(0, columns, THREADS_PER_ROW * PIECE)
-            x_words = [_load_words(x_pointer, 2 * (block * columns + n)) for n in pieces]
-            first, other = (_load_words(weight, BLOCK_BYTES * block) for weight in weights)
+            x_words = [
+                load_words(advance(x_pointer, const(2 * (block * columns + n)))) for n in pieces
+            ]
+            first, other = (load_block(weight, block) for weight in weights)
             products = _integer_products(x_words, first, other, operand.dtype)
             scale = [_of_quarter(row_scales, 2 * half + block) for half in range(2)]
             return [
@@ -289,9 +272,9 @@ def multiply(
 
         def of_float8(block: int, before: list[Any]) -> list[Any]:
             products = _float8_products(
-                _load_words(x_pointer, 2 * block * columns)
-                + _load_words(x_pointer, 2 * block * columns + 16),
-                *(_load_words(weight, BLOCK_BYTES * block) for weight in weights),
+                load_words(advance(x_pointer, const(2 * block * columns)))
+                + load_words(advance(x_pointer, const(2 * block * columns + 16))),
+                *(load_block(weight, block) for weight in weights),
             )
             after: list[Any] = []
             for half in range(2):
@@ -310,8 +293,8 @@ def multiply(
             for half in range(2):
                 if half == 0 or second:
                     start = 2 * (block * columns + half * second)
-                    x_words = _load_words(x_pointer, start)
-                words = _load_words(weights[half], BLOCK_BYTES * block)
+                    x_words = load_words(advance(x_pointer, const(start)))
+                words = load_block(weights[half], block)
                 after += _bfloat16_products(x_words, words, before[2 * half :][:2])
             return after
 
@@ -392,11 +375,9 @@ def _unpacked_integers(stored: jax.Array) -> jax.Array:
 
 
 def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
-    """Returns 0 when the weights in ``sums`` are in registers.
-
-    An arrival at a barrier does not wait for loads, unless its index depends on them: on each
-    thread's first number of each array, if it depends on all weights that the thread has loaded.
-    """
+    """Returns 0 when the weights in ``sums`` are in registers. An arrival at a barrier does not
+    wait for loads, unless its index depends on them: on each thread's first number of each array,
+    if that depends on all weights that the thread has loaded."""
     if interpret is not None:
         return 0
 
@@ -417,18 +398,6 @@ def _row_and_quarter() -> tuple[Any, Any]:
     """Returns a thread's matrix row, and which quarter it has of the row's bytes in a block."""
     thread = mgpu.utils.thread_idx()
     return arith.andi(arith.shrui(thread, const(2)), const(7)), arith.andi(thread, const(3))
-
-
-def _advance(pointer: Any, count: Any) -> Any:
-    """Returns ``pointer`` advanced by ``count`` bytes."""
-    return mgpu.utils.getelementptr(pointer, [count], ir.IntegerType.get_signless(8))
-
-
-def _load_words(pointer: Any, offset: int) -> list[Any]:
-    """Returns the four words at a number of bytes from ``pointer``, a multiple of 16."""
-    four = ir.VectorType.get((4,), i32())
-    loaded = llvm.load(four, _advance(pointer, const(offset)), alignment=16)
-    return [llvm.extractelement(loaded, const(i)) for i in range(4)]
 
 
 def _zero() -> Any:
@@ -473,12 +442,8 @@ def _float8_products(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
 def _integer_products(
     x: Sequence[Sequence[Any]], first: Sequence[Any], second: Sequence[Any], dtype: Any
 ) -> list[Any]:
-    """Does :func:`_float8_products` for integers.
-
-    Args:
-      x: the words of each piece of the activations.
-      first, second: the words of each half's weights.
-    """
+    """Does :func:`_float8_products` for integers; ``x`` has the words of each piece of
+    activations."""
     zero = _zero()
     text, count = (UNPACK_INT4, 4) if columns_per_element(dtype) == 2 else (UNPACK_INT8, 2)
     of_halves = [
@@ -498,13 +463,10 @@ def _integer_products(
 
 
 def load_scales(operand: Operand, halves: tuple[Half, Half], interpret: Any) -> list[Any]:
-    """Loads the scales of a unit, for :func:`multiply`, from the L2 cache: load them early.
-
-    Returns:
-      Of float8, for each half, arrays with the scale of a block of columns in each lane. Of
-      integers, an array for each stage, or for all of them if a row has one scale; in the
-      interpreter [8, groups] for each half. Of matrices without scales, nothing.
-    """
+    """Loads the scales of a unit, for :func:`multiply`, from the L2 cache: load them early. Of
+    float8 it returns, for each half, arrays with the scale of a block of columns in each lane. Of
+    integers, an array for each stage, or one if a row has one scale; in the interpreter [8, groups]
+    by half."""
     if operand.is_integer:
         return _load_row_scales(operand, halves, interpret)
     return [_load_block_scales(operand, half, interpret) for half in halves if operand.is_scaled]
@@ -530,11 +492,9 @@ def _load_block_scales(operand: Operand, half: Half, interpret: Any) -> list[jax
 def _load_row_scales(
     operand: Operand, halves: tuple[Half, Half], interpret: Any
 ) -> list[jax.Array]:
-    """Loads the scales of both halves' rows of integers.
-
-    Of the four threads of a row, the first two have those of the left half's first and second block
-    that the warp multiplies in a stage, the others those of the right half.
-    """
+    """Loads the scales of both halves' rows of integers. Of the four threads of a row, the first
+    two have those of the left half's first and second block that the warp multiplies in a stage,
+    the others those of the right half."""
     groups = operand.groups
     starts = [jnp.asarray(half.scales_start, jnp.int32) for half in halves]
     if interpret is not None:
@@ -640,17 +600,10 @@ def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
 def load_totals(
     operand: Operand, sums: Any, tokens: int, interpret: Any, factors: Any = None, first: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a unit's totals of both halves, one number per thread of a warpgroup.
-
-    Thread i, of 128, has the total of token ``i // 8 % 8`` and row ``i % 8``. Of one token, all
-    tokens' threads have its totals.
-
-    Args:
-      sums: reference to the sums in shared memory, [warpgroups, halves, warps and tokens, rows].
-        If the rows are in float16, the last dimensions are rows and tokens.
-      factors: reference to the factors of rows in float16, or None if the sums are multiplied.
-      first: index of the first token's factor.
-    """
+    """Returns a unit's totals of both halves, one number per thread of a warpgroup: thread i has
+    the total of token ``i // 8 % 8`` and row ``i % 8``, or of the only token. ``sums`` are
+    [warpgroups, halves, warps and tokens, rows], or with rows in float16 end in rows and tokens;
+    ``factors`` from ``first`` on multiply them."""
     first = jnp.asarray(first, jnp.int32)
     if interpret is not None:
         totals = jnp.sum(sums[...].reshape(-1, 2, 4, MOST_TOKENS, 8), axis=(0, 2))

@@ -78,12 +78,9 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, when
 
-CONSUMERS = 2
-"""Consumer warpgroups."""
-STEP_BYTES = 1024
-"""Bytes of a matrix row per stage, which then has 16 KiB."""
-WARPGROUP = 128
-"""Threads."""
+CONSUMERS = 2  # consumer warpgroups
+STEP_BYTES = 1024  # bytes of a matrix row per stage, which then has 16 KiB
+WARPGROUP = 128  # threads
 
 _SHARED_MEMORY = 227 * 1024  # bytes per CTA
 _RESERVED = 8 * 1024  # barriers, alignment of buffers, norms, factors
@@ -104,15 +101,13 @@ class Phase:
     """
 
     name: str
-    units: int
-    """Units of a matrix, or of a gate and its up."""
+    units: int  # units of a matrix, or of a gate and its up
     operand: Operand | None = None
     """The matrices, or None if the phase does not multiply matrices by :func:`multiply`."""
     matrices: int = 1
     """Matrices, or pairs of gate and up: 1, one per head, or one per pair of a token and an
     expert."""
-    barriers: int = 0
-    """Grid barriers before this phase's activations."""
+    barriers: int = 0  # grid barriers before this phase's activations
     rows: int = ROWS
     """Output features of a unit. If its halves are not split and are of one matrix, eight each."""
     shift: int | None = None
@@ -125,31 +120,23 @@ class Stages:
     """The memory of the ring's stages, which hold weights of several dtypes and widths."""
 
     dtypes: tuple[Any, ...]
-    row_bytes: int
-    """Distance of a stage's rows, the same for all dtypes and widths."""
+    row_bytes: int  # distance of a stage's rows, the same for all dtypes and widths
     count: int
     interpret: Any
     refs: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, phases: Sequence[Phase], interpret: Any, least_bytes: int = 0) -> Stages:
-        """Returns stages for the phases' operands, with rows of at least ``least_bytes``.
-
-        Their number is that of :meth:`fitting`.
-        """
+        """Returns stages for the phases' operands, with rows of at least ``least_bytes``. Their
+        number is that of :meth:`fitting`."""
         operands = [phase.operand for phase in phases if phase.operand is not None]
         widest = max(least_bytes, *(operand.step_bytes for operand in operands))
         row_bytes = widest + (_PADDING - widest) % 128
         return cls(tuple(dict.fromkeys(each.dtype for each in operands)), row_bytes, 0, interpret)
 
     def fitting(self, used: int, tokens: int) -> Stages:
-        """Returns as many stages as fit in addition to ``used`` bytes, at most 12.
-
-        In the interpreter there are three, so that small tests go round the ring several times.
-
-        Raises:
-          NotImplementedError: fewer than three fit.
-        """
+        """Returns as many stages as fit in addition to ``used`` bytes, from 3 to 12. In the
+        interpreter there are three, so that small tests go round the ring several times."""
         used += _RESERVED + 2 * CONSUMERS * 2 * 4 * SUMS_SHAPE[0] * SUMS_SHAPE[1]
         size = 2 * ROWS * self.row_bytes
         most = _MOST_STAGES if self.interpret is None else _FEWEST_STAGES
@@ -179,22 +166,16 @@ class Stages:
 
 
 def padded(columns: int, weight_dtype: Any) -> int:
-    """Returns the distance of activation rows of N columns in shared memory.
-
-    The tokens that a quarter of a warp reads at once are then in different banks: a thread reads 16
-    bytes per block of bfloat16 weights, and 32 bytes of float8 weights. What it reads for integers
-    is next to the other threads' 16 bytes.
-    """
+    """Returns the distance of activation rows of N columns in shared memory. The tokens that a
+    quarter of a warp reads at once are then in different banks: a thread reads 16 bytes per block
+    of bfloat16 weights, 32 of float8. What it reads for integers is next to the other threads'."""
     is_float8 = weight_dtype.itemsize == 1 and not is_integer(weight_dtype)
     return columns + ((16 if is_float8 else 64) - 2 * columns) % 128 // 2
 
 
 def weight_dtype_of(matrices: Sequence[tuple[Any, Any]], dtype: Any) -> Any:
-    """Returns the dtype of matrices, given with their scales.
-
-    Raises:
-      NotImplementedError: a kernel does not take them with activations of ``dtype``.
-    """
+    """Returns the dtype of matrices, given with their scales. Raises NotImplementedError if a
+    kernel does not take them with activations of ``dtype``."""
     dtypes = {jnp.dtype(matrix.dtype) for matrix, _ in matrices}
     (first, *others) = dtypes
     is_scaled = first == jnp.dtype(FLOAT8) or is_integer(first)
@@ -208,11 +189,8 @@ def weight_dtype_of(matrices: Sequence[tuple[Any, Any]], dtype: Any) -> Any:
 
 
 def check(tokens: int, dtype: Any, weight_dtype: Any, widths: dict[str, tuple[int, int]]) -> None:
-    """Raises NotImplementedError if a kernel does not take these tokens, dtypes and widths.
-
-    Args:
-      widths: by name, each with the number that must divide it.
-    """
+    """Raises NotImplementedError if a kernel does not take these tokens, dtypes and widths, which
+    are given with the number that must divide each."""
     for name, (width, multiple) in widths.items():
         if width % multiple:
             raise NotImplementedError(
@@ -250,8 +228,7 @@ class Cta:
     first_arrival = 0
     """Index of the first of the signals that the consumers have arrived at a grid barrier."""
 
-    producer_waits = True
-    """Whether the producer waits for these signals."""
+    producer_waits = True  # whether the producer waits for these signals
 
     alternates_by_exchange = False
     """Whether consecutive exchanges are stored by different warpgroups, even across phases.
@@ -318,10 +295,8 @@ class Cta:
         return count_units(self.first_unit(phase), phase.units * phase.matrices, self.plan.ctas)
 
     def locate(self, phase: Phase, i: Any) -> tuple[Any, Any]:
-        """Returns the matrix and the first output feature of this CTA's i-th unit.
-
-        For a CTA without units, they are those of any unit.
-        """
+        """Returns the matrix and the first output feature of this CTA's i-th unit, or of any unit
+        if it has none."""
         return self.matrix_and_row(phase, self.first_unit(phase) + i * self.plan.ctas)
 
     def matrix_and_row(self, phase: Phase, unit: Any) -> tuple[Any, Any]:
@@ -356,11 +331,9 @@ class Cta:
     # ---- the producer ----
 
     def produce_units(self, phase: Phase, state: PipelineState) -> PipelineState:
-        """Copies the weights of this CTA's units of a phase, each matrix row by a bulk copy.
-
-        A unit's scales only go to the L2 cache: a row of them may not be aligned for a copy. The
-        consumers load them a unit ahead, which is too late for what is in memory.
-        """
+        """Copies the weights of this CTA's units of a phase, each matrix row by a bulk copy. A
+        unit's scales only go to the L2 cache: a row of them may not be aligned for a copy, and the
+        consumers load them a unit ahead, which is too late for what is in memory."""
         operand = phase.operand
         assert operand is not None
 
@@ -384,10 +357,8 @@ class Cta:
         return lax.fori_loop(0, self.count(phase), unit, state)
 
     def steps(self, count: int) -> Any:
-        """Returns the steps of a unit, as a number that compilers do not know.
-
-        They would unroll the loops, and LLVM made 18 copies of six loops.
-        """
+        """Returns the steps of a unit, as a number that compilers do not know: they would unroll
+        the loops, and LLVM made 18 copies of six loops."""
         if self.interpret is not None:
             return count
 
@@ -402,13 +373,9 @@ class Cta:
     def multiply_units(
         self, phase: Phase, rows_of: Callable[[Any], Rows] | Rows, store: Callable[..., None]
     ) -> None:
-        """Multiplies this CTA's units of a phase. The main loop of both warpgroups.
-
-        Args:
-          rows_of: the activation rows, or a function from a unit's matrix to them.
-          store: called by one warpgroup per unit, with the unit's index, its matrix, its first
-            output feature, and the totals of its halves.
-        """
+        """Multiplies this CTA's units of a phase with activation rows, or those of a unit's matrix.
+        The main loop of both warpgroups. One of them calls ``store`` per unit, with the unit's
+        index, its matrix, its first output feature, and the totals of its halves."""
         operand = phase.operand
         assert operand is not None
         count = self.count(phase)
@@ -444,11 +411,8 @@ class Cta:
     def multiply_unit(
         self, operand: Operand, rows: Rows, scales: Sequence[Any], state: PipelineState
     ) -> tuple[PipelineState, tuple[jax.Array, jax.Array]]:
-        """Multiplies a unit's weights with the activation rows.
-
-        Returns:
-          The next state, and this warpgroup's sums of both halves.
-        """
+        """Multiplies a unit's weights with the activation rows, and returns the next state and this
+        warpgroup's sums of both halves."""
 
         def add(i: jax.Array, state: PipelineState, sums: Any) -> Any:
             self.ring.wait_full(state)
@@ -463,9 +427,7 @@ class Cta:
 
     def exchange(self, number: jax.Array, sums: tuple[jax.Array, jax.Array]) -> None:
         """Stores this warpgroup's sums in shared memory, and waits for those of the other.
-
-        Consecutive exchanges use different buffers, so that one barrier per exchange suffices.
-        """
+        Consecutive exchanges use different buffers, so that one barrier per exchange suffices."""
         for half, values in enumerate(sums):
             self.partial_sums[lax.rem(number, 2), lax.axis_index("wg"), half] = values
         self.sync_consumers()
@@ -486,17 +448,11 @@ class Cta:
         inline()(lambda: instruction(f"bar.sync {_CONSUMER_BARRIER}, {128 * CONSUMERS};"))()
 
     def norm_rows(
-        self, width: int, weight: jax.Array, row_of: Callable[[int], tuple[Any, Any]], eps: float,
+        self, width: int, weight: jax.Array, row_of: Callable[[int], Any], eps: float,
         bfloat16_start: int | None = None,
     ) -> None:  # fmt: skip
-        """Norms the tokens' rows to the activations' memory, alternately by both warpgroups.
-
-        Args:
-          weight: from :func:`activations.load_weight`.
-          row_of: function from a token to its row in global memory, and one to add to it or None.
-          bfloat16_start: if the rows are in float16, where they are needed in bfloat16 too, or
-            None.
-        """
+        """Norms the tokens' rows to the activations' memory, alternately by both warpgroups; if the
+        rows are in float16, also in bfloat16 to ``bfloat16_start``, unless that is None."""
         plan = self.plan
         for t in range(plan.tokens):
 
@@ -508,7 +464,7 @@ class Cta:
                 if self.factors is not None and bfloat16_start is not None:
                     unpacked = self.activations.at[pl.ds(bfloat16_start + start, width)]
                 options = {"eps": eps, "dtype": plan.dtype, "interpret": self.interpret}
-                normed = norm_row(*row_of(t), weight, unpacked, norms, **options)
+                normed = norm_row(row_of(t), weight, unpacked, norms, **options)
                 if self.factors is not None:
                     targets = [(target, self.factors.at[t])]
                     pack([normed], targets, plan.weight_dtype, norms, self.interpret)
@@ -516,12 +472,8 @@ class Cta:
         self.sync_consumers()
 
     def sync_grid(self, load: Callable[[], Any] = lambda: None) -> Any:
-        """Waits until all CTAs have stored their results.
-
-        Args:
-          load: loads weights that no CTA writes. They have left the L2 cache since the last step,
-            and arrive while the barrier waits. Its result is returned.
-        """
+        """Waits until all CTAs have stored their results. Meanwhile ``load`` loads weights, which
+        have left the L2 cache since the last step. Its result is returned."""
         token = self.grid.arrive()
         if self.producer_waits:
             self.signals.arrive(self.first_arrival + self.barriers)
@@ -536,15 +488,10 @@ def launch(
     results: dict[str, tuple[tuple[int, ...], Any]], memory: dict[str, Any], counter: Any,
     interpret: Any,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """Runs a kernel, and returns the arrays that it writes by name.
-
-    Args:
-      cta: its class; it gets references to the inputs and results by name.
-      inputs: arrays, trees of them, and Refs.
-      results: shapes and dtypes. Empty arrays are absent, their references None.
-      memory: scratch types in addition to those of :class:`Cta`.
-      counter: Ref of the grid barrier's counter. The interpreter needs none.
-    """
+    """Runs a kernel of ``cta``'s, which gets references by name to the arrays and trees of
+    ``inputs`` and to ``results`` (shapes and dtypes), and returns the arrays that it writes. Empty
+    ones are absent, their references None. ``memory`` is scratch in addition to that of
+    :class:`Cta`."""
     leaves, structure = jax.tree.flatten(inputs)
     existing = {key: it for key, it in results.items() if it[0][0]}
     f32 = jnp.float32
@@ -608,8 +555,7 @@ class RowCopies(TmaCopy):
     tiled: bool = False
     swizzle: int | None = None
     contiguous: bool = True
-    row_bytes: int = 0
-    """Distance of the rows in shared memory."""
+    row_bytes: int = 0  # distance of the rows in shared memory
 
     def interpret(self, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)

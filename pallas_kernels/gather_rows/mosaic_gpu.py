@@ -33,12 +33,9 @@ _WIDTHS = 1, 2  # bytes of a number
 def gather_rows(
     x: Num[Array, "M D"], rows: Int[Array, " N"], *, interpret: Any = None
 ) -> Num[Array, "N D"]:
-    """Implements :func:`pallas_kernels.gather_rows`. Its gradient is the reference's.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, fewer than 512 rows, numbers of more than two bytes, or
-        rows that 128 threads cannot copy in parts of at least eight bytes.
-    """
+    """Implements :func:`pallas_kernels.gather_rows`. Its gradient is the reference's. Raises
+    NotImplementedError for no Hopper GPU, fewer than 512 rows, numbers of more than two bytes, or
+    rows that 128 threads cannot copy in parts of at least eight bytes."""
     require_hopper(interpret)
     (N,), (_, D), size = rows.shape, x.shape, x.dtype.itemsize
     if N < _MIN_ROWS:

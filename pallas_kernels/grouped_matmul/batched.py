@@ -27,8 +27,7 @@ _MAX_COPIES = 2**30  # bytes of gathered matrices, one per block
 class _Padding(NamedTuple):
     """The padded layout of the rows: blocks of equal height, each with rows of one group."""
 
-    groups: Int[Array, " blocks"]
-    """Group of each block."""
+    groups: Int[Array, " blocks"]  # group of each block
     sources: Int[Array, " slots"]
     """Row that each slot of a block takes. For padding it is M + slot, which is out of bounds and
     unique."""
@@ -45,12 +44,8 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
-    """As :func:`pallas_kernels.grouped_matmul`.
-
-    Raises:
-      NotImplementedError: on a TPU, for fewer than 32 rows per group on average, or if the copies
-        of the matrices would exceed 1 GiB.
-    """
+    """As :func:`pallas_kernels.grouped_matmul`. Raises NotImplementedError on a TPU, for fewer than
+    32 rows per group on average, or if the copies of the matrices would exceed 1 GiB."""
     if platform() == "tpu":
         raise NotImplementedError("XLA's ragged dot is a kernel on TPUs")
     (M, K), (G, N) = lhs.shape, rhs.shape[:2]

@@ -9,7 +9,6 @@ few rows per group in blocks of one or two rows, as matrix-vector products, othe
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,28 +32,18 @@ def grouped_matmul(
     *,
     block_shape: tuple[int, int] = (128, 128),
 ) -> Float[Array, "M N"]:
-    """As :func:`pallas_kernels.grouped_matmul`.
-
-    Raises:
-      NotImplementedError: not on a CPU.
-    """
+    """As :func:`pallas_kernels.grouped_matmul`. Raises NotImplementedError if not on a CPU."""
     if platform() != "cpu":
         raise NotImplementedError(f"runs on CPUs, this is {platform()}")
-    options: Any = {"block_shape": block_shape}
-    specification = functools.partial(reference.grouped_matmul, **options)
-    matmul = with_gradients_of(specification, functools.partial(_grouped_matmul, **options))
+    specification = functools.partial(reference.grouped_matmul, block_shape=block_shape)
+    matmul = with_gradients_of(specification, functools.partial(_grouped_matmul, block_shape))
     return matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale)
 
 
 def _grouped_matmul(
-    lhs: Float[Array, "M K"],
-    rhs: reference.Matrices,
-    group_sizes: Int[Array, " G"],
-    lhs_scale: Float32[Array, "M Kb"] | None,
-    rhs_scale: Float32[Array, "G Nb Kb"] | None,
-    *,
-    block_shape: tuple[int, int],
-) -> Float[Array, "M N"]:
+    block_shape: tuple[int, int], lhs: Array, rhs: Array, group_sizes: Array,
+    lhs_scale: Array | None, rhs_scale: Array | None,
+) -> Float[Array, "M N"]:  # fmt: skip
     dtype = jnp.bfloat16 if lhs.dtype == FLOAT8 else lhs.dtype
     if lhs_scale is not None:
         lhs = block_dequant(lhs, lhs_scale, (1, block_shape[1]))

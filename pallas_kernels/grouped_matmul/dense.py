@@ -55,7 +55,7 @@ from pallas_kernels.grouped_matmul.dense_plan import (
 from pallas_kernels.grouped_matmul.schedule import GroupTiles, Tile, TileScheduler
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.math import approximate_sigmoid
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -87,7 +87,6 @@ class Buffers(NamedTuple):
     lhs_scale: Any  # float32 [M, K / 128], or its padded transpose for TMA. None for bfloat16.
     matrix_scales: tuple[Any, ...]  # float32 [G, N / 128, K / 128], or empty for bfloat16
     out: Any  # [M, N]
-    # in shared memory
     lhs_stages: Views  # [stages, tile_m, tile_k]
     rhs_stages: Views  # [stages, tile_n, tile_k]
     scale_stages: Any  # float32 [stages, scale_copy_rows] for row scales that TMA copies, or None
@@ -153,14 +152,8 @@ def matmul(
     config: Config,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """Multiplies each row with its group's matrix, or computes SwiGLU of two matrices.
-
-    Rows of the result that belong to no group are undefined.
-
-    Args:
-      lhs, matrices: all bfloat16, or all float8_e4m3fn. One matrix, or gate and up.
-      lhs_scale, matrix_scales: scales of float8 operands, one array per matrix.
-    """
+    """Multiplies each row with its group's matrix, or computes SwiGLU of two matrices. Operands are
+    all bfloat16, or all float8 with scales. Rows that belong to no group are undefined."""
     (M, K), (G, N, _) = lhs.shape, matrices[0].shape
     float8, count = lhs_scale is not None, len(matrices)
     check_shapes(config, N, K, float8, count)
@@ -192,7 +185,7 @@ def matmul(
             group_tiles, group_tiles.count(), N, plan.out_columns, plan.panel,
             ctas // plan.cluster, lax.axis_index("cta"), member,
         )  # fmt: skip
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("wg")
 
         @when(warpgroup == CONSUMERS)
         def _() -> None:
@@ -213,15 +206,8 @@ def matmul(
         grouped_matmul,
         out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
         scratch_types=[*_scratch(plan), *ring_scratch, *scale_ring_scratch],
-        grid=(ctas // plan.cluster,),
-        grid_names=("cta",),
+        **persistent(ctas // plan.cluster, CONSUMERS + 1, interpret),
         **cluster,
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(lhs, *matrices, group_sizes, *((lhs_scale, *matrix_scales) if float8 else ()))
 
@@ -372,10 +358,7 @@ class _Consumer:
 
     def float8_loop(self, i: jax.Array, tile: Tile, scales: _Scales, state: PipelineState) -> Any:
         """Scales the product of each K step, in one array per ``plan.scale_width`` columns.
-
-        Args:
-          scales: those of the first K step.
-        """
+        ``scales`` are those of the first K step."""
         plan, (_, columns) = self.plan, self.plan.warpgroup_tile
         row, column = plan.stage_offset(self.warpgroup)
 
@@ -406,10 +389,8 @@ class _Consumer:
 
     def unrolled_loop(self, i: jax.Array, tile: Tile, state: PipelineState) -> Any:
         """Does :meth:`float8_loop` with all stages of the ring in one iteration (a lap), so that
-        stages and the addresses of what they contain are constants.
-
-        The last lap is separate: it locates the next tile.
-        """
+        stages and their addresses are constants. The last lap, which locates the next tile, is
+        separate."""
         assert self.scale_ring is not None
         plan, stages, first_phase = self.plan, self.plan.config.stages, state.phase
         columns, laps = plan.warpgroup_tile[1], plan.k_steps // stages
@@ -502,11 +483,8 @@ class _Consumer:
     # ---- epilogue ----
 
     def store_tile(self, tile: Tile, sums: _Sums) -> None:
-        """Applies SwiGLU if there are two matrices, and stores the warpgroup's share.
-
-        The result goes to staging buffers in shared memory and from there to global memory by TMA.
-        Only the rows and columns that belong to the tile are stored.
-        """
+        """Applies SwiGLU if there are two matrices, and stores the rows and columns of the
+        warpgroup's share that belong to the tile, by TMA from staging buffers in shared memory."""
         plan, buffers, warpgroup = self.plan, self.buffers, self.warpgroup
         staging_buffers = plan.config.staging_buffers
         (row, _), column = plan.stage_offset(warpgroup), plan.out_column(warpgroup)
@@ -553,11 +531,7 @@ def _add_scaled(sums: _Sums, product: jax.Array, factors: Sequence[jax.Array]) -
 
 
 def _swiglu(plan: Plan, sums: _Sums, columns: int) -> _Sums:
-    """Returns silu(gate) * up, where the first half of all columns is gate and the second is up.
-
-    Args:
-      sums: one array of 2 * ``columns``, or an even number of narrower ones.
-    """
+    """Returns silu(gate) * up. The first half of all columns, ``columns`` of them, is gate."""
     if len(sums) == 1:
         gates, ups = [sums[0][:, :columns]], [sums[0][:, columns:]]
     else:
@@ -569,11 +543,8 @@ def _swiglu(plan: Plan, sums: _Sums, columns: int) -> _Sums:
 
 
 def store_rows(staged: Any, out: Any, count: jax.Array, row: jax.Array, columns: Any) -> None:
-    """Stores the first ``count`` rows of a staging buffer to ``out``, from ``row`` on.
-
-    A full buffer is one TMA store. Otherwise there is one store per bit of ``count``, all in one
-    group.
-    """
+    """Stores the first ``count`` rows of a staging buffer to ``out``, from ``row`` on: a full one
+    by one TMA store, otherwise by one per bit of ``count``, all in one group."""
 
     @when(count == ROWS)
     def _() -> None:

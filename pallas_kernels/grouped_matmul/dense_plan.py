@@ -7,6 +7,7 @@ All of it is known when the kernel is traced.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.block_quant.reference import FLOAT8
-from pallas_kernels.grouped_matmul.heuristics import choose_tile_width
-from pallas_kernels.grouped_matmul.schedule import panel_height
+from pallas_kernels.grouped_matmul.schedule import (
+    MULTIPROCESSORS,
+    PEAK_SHARE,
+    expected_groups,
+    panel_height,
+)
 
 SCALE_BLOCK = 128
 ATOM = 128  # bytes: a row of a swizzled tile
@@ -27,40 +32,33 @@ _EXTRA_SCALES = 32
 _COPY_HEIGHTS = (16, 32)
 _MANY_TOKENS = 128  # rows per group, on average
 _PAIRED_K, _PAIRED_ROWS = 4096, 2048
+_CLEARLY = 0.92  # a narrower tile must take less than this part of a wider one's time
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tuning parameters of the kernel."""
 
-    tile_m: int
-    """Rows of lhs per tile."""
-
+    tile_m: int  # rows of lhs per tile
     tile_n: int
     """Rows of rhs per tile, over all matrices of a group. With two matrices, a tile has tile_n / 2
     rows of each and as many columns of the result."""
-
     stages: int
     """Stages of the ring buffer. A stage holds the operands of one K step."""
-
     consumer_split: Literal["m", "n"]
     """Dimension along which the two consumer warpgroups divide a tile."""
-
     staging_buffers: int = 1
     """Output buffers of 64 rows per consumer warpgroup. They are stored together."""
-
     few_rows: bool = False
     """Whether tiles are rarely full. Then all tiles along N of an M tile are neighbours, only as
     many rows are copied as a tile has, in a few steps, and the kernel launches before the preceding
     one has ended. Row scales are read from global memory. With many rows they would not stay in the
     L1 cache, so TMA copies them from a transposed array, which takes an extra kernel."""
-
     unrolled: bool = False
     """float8 with many rows only: whether the loop over K steps takes all stages of the ring in one
     iteration, and finds the scales of the matrices in shared memory, where the producer copies them
     once per tile. It takes fewer instructions, and 5 % less time. silu uses the GPU's approximate
     exponential and reciprocal, a tenth of the instructions."""
-
     paired: bool = False
     """``unrolled`` only: whether two CTAs form a cluster. They compute two M tiles of a group for
     the same columns, and each copies half of the matrices' rows for both (TMA multicast). Where a
@@ -126,11 +124,7 @@ FEW_TOKENS = {
 
 def choose_config(M: int, G: int, N: int, K: int, float8: bool, matrices: int = 1) -> Config:
     """Returns the configuration of ``dense`` that was the fastest on an H200 for the average number
-    of rows per group, of those that N and K allow.
-
-    Args:
-      matrices: per group; two for SwiGLU.
-    """
+    of rows per group, of those that N and K allow. SwiGLU has two matrices per group."""
     if M < _MANY_TOKENS * G:  # the widest tile, or a narrower one if multiprocessors would be idle
         supported = _supported(FEW_TOKENS[matrices], N, K, float8, matrices)
         by_width = {config.tile_n // matrices: config for config in supported}
@@ -138,6 +132,23 @@ def choose_config(M: int, G: int, N: int, K: int, float8: bool, matrices: int = 
     unrolled = dataclasses.replace(UNROLLED_FLOAT8, paired=pairs_pay(M, G, K))
     candidates = (unrolled, *MANY_TOKENS_FLOAT8) if float8 else MANY_TOKENS_BFLOAT16
     return _supported(candidates, N, K, float8, matrices)[0]
+
+
+def choose_tile_width(widths: Sequence[int], M: int, G: int, N: int) -> int:
+    """Chooses the width of a tile along N for :mod:`dense`, of ``widths`` in descending order: the
+    widest, unless a narrower one balances the reads clearly better. The third is considered only if
+    the second makes too few tiles to use all the bandwidth; otherwise it was never the best,
+    because it reads the tokens more often."""
+    groups = expected_groups(M, G)
+    if len(widths) > 2 and groups * -(-N // widths[1]) * PEAK_SHARE >= MULTIPROCESSORS:
+        widths = widths[:2]
+    best, least = 0, math.inf
+    for width in widths:
+        tiles = groups * -(-N // width)
+        read = math.ceil(tiles / MULTIPROCESSORS) * width
+        if read < _CLEARLY * least:
+            best, least = width, read
+    return best
 
 
 def pairs_pay(M: int, G: int, K: int) -> bool:
@@ -153,11 +164,8 @@ def pairs_pay(M: int, G: int, K: int) -> bool:
 def _supported(
     candidates: Sequence[Config], N: int, K: int, float8: bool, matrices: int
 ) -> list[Config]:
-    """Returns the candidates that N and K allow, in their order.
-
-    Raises:
-      NotImplementedError: there is none; the message is that of the last one.
-    """
+    """Returns the candidates that N and K allow, in their order, or raises the last one's
+    refusal."""
     supported, refusals = [], []
     for config in candidates:
         try:

@@ -39,14 +39,19 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul import few_tokens_registers as registers
-from pallas_kernels.grouped_matmul.few_tokens_plan import Config, Plan, Weights, default_config
+from pallas_kernels.grouped_matmul.few_tokens_plan import (
+    Config,
+    Format,
+    Plan,
+    Weights,
+    default_config,
+)
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
-from pallas_kernels.hopper.unpack import Format
 from pallas_kernels.hopper.warpgroup import cond, when
 from pallas_kernels.hopper.wgmma import keep_live
 
@@ -72,19 +77,12 @@ def grouped_matmuls(
     config: Config | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N_of_all"]:
-    """Multiplies every token with each of its group's matrices, in one kernel.
+    """Multiplies every token with each of its group's matrices, and joins the results along the
+    last axis. It is one kernel, because starting and finishing one takes several microseconds. Any
+    group sizes are correct; 1 to 64 tokens per group are fast.
 
-    The results are concatenated along the last axis. One kernel is used because starting and
-    finishing a kernel takes several microseconds. Any group sizes are correct; 1 to 64 tokens per
-    group are fast.
-
-    Args:
-      matrices, scales: one of each per result, all of the same shape and dtype.
-
-    Raises:
-      NotImplementedError: lhs is not bfloat16; the matrices are not int8, int4 or float8_e4m3fn; or
-        N, K or the scale blocks are not multiples of what :class:`Weights` requires.
-    """
+    Raises NotImplementedError unless lhs is bfloat16, the matrices are int8, int4 or float8_e4m3fn
+    of one shape, and N, K and the scale blocks are multiples of what :class:`Weights` requires."""
     require_hopper(interpret)
     first = matrices[0]
     if lhs.dtype != jnp.bfloat16 or not scales or first.dtype not in _FORMATS:
@@ -118,26 +116,19 @@ def grouped_matmuls(
 
 
 def weights_of(matrices: Matrices, K: int, block_shape: tuple[int, int]) -> Weights:
-    """Returns the layout of int8, int4 or float8_e4m3fn matrices with K columns.
-
-    Raises:
-      NotImplementedError: see :meth:`Weights.of`.
-    """
+    """Returns the layout of matrices with K columns. It raises as :meth:`Weights.of`."""
     return Weights.of(_FORMATS[jnp.dtype(matrices.dtype)], matrices.shape[1], K, block_shape)
 
 
 def permute_columns(
     lhs: BFloat16[Array, "M K"], weights: Weights, rows: int
 ) -> BFloat16[Array, "blocks rows 64"]:
-    """Permutes the columns of lhs to the order in which the kernel unpacks the weights' columns.
+    """Permutes the columns of lhs to the order in which the kernel unpacks the weights' columns, in
+    blocks of 64, with zeros from row M up to ``rows``.
 
     A thread reads 16 bytes of a weight row and unpacks them in its registers. What it has then is
     an operand of a tensor core instruction only if the columns are permuted. Permuting the few
-    tokens is far cheaper than permuting the weights.
-
-    Returns:
-      Blocks of 64 columns, with zeros from row M up to ``rows``.
-    """
+    tokens is far cheaper than permuting the weights."""
     M, K = lhs.shape
     if weights.bits == 8:
         # (thread, word, pair, half): a word's bytes are unpacked as 0, 2 and then 1, 3.
@@ -161,15 +152,9 @@ def _matmul(
     ctas: int,
     interpret: Any,
 ) -> Float[Array, "split_k M N_of_all"]:
-    """Multiplies each token with its group's matrices, all of one shape.
-
-    Args:
-      x: tokens, as :func:`permute_columns` returns them, or with ``tokens_in_order`` as they are.
-        Rows up to the width of a tile or, in the interpreter, up to M and that width.
-
-    Returns:
-      bfloat16 [1, M, N_of_all], or with split-K float32 partial sums.
-    """
+    """Multiplies each token with its group's matrices, all of one shape. ``x`` are the tokens of
+    :func:`permute_columns`, or with ``tokens_in_order`` as they are. With split-K, the results are
+    float32 partial sums."""
     plan = Plan(weights, config, M, len(matrices), scales[0].shape[2], ctas, interpret is None)
     gpu, consumers, matrix_count = plan.on_gpu, config.warpgroups, plan.matrices
     ring_scratch = _Stages.scratch(plan, matrices[0].dtype)
@@ -202,14 +187,7 @@ def _matmul(
         few_tokens,
         out_type=jax.ShapeDtypeStruct((config.split_k, M, matrix_count * weights.N), dtype),
         scratch_types=[*ring_scratch, *_Reduction.scratch(plan)],
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=consumers + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        **persistent(ctas, consumers + 1, interpret),
     )(x, *matrices, *scales, group_sizes.astype(jnp.int32))
 
 
@@ -224,7 +202,6 @@ class _Tile(NamedTuple):
     tokens: Any  # number of tokens
     matrix: Any  # index of the matrix in its group
     k_slice: Any  # index of the slice of K, with split-K
-    # First feature. The last tile is moved back to end at N, so that it overlaps the one before it.
     feature: Any
     first_new_feature: Any  # first feature that the tile before it does not have
 
@@ -238,10 +215,8 @@ class _Tiles:
     cta: Any
 
     def count(self) -> Any:
-        """Returns the number of the CTA's tiles.
-
-        Each role computes it for itself, so that it takes no register meanwhile.
-        """
+        """Returns the number of the CTA's tiles. Each role computes it for itself, so that it takes
+        no register meanwhile."""
         plan = self.plan
         total = self.groups.count() * (plan.matrices * plan.feature_tiles * plan.config.split_k)
         return lax.div(total - self.cta + (plan.ctas - 1), jnp.int32(plan.ctas))
@@ -351,28 +326,26 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[A
             def _() -> None:
                 plgpu.barrier_wait(ring.empty.at[stage])
 
+            def copy_weights(step: Any, slot: Any, n: int) -> None:
+                window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
+                copy(w_g[n].at[tile.group, *window], ring.weights.at[slot], stage)
+
+            def copy_tokens(step: Any, slot: Any, n: int, width: int) -> None:
+                rows, target = pl.ds(tile.token, width), ring.tokens(n, width, slot, tiled=False)
+                if not plan.config.tokens_in_order:
+                    copy(x_g.at[pl.ds(step * x_blocks, x_blocks), rows], target, stage)
+                    return
+                for b in range(x_blocks):
+                    columns = pl.ds((step * x_blocks + b) * 64, 64)
+                    copy(x_g.at[rows, columns], target.at[b], stage)
+
             for part in range(k_warpgroups):
                 # Past the end of K the last step is copied again, and counts as zero.
                 step = (tile.k_slice * plan.fills + k) * k_warpgroups + part
                 step = jnp.minimum(step, plan.weights.k_steps - 1)
                 slot = stage * k_warpgroups + part
-
-                def copy_weights(n: int, step: Any = step, slot: Any = slot) -> None:
-                    window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
-                    copy(w_g[n].at[tile.group, *window], ring.weights.at[slot], stage)
-
-                def copy_tokens(n: int, width: int, step: Any = step, slot: Any = slot) -> None:
-                    rows = pl.ds(tile.token, width)
-                    target = ring.tokens(n, width, slot, tiled=False)
-                    if not plan.config.tokens_in_order:
-                        copy(x_g.at[pl.ds(step * x_blocks, x_blocks), rows], target, stage)
-                        return
-                    for b in range(x_blocks):
-                        columns = pl.ds((step * x_blocks + b) * 64, 64)
-                        copy(x_g.at[rows, columns], target.at[b], stage)
-
-                _for_matrix(plan, tile.matrix, copy_weights)
-                _for_width(plan, tile.tokens, copy_tokens)
+                _for_matrix(plan, tile.matrix, functools.partial(copy_weights, step, slot))
+                _for_width(plan, tile.tokens, functools.partial(copy_tokens, step, slot))
             return fill + 1
 
         return lax.fori_loop(0, plan.fills, copy_step, fill)
@@ -473,10 +446,8 @@ class _Consumer:
             self.reduction.reduce(total, i, self.warpgroup, self.k_part, finish, on_gpu=plan.on_gpu)
 
     def load_scales(self, group: Any, matrix: Any, feature: Any, step: Any) -> tuple[Any, ...]:
-        """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks.
-
-        Each is a vector over the 64 features, or a scalar.
-        """
+        """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks: vectors over
+        the 64 features, or scalars."""
         plan, weights = self.plan, self.plan.weights
 
         def load(n: int) -> tuple[Any, ...]:
@@ -589,13 +560,8 @@ class _Reduction:
         self, total: jax.Array, i: Any, warpgroup: Any, k_part: Any,
         finish: Callable[[jax.Array], None], *, on_gpu: bool,
     ) -> None:  # fmt: skip
-        """Calls ``finish`` with the whole sum in the first of the warpgroups that share a tile.
-
-        Args:
-          total: this warpgroup's sum, [64, width].
-          i: index of the tile in its CTA.
-          k_part: index of the warpgroup among those that share the tile.
-        """
+        """Calls ``finish`` with the whole sum in the first of the warpgroups that share the CTA's
+        i-th tile. ``total`` is this warpgroup's sum [64, width]."""
         first = lax.div(warpgroup, jnp.int32(self.k_warpgroups)) * (self.k_warpgroups - 1)
 
         @when(k_part > 0)

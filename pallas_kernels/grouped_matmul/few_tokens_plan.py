@@ -9,9 +9,13 @@ and float8, 128 of int4.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
 
-from pallas_kernels.grouped_matmul.heuristics import choose_tile_and_split_k
-from pallas_kernels.hopper.unpack import Format
+from pallas_kernels.grouped_matmul.schedule import MULTIPROCESSORS, PEAK_SHARE, expected_groups
+
+Format = Literal["int8", "int4", "float8"]
 
 _TOKEN_WIDTHS = (8, 16, 32, 64)
 _MAX_TOKENS_IN_ORDER = 32  # per tile; wider ones use wgmma
@@ -26,22 +30,17 @@ class Config:
 
     warpgroups: int = 4
     """Number of consumer warpgroups (1, 2 or 4). Each computes 64 output features."""
-
     token_widths: tuple[int, ...] = (8, 16)
     """Widths of a tile in tokens that are compiled, ascending. A tile uses the narrowest one that
     holds its tokens."""
-
     k_warpgroups: int = 1
     """Number of warpgroups that share 64 output features, each with its own part of K (sliced-K).
     Used if there would be fewer tiles than multiprocessors."""
-
     split_k: int = 1
     """Number of K slices that are computed as separate tiles and summed by XLA in float32. Used if
     ``k_warpgroups`` still leaves too few tiles."""
-
     stages: int | None = None
     """Stages of the ring buffer. The default is the largest number that fits in shared memory."""
-
     tokens_in_order: bool = False
     """int8 only: whether the kernel reads the tokens as they are. Otherwise XLA first permutes
     their columns, in an extra kernel unless it is part of what computes the tokens. Pairs of
@@ -73,28 +72,18 @@ class Weights:
     """Layout of the matrices in memory, and their division into K steps."""
 
     format: Format
-
-    N: int
-    """Output features."""
-
+    N: int  # output features
     K: int
-
     scale_columns: int
     """Columns of K that share a scale. K itself if each row has a single scale."""
-
-    scale_rows: int
-    """Rows that share a scale: 1 for integers, a multiple of 64 for float8."""
-
+    scale_rows: int  # rows that share a scale: 1 for integers, a multiple of 64 for float8
     column_blocks: int
     """Number of column blocks in one K step (1 or 2): a copy is 64 or 128 bytes wide."""
 
     @classmethod
     def of(cls, format: Format, N: int, K: int, block_shape: tuple[int, int]) -> Weights:
-        """Returns the layout of matrices [N, K] with one scale per ``block_shape``.
-
-        Raises:
-          NotImplementedError: the kernel does not support the widths or the scale blocks.
-        """
+        """Returns the layout of matrices [N, K] with one scale per ``block_shape``, or raises
+        NotImplementedError."""
         block = 512 // (4 if format == "int4" else 8)
         rows, scale_columns = block_shape[0], min(block_shape[1], K)
         columns_fit = scale_columns == K or scale_columns % block == 0
@@ -205,11 +194,7 @@ class Plan:
 
 
 def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Config:
-    """Chooses a configuration from the shapes, since the group sizes are unknown when compiling.
-
-    Args:
-      matrices: matrices per group.
-    """
+    """Chooses a configuration from the shapes, since the group sizes are unknown when compiling."""
     mean = -(-M // G)
     # Group sizes vary, relatively more if groups are small.
     largest = min(M, 4 * mean if mean <= 4 else 2 * mean)
@@ -241,3 +226,64 @@ def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Confi
         split_k,
         tokens_in_order=in_order,
     )
+
+
+# ---- cost model: output features per tile, and K slices ------------------------------------------
+
+# A matmul with few tokens takes as long as reading the matrices of the groups that have tokens, at
+# the bandwidth of HBM, unless the tiles are spread so unevenly over the multiprocessors, or are so
+# many and small, that the busiest multiprocessor takes longer. docs/kernels/grouped_matmul.md
+# summarises the measurements behind the constants. Costs are in bytes that a multiprocessor's share
+# of HBM bandwidth delivers in the same time: 32 KB per microsecond on an H200.
+_TILE_COST = 96 * 1024  # prologue and epilogue of a tile
+_SUM_COST = 16 * 1024  # launch of the kernel that sums the split-K results
+_TOKEN_BYTE_COST = 0.3  # a byte of the tokens, which every tile reads from the L2 cache
+_IMBALANCE = 0.15  # of a tile: the last tiles do not end together
+_MAX_SPLIT_K = 8
+_BETTER = 0.97  # a narrower tile or another slice of K must take less than this part of the time
+
+
+def choose_tile_and_split_k(
+    k_steps: Mapping[int, int], M: int, G: int, N: int, *, weight_row_bytes: int, token_bytes: int
+) -> tuple[int, int]:
+    """Chooses the output features per tile and the number of K slices of the few-token kernel, of
+    tile widths with ``k_steps`` K steps each. A slice has at least two of them."""
+    groups = expected_groups(M, G)
+
+    def cost(choice: tuple[int, int]) -> float:
+        width, slices = choice
+        fraction = math.ceil(k_steps[width] / slices) / k_steps[width]
+        tiles, tile_bytes = groups * -(-N // width) * slices, width * weight_row_bytes * fraction
+        total = _read_time(tiles, tile_bytes, M / groups * token_bytes * fraction)
+        total += _IMBALANCE * tile_bytes
+        if slices > 1:  # float32 results are written and read, at twice HBM's bandwidth
+            total += _SUM_COST + slices * 4 * M * N / MULTIPROCESSORS
+        return total
+
+    choices = (
+        (width, slices)
+        for slices in range(1, _MAX_SPLIT_K + 1)
+        for width, steps in k_steps.items()
+        if slices in _even_slices(steps, max(1, min(_MAX_SPLIT_K, steps // 2)))
+    )
+    best = next(choices)
+    for choice in choices:
+        if cost(choice) < _BETTER * cost(best):
+            best = choice
+    return best
+
+
+def _read_time(tiles: float, tile_bytes: float, token_bytes: float) -> float:
+    """Returns the time of tiles that each read so many bytes of a matrix and of the tokens."""
+    waves, last = divmod(tiles, MULTIPROCESSORS)
+    last_wave = max(last / MULTIPROCESSORS, 1 / PEAK_SHARE) * tile_bytes if last else 0
+    reading = waves * tile_bytes + last_wave
+    per_tile = tile_bytes / PEAK_SHARE + _TILE_COST + _TOKEN_BYTE_COST * token_bytes
+    busiest = (waves + (last > 0)) * per_tile
+    return max(reading, busiest)
+
+
+def _even_slices(steps: int, most: int) -> set[int]:
+    """Returns the numbers of slices, up to ``most``, that are equal except for a shorter last
+    one."""
+    return {math.ceil(steps / math.ceil(steps / slices)) for slices in range(1, most + 1)}

@@ -21,24 +21,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.grouped_matmul.few_tokens_plan import Format
 from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
 from pallas_kernels.hopper.registers import advance, load_words
 from pallas_kernels.hopper.tiles import ROW, WGMMA
-from pallas_kernels.hopper.unpack import Format, neighbours_to_bfloat16, to_bfloat16
 
 _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 _LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+# Spread bytes 0 and 1, or 2 and 3, over both halves of a word.
+_NEIGHBOURS = ("prmt.b32 $0, $1, 0, 0x4140;", "prmt.b32 $0, $1, 0, 0x4342;")
 
 
 def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
-    """Returns the first of a thread's two rows, of 64, and ``lane % 4``.
-
-    Rows of 128 bytes are swizzled by the low three bits of their index. A quarter of a warp reads
-    64 bytes of two rows at once. For these to be in different banks they must be rows r and r + 4,
-    so bits 0 and 2 are swapped. Rows of 64 bytes are contiguous and need no swap.
-    """
+    """Returns the first of a thread's two rows, of 64, and ``lane % 4``. Rows of 128 bytes are
+    swizzled by the low three bits of their index. A quarter of a warp reads 64 bytes of two rows at
+    once, in different banks if they are rows r and r + 4: bits 0 and 2 are swapped."""
     warp, lane = warp_and_lane()
     row = arith.shrui(lane, const(2))
     if column_blocks == 2:
@@ -50,18 +49,61 @@ def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
 # ---- weights -------------------------------------------------------------------------------------
 
 
+def to_bfloat16(word: Any, form: Format) -> list[Any]:
+    """Converts all values of a 32-bit word to pairs of bfloat16.
+
+    int8 and float8_e4m3fn give the pairs of bytes (0, 2) and (1, 3); int4 the pairs of half bytes
+    (0, 4), (1, 5), (2, 6) and (3, 7).
+    """
+    # The constants are pairs of bfloat16. 0x4300 is 128, whose last mantissa bit is worth 1, so
+    # that OR with an integer below 128 adds it.
+    if form == "int8":
+        # The low 7 bits are added to 128. Then 128 is subtracted, or 256 of a negative integer.
+        shifts = 0, 8
+        text = """{
+            .reg .b32 w, a, b;
+            shr.u32 w, $1, SHIFT;
+            lop3.b32 a, w, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 b, w, 0x00800080, 0x43004300, 0xEA;
+            sub.rn.bf16x2 $0, a, b;
+        }"""
+    elif form == "int4":
+        # Flipping the top bit adds 8. The result is added to 128, and 136 is subtracted.
+        shifts = 0, 4, 8, 12
+        text = """{
+            .reg .b32 w, a, b;
+            shr.u32 w, $1, SHIFT;
+            lop3.b32 a, w, 0x000F000F, 0x43084308, 0x6A;
+            mov.b32 b, 0x43084308;
+            sub.rn.bf16x2 $0, a, b;
+        }"""
+    else:
+        # Exponent and mantissa, shifted to their positions in a bfloat16, are 2^-120 times the
+        # number.
+        shifts = 8, 0
+        text = """{
+            .reg .b32 w, a, b, s;
+            shl.b32 w, $1, SHIFT;
+            shr.u32 a, w, 4;
+            and.b32 a, a, 0x07F007F0;
+            lop3.b32 b, w, 0x80008000, a, 0xEA;
+            mov.b32 s, 0x7B807B80;
+            mul.rn.bf16x2 $0, b, s;
+        }"""
+    return [asm(text.replace("SHIFT", str(n)), "=r,r", word, result=i32()) for n in shifts]
+
+
+def neighbours_to_bfloat16(word: Any, form: Format) -> list[Any]:
+    """Converts the bytes of a word, int8 or float8_e4m3fn, to the pairs (0, 1) and (2, 3)."""
+    return [to_bfloat16(asm(text, "=r,r", word, result=i32()), form)[0] for text in _NEIGHBOURS]
+
+
 def load_operands(
     packed: Any, form: Format, block: int, column_blocks: int, *, in_order: bool = False
 ) -> list[list[Any]]:
-    """Loads and unpacks a thread's weights of one column block of its two rows.
-
-    Args:
-      in_order: whether pairs are of neighbouring columns, for tokens that are not permuted.
-
-    Returns:
-      For each 16 columns, the four registers of the operand: upper row, lower row, and both again 8
-      columns further on.
-    """
+    """Loads and unpacks a thread's weights of one column block of its two rows. For each 16 columns
+    it returns the operand's registers: upper row, lower row, and both again 8 columns further on.
+    ``in_order`` makes pairs of neighbouring columns, for tokens that are not permuted."""
     base = mgpu.utils.memref_ptr(packed)
     row, quarter = row_of_thread(column_blocks)
     chunk = quarter
@@ -78,11 +120,8 @@ def load_operands(
 
 
 def unpack(packed: Any, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
-    """Unpacks column block ``block`` of 64 weight rows in shared memory to operands of wgmma.
-
-    Returns:
-      bfloat16 [64, 64]: one array of int8 and float8, two of int4.
-    """
+    """Unpacks a column block of 64 weight rows in shared memory to operands of wgmma: bfloat16 [64,
+    64], one array of int8 and float8, two of int4."""
     count = 2 if form == "int4" else 1
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=WGMMA)
 
@@ -101,13 +140,8 @@ def _swizzle(column_blocks: int) -> tuple[Any, ...]:
 
 
 def unpack_in_interpreter(packed: jax.Array, form: Format, *, in_order: bool) -> jax.Array:
-    """Unpacks a column block of 64 weight rows in jax.numpy.
-
-    The columns have the order of :func:`unpack`, or their own if ``in_order``.
-
-    Returns:
-      float32 [64, 1, 64], or [64, 2, 64] of int4.
-    """
+    """Does :func:`unpack` in jax.numpy. The columns have its order, or their own if
+    ``in_order``."""
     if form != "int4":
         # (thread, word, pair, half)
         values = packed.astype(jnp.float32).reshape(64, 4, 4, 2, 2)
@@ -199,10 +233,7 @@ def multiply(
 
 def _matrix_addresses(x: Any) -> list[Any]:
     """Returns a lane's addresses for ldmatrix, for each half of a block of 64 columns from x on.
-
-    ldmatrix loads four 8 x 8 matrices: 32 columns of 8 tokens. Lane l provides the address of 16
-    bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of the 32.
-    """
+    Lane l provides 16 bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of 32."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     row, eight = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
     x = arith.addi(x, arith.muli(row, const(128)))
@@ -211,11 +242,8 @@ def _matrix_addresses(x: Any) -> list[Any]:
 
 
 def _addresses_in_order(x: Any) -> list[Any]:
-    """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands.
-
-    Lane l has the weights of a quarter l % 4 of a column block: 16 columns. Rows of 128 bytes are
-    swizzled by the low three bits of their index.
-    """
+    """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands: it has
+    the weights of a quarter l % 4 of a column block. Rows of 128 bytes are swizzled."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     token, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
     first = arith.muli(quarter, const(2))
@@ -228,10 +256,8 @@ def _addresses_in_order(x: Any) -> list[Any]:
 
 
 def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
-    """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`.
-
-    The order is that of the registers, so that no bank conflicts arise.
-    """
+    """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`, in the order of
+    the registers, so that no bank conflicts arise."""
     if not on_gpu:
         target[pl.ds(0, values.size)] = values.reshape(-1)
         return
@@ -269,10 +295,7 @@ def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
 
 def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_blocks: int) -> None:
     """Stores the first ``tokens`` columns of [64, width] to rows of [width, 64] in global memory.
-
-    Args:
-      values: bfloat16 or float32, of ``out``'s dtype.
-    """
+    Both are bfloat16 or float32."""
     size = values.dtype.itemsize
 
     @inline(REF, WGMMA, SCALAR)

@@ -46,13 +46,13 @@ from pallas_kernels.grouped_matmul.schedule import GroupTiles, TileScheduler, pa
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.ir import SCALAR, const, inline, instruction, shared_address, value_of
+from pallas_kernels.hopper.launch import persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ROWS, two_views
 from pallas_kernels.hopper.warpgroup import cond, first_warp, when
 
-STEP = 64
-"""Steps of the contraction per stage, and columns of a panel."""
+STEP = 64  # steps of the contraction per stage, and columns of a panel
 
 _STAGING_BUFFERS = 2  # of 64 rows, per consumer warpgroup; they are stored together
 _INTERPRETED_CTAS = 2
@@ -85,14 +85,9 @@ def rows_gradient(
     config: Config | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "M K"]:
-    """Returns the sum over all pairs of ``matrices[g(m)].T @ d_outs[m]``, rounded once.
-
-    Rows that belong to no group are zero, because the gradient of a gather adds them up.
-
-    Args:
-      d_outs, matrices: one pair, or those of gate and up. N and K are multiples of 64.
-      config: one of ``CONFIGS``, by default the one that computes the fewest values in vain.
-    """
+    """Returns the sum over all pairs of ``matrices[g(m)].T @ d_outs[m]``, rounded once. N and K are
+    multiples of 64. Rows that belong to no group are zero, because the gradient of a gather adds
+    them up. The default ``config`` computes the fewest values in vain."""
     (M, N), (G, _, K) = d_outs[0].shape, matrices[0].shape
     if config is None:
         config = min(CONFIGS, key=lambda c: pl.cdiv(K, c.tile_n) * (2 * M / c.tile_m + G))
@@ -111,14 +106,9 @@ def matrices_gradient(
     config: Config | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "G N K"]:
-    """Returns ``d_out[rows of g].T @ lhs[rows of g]`` for each group. That of no rows is zero.
-
-    Rows that belong to no group are ignored.
-
-    Args:
-      d_out, lhs: N and K are multiples of 64.
-      config: as for :func:`rows_gradient`.
-    """
+    """Returns ``d_out[rows of g].T @ lhs[rows of g]`` for each group. That of no rows is zero, and
+    rows that belong to no group are ignored. N, K and ``config`` are as in
+    :func:`rows_gradient`."""
     (M, N), K, G = d_out.shape, lhs.shape[1], group_sizes.shape[0]
     if config is None:
         config = min(CONFIGS, key=lambda c: pl.cdiv(N, c.tile_m) * pl.cdiv(K, c.tile_n))
@@ -130,9 +120,7 @@ def matrices_gradient(
 
 def _descending(group_sizes: jax.Array) -> jax.Array:
     """Returns number, first row and size of each group, int32 [3, G], in descending order of size.
-
-    XLA makes it by one comparison of all pairs, which is faster than a sort.
-    """
+    XLA compares all pairs at once, which is faster than a sort."""
     G = group_sizes.shape[0]
     number = jnp.arange(G, dtype=jnp.int32)
     larger = group_sizes[None, :] > group_sizes[:, None]
@@ -271,7 +259,6 @@ class _Memory(NamedTuple):
     lefts: tuple[Any, ...]  # d_out of each pair
     rights: tuple[Any, ...]  # the matrices of each pair, or lhs
     out: Any
-    # in shared memory
     left_stages: Any  # rows of d_out [stages, tile_m, 64], or panels [stages, tile_m / 64, 64, 64]
     right_stages: Any  # panels [stages, tile_n / 64, 64, 64]
     staging: Any  # tiled [CONSUMERS * 2, 64, 64]: results on their way out
@@ -292,7 +279,7 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
         ring.initialise()
         make = _MatrixTiles if sizes.of_matrices else _RowTiles.of
         tiles = make(sizes, groups)
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("wg")
 
         @when(warpgroup == CONSUMERS)
         def _() -> None:
@@ -322,14 +309,7 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
             two_views(staging, jnp.bfloat16, on_gpu=on_gpu),
             *ring_scratch,
         ],
-        grid=(sizes.ctas,),
-        grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        **persistent(sizes.ctas, CONSUMERS + 1, interpret),
     )
     return kernel(*operands)
 
@@ -491,12 +471,8 @@ class _Consumer:
         sixteenth: Any = None,
         rows: Any = None,
     ) -> _Sums:
-        """Starts the product of a stage. In the interpreter it is complete.
-
-        Args:
-          sixteenth: index of 16 rows of the stage to multiply alone. GPU only.
-          rows: number of rows of the stage to multiply. Interpreter only.
-        """
+        """Starts the product of a stage; in the interpreter it is complete. ``sixteenth`` (on a
+        GPU) or ``rows`` (in the interpreter) is the part of the stage's rows to multiply."""
         sizes = self.sizes
         if not sizes.on_gpu:
             return self._interpret(state, sums, rows)

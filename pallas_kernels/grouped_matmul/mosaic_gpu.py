@@ -40,24 +40,14 @@ def grouped_matmul(
     config: Config | few_tokens.Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """grouped_matmul on a Hopper GPU.
+    """grouped_matmul on a Hopper GPU: bfloat16 by bfloat16, float8 by float8, float8 rows by int4
+    matrices, and bfloat16 rows by int8, int4 or float8 matrices, which are dequantized first if
+    there are more than 64 rows per group on average. Gradients of bfloat16 by bfloat16 are kernels
+    too, others are the reference's. ``config`` is of ``dense`` or ``few_tokens``.
 
-    It supports bfloat16 by bfloat16, float8 by float8, float8 rows by int4 matrices, and bfloat16
-    rows by int8, int4 or float8 matrices. With more than 64 of these rows per group on average, the
-    matrices are dequantized to bfloat16 first. Gradients of bfloat16 by bfloat16 are kernels too
-    (:mod:`gradients`), others are the reference's.
-
-    Args:
-      config: tuning parameters of ``dense`` or ``few_tokens``, by default chosen from the shapes.
-      interpret: parameters of Pallas' interpreter, or None to run on a GPU.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, other dtypes, or N not a multiple of 64. Without quantized
-        matrices: K not a multiple of 64 (bfloat16) or 128 (float8), or scale blocks other than
-        128 x 128. With up to 64 bfloat16 rows per group and quantized matrices: what
-        :func:`few_tokens.grouped_matmuls` refuses. With float8 rows and int4 matrices: see
-        :func:`w4a8.check_shapes`.
-    """
+    Raises NotImplementedError for no Hopper GPU, other dtypes, and N, K and scale blocks that
+    :func:`dense_plan.check_shapes`, :meth:`few_tokens_plan.Weights.of` or :func:`w4a8.check_shapes`
+    refuses."""
     require_hopper(interpret)
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
@@ -107,14 +97,8 @@ _Settings = tuple[Any, Any, tuple[int, int]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(
-    settings: _Settings,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    lhs_scale: jax.Array | None,
-    rhs_scale: jax.Array | None,
-) -> jax.Array:
+def _grouped_matmul(settings: _Settings, *args: Any) -> jax.Array:
+    lhs, rhs, group_sizes, lhs_scale, rhs_scale = args
     config, interpret, block_shape = settings
     scales = () if rhs_scale is None else (rhs_scale,)
     options: Any = {"config": config, "interpret": interpret}
@@ -123,9 +107,7 @@ def _grouped_matmul(
             lhs, (rhs,), group_sizes, scales, block_shape=block_shape, **options
         )
     if rhs.dtype == jnp.uint8:
-        assert lhs_scale is not None, "reference.check_scales has been called"
-        assert rhs_scale is not None, "reference.check_scales has been called"
-        return w4a8.matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale, interpret=interpret)
+        return w4a8.matmul(*args, interpret=interpret)
     return dense.matmul(lhs, (rhs,), group_sizes, lhs_scale, scales, **options)
 
 

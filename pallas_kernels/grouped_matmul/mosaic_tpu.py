@@ -82,16 +82,13 @@ class Plan:
 
     rows: int  # per tile of lhs and of the result
     columns: int  # per block of the result: rows of a matrix
-    # Whether a block of a matrix of another dtype than lhs is converted to scratch, once per group.
     expands: bool
-    # Whether it is instead converted inside the matmul, one slice of K at a time.
     converts_slices: bool
     slice_width: int  # columns of such a slice, in stored numbers (bytes for int4)
     # Value of 1 in the dtype to which registers convert stored numbers: 16 for float8 on chips that
     # do not have float8_e4m3fn, otherwise 1.
     unit: float
     packed: bool  # whether the matrices are int4, two columns per byte
-    # Whether each row of a matrix has a single scale, which multiplies the result.
     one_scale_per_row: bool
     block_shape: tuple[int, int]  # (rows, columns) of a matrix that share a scale
     vmem: int  # bytes of VMEM that the compiler may use
@@ -102,11 +99,8 @@ class Plan:
         return _STEP if self.columns % _STEP == 0 and not self.converts_slices else LANES
 
     def scale_block(self, scale: Shaped) -> tuple[int, int]:
-        """Returns the shape of the scales of one group that a block reads.
-
-        It is [Kb, columns], the scales of the block's columns, if each row of a matrix has its own.
-        Otherwise it is all [Nb, Kb], because a block may be smaller than a block of scales.
-        """
+        """Returns the shape of one group's scales that a block reads: [Kb, columns] if each row of
+        a matrix has its own, otherwise all [Nb, Kb], because a block may be smaller than theirs."""
         _, Nb, Kb = scale.shape
         return (Kb, self.columns) if self.block_shape[0] == 1 else (Nb, Kb)
 
@@ -118,16 +112,9 @@ def choose_plan(
     scale: Shaped | None,
     block_shape: tuple[int, int],
 ) -> Plan:
-    """Chooses block sizes.
-
-    A tile has about half as many rows as a group. The columns are divided into equal blocks, as
-    wide as fit in VMEM, and the same number for each core. For small tiles the blocks are smaller,
-    so that several copies are in flight.
-
-    Raises:
-      NotImplementedError: N or K is smaller than a register, scale blocks are neither one row nor a
-        multiple of EXPANDED_ROWS rows, or the blocks do not fit in VMEM. The message has the sizes.
-    """
+    """Chooses block sizes: tiles of about half a group's rows, and equal blocks of columns, as wide
+    as fit in VMEM and the same number for each core. Small tiles have smaller blocks, so that
+    several copies are in flight. It raises NotImplementedError with the sizes."""
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     packed = rhs.dtype == jnp.uint8
     if N < LANES or K % LANES:
@@ -211,17 +198,11 @@ def grouped_matmul(
     plan: Plan | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
-    """grouped_matmul on a TPU, with rows in bfloat16 or float32. float32 has full precision.
+    """grouped_matmul on a TPU, with rows in bfloat16 or float32. float32 has full precision. float8
+    rows are first multiplied by their scales and rounded to bfloat16. With many rows per group, so
+    are quantized matrices. Gradients are the reference's.
 
-    float8 rows are first multiplied by their scales and rounded to bfloat16, one rounding more than
-    the reference has. With many rows per group, quantized matrices are multiplied by their scales
-    and rounded to the dtype of the rows.
-
-    Gradients are computed by the reference.
-
-    Raises:
-      NotImplementedError: no TPU, other dtypes, or what :func:`choose_plan` refuses.
-    """
+    Raises NotImplementedError for no TPU, other dtypes, or what :func:`choose_plan` refuses."""
     chip = require_tpu(interpret)
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
@@ -249,10 +230,8 @@ class Visits(NamedTuple):
 
     groups: Int32[Array, " V"]
     """Group of each visit. Entries past the last visit repeat the last one's group."""
-    tiles: Int32[Array, " V"]
-    """Tile of each visit."""
-    ends: Int32[Array, " G+1"]
-    """Group g has the rows from ``ends[g]`` to ``ends[g + 1]``."""
+    tiles: Int32[Array, " V"]  # tile of each visit
+    ends: Int32[Array, " G+1"]  # group g has the rows from ``ends[g]`` to ``ends[g + 1]``
     total: Int32[Array, ""]
     """Number of visits, at least one. If no group has rows, the only visit has none."""
 
@@ -340,11 +319,8 @@ def matmul(
 
 
 def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, *rest: Any) -> None:
-    """Computes one visit of one block of columns.
-
-    The references are ``lhs`` [rows, K], ``rhs`` [columns, K] (int4: K / 2), the scales if any,
-    ``out`` [rows, columns], and scratch ``dense`` [columns, K] if matrices are expanded.
-    """
+    """Computes one visit of one block of columns. ``rest`` has the scales if any, ``out`` [rows,
+    columns], and scratch [columns, K] if matrices are expanded."""
     *others, dense = rest if plan.expands else (*rest, rhs)
     *scales, out = others
     block, visit = pl.program_id(0), pl.program_id(1)
@@ -377,15 +353,9 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 def multiply_slices(
     plan: Plan, first_row: Any, lhs: Any, rhs: Any, scales: Sequence[Any], columns: Any
 ) -> Float32[Array, "rows step"]:
-    """Multiplies ``lhs`` with some rows of the block, converting one slice of K at a time.
-
-    Each slice of K that has its own scale is summed on its own. If two slices share registers, lhs
-    is multiplied twice, each time with zeros in the other slice's columns.
-
-    Args:
-      first_row: index in the matrix of the first of these rows.
-      columns: window of the rows in the block, which are columns of the result.
-    """
+    """Multiplies ``lhs`` with the block's rows ``columns``, the first of them the matrix' row
+    ``first_row``. It converts and sums one slice of K at a time. If two slices share registers, lhs
+    is multiplied twice, each time with zeros in the other slice's columns."""
     width, rows = rhs.shape[1], plan.rows
     factors = None  # [Kb, step], or [1, Kb] for all columns
     if scales and not plan.one_scale_per_row:
@@ -447,11 +417,8 @@ def expand(plan: Plan, block: Any, rhs: Any, scales: Sequence[Any], dense: Any) 
 
 
 def convert(plan: Plan, values: jax.Array) -> list[jax.Array]:
-    """Converts stored values to a dtype that registers convert further in one step.
-
-    The result is in units of ``plan.unit``. Of int4's bytes it is the low halves, then the high
-    ones. Four bytes are converted at once.
-    """
+    """Converts stored values, four bytes at once, to a dtype that registers convert further in one
+    step, in units of ``plan.unit``: of int4's bytes the low halves, then the high ones."""
     if plan.packed:
         words = pltpu.bitcast(values, jnp.int32)
         return [sign_extend(half & 0x0F0F0F0F) for half in (words, words >> 4)]
@@ -459,29 +426,23 @@ def convert(plan: Plan, values: jax.Array) -> list[jax.Array]:
 
 
 def sign_extend(halves: jax.Array) -> jax.Array:
-    """Converts words of bytes 0 to 15 to int8 of -8 to 7.
-
-    The top bits are set during the subtraction so that no byte borrows from the next.
-    """
+    """Converts words of bytes 0 to 15 to int8 of -8 to 7. The top bits are set during the
+    subtraction so that no byte borrows from the next."""
     top = jnp.int32(-0x7F7F7F80)
     return pltpu.bitcast(((halves ^ 0x08080808 ^ top) - 0x08080808) ^ top, jnp.int8)
 
 
 def rebias(values: jax.Array) -> jax.Array:
-    """Converts float8_e4m3fn to a sixteenth of it in float8_e4m3b11fnuz, which older chips have.
-
-    That dtype has no -0, so -0 becomes 0. NaN, which no weight is, becomes 480 / 16.
-    """
+    """Converts float8_e4m3fn to a sixteenth of it in float8_e4m3b11fnuz, which older chips have. It
+    has no -0, so -0 becomes 0. NaN, which no weight is, becomes 480 / 16."""
     words, low = pltpu.bitcast(values, jnp.int32), jnp.int32(0x7F7F7F7F)
     nonzero = (words & low) + low  # in the top bit of each byte
     return pltpu.bitcast(words & (nonzero | low), jnp.float8_e4m3b11fnuz)
 
 
 def even_columns_first(lhs: Float[Array, "M K"]) -> Float[Array, "M K"]:
-    """Sorts the columns as the halves of int4 bytes are unpacked: even ones, then odd ones.
-
-    Columns of bytes that do not fill a register come last, sorted in the same way.
-    """
+    """Sorts the columns as the halves of int4 bytes are unpacked: even ones, then odd ones. Those
+    of bytes that do not fill a register come last, sorted in the same way."""
     halves = lhs[:, ::2], lhs[:, 1::2]
     whole = halves[0].shape[1] // LANES * LANES
     ranges = slice(whole), slice(whole, None)
@@ -489,11 +450,8 @@ def even_columns_first(lhs: Float[Array, "M K"]) -> Float[Array, "M K"]:
 
 
 def spread(factors: jax.Array, columns: slice, lanes: int) -> Float32[Array, "rows lanes"]:
-    """Returns the scale of each of ``columns``.
-
-    Args:
-      factors: [rows, Kb], each for ``lanes`` columns.
-    """
+    """Returns the scale of each of ``columns``, from scales [rows, Kb] for ``lanes`` columns
+    each."""
     shape = factors.shape[0], columns.stop - columns.start
     first, last = columns.start // lanes, (columns.stop - 1) // lanes
     result = jnp.broadcast_to(factors[:, first : first + 1], shape)

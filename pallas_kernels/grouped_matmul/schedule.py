@@ -28,8 +28,17 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.hopper.ir import REF, SCALAR, const, i32, inline
 from pallas_kernels.hopper.registers import last_lane, prefix_sums, warp_sum
 
+MULTIPROCESSORS = 132  # of an H100 SXM and an H200; a choice that suits them suits others
+PEAK_SHARE = 2.5
+"""Bandwidth of one multiprocessor while others are idle, in units of its share of HBM bandwidth."""
+
 _LANES = 32
 _PANEL_BYTES = 16 * 2**20  # of 50 MB of L2 cache
+
+
+def expected_groups(M: int, G: int) -> float:
+    """Returns the expected number of groups with tokens, if M tokens choose among G uniformly."""
+    return G * (1 - (1 - 1 / G) ** M)
 
 
 def panel_height(M: int, G: int, tile_m: int, row_bytes: int) -> int:
@@ -116,10 +125,8 @@ class GroupTiles:
         return jnp.where(exists, group, 0), jnp.where(exists, row, 0), jnp.where(exists, rows, 0)
 
     def _groups_of_lane(self, sizes: Any) -> list[tuple[Any, Any]]:
-        """Returns the number and size of every 32nd group, starting at this lane's.
-
-        Past the last group the sizes are 0.
-        """
+        """Returns number and size of every 32nd group from this lane's on; 0 past the last
+        group."""
         groups = self.sizes.shape[0]
         lane = arith.remui(mgpu.utils.thread_idx(), const(_LANES))
         start = mgpu.utils.memref_ptr(sizes)

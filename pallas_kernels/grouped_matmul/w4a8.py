@@ -56,7 +56,7 @@ from pallas_kernels.hopper.ir import (
     warp_and_lane,
     wgmma_row,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.registers import advance, load_words
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -64,8 +64,7 @@ from pallas_kernels.hopper.tiles import COLUMN, ROW, ROWS, WGMMA, spread_columns
 from pallas_kernels.hopper.warpgroup import first_warp, when
 from pallas_kernels.hopper.wgmma import keep_live
 
-BLOCK = 128
-"""Columns of K per step, and per scale."""
+BLOCK = 128  # columns of K per step, and per scale
 _CONSUMERS = 2  # consumer warpgroups
 _FEATURES = _CONSUMERS * ROWS  # of the output, per tile
 _FEW = 64  # tokens per group, on average, up to which tiles have 64 of them
@@ -139,12 +138,9 @@ def matmul(
     stages: int | None = None,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """Multiplies each float8 row with its group's int4 matrix.
-
-    Args:
-      tokens: tokens per tile, a multiple of 32 up to 128, by default chosen from the shapes.
-      stages: stages of the ring buffer, by default the most that fit in shared memory.
-    """
+    """Multiplies each float8 row with its group's int4 matrix. By default ``tokens`` per tile (a
+    multiple of 32 up to 128) follow from the shapes, and the ring has the most ``stages`` that fit
+    in shared memory."""
     M, G = len(lhs), len(rhs)
     tokens = tokens or (64 if M <= _FEW * G else 128)
     scale_copy = _scale_copy(tokens)
@@ -192,7 +188,7 @@ def _kernel(
         ring = Ring.of(stages, _CONSUMERS, ring_refs, interpret)
         ring.initialise()
         overlap_preceding_kernel(interpret=interpret)
-        warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
+        warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
         groups = GroupTiles(sizes_g, tokens, on_gpu=on_gpu)
         tiles = _Tiles(groups, N // _FEATURES, cta, ctas)
         memory = _Stages(ring, tokens, x.shape[1] // BLOCK, x_s, w_s, x_scale_s, scale_s)
@@ -218,14 +214,7 @@ def _kernel(
             plgpu.SMEM((stages, _FEATURES), jnp.float32),
             *ring_scratch,
         ],
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        **persistent(ctas, _CONSUMERS + 1, interpret),
     )(x, values, group_sizes.astype(jnp.int32), x_scales, scales)
 
 
@@ -360,13 +349,8 @@ def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu
 
 
 def _unpack(packed: Any) -> jax.Array:
-    """Unpacks 64 weight rows of 128 columns, as they are stored, to float8_e4m3fn.
-
-    The columns have the order of :func:`permute_columns`.
-
-    Returns:
-      The operand of :func:`wgmma.start_product_of_registers`: 16 words per thread.
-    """
+    """Unpacks 64 weight rows of 128 columns, as they are stored, to float8_e4m3fn: the operand of
+    :func:`wgmma.start_product_of_registers`, in the order of :func:`permute_columns`."""
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((ROWS, ROWS), jnp.bfloat16, layout=WGMMA))
     def load(packed: Any) -> Any:

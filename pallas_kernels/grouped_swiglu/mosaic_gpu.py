@@ -36,25 +36,12 @@ def grouped_swiglu(
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "M F"]:
-    """grouped_swiglu on a Hopper GPU.
+    """grouped_swiglu on a Hopper GPU. bfloat16 by bfloat16 and float8 by float8 are rounded once,
+    at the end. Few bfloat16 rows by quantized matrices are rounded before silu too; for many, the
+    matrices are dequantized to bfloat16 first. For gradients of bfloat16 by bfloat16, gate and up
+    are two matmuls whose rounded results are saved. Others are the reference's.
 
-    bfloat16 by bfloat16 and float8 by float8 are rounded once, at the end. Few bfloat16 rows by
-    int8, int4 or float8 matrices are rounded before silu too; for many of them the matrices are
-    dequantized to bfloat16 first.
-
-    For gradients of bfloat16 by bfloat16, gate and up are two matmuls, whose results are rounded
-    and saved; the backward pass is of :mod:`grouped_matmul.gradients`. Other gradients are the
-    reference's.
-
-    Args:
-      config: tuning parameters of ``dense``, by default chosen from the shapes.
-      interpret: parameters of Pallas' interpreter, or None to run on a GPU.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, other dtypes, scale blocks other than 128 x 128, F not a
-        multiple of 64, or K not a multiple of 64 (bfloat16) or 128 (float8). For few rows by
-        quantized matrices: what grouped_matmul refuses.
-    """
+    Raises NotImplementedError for no Hopper GPU and what grouped_matmul refuses."""
     require_hopper(interpret)
     if 0 in (lhs.size, gate.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {gate.shape}")
@@ -78,16 +65,8 @@ _Settings = tuple[Any, Any, tuple[int, int]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_swiglu(
-    settings: _Settings,
-    lhs: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    group_sizes: jax.Array,
-    lhs_scale: jax.Array | None,
-    gate_scale: jax.Array | None,
-    up_scale: jax.Array | None,
-) -> jax.Array:
+def _grouped_swiglu(settings: _Settings, *args: Any) -> jax.Array:
+    lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale = args
     scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
     config, interpret, block_shape = settings
     if lhs_scale is None and scales:

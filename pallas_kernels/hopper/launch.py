@@ -38,6 +38,22 @@ def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or H200_SMS
 
 
+def persistent(ctas: int, warpgroups: int, interpret: Any) -> dict[str, Any]:
+    """Returns the arguments of ``plgpu.kernel`` for CTAs of several warpgroups that divide the work
+    themselves: the axes "cta" and "wg", and code for single lanes without automatic barriers."""
+    lanes = plgpu.LoweringSemantics.Lane
+    options = {
+        "grid": (ctas,),
+        "grid_names": ("cta",),
+        "num_threads": warpgroups,
+        "thread_name": "wg",
+        "compiler_params": plgpu.CompilerParams(
+            lowering_semantics=lanes, unsafe_no_auto_barriers=True
+        ),
+    }
+    return options if interpret is None else options | {"interpret": interpret}
+
+
 def overlap_preceding_kernel(early: bool = True, *, interpret: Any = None) -> None:
     """Lets the following kernel launch, and waits for the preceding one's results.
 

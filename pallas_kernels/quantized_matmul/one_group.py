@@ -31,12 +31,9 @@ def on_hopper(
     out_dtype: DTypeLike,
     interpret: Any = None,
 ) -> Float[Array, "*batch N"]:
-    """As :func:`pallas_kernels.quantized_matmul`, with the result rounded to bfloat16 first.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, x not bfloat16, more than 64 rows, for which XLA's own
-        matmul is as fast, or what grouped_matmul refuses for one group.
-    """
+    """As :func:`pallas_kernels.quantized_matmul`, with the result rounded to bfloat16 first. Raises
+    NotImplementedError for no Hopper GPU, x not bfloat16, more than 64 rows, for which XLA's own
+    matmul is as fast, or what grouped_matmul refuses for one group."""
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
@@ -55,10 +52,8 @@ def on_tpu(
     interpret: Any = None,
 ) -> Float[Array, "*batch N"]:
     """As :func:`pallas_kernels.quantized_matmul`, with the result rounded to x's dtype first.
-
-    Raises:
-      NotImplementedError: no TPU, int8 with one scale per row, or what grouped_matmul refuses.
-    """
+    Raises NotImplementedError for no TPU, int8 with one scale per row, or what grouped_matmul
+    refuses."""
     require_tpu(interpret)
     if weight.dtype == jnp.int8 and block_shape[0] == scale.shape[1] == 1:
         raise NotImplementedError("XLA reads int8 with one scale a row as it is stored")

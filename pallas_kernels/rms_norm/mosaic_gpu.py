@@ -28,12 +28,9 @@ _MIN_COLUMNS = 2048
 def rms_norm(
     x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float, interpret: Any = None
 ) -> Float[Array, "*batch D"]:
-    """Implements :func:`pallas_kernels.rms_norm`. Its gradient is the reference's.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, more or fewer rows than one, a dtype other than bfloat16,
-        fewer than 2,048 columns, or a number of columns that is not a multiple of 256.
-    """
+    """Implements :func:`pallas_kernels.rms_norm`. Its gradient is the reference's. Raises
+    NotImplementedError for no Hopper GPU, more rows than one, a dtype other than bfloat16, fewer
+    than 2,048 columns, or a number of columns that is not a multiple of 256."""
     return _normed((x,), weight, eps, interpret)[0]
 
 
@@ -45,11 +42,7 @@ def add_rms_norm(
     eps: float,
     interpret: Any = None,
 ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
-    """Implements :func:`pallas_kernels.add_rms_norm`. Its gradient is the reference's.
-
-    Raises:
-      NotImplementedError: as :func:`rms_norm`.
-    """
+    """Implements :func:`pallas_kernels.add_rms_norm`, as :func:`rms_norm`."""
     total, normed = _normed((x, y), weight, eps, interpret)
     return total, normed
 

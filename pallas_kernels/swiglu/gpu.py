@@ -27,20 +27,15 @@ def one_kernel(
     x: Float[Array, "*batch K"],
     gate: Matrix,
     up: Matrix,
-    gate_scale: Float32[Array, "Fb Kb"] | None = None,
-    up_scale: Float32[Array, "Fb Kb"] | None = None,
+    gate_scale: Float32[Array, "Fb Kb"] | None,
+    up_scale: Float32[Array, "Fb Kb"] | None,
     *,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int],
     interpret: Any = None,
 ) -> Float[Array, "*batch F"]:
     """swiglu as grouped_swiglu of one group, on Hopper GPUs. With quantized matrices, the results
-    of both matmuls are rounded to bfloat16.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, x not bfloat16, or what grouped_swiglu refuses for one
-        group. XLA's matmuls are as fast for more than 64 rows by quantized matrices or 128 by
-        others, and for fewer than 32 unless the matrices are large: these are refused too.
-    """
+    of both matmuls are rounded to bfloat16. Raises NotImplementedError for no Hopper GPU, x not
+    bfloat16, what grouped_swiglu refuses, and numbers of rows for which XLA is as fast."""
     require_hopper(interpret)
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
@@ -71,17 +66,13 @@ def two_matmuls(
     x: Float[Array, "*batch K"],
     gate: Matrix,
     up: Matrix,
-    gate_scale: Float32[Array, "Fb Kb"] | None = None,
-    up_scale: Float32[Array, "Fb Kb"] | None = None,
+    gate_scale: Float32[Array, "Fb Kb"] | None,
+    up_scale: Float32[Array, "Fb Kb"] | None,
     *,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int],
 ) -> Float[Array, "*batch F"]:
-    """swiglu of many rows, as two matmuls that XLA does not merge.
-
-    Raises:
-      NotImplementedError: the program is not for a GPU, the matrices are quantized, or there are
-        fewer than 129 rows, for which XLA compiles one merged matmul without a copy.
-    """
+    """swiglu of many rows, as two matmuls that XLA does not merge. Raises NotImplementedError if
+    not on a GPU, for scales, and for up to 128 rows: XLA compiles one matmul without a copy."""
     del block_shape
     if platform() != "gpu":
         raise NotImplementedError(f"is for GPUs, this is {platform()}")

@@ -41,6 +41,10 @@ def in_format(matrix: jax.Array, weights: str) -> tuple[jax.Array, tuple[jax.Arr
     return values, (scale,)
 
 
+def nearest_power_of_two(numbers: jax.Array) -> jax.Array:
+    return jnp.ldexp(jnp.ones_like(numbers), jnp.rint(jnp.log2(numbers)).astype(jnp.int32))
+
+
 def shape_in_format(shape: tuple[int, ...], weights: str) -> tuple[Any, tuple[Any, ...]]:
     """Returns the shapes of :func:`in_format`."""
     *rows, columns = shape
@@ -78,8 +82,6 @@ class Layer:
     rule: Rule | None = None
     dtype: str = FLOAT32
     weights: str = FLOAT32
-    attended: bool = False
-    """Whether attention's output is an argument of its own."""
     attention: int = 0
     """Width of attention's output before its projection, or 0 without the projection."""
     heads: int = 0
@@ -106,7 +108,10 @@ class Layer:
 
         def projection() -> Projection:
             weight = normal(D, self.attention, scale=self.attention**-0.5)
-            return Projection(*in_format(weight, self.weights))
+            values, scales = in_format(weight, self.weights)
+            # With powers of two the dequantized weights are exact in bfloat16: the reference, which
+            # rounds them, then chooses experts by the same numbers as the kernel.
+            return Projection(values, tuple(map(nearest_power_of_two, scales)))
 
         router = None
         if E:
@@ -194,7 +199,7 @@ class Layer:
 
     @property
     def _attended(self) -> tuple[int, ...]:
-        width = self.heads * self.latent or self.attention or self.width * self.attended
+        width = self.heads * self.latent or self.attention
         return (self.tokens, width) if width else ()
 
     @property

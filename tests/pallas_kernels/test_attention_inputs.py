@@ -15,9 +15,9 @@ from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.overrides import few_tokens
 from dsv3_jax.quantization import QUANTIZATIONS
 from pallas_kernels import attention_inputs
-from pallas_kernels.attention_inputs import kernel, mosaic_gpu, reference
+from pallas_kernels.attention_inputs import mosaic_gpu, reference
 from pallas_kernels.attention_inputs.api import BACKENDS
-from pallas_kernels.attention_inputs.kernel import Plan
+from pallas_kernels.attention_inputs.mosaic_gpu import Plan
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer import mosaic_gpu as layer_kernel
 from pallas_kernels.decoder_layer.api import BACKENDS as LAYER_BACKENDS
@@ -307,7 +307,7 @@ def test_reference(attention):
 def test_kernel(attention, ctas, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "_INTERPRETED_CTAS", ctas)
     if not ON_GPU and attention.tokens == 1:  # weights that would fit the ring
-        monkeypatch.setattr(kernel.Plan, "waits", False)
+        monkeypatch.setattr(Plan, "waits", False)
     if ON_GPU and attention.dtype == FLOAT32:
         attention = dataclasses.replace(attention, dtype=BFLOAT16, weights=BFLOAT16)
     arguments = attention.arguments()

@@ -24,7 +24,7 @@ from dsv3_jax.quantization import IntegerQuantization
 from pallas_kernels import feed_forward
 from pallas_kernels.decoder_layer import mosaic_gpu, reference
 from pallas_kernels.decoder_layer.api import BACKENDS
-from pallas_kernels.decoder_layer.kernel import FeedForward
+from pallas_kernels.decoder_layer.mosaic_gpu import FeedForward
 from pallas_kernels.decoder_layer.plan import Plan
 from pallas_kernels.decoder_layer.registers import MOST_SPLIT_TOKENS
 from tests.pallas_kernels.decoder_layer_cases import (
@@ -43,9 +43,9 @@ from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import check, relative_error, tolerance
 from tests.support.checkpoints import tiny_config
 
-MOE = Layer(expert_ffn=128, experts=32, rule=rule(2))
-MOONLIGHT = Layer(1, 2048, 2816, 1408, 64, rule(6), BFLOAT16, BFLOAT16)
-V3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), BFLOAT16, FLOAT8)
+MOE = Layer(expert_ffn=128, experts=32, rule=rule(2), attention=128)
+MOONLIGHT = Layer(1, 2048, 2816, 1408, 64, rule(6), BFLOAT16, BFLOAT16, 2048, 16, 512)
+V3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), BFLOAT16, FLOAT8, 16384, 128, 512)
 
 
 def plan_of(layer, ctas=132):
@@ -131,21 +131,11 @@ def test_the_kernel_is_not_the_default():
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-W_UV = [
-    dataclasses.replace(MOONLIGHT, attention=2048, heads=16, latent=512),
-    dataclasses.replace(V3, attention=16384, heads=128, latent=512),
-]
-INTEGERS = [
-    dataclasses.replace(W_UV[0], weights=INT4),
-    dataclasses.replace(MOONLIGHT, weights=INT8),
-    dataclasses.replace(V3, weights=INT4),
-]
 SHARED = [
     pytest.param(MOONLIGHT, id="moonlight"),
-    pytest.param(INTEGERS[0], id="moonlight int4"),
+    pytest.param(dataclasses.replace(MOONLIGHT, weights=INT4), id="moonlight int4"),
     pytest.param(V3, id="v3"),
-    pytest.param(W_UV[0], id="moonlight w_uv", marks=pytest.mark.slow),
-    pytest.param(W_UV[1], id="v3 w_uv", marks=pytest.mark.slow),
+    pytest.param(dataclasses.replace(MOONLIGHT, heads=0, latent=0), id="moonlight o_proj"),
 ]
 
 
@@ -179,24 +169,29 @@ def test_ctas_share_every_unit_once(layer, ctas):
             assert heads[exists].max() < plan.w_uv_heads
 
 
+# Numbers of the routed and shared experts and of o_proj, and of the router and W_UV.
+OF_MOONLIGHT = 8 * 3 * 2048 * 1408 + 2048 * 2048, 2048 * 64 + 2048 * 512
+OF_V3 = 9 * 3 * 7168 * 2048 + 7168 * 16384, 7168 * 256 + 16384 * 512
+
+
 @pytest.mark.parametrize(
-    ("layer", "megabytes"),
+    ("layer", "numbers", "size"),
     [
-        # 3 x 7 x 2048 x 1408 x 2 bytes: six experts, and shared ones as wide as two. The router.
-        (MOONLIGHT, 8 * 3 * 2048 * 1408 * 2 / 1e6 + 2048 * 64 * 2 / 1e6),
-        (V3, 9 * 3 * 7168 * 2048 / 1e6 + 7168 * 256 * 2 / 1e6),
-        (INTEGERS[1], 8 * 3 * 2048 * 1408 / 1e6 + 2048 * 64 * 2 / 1e6),
-        (INTEGERS[2], 9 * 3 * 7168 * 2048 / 2e6 + 7168 * 256 * 2 / 1e6),
+        (MOONLIGHT, OF_MOONLIGHT, 2),
+        (V3, OF_V3, 1),
+        (dataclasses.replace(MOONLIGHT, weights=INT8), OF_MOONLIGHT, 1),
+        (dataclasses.replace(V3, weights=INT4), OF_V3, 0.5),
     ],
     ids=["moonlight", "v3", "moonlight int8", "v3 int4"],
 )
-def test_phases_read_every_weight_once(layer, megabytes):
+def test_phases_read_every_weight_once(layer, numbers, size):
+    """``size`` is the bytes of a weight of any matrix but the router and W_UV."""
     total = 0
     for phase in plan_of(layer).phases:
         operand = phase.operand
         assert operand.steps * operand.step == operand.columns
         total += phase.units * phase.matrices * 16 * operand.steps * operand.step_bytes
-    assert total / 1e6 == pytest.approx(megabytes)
+    assert total == numbers[0] * size + numbers[1] * 2
 
 
 def test_shared_memory_of_the_plans():
@@ -207,6 +202,7 @@ def test_shared_memory_of_the_plans():
 
 
 REFUSED = [
+    ({"attention": 0}, "takes layers with o_proj, got none"),
     ({"tokens": 9}, "1 to 8 tokens, got 9"),
     ({"width": 192}, "hidden widths of a multiple of 128, got 192"),
     ({"experts": 36}, "multiple of 8 experts, 384 at most, got 36"),
@@ -238,7 +234,7 @@ def test_refusals(changes, message, monkeypatch):
 @off_gpu
 def test_it_needs_a_hopper_gpu():
     with pytest.raises(NotImplementedError, match="runs on Hopper GPUs"):
-        feed_forward(**Layer().arguments(), **Layer().options, implementation="mosaic_gpu")
+        feed_forward(**MOE.arguments(), **MOE.options, implementation="mosaic_gpu")
 
 
 @pytest.mark.slow
@@ -263,6 +259,15 @@ def test_layers_that_the_kernel_does_not_take():
     np.testing.assert_array_equal(
         FewTokens(("mosaic_gpu", "separate")).forward_cached(*step)[0], plain
     )
+
+
+def test_attention_that_is_projected_already():
+    """The reference adds it to the residual."""
+    arguments = dataclasses.replace(MOE, attention=0).arguments()
+    attended = jax.random.normal(jax.random.key(0), arguments["h"].shape)
+    got, _ = feed_forward(**arguments | {"attended": attended}, **MOE.options)
+    want, _ = feed_forward(**arguments | {"h": arguments["h"] + attended}, **MOE.options)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.slow
@@ -308,7 +313,7 @@ def test_wrong_arguments(changes, message, untyped):
 
 # Layers, and how many CTAs the interpreter runs.
 INTERPRETED = {
-    "dense": (Layer(tokens=3, attended=True), 2),
+    "dense": (Layer(tokens=3, attention=128), 2),
     # Groups, and more CTAs than output units of 16 / 2 CTAs each.
     "groups": (
         dataclasses.replace(
@@ -318,7 +323,6 @@ INTERPRETED = {
             rule=rule(2, 4, 2),
             dtype=BFLOAT16,
             weights=BFLOAT16,
-            attended=True,
         ),
         2,
     ),
@@ -355,7 +359,7 @@ INTERPRETED = {
         2,
     ),
     # An odd number of groups per row of the experts' downs, and batches of their rows.
-    "int4": (Layer(2, 256, 256, 384, 32, rule(3), BFLOAT16, INT4), 2),
+    "int4": (Layer(2, 256, 256, 384, 32, rule(3), BFLOAT16, INT4, 128), 2),
     "int4, eight tokens with W_UV": (
         Layer(8, 256, 384, dtype=BFLOAT16, weights=INT4, attention=128, heads=2, latent=256),
         2,

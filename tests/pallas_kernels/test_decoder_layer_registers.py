@@ -12,6 +12,7 @@ from pallas_kernels.block_quant.reference import block_dequant, integer_quant
 from pallas_kernels.decoder_layer import activations, registers
 from pallas_kernels.decoder_layer.activations import _powers
 from pallas_kernels.decoder_layer.registers import Half, Operand, Rows
+from pallas_kernels.hopper import registers as hopper_registers
 from tests.pallas_kernels.one_block import LANES, THREADS, Buffer, Values, emulate, run
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -56,7 +57,7 @@ FORMATS = [
 
 @pytest.mark.parametrize(("dtype", "K", "is_split", "most_bytes", "tokens"), FORMATS)
 def test_a_unit(dtype, K, is_split, most_bytes, tokens, monkeypatch, untyped):
-    emulate(monkeypatch, registers, activations)
+    emulate(monkeypatch, registers, activations, hopper_registers)
     rng = np.random.default_rng(0)
     operand = Operand.of(dtype, K, is_split, most_bytes)
     columns, step = operand.columns, operand.step
@@ -159,7 +160,7 @@ def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
         Half(None, 0, 0, (), Buffer(np.append(np.full(n, np.nan, np.float32), scale)), n)
         for n, (_, scale) in zip(before, made, strict=True)
     ]
-    emulate(monkeypatch, registers, activations)
+    emulate(monkeypatch, registers, activations, hopper_registers)
     factors = Buffer(np.float32(2.0) ** -np.arange(2, 4 + tokens, dtype=np.float32))
     rows = Rows(Buffer(memory), start, stride, tokens, factors, 2)
     scales = registers.load_scales(operand, tuple(scaled), None)

@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import few_tokens, mosaic_gpu
+from pallas_kernels.grouped_matmul.dense_plan import choose_tile_width
 from pallas_kernels.grouped_matmul.few_tokens_plan import (
     Config,
     Weights,
+    choose_tile_and_split_k,
     default_config,
     stages_that_fit,
 )
-from pallas_kernels.grouped_matmul.heuristics import (
-    choose_tile_and_split_k,
-    choose_tile_width,
-    expected_groups,
-)
+from pallas_kernels.grouped_matmul.schedule import expected_groups
 from tests.pallas_kernels.grouped_matmul_cases import (
     FLOAT8,
     GroupedMatmulRowCases,

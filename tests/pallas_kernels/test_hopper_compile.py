@@ -471,14 +471,10 @@ def projection(rows: int, width: int, dtype: Any) -> Projection:
 def feed_forward_layers() -> dict[str, Kernel]:
     """Returns the layers of Moonlight, DeepSeek-V3 and the demo, for few and for many tokens."""
     float8 = "float8_e4m3fn"
-    moonlight = Layer(1, 2048, 2816, 1408, 64, rule(6), "bfloat16", "bfloat16")
-    v3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), "bfloat16", float8)
-    o_proj = dataclasses.replace(moonlight, attention=2048)
+    o_proj = Layer(1, 2048, 2816, 1408, 64, rule(6), "bfloat16", "bfloat16", 2048)
     w_uv = dataclasses.replace(o_proj, heads=16, latent=512)
-    v3_w_uv = dataclasses.replace(v3, attention=16384, heads=128, latent=512)
+    v3 = Layer(1, 7168, 2048, 2048, 256, rule(8, 8, 4), "bfloat16", float8, 16384, 128, 512)
     layers = {
-        "moonlight 1 tokens": moonlight,
-        "moonlight 8 tokens": dataclasses.replace(moonlight, tokens=8),
         "moonlight o_proj": o_proj,
         "moonlight w_uv": w_uv,
         "moonlight parts": dataclasses.replace(w_uv, split=(2,)),
@@ -489,20 +485,18 @@ def feed_forward_layers() -> dict[str, Kernel]:
             tokens, 256, 128, 128, 16, rule(4, 4, 2), "bfloat16", "bfloat16", attention=256,
             heads=4, latent=128,
         )  # fmt: skip
-    # Blocks that do not divide evenly among the warps or among the scales.
-    layers["moonlight fp8 1 tokens"] = dataclasses.replace(moonlight, weights=float8)
     for tokens in (1, 4):
-        layers[f"v3 fp8 {tokens} tokens"] = dataclasses.replace(v3_w_uv, tokens=tokens)
+        layers[f"v3 fp8 {tokens} tokens"] = dataclasses.replace(v3, tokens=tokens)
     for name, weights, tokens in (
         ("moonlight", "int4", 1), ("moonlight", "int4", 8), ("moonlight", "int8", 1),
         ("v3", "int4", 1),
     ):  # fmt: skip
-        layer = w_uv if name == "moonlight" else v3_w_uv
+        layer = w_uv if name == "moonlight" else v3
         layers[f"{name} {weights} {tokens} tokens"] = dataclasses.replace(
             layer, weights=weights, tokens=tokens, split=(2,) * tokens
         )
     layers["moonlight dense int4 1 tokens"] = Layer(
-        1, 2048, 11264, 0, 0, None, "bfloat16", "int4", False, 2048, 16, 512, (2,)
+        1, 2048, 11264, 0, 0, None, "bfloat16", "int4", 2048, 16, 512, (2,)
     )
     return {
         name: Kernel(
