@@ -47,17 +47,10 @@ class TmaCopy:
     """Array in global memory. One of uint8 has the bytes of the target's numbers, 128 per row, if
     the target is tiled."""
 
-    window: tuple[Any, ...]
-    """An index or a ``pl.ds`` for each dimension of the source."""
-
-    target: Any
-    """Reference to shared memory."""
-
-    tiled: bool = True
-    """Whether the target is in tiles, as :func:`tiles.tiles_of` makes them."""
-
-    swizzle: int | None = 128
-    """Swizzle of the target in bytes, or None. Of tiles it is 128."""
+    window: tuple[Any, ...]  # an index or a ``pl.ds`` for each dimension of the source
+    target: Any  # reference to shared memory
+    tiled: bool = True  # whether the target is in tiles, as tiles.tiles_of makes them
+    swizzle: int | None = 128  # Swizzle of the target in bytes, or None. Of tiles it is 128.
 
     contiguous: bool = False
     """Whether the window is contiguous, starts at a multiple of 16 bytes and has a multiple of 16
@@ -172,14 +165,9 @@ _ARRIVE_AT_ALL = """{
 class Barriers:
     """An array of barriers."""
 
-    memory: Any
-    """The reference that :meth:`scratch` allocates."""
-
-    interpret: Any
-    """Interpreter parameters, or None on a GPU."""
-
-    first: int = 0
-    """Index in ``memory`` of barrier 0, on a GPU."""
+    memory: Any  # the reference that scratch allocates
+    interpret: Any  # interpreter parameters, or None on a GPU
+    first: int = 0  # index in ``memory`` of barrier 0, on a GPU
 
     @staticmethod
     def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:

@@ -40,8 +40,7 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.launch import multiprocessors
 
-FLIP = 1 << 31
-"""Sum of all arrivals of one use of the barrier."""
+FLIP = 1 << 31  # sum of all arrivals of one use of the barrier
 
 MOST_POLLS = 1 << 22
 """Polls of the counter until a wait ends with a trap. A poll takes about 0.4 microseconds, so that
@@ -115,15 +114,9 @@ class GridBarrier:
     """Reference to a counter in global memory, or in the interpreter to a cluster barrier."""
 
     programs: int
-
-    warpgroups: int
-    """Consecutive warpgroups of each CTA that take part."""
-
+    warpgroups: int  # consecutive warpgroups of each CTA that take part
     axis: str = "program"
-
-    first: int = 0
-    """The first of these warpgroups."""
-
+    first: int = 0  # the first of these warpgroups
     most_polls: int = MOST_POLLS
 
     interpret: Any = None

@@ -15,11 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-SCALAR = plgpu.Layout.WG_SPLAT(())
-"""Layout of a scalar, which every thread has."""
+SCALAR = plgpu.Layout.WG_SPLAT(())  # layout of a scalar, which every thread has
 
-REF = plgpu.RefType()
-"""Type of a reference to memory, without transforms."""
+REF = plgpu.RefType()  # type of a reference to memory, without transforms
 
 
 def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
@@ -111,9 +109,7 @@ def array(
     flat = np.empty(len(registers), dtype=object)
     flat[:] = registers
     return mgpu.FragmentedArray(
-        _registers=flat.reshape(layout.registers_shape(shape)),
-        _layout=layout,
-        _is_signed=is_signed,
+        _registers=flat.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=is_signed
     )
 
 

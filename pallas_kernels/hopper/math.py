@@ -13,8 +13,7 @@ from pallas_kernels.hopper.ir import array, asm, float_pair, inline, item
 from pallas_kernels.hopper.tiles import WGMMA
 
 LOG2E = math.log2(math.e)
-NO_SCORE = -1e30
-"""Initial running maximum: finite, because -inf - -inf would be NaN."""
+NO_SCORE = -1e30  # initial running maximum: finite, because -inf - -inf would be NaN
 
 _SIGMOID = """{
     .reg .f32 t;

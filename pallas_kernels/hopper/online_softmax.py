@@ -27,8 +27,7 @@ from pallas_kernels.hopper.tiles import ROW, WGMMA
 from pallas_kernels.hopper.warpgroup import any_thread
 
 SLACK = 8.0
-SUM_COLUMNS = 8
-"""Columns of :func:`partial_row_sums`: the narrowest slice of a WGMMA register tile."""
+SUM_COLUMNS = 8  # columns of partial_row_sums: the narrowest slice of a WGMMA register tile
 
 
 def raised_maximum(maximum: jax.Array, running: jax.Array) -> jax.Array:

@@ -26,11 +26,8 @@ from pallas_kernels.hopper.warpgroup import WARPS, when
 class PipelineState(NamedTuple):
     """A stage of the ring, and the phase of its barriers."""
 
-    stage: jax.Array
-    """int32, 0 to stages - 1."""
-
-    phase: jax.Array
-    """int32, 0 or 1."""
+    stage: jax.Array  # int32, 0 to stages - 1
+    phase: jax.Array  # int32, 0 or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +35,9 @@ class Ring:
     """The barriers of a ring buffer. The stages' memory belongs to the caller."""
 
     stages: int
-
-    consumers: int
-    """Consumer warpgroups."""
-
-    full: Barriers
-    """One barrier per stage."""
-
-    empty: Barriers
-    """One barrier per stage."""
+    consumers: int  # consumer warpgroups
+    full: Barriers  # one barrier per stage
+    empty: Barriers  # one barrier per stage
 
     programs: int = 1
     """Programs of a cluster whose consumers release each stage, because each copies to all."""
@@ -165,11 +156,8 @@ class CountedRing:
     barriers: Barriers
     """The full barriers of every stage of all rings, then the free ones. Others may follow."""
 
-    number: Any = 0
-    """Number of this ring."""
-
-    rings: int = 1
-    """Number of rings."""
+    number: Any = 0  # number of this ring
+    rings: int = 1  # number of rings
 
     def position(self, fill: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the stage of a fill, and which use of the stage it is."""

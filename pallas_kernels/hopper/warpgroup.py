@@ -40,8 +40,7 @@ def cond(
     return lax.switch(jnp.where(condition, 1, 0), [if_false, if_true], *operands)
 
 
-WARPS = 4
-"""Warps per warpgroup."""
+WARPS = 4  # warps per warpgroup
 
 # One hardware barrier per warpgroup. Of the sixteen, Mosaic uses barrier 0 and one per warpgroup.
 _FIRST_VOTE_BARRIER = 8

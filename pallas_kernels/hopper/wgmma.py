@@ -80,10 +80,7 @@ def start_product(
     columns = previous.shape[1]
     count = columns // 2  # registers per thread
     registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    text = [
-        "{ .reg .b64 a, b; .reg .pred old;",
-        "wgmma.fence.sync.aligned;",
-    ]
+    text = ["{ .reg .b64 a, b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
     for k in range(0, _ATOM, _K_BYTES):
         text += [
             f"add.s64 a, ${2 * count}, {(a_offset + k) // 16};",

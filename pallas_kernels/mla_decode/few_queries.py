@@ -91,9 +91,7 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24  # per thread: 2 * 240 + 24 <
 class Slice:
     """Consecutive columns of a key block, which occupy one stage."""
 
-    first: int
-    """First column among the 512 latent and 64 rope columns of a token."""
-
+    first: int  # first column among the 512 latent and 64 rope columns of a token
     width: int
 
     @property
@@ -106,11 +104,8 @@ class Slice:
 class Layout:
     """Ring buffers for N query rows."""
 
-    width: int
-    """Columns per slice of a key block."""
-
-    stages: int
-    """Stages of each consumer's ring."""
+    width: int  # columns per slice of a key block
+    stages: int  # stages of each consumer's ring
 
     @classmethod
     def of(cls, N: int) -> Layout:
@@ -130,8 +125,7 @@ class Layout:
         return tuple(Slice(first, self.width) for first in range(0, _WIDTH, self.width))
 
 
-Stages = list[tuple[jax.Array, jax.Array]]
-"""(stage, use of the stage) of each slice of a key block."""
+Stages = list[tuple[jax.Array, jax.Array]]  # (stage, use of the stage) of each slice of a key block
 
 
 def consumer_of(n: Any) -> Any:
@@ -148,12 +142,8 @@ class Rings:
     """One ring buffer of stages per consumer, and the barriers of every stage."""
 
     layout: Layout
-
-    memory: Any
-    """Stages of both rings, [CONSUMERS * stages, 64, width], in shared memory."""
-
-    barriers: Barriers
-    """For each stage "full" and "free", then one "handover" per consumer."""
+    memory: Any  # stages of both rings, [CONSUMERS * stages, 64, width], in shared memory
+    barriers: Barriers  # for each stage "full" and "free", then one "handover" per consumer
 
     @staticmethod
     def barrier_count(layout: Layout) -> int:
@@ -313,17 +303,10 @@ class Consumer:
     """Attends to every other key block of a partition, and stores results of its sequences."""
 
     cta: Cta
-    index: Any
-    """0 or 1."""
-
+    index: Any  # 0 or 1
     softmax: Softmax
-
-    p: Any
-    """P, bfloat16 [CONSUMERS, 2, N, 64] in shared memory."""
-
-    scratch: Any
-    """For reductions over threads, float32 [CONSUMERS, 4 N] in shared memory."""
-
+    p: Any  # P, bfloat16 [CONSUMERS, 2, N, 64] in shared memory
+    scratch: Any  # for reductions over threads, float32 [CONSUMERS, 4 N] in shared memory
     handover: Handover
     outputs: Results
 

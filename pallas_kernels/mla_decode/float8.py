@@ -99,17 +99,10 @@ class SingleSignals:
     """
 
     interpret: Any
-
-    q_full: Barriers
-    """One barrier. The queries of a sequence are filled, by three copies."""
-
-    max_ready: Barriers
-    """The maximum of the block in each slot is in shared memory."""
-
+    q_full: Barriers  # One barrier. The queries of a sequence are filled, by three copies.
+    max_ready: Barriers  # the maximum of the block in each slot is in shared memory
     sequences: Barriers
-
-    blocks: Barriers
-    """Halves that are filled, halves that are free, and P that is ready."""
+    blocks: Barriers  # halves that are filled, halves that are free, and P that is ready
 
     @staticmethod
     def scratch() -> list[Any]:
@@ -165,17 +158,10 @@ class PairSignals:
     """Barriers of a CTA of a pair. Key block n of a partition is use n // 2 of its slot."""
 
     q_full: Barriers
-
-    blocks: Barriers
-    """Barriers at :meth:`kv_full`, :meth:`max_ready` and :meth:`p_ready`."""
-
+    blocks: Barriers  # barriers at kv_full, max_ready and p_ready
     sequences: Barriers
-
-    free: Barriers
-    """Half h of slot s has been read by that consumer of both CTAs, see :meth:`kv_free`."""
-
-    rank: Any
-    """The CTA's number in its pair: the half of each block that it unpacks."""
+    free: Barriers  # half h of slot s has been read by that consumer of both CTAs, see kv_free
+    rank: Any  # the CTA's number in its pair: the half of each block that it unpacks
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
@@ -251,14 +237,10 @@ class Cta:
     """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: TilePlan
-    queries: tuple[Any, Any]
-    """Latent and rope parts in global memory."""
-
+    queries: tuple[Any, Any]  # latent and rope parts in global memory
     pages: Any
     memory: TileMemory
-    signals: Any
-    """:class:`SingleSignals` or :class:`PairSignals`."""
-
+    signals: Any  # SingleSignals or PairSignals
     partition: Partition
 
     first_query_row: Callable[[], Any]

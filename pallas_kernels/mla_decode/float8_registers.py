@@ -93,8 +93,7 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         first = arith.muli(warp, const(_TOKENS))
         token = arith.addi(first, _bit(lane, 2))
         column = arith.ori(
-            arith.shli(arith.shrui(lane, const(3)), const(6)),
-            arith.shli(_low(lane, 2), const(4)),
+            arith.shli(arith.shrui(lane, const(3)), const(6)), arith.shli(_low(lane, 2), const(4))
         )
         address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), column))
         address = times_half(address, HALF, half)
@@ -336,8 +335,7 @@ WARP_TOKENS = 16
 QUARTER_BYTES = WARP_TOKENS * TOKEN_BYTES
 """Bytes of a warp's tokens, which are one stage of the scored kernel's ring buffer."""
 
-COLUMNS = 64
-"""Latent columns of an operand."""
+COLUMNS = 64  # latent columns of an operand
 
 _TILE_BYTES = 64 * 2 * COLUMNS
 _EIGHT_WORDS = plgpu.ShapeDtypeStruct((64, 16), jnp.int32, layout=WGMMA)

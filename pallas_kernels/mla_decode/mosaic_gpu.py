@@ -26,8 +26,7 @@ from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.merge import merge_partials
 from pallas_kernels.mla_decode.row_tiles import TILE
 
-FEW_ROWS = 32
-"""Most query rows of the kernels whose matmuls are transposed."""
+FEW_ROWS = 32  # most query rows of the kernels whose matmuls are transposed
 
 FEW_ROWS_COSTS = Costs(sequence=2, merge=1, partials=2, min_blocks=2)
 """Cost model of the schedule for few query rows, derived for 16 of them.
@@ -120,11 +119,7 @@ def mla_decode_parts(
 
 
 def make_schedule(
-    lengths: Int[Array, " B"],
-    *,
-    queries: int,
-    heads: int,
-    max_pages: int,
+    lengths: Int[Array, " B"], *, queries: int, heads: int, max_pages: int
 ) -> Schedule:
     """Makes the schedule whose partitions fill the default device once.
 

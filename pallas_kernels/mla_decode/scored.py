@@ -65,8 +65,7 @@ from pallas_kernels.mla_decode.transposed import (
     reduce_threads,
 )
 
-MAX_ROWS = 32
-"""Query rows of a CTA."""
+MAX_ROWS = 32  # query rows of a CTA
 
 SCORERS = 2
 _SHARED_BYTES = 232448 - 10 * 1024  # of a CTA, less barriers and vectors
@@ -85,9 +84,7 @@ _SCORER_REGISTERS, _VALUE_REGISTERS, _PRODUCER_REGISTERS = 152, 176, 24
 class Plan:
     """Static parameters of one call."""
 
-    M: int
-    """Query rows per sequence, a multiple of 8."""
-
+    M: int  # query rows per sequence, a multiple of 8
     interpret: Any
 
     @property
@@ -125,23 +122,12 @@ class Plan:
 class Memory:
     """A CTA's buffers in shared memory, in the order of :meth:`types`. Slot s is scorer s's."""
 
-    ring: Any
-    """Quarters of pages as they are cached, uint8 [stages, 16, 656]."""
-
-    values: Any
-    """Unpacked latents, bfloat16 [2, 8, 64, 64]: slot, 64 columns, tokens."""
-
-    p: Any
-    """P, bfloat16 [2, N, 64]."""
-
-    vectors: Any
-    """Numbers per query row, float32 [6, N]."""
-
-    scratch: Any
-    """Each scorer's scratch for reductions over its threads, float32 [2, 4 N]."""
-
-    raised: Any
-    """Whether the maximum was raised at the block in each slot, int32 [2]."""
+    ring: Any  # quarters of pages as they are cached, uint8 [stages, 16, 656]
+    values: Any  # unpacked latents, bfloat16 [2, 8, 64, 64]: slot, 64 columns, tokens
+    p: Any  # P, bfloat16 [2, N, 64]
+    vectors: Any  # numbers per query row, float32 [6, N]
+    scratch: Any  # each scorer's scratch for reductions over its threads, float32 [2, 4 N]
+    raised: Any  # whether the maximum was raised at the block in each slot, int32 [2]
 
     @staticmethod
     def types(plan: Plan) -> list[Any]:
@@ -180,8 +166,7 @@ class Signals:
     ring: CountedRing
     """Fill 4 n + w is the quarter of block n that warp w of its scorer reads and releases."""
 
-    blocks: Barriers
-    """The ring's barriers, then those at the indices below."""
+    blocks: Barriers  # the ring's barriers, then those at the indices below
 
     sums_ready: Barriers
     """One barrier. Both scorers have written the sums of the partition's i-th sequence."""
@@ -362,13 +347,8 @@ class Scorer:
     """Unpacks every other key block of a partition, and computes its S^T and P."""
 
     cta: Cta
-
-    slot: Any
-    """Parity of this warpgroup's key blocks, and their slot."""
-
-    other: Any
-    """That of the other scorer."""
-
+    slot: Any  # parity of this warpgroup's key blocks, and their slot
+    other: Any  # that of the other scorer
     softmax: Softmax
 
     def run(self) -> None:

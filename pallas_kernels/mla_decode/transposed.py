@@ -78,8 +78,7 @@ class QueryBuffer:
     free: Barriers
     """One barrier. Its use i is complete when all consumers have read the i-th sequence."""
 
-    first_row: Callable[[], Any] = lambda: 0
-    """Returns the first of the query rows in the buffer."""
+    first_row: Callable[[], Any] = lambda: 0  # returns the first of the query rows in the buffer
 
     def initialise(self, consumers: int) -> None:
         self.full.initialise([2])
@@ -159,16 +158,11 @@ class Producer:
 class Softmax:
     """The softmax of a CTA's query rows. Row m of a sequence is query m // heads."""
 
-    N: int
-    """Query rows of the CTA."""
-
+    N: int  # query rows of the CTA
     queries: int
     heads: int
     scale: float
-
-    max_pages: int
-    """Width of the block table."""
-
+    max_pages: int  # width of the block table
     interpret: Any
 
     first_row: Callable[[], Any] | None = None
@@ -223,11 +217,8 @@ class Softmax:
 class Values:
     """Some latent columns of a key block in shared memory."""
 
-    first: int
-    """First latent column."""
-
-    tokens: Any
-    """bfloat16 [64, columns], or None if there are no latents."""
+    first: int  # first latent column
+    tokens: Any  # bfloat16 [64, columns], or None if there are no latents
 
     release: Callable[[], None] | None = None
     """Releases the columns. It is called when they have been read."""
@@ -280,8 +271,7 @@ class Results:
     rows: Callable[[], Any] | None = None
     """Returns the CTA's query rows, a ``pl.ds``. None if it has all."""
 
-    swapped: bool = False
-    """Whether O^T is in the order of :func:`store_transposed` with ``swapped``."""
+    swapped: bool = False  # whether O^T is in the order of store_transposed with ``swapped``
 
     def store(self, partition: Partition, b: Any, state: State, *, gpu: bool) -> None:
         """Stores a sequence's normalised output, or its partial output if it is split."""

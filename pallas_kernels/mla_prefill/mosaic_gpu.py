@@ -111,19 +111,13 @@ def mla_prefill(
 class Plan:
     """The tiles of a call, and their order."""
 
-    heads: int
-    """Heads of a sequence."""
-    keys: int
-    """Keys of a sequence."""
-    q_tiles: int
-    """Tiles of a head of a sequence."""
-    tiles: int
-    """Tiles of all heads and sequences."""
-    concurrent_heads: int
-    """Heads whose tiles alternate, so that they run concurrently."""
+    heads: int  # heads of a sequence
+    keys: int  # keys of a sequence
+    q_tiles: int  # tiles of a head of a sequence
+    tiles: int  # tiles of all heads and sequences
+    concurrent_heads: int  # heads whose tiles alternate, so that they run concurrently
     ctas: int
-    to_log2: float
-    """Factor from scores to exponents of 2."""
+    to_log2: float  # factor from scores to exponents of 2
     interpreted: bool
 
     @classmethod
@@ -169,29 +163,18 @@ class _Refs(NamedTuple):
     lengths_g: Any
     out_g: Any
     lse_g: Any
-
-    q: Any
-    """[CONSUMERS, ROWS, K]."""
-    k: Any
-    """[STAGES, BLOCK, K]."""
-    v: Any
-    """[STAGES, BLOCK, V]."""
-    out: Any
-    """Staging for the epilogue, bfloat16 [CONSUMERS, ROWS, COLUMNS]."""
-    lse: Any
-    """Staging for the epilogue, float32 [CONSUMERS, ROWS]."""
-    next_tile: Any
-    """int32 [2], through which the consumers receive tiles."""
-
+    q: Any  # [CONSUMERS, ROWS, K]
+    k: Any  # [STAGES, BLOCK, K]
+    v: Any  # [STAGES, BLOCK, V]
+    out: Any  # staging for the epilogue, bfloat16 [CONSUMERS, ROWS, COLUMNS]
+    lse: Any  # staging for the epilogue, float32 [CONSUMERS, ROWS]
+    next_tile: Any  # int32 [2], through which the consumers receive tiles
     q_full: Any
     q_free: Any
-    full: Any
-    """Barriers of the rings of keys and of values, and of the slots of next_tile."""
+    full: Any  # barriers of the rings of keys and of values, and of the slots of next_tile
     free: Any
     values_cleared: Any
-
-    p: Any = None
-    """P in the interpreter, whose wgmma takes no operand from registers."""
+    p: Any = None  # P in the interpreter, whose wgmma takes no operand from registers
 
     def rings(self) -> list[_Ring]:
         """Returns the rings of keys, values and next tiles."""

@@ -47,11 +47,8 @@ from pallas_kernels.tpu import (
 class Config:
     """Tile sizes: multiples of 128, limited to the whole dimension."""
 
-    rows: int = 512
-    """Queries per block."""
-
-    chunk: int = 1024
-    """Keys per chunk, the unit of computation."""
+    rows: int = 512  # queries per block
+    chunk: int = 1024  # keys per chunk, the unit of computation
 
     segment: int | None = None
     """Number of keys per segment, the unit of copying, in whole chunks. The default is the largest
@@ -96,8 +93,7 @@ class _Plan:
     chunk: int
     segment: int
     scale: float
-    vmem: int
-    """VMEM limit for the compiler, in bytes."""
+    vmem: int  # VMEM limit for the compiler, in bytes
 
 
 def _plan(config: Config, q, k, v, scale: float, chip: Chip) -> _Plan:

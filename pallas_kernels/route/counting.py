@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int
 from pallas_kernels.route.reference import Routes, Rule
 from pallas_kernels.target import platform
 
-_BLOCK = 128
-"""Tokens of a block, among which one matmul counts the earlier ones."""
+_BLOCK = 128  # tokens of a block, among which one matmul counts the earlier ones
 
 
 def route(

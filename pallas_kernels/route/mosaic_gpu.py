@@ -145,8 +145,7 @@ class Plan:
     """Columns of a table with one column per expert, and one for the invalid tokens if there may be
     any. A multiple of a CTA's threads."""
 
-    one_kernel: bool
-    """Whether the CTAs form a cluster, so that one kernel suffices."""
+    one_kernel: bool  # whether the CTAs form a cluster, so that one kernel suffices
 
     @property
     def words(self) -> int:

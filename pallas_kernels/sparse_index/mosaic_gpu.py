@@ -153,14 +153,10 @@ def sparse_index(
 class Config:
     """Tuning parameters that do not change any result."""
 
-    queries: int
-    """Queries of a group."""
-    pages: int | None
-    """Pages of a unit. None divides all pages into equal shares, see :mod:`units`."""
-    groups: int
-    """Groups of a unit: 1, or 2 for one of each consumer."""
-    stages: int
-    """Pages in the ring buffer, an even number."""
+    queries: int  # queries of a group
+    pages: int | None  # Pages of a unit. None divides all pages into equal shares, see units.
+    groups: int  # groups of a unit: 1, or 2 for one of each consumer
+    stages: int  # pages in the ring buffer, an even number
 
     @property
     def unroll(self) -> int:
@@ -285,13 +281,9 @@ class _Arrays(NamedTuple):
     tables_g: Any
     lengths_g: Any
     out_g: Any
-
-    q: Any
-    """Queries [2, groups, rows, COLUMNS] of two units."""
-    weights: Any
-    """Heads' weights [2, groups, queries, J] of two units."""
-    keys: Any
-    """Ring of pages [stages, rows, COLUMNS]. Rows after 64 float8 keys have their scales."""
+    q: Any  # queries [2, groups, rows, COLUMNS] of two units
+    weights: Any  # heads' weights [2, groups, queries, J] of two units
+    keys: Any  # Ring of pages [stages, rows, COLUMNS]. Rows after 64 float8 keys have their scales.
 
 
 def _produce(

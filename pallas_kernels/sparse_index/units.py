@@ -50,8 +50,7 @@ class Lanes:
     index: jax.Array
     sum: Callable[[jax.Array], jax.Array]
     """Returns the sum of an integer of each lane. All lanes get it."""
-    max: Callable[[jax.Array], jax.Array]
-    """Returns the largest integer of any lane."""
+    max: Callable[[jax.Array], jax.Array]  # returns the largest integer of any lane
     prefix_sum: Callable[[jax.Array], jax.Array]
     """Returns the sum of the integers of the lanes up to this one."""
 
@@ -66,14 +65,10 @@ class Work:
     """Sizes of the whole operation."""
 
     sequences: int
-    sets: int
-    """Rows of a sequence."""
-    groups: int
-    """Groups of queries of a row."""
-    group_queries: int
-    """Queries of a group. The last groups of a sequence may have fewer."""
-    queries: int
-    """Queries of a sequence."""
+    sets: int  # rows of a sequence
+    groups: int  # groups of queries of a row
+    group_queries: int  # Queries of a group. The last groups of a sequence may have fewer.
+    queries: int  # queries of a sequence
     max_pages: int
 
     def seen_pages(self, length: jax.Array, group: jax.Array) -> jax.Array:

@@ -41,8 +41,7 @@ from pallas_kernels.mla_decode.float8_cache import (
 )
 from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
 
-PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-"""Layout of one number per thread."""
+PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)  # layout of one number per thread
 
 THREADS = 128
 _TOKENS = 16  # per warp and key block

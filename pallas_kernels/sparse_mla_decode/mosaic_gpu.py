@@ -61,8 +61,7 @@ from pallas_kernels.mla_decode.row_tiles import (
 )
 from pallas_kernels.sparse_mla_decode import gather
 
-BLOCK = 64
-"""Tokens per key block."""
+BLOCK = 64  # tokens per key block
 
 PAIR = 2 * BLOCK
 """Tokens per pair of key blocks. The number of indices per query is padded to a multiple of it."""
@@ -74,11 +73,9 @@ _MIN_PAIRS = 2  # per piece: smaller partial results cost more to merge than the
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
 _REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
-PENALTIES, MAXIMUM, P = range(3)
-"""Barriers of a slot in :attr:`Signals.ready`."""
+PENALTIES, MAXIMUM, P = range(3)  # barriers of a slot in ready
 
-Q_FREE, SUMS_READY = range(2)
-"""Indices in :attr:`Signals.by_both`."""
+Q_FREE, SUMS_READY = range(2)  # indices in by_both
 
 
 def sparse_mla_decode(
@@ -166,20 +163,14 @@ def plan(queries: int, heads: int, indices: int) -> Work:
 class Work:
     """Pieces of queries, numbered consecutively. A CTA processes ``share`` of them."""
 
-    queries: int
-    """Number of queries of all sequences."""
-
-    pairs: int
-    """Pairs of key blocks per query."""
+    queries: int  # number of queries of all sequences
+    pairs: int  # pairs of key blocks per query
 
     pieces: int
     """Pieces per query. If there are several, each gives a partial result, and they are merged."""
 
-    piece: int
-    """Pairs per piece. The last piece of a query may have fewer."""
-
-    share: int
-    """Pieces per CTA. The last CTA may have fewer."""
+    piece: int  # Pairs per piece. The last piece of a query may have fewer.
+    share: int  # Pieces per CTA. The last CTA may have fewer.
 
     @property
     def total(self) -> int:
@@ -242,17 +233,13 @@ class Signals:
     piece.
     """
 
-    full: Barriers
-    """Half h of slot s, at index 2 s + h, is filled."""
-
-    free: Barriers
-    """The consumer of half h has read it in slot s, at index 2 s + h."""
+    full: Barriers  # half h of slot s, at index 2 s + h, is filled
+    free: Barriers  # the consumer of half h has read it in slot s, at index 2 s + h
 
     ready: Barriers
     """Penalties, maximum and P of the block in slot s, at indices 3 s, 3 s + 1 and 3 s + 2."""
 
-    q_full: Barriers
-    """The queries of a piece are filled, by three copies."""
+    q_full: Barriers  # the queries of a piece are filled, by three copies
 
     by_both: Barriers
     """Both consumers have read the queries (Q_FREE), or have written their sums (SUMS_READY)."""
@@ -509,21 +496,11 @@ def attend(
 class Cache:
     """The cached tokens, and which of them the queries attend to. All in global memory."""
 
-    tokens: Any
-    """Tokens of all pages, bfloat16 [slots, 576 or more] or uint8 [slots, 656]."""
-
-    tables: Any
-    """Block tables [B, max_pages]."""
-
-    indices: Any
-    """Positions [queries, K] of each query's tokens, or -1."""
-
-    page: int
-    """Tokens per page."""
-
-    queries: int
-    """Queries per sequence."""
-
+    tokens: Any  # tokens of all pages, bfloat16 [slots, 576 or more] or uint8 [slots, 656]
+    tables: Any  # block tables [B, max_pages]
+    indices: Any  # positions [queries, K] of each query's tokens, or -1
+    page: int  # tokens per page
+    queries: int  # queries per sequence
     interpret: Any
 
     def load(self, block: Any) -> Any:

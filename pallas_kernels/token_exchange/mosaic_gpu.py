@@ -25,10 +25,7 @@ _STORE = 16  # bytes per store instruction of a thread
 
 
 def token_exchange(
-    rows: Shaped[Array, "n C W"],
-    counts: Int32[Array, " n"],
-    *,
-    axes: tuple[str, ...],
+    rows: Shaped[Array, "n C W"], counts: Int32[Array, " n"], *, axes: tuple[str, ...]
 ) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
     """Implements :func:`pallas_kernels.token_exchange`.
 
@@ -62,10 +59,7 @@ def plan(devices: int, size: int) -> tuple[int, int]:
 
 
 def _exchange(
-    rows: Shaped[Array, "n CW"],
-    counts: Int32[Array, " n"],
-    row_size: int,
-    axes: tuple[str, ...],
+    rows: Shaped[Array, "n CW"], counts: Int32[Array, " n"], row_size: int, axes: tuple[str, ...]
 ) -> Any:
     """Runs the kernel on rows flattened to [n, C * W].
 

@@ -46,14 +46,11 @@ from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import sync_cluster, sync_warpgroup, when
 
-CHUNK = 512
-"""Scores that a warpgroup loads at a time, four per thread."""
+CHUNK = 512  # scores that a warpgroup loads at a time, four per thread
 
-MAX_K = 4096
-"""Code without a loop fills the end of the result with -1."""
+MAX_K = 4096  # code without a loop fills the end of the result with -1
 
-WARPGROUPS = 4
-"""Per CTA. Each has as many of the 2,048 bins as fit in four registers per thread."""
+WARPGROUPS = 4  # Per CTA. Each has as many of the 2,048 bins as fit in four registers per thread.
 
 _INTERPRETED_WARPGROUPS = 2  # the interpreter starts a thread of the host for each
 _MOST_CTAS = 8  # of a cluster that every Hopper GPU can launch
