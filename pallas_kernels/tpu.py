@@ -23,7 +23,6 @@ from pallas_kernels.target import device_kind, platform
 LANES, SUBLANES = 128, 8  # columns and rows of a vector register of 32-bit elements
 
 SMEM = 2**20  # bytes of scalar memory per core
-
 _MIB = 2**20
 
 

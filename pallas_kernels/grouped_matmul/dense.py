@@ -57,7 +57,7 @@ from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import approximate_sigmoid
+from pallas_kernels.hopper.registers import approximate_sigmoid
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, load_column, spread_rows, two_views
 from pallas_kernels.hopper.warpgroup import cond, first_warp, when

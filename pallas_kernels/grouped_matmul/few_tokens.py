@@ -45,8 +45,8 @@ from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
+from pallas_kernels.hopper.registers import Format
 from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
-from pallas_kernels.hopper.unpack import Format
 from pallas_kernels.hopper.warpgroup import cond, when
 from pallas_kernels.hopper.wgmma import keep_live
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.grouped_matmul.heuristics import choose_tile_and_split_k
-from pallas_kernels.hopper.unpack import Format
+from pallas_kernels.hopper.registers import Format
 
 _TOKEN_WIDTHS = (8, 16, 32, 64)
 _MAX_TOKENS_IN_ORDER = 32  # per tile; wider ones use wgmma

@@ -22,9 +22,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
-from pallas_kernels.hopper.registers import advance, load_words
+from pallas_kernels.hopper.registers import (
+    Format,
+    advance,
+    load_words,
+    neighbours_to_bfloat16,
+    to_bfloat16,
+)
 from pallas_kernels.hopper.tiles import ROW, WGMMA
-from pallas_kernels.hopper.unpack import Format, neighbours_to_bfloat16, to_bfloat16
 
 _MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""

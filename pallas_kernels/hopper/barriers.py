@@ -93,11 +93,8 @@ class TmaCopy:
         self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
         leader: Any,
     ) -> None:  # fmt: skip
-        """Starts the copy in inlined code. Its bytes have been announced to the barrier.
-
-        Args:
-          leader: predicate of the thread that issues it.
-        """
+        """Starts the copy in inlined code, from the thread whose predicate is ``leader``. Its bytes
+        have been announced to the barrier."""
         if self.contiguous:
             self._issue_contiguous(source, starts, target, barrier, leader)
             return
@@ -171,11 +168,8 @@ class Barriers:
 
     @staticmethod
     def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:
-        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies.
-
-        Args:
-          axis: cluster axis whose CTAs all arrive at each other's barriers, if any.
-        """
+        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies. The CTAs
+        along a cluster ``axis`` all arrive at each other's barriers."""
         if interpret is not None and axis is not None:
             return plgpu.ClusterBarrier(
                 collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
@@ -240,11 +234,8 @@ class Barriers:
         wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
 
     def arrive(self, i: Any, programs: int = 1) -> None:
-        """Arrives at barrier i once per warp, when all lanes of the warp have come here.
-
-        Args:
-          programs: number of CTAs in the cluster if it arrives at the barriers of all, or 1.
-        """
+        """Arrives at barrier i once per warp, when all lanes of the warp have come here. In a
+        cluster of ``programs`` CTAs it arrives at the barriers of all."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
@@ -263,12 +254,8 @@ class Barriers:
         arrive(self.memory, self._index(i))
 
     def wait_for_arrivals(self, first: Any, stages: int, fills: Any) -> None:
-        """Waits for all releases of a ring's stages. A CTA may exit only then.
-
-        Args:
-          first: index of the barrier at which stage 0 is released, before those of other stages.
-          fills: number of stages that were filled, one after the other.
-        """
+        """Waits for all releases of a ring's stages after ``fills`` fills; a CTA may exit only
+        then. ``first`` is the barrier at which stage 0 is released."""
         for stage in range(stages):
             uses = lax.div(fills + (stages - 1 - stage), jnp.int32(stages))
 
@@ -323,10 +310,8 @@ class Barriers:
 
 
 def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
-    """Returns the i-th mbarrier of an array in shared memory, of two words each.
-
-    It does not track phases: the caller passes the parity to each wait.
-    """
+    """Returns the i-th mbarrier of an array in shared memory, of two words each. It does not track
+    phases: the caller passes the parity to each wait."""
     phases: Any = None
     return mgpu.BarrierRef(mgpu.utils.memref_ptr(words), i, phases, 1)
 

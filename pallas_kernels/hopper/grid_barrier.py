@@ -91,14 +91,8 @@ def new_counter() -> Int32[Array, 1]:
 
 
 def check_programs(programs: int, interpret: Any = None) -> None:
-    """Raises unless all CTAs of a grid are sure to run at the same time.
-
-    Args:
-      interpret: parameters of the interpreter, which runs any number of them, or None.
-
-    Raises:
-      NotImplementedError: there are more CTAs than multiprocessors.
-    """
+    """Raises NotImplementedError if there are more CTAs than multiprocessors, because then some
+    start only when others have ended. The interpreter runs any number at the same time."""
     if interpret is None and programs > (available := multiprocessors()):
         raise NotImplementedError(
             f"a grid barrier takes at most {available} programs, one per multiprocessor, got"
@@ -123,14 +117,9 @@ class GridBarrier:
 
     @staticmethod
     def launch(programs: int, interpret: Any, axis: str = "program") -> dict[str, Any]:
-        """Returns the arguments of ``plgpu.kernel`` for the grid.
-
-        The interpreter runs only the CTAs of one cluster at the same time, so there the grid is
-        a cluster.
-
-        Raises:
-          NotImplementedError: see :func:`check_programs`.
-        """
+        """Returns the arguments of ``plgpu.kernel`` for the grid; see :func:`check_programs`. The
+        interpreter runs only the CTAs of one cluster at the same time, so there the grid is a
+        cluster."""
         check_programs(programs, interpret)
         if interpret is None:
             return {"grid": (programs,), "grid_names": (axis,)}
@@ -145,19 +134,13 @@ class GridBarrier:
         return [plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=warpgroups)]
 
     def sync(self) -> None:
-        """Waits until all threads that take part have come here, in all CTAs.
-
-        They then see what any of them wrote to global memory before. Data read before the barrier
-        must be read again by ordinary loads, not by ``ld.global.nc``.
-        """
+        """Waits until all threads that take part have come here, in all CTAs. They then see what
+        any of them wrote to global memory before, by ordinary loads and not by ``ld.global.nc``."""
         self.wait(self.arrive())
 
     def arrive(self) -> Any:
-        """Announces this CTA to the others, when all threads that take part have come here.
-
-        Returns:
-          A token for :meth:`wait`.
-        """
+        """Announces this CTA to the others, when all threads that take part have come here. Returns
+        a token for :meth:`wait`."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory)
             return jnp.int32(0)

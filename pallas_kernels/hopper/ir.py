@@ -22,11 +22,7 @@ REF = plgpu.RefType()  # type of a reference to memory, without transforms
 
 def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a function as plgpu.inline_mgpu does, but without the launch context argument.
-
-    Args:
-      arguments: types or layouts of the function's arguments.
-      returns: type of its result, or a tuple of types.
-    """
+    ``arguments`` are types or layouts, ``returns`` is a type or a tuple of types."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)

@@ -45,10 +45,8 @@ class Exports:
         return _transformable(self.module(settings, arrays).call, plain)
 
     def module(self, settings: dict[str, Hashable], arrays: dict[str, Any]) -> export.Exported:
-        """Returns the module for these static arguments, and for arrays of these types.
-
-        Threads that ask for the same module at the same time wait for the one that makes it.
-        """
+        """Returns the module for these static arguments, and for arrays of these types. Threads
+        that ask for it at the same time wait for the one that makes it."""
         leaves, structure = jax.tree.flatten(arrays)
         types = tuple(_type_of(leaf) for leaf in leaves)
         key = tuple(settings.items()), structure, types

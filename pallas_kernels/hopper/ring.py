@@ -46,13 +46,9 @@ class Ring:
     def scratch(
         stages: int, copies: int, consumers: int, interpret: Any, axis: str | None = None
     ) -> list[Any]:
-        """Returns the scratch types of a ring with ``copies`` TMA copies per stage.
-
-        On a GPU all barriers are in one array, because each array takes 1 KiB.
-
-        Args:
-          axis: cluster axis along which the copies are multicast, if any.
-        """
+        """Returns the scratch types of a ring with ``copies`` TMA copies per stage, multicast along
+        a cluster ``axis`` if any. On a GPU all barriers are in one array, because each takes 1
+        KiB."""
         if interpret is None:
             return [Barriers.scratch(2 * stages, 0, None)]
         full = Barriers.scratch(stages, copies, interpret)
@@ -74,11 +70,8 @@ class Ring:
         )
 
     def initialise(self, *, warps: int = 1) -> None:
-        """Initialises the barriers. Every thread of the cluster calls it before any other use.
-
-        Args:
-          warps: see :meth:`Barriers.initialise`.
-        """
+        """Initialises the barriers, see :meth:`Barriers.initialise`. Every thread of the cluster
+        calls it before any other use."""
         releases = self.programs * self.consumers * WARPS
         arrivals = [1] * self.stages + [releases] * self.stages
         self.full.initialise(arrivals, cluster=self.programs > 1, warps=warps)
@@ -118,10 +111,8 @@ class Ring:
     def loop(
         self, steps: int | jax.Array, body: Callable[..., Any], state: PipelineState, carry: Any
     ) -> tuple[PipelineState, Any]:
-        """Runs ``carry = body(i, state, carry)`` for ``steps`` consecutive stages.
-
-        Returns the state after them, and the last carry.
-        """
+        """Runs ``carry = body(i, state, carry)`` for ``steps`` consecutive stages. Returns the
+        state after them, and the last carry."""
 
         def step(i: jax.Array, carry: tuple[PipelineState, Any]) -> tuple[PipelineState, Any]:
             state, value = carry

@@ -53,10 +53,8 @@ def tiles_of(*shape: int) -> Any:
 
 
 def two_views(shape: tuple[int, ...], dtype: Any, *, on_gpu: bool) -> Any:
-    """Returns a buffer whose last axis is one swizzle atom wide, in a tiled and an untiled view.
-
-    The interpreter would give each view its own memory, so there the buffer has only one.
-    """
+    """Returns a buffer whose last axis is one swizzle atom wide, in a tiled and an untiled view. In
+    the interpreter it has only the tiled one, because each view would have its own memory."""
     width = shape[-1] * jnp.dtype(dtype).itemsize
     swizzle = plgpu.SwizzleTransform(width)
     tiling = plgpu.TilingTransform((8, shape[-1]))

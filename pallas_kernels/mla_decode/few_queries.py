@@ -55,7 +55,7 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns, tiles_of
@@ -166,10 +166,7 @@ class Rings:
         return self.memory.at[w * self.layout.stages + stage]
 
     def stages_of(self, r: Any) -> Stages:
-        """Returns the stages of a ring's r-th block.
-
-        They wrap around at most once, because a ring has room for a block or more.
-        """
+        """Returns the stages of a ring's r-th block. They wrap around at most once."""
         stages, count = self.layout.stages, len(self.layout.slices)
         first = r * count
         use = lax.div(first, jnp.int32(stages))
@@ -319,11 +316,8 @@ class Consumer:
         lax.fori_loop(0, sequence_count, self.run_segment, (i32(0), i32(0)))
 
     def run_segment(self, i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Processes one segment.
-
-        Args:
-          carry: the partition's blocks before it, and how often this consumer has merged before.
-        """
+        """Processes a segment. The carry is the blocks before it, and how often this consumer has
+        merged."""
         done, handovers = carry
         partition, queries, N, gpu = self.cta.partition, self.cta.queries, self.softmax.N, self.gpu
         b, begin, count = partition.segment(i)
@@ -502,12 +496,8 @@ class Handover:
         self.rings.barriers.arrive(self.rings.handover(wg))
 
     def merge(self, other: Any, block: Stages, use: Any, state: State) -> State:
-        """Returns results merged with those of the consumer ``other``, and releases its stages.
-
-        Args:
-          block: the stages of the other consumer's last block.
-          use: number of mergers before this one.
-        """
+        """Returns results merged with those of the consumer ``other``, and releases its stages:
+        those of its last ``block``. ``use`` is the number of mergers before."""
         acc, maximum, total = state
         self.rings.barriers.wait(self.rings.handover(other), use)
         stages = self._refs(other, block)
@@ -535,10 +525,7 @@ class Handover:
 
 def write_handover(stages: Sequence[Any], acc: jax.Array, *vectors: jax.Array) -> None:
     """Stores ``acc`` [512, N] and vectors [N] in a key block's stages, in the threads' own order.
-
-    ``acc`` of every 64 latent columns overwrites those columns of the block, and the vectors
-    overwrite its rope keys.
-    """
+    ``acc`` overwrites the latent columns, and the vectors the rope keys."""
 
     @inline([TILES] * len(stages), WGMMA, *(COLUMN for _ in vectors))
     def write(stages: Any, acc: Any, *vectors: Any):
@@ -566,11 +553,8 @@ def read_handover_vectors(stages: Sequence[Any], N: int, count: int) -> tuple[ja
 def add_handover(
     stages: Sequence[Any], acc: jax.Array, factor: jax.Array, other_factor: jax.Array
 ) -> jax.Array:
-    """Returns ``acc * factor + other_acc * other_factor``.
-
-    ``other_acc`` is what another warpgroup stored with :func:`write_handover`. It is loaded 64 rows
-    at a time, because registers have room for only one [512, N].
-    """
+    """Returns ``acc * factor + other_acc * other_factor``. :func:`write_handover` stored
+    ``other_acc``, which is loaded 64 rows at a time: registers have room for only one [512, N]."""
     N = acc.shape[1]
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA)
 

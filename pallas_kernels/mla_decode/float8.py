@@ -43,8 +43,7 @@ from jaxtyping import Array, BFloat16, Int, UInt8
 from pallas_kernels.hopper.barriers import Barriers, send_quarter
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
-from pallas_kernels.hopper.online_softmax import merge_sums, reciprocal, scale_rows
+from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE, merge_sums, reciprocal, scale_rows
 from pallas_kernels.hopper.split_kv import (
     BLOCK,
     NO_BLOCK,
@@ -338,12 +337,8 @@ class SingleProducer:
                 when(done > slot)(functools.partial(self.wait_free, slot))
 
     def run_segment(self, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Processes one segment.
-
-        Args:
-          carry: the partition's blocks before it, and the next block: its bytes in registers, its
-            page, and the number of valid tokens that follow the page's first slot.
-        """
+        """Processes a segment. The carry is the partition's blocks before it, and the next block:
+        its bytes in registers, its page, and the valid tokens from the page's first slot on."""
         done, *next_block = carry
         signals, (first_sequence, last_sequence, _) = self.cta.signals, self.cta.bounds()
         b, _, begin, count = self.cta.partition.segment_and_length(i, first_sequence, last_sequence)

@@ -67,13 +67,8 @@ def _words(loads: int) -> Any:
 
 
 def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loads half of the latents (256 columns) of a page [64, 656], and their scales.
-
-    A warp loads 256 columns of two tokens at a time, 16 bytes per thread.
-
-    Args:
-      half: 0 or 1, or a scalar.
-    """
+    """Loads half 0 or 1 of the latents (256 columns) of a page [64, 656], and their scales. A warp
+    loads 256 columns of two tokens at a time, 16 bytes per thread."""
 
     scale_words = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_SCALE_WORD)
     constant, scalars = (half, ()) if isinstance(half, int) else (0, (half,))
@@ -132,10 +127,8 @@ def prefetch_rope(page: Any) -> None:
 
 
 def copy_rope(tile: Any, page: Any) -> None:
-    """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory.
-
-    :func:`wait_rope_copies` waits for the copies.
-    """
+    """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory, see
+    :func:`wait_rope_copies`."""
 
     @inline(TILES, REF)
     def copy(tile: Any, page: Any):
@@ -243,11 +236,8 @@ def _load(pointer: Any, offset: int) -> list[Any]:
 
 
 def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
-    """Stores four words at each ``(pointer ^ flipped) + offset``.
-
-    All stores are one block of assembly. With separate ones the compiler assigns the same registers
-    to all of them, and waits for each store before the next.
-    """
+    """Stores four words at each ``(pointer ^ flipped) + offset``, in one block of assembly. In
+    separate ones the compiler assigns the same registers to all stores, and waits for each."""
     text, words = ["{ .reg .b32 p;"], []
     for flipped, offset, four in stores:
         names = ", ".join(f"${len(words) + i + 1}" for i in range(4))
@@ -258,9 +248,7 @@ def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
 
 def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
     """Returns two bfloat16 copies of a float32 scale times 2^120, or 0 if ``token >= tokens``.
-
-    float8 bits, placed in a bfloat16, are 2^-120 times their value.
-    """
+    float8 bits, placed in a bfloat16, are 2^-120 times their value."""
     text = """{
         .reg .f32 s; .reg .pred p;
         mov.b32 s, $1;
@@ -336,7 +324,6 @@ QUARTER_BYTES = WARP_TOKENS * TOKEN_BYTES
 """Bytes of a warp's tokens, which are one stage of the scored kernel's ring buffer."""
 
 COLUMNS = 64  # latent columns of an operand
-
 _TILE_BYTES = 64 * 2 * COLUMNS
 _EIGHT_WORDS = plgpu.ShapeDtypeStruct((64, 16), jnp.int32, layout=WGMMA)
 """Type of eight words per thread."""
@@ -368,12 +355,8 @@ def warp_index() -> jax.Array:
 
 
 def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
-    """Loads the float8 latents of operand ``unit`` of eight: 16 bytes of each of two tokens.
-
-    Args:
-      ring: uint8 [stages, 16, 656] in shared memory.
-      stage: the stage of this thread's warp.
-    """
+    """Loads the float8 latents of operand ``unit`` of eight: 16 bytes of each of two tokens. The
+    warp's ``stage`` is one of the ring, uint8 [stages, 16, 656]."""
 
     @inline(REF, SCALAR, returns=_EIGHT_WORDS)
     def load(ring: Any, stage: Any) -> Any:
@@ -385,10 +368,8 @@ def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
 
 
 def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Loads the factors of two tokens, four each, see :func:`factor_of`.
-
-    Those of tokens from index ``tokens`` of the page on are 0.
-    """
+    """Loads the factors of two tokens, four each, see :func:`factor_of`. Those of tokens from index
+    ``tokens`` of the page on are 0."""
 
     @inline(REF, SCALAR, SCALAR, returns=_EIGHT_WORDS)
     def load(ring: Any, stage: Any, tokens: Any) -> Any:
@@ -406,14 +387,9 @@ def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def when_loaded(words: jax.Array, zero: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns ``number``, when the words are in registers.
-
-    A barrier does not wait for the loads before it, and a copy that waits for the barrier could
-    overwrite what they have not read yet.
-
-    Args:
-      zero: 0, which the compiler does not know.
-    """
+    """Returns ``number`` when the words are in registers; ``zero`` is 0, which the compiler does
+    not know. A barrier does not wait for the loads before it, so a copy could overwrite what they
+    read."""
 
     @inline(WGMMA, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def add_nothing(words: Any, zero: Any, number: Any) -> Any:

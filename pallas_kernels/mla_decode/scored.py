@@ -45,7 +45,7 @@ from jaxtyping import Array, BFloat16, Int, UInt8
 from pallas_kernels.hopper.barriers import Barriers, TmaCopy
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, WGMMA, spread_columns, tiles_of
@@ -66,7 +66,6 @@ from pallas_kernels.mla_decode.transposed import (
 )
 
 MAX_ROWS = 32  # query rows of a CTA
-
 SCORERS = 2
 _SHARED_BYTES = 232448 - 10 * 1024  # of a CTA, less barriers and vectors
 _MOST_STAGES = 12
@@ -158,10 +157,8 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signals:
-    """The barriers of the ring, of the slots and of the sums.
-
-    Block n of a partition is use n // 2 of its slot and of the slot's barriers.
-    """
+    """The barriers of the ring, of the slots and of the sums. Block n of a partition is use n // 2
+    of its slot and of the slot's barriers."""
 
     ring: CountedRing
     """Fill 4 n + w is the quarter of block n that warp w of its scorer reads and releases."""
@@ -396,11 +393,8 @@ class Scorer:
         return done + count
 
     def store_p(self, s: Any, j: Any, n: Any) -> tuple[Any, Any]:
-        """Stores a block's P and maximum. Returns sums of a thread's P, and the maximum.
-
-        Args:
-          j, n: the block's number in the segment, and in the partition.
-        """
+        """Stores P and maximum of block j of the segment, n of the partition. Returns sums of a
+        thread's P, and the maximum."""
         signals, memory, softmax = self.cta.signals, self.cta.memory, self.softmax
         when(n >= 1)(lambda: signals.blocks.wait(signals.max_ready(self.other), half_of(n - 1)))
 
@@ -438,12 +432,8 @@ class Scorer:
         signals.sums_ready.arrive(0)
 
     def scores(self, n: Any, k: Any, tokens: Any) -> Any:
-        """Returns S^T of block n, and stores its values in the slot.
-
-        Args:
-          k: the block's number among this scorer's in the segment.
-          tokens: number of valid tokens in the block.
-        """
+        """Returns S^T of block n, this scorer's k-th of the segment, and stores its ``tokens``
+        valid values in the slot."""
         memory, ahead = self.cta.memory, self.cta.plan.ahead
         # Always zero, but the compiler cannot tell. Otherwise it would keep all descriptors in
         # registers.

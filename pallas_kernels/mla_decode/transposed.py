@@ -41,8 +41,13 @@ from pallas_kernels.hopper.ir import (
     shared_address,
     warp_and_lane,
 )
-from pallas_kernels.hopper.math import LOG2E
-from pallas_kernels.hopper.online_softmax import SLACK, log_sum_exp, raised_maximum, reciprocal
+from pallas_kernels.hopper.online_softmax import (
+    LOG2E,
+    SLACK,
+    log_sum_exp,
+    raised_maximum,
+    reciprocal,
+)
 from pallas_kernels.hopper.split_kv import BLOCK, Partition
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns
 from pallas_kernels.hopper.warpgroup import (
@@ -85,10 +90,8 @@ class QueryBuffer:
         self.free.initialise([consumers * WARPS])
 
     def fetch(self, i: Any, b: Any) -> None:
-        """Copies the partition's i-th sequence, which is sequence b, when the buffer is free.
-
-        One warp calls it.
-        """
+        """Copies the partition's i-th sequence, which is sequence b, when the buffer is free. One
+        warp calls it."""
         when(i > 0)(lambda: self.free.wait(0, i - 1))
         for source, target, columns in zip(self.sources, self.targets, (LATENT, ROPE), strict=True):
             window = b, pl.ds(self.first_row(), target.shape[1]), pl.ds(0, columns)
@@ -225,12 +228,7 @@ class Values:
 
 
 def add_values(acc: jax.Array, p: Any, values: Sequence[Values], *, gpu: bool) -> jax.Array:
-    """Returns O^T + V^T P^T.
-
-    Args:
-      acc: O^T [512, N].
-      p: P [N, 64] in shared memory.
-    """
+    """Returns O^T + V^T P^T, for ``acc`` O^T [512, N] and ``p`` P [N, 64] in shared memory."""
 
     def multiply(acc_ref):
         for each in values:
@@ -355,10 +353,8 @@ def any_above(p: jax.Array, bound: float, *, gpu: bool) -> jax.Array:
 
 
 def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
-    """Reduces the columns of ``x`` [64, N] over the rows that a thread holds.
-
-    :func:`reduce_threads` completes the reduction. ``kind`` is "max" or "add".
-    """
+    """Reduces the columns of ``x`` [64, N] over the rows that a thread holds. ``kind`` is "max" or
+    "add". :func:`reduce_threads` completes the reduction."""
     if not gpu:
         return x.max(axis=0) if kind == "max" else x.sum(axis=0)
 
@@ -375,12 +371,8 @@ def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
 
 
 def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Array:
-    """Reduces per-thread results of :func:`reduce_rows` over the threads of each column.
-
-    Args:
-      scratch: 4 N float32 in shared memory. A barrier of the warpgroup must separate this call
-        from the last read of it.
-    """
+    """Reduces per-thread results of :func:`reduce_rows` over the threads of each column, through 4
+    N float32 in shared memory that a barrier separates from their last use."""
     if not gpu:
         return x
     (N,) = x.shape
@@ -415,11 +407,8 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
 def store_transposed(
     out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: bool, swapped: bool = False
 ) -> None:
-    """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N].
-
-    Args:
-      swapped: whether each two 16 rows of ``acc`` are exchanged in every second 64.
-    """
+    """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N]. If
+    ``swapped``, each two 16 rows of ``acc`` are exchanged in every second 64."""
     if not gpu:
         out[...] = acc.T
         lse[...] = lse_values
@@ -478,11 +467,8 @@ def vector_type(N: int) -> Any:
 
 
 def thread_index() -> Any:
-    """Returns the thread's number in its warpgroup.
-
-    It is read anew at the end of a sequence, so that nothing derived from it occupies registers in
-    the main loop.
-    """
+    """Returns the thread's number in its warpgroup, read anew at the end of a sequence, so that
+    nothing derived from it occupies registers in the main loop."""
     thread = asm("mov.u32 $0, %tid.x;", "=r", result=i32(), effects=True)
     return arith.andi(thread, const(127))
 

@@ -35,11 +35,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import with_gradient_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, value_of
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
 from pallas_kernels.hopper.warpgroup import when
 from pallas_kernels.mla_prefill import reference
@@ -104,7 +104,7 @@ def mla_prefill(
         return out[:, :T], lse[:, :, :T].swapaxes(1, 2)
 
     exact = functools.partial(reference.mla_prefill, scale=scale)
-    return with_gradient_of(exact, padded_attend, 3)(q, k, v, starts, lengths)
+    return with_gradients_of(exact, padded_attend)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +145,8 @@ class Plan:
 
 
 def heads_together(heads: int, bytes_per_head: int, budget: int) -> int:
-    """Returns how many heads run concurrently.
-
-    This is the largest divisor of ``heads`` whose keys and values fit in ``budget`` bytes, or 1.
-    """
+    """Returns how many heads run concurrently: the largest divisor of ``heads`` whose keys and
+    values fit in ``budget`` bytes, or 1."""
     fit = max(1, budget // bytes_per_head)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fit)
 
@@ -424,10 +422,8 @@ def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
         return _run_state(lambda ref: issue_values(ref, p, slot))(ACC.init(acc))
 
     def clear_values(first, length):
-        """Zeroes the last block's values past the sequence's end, which may be NaN.
-
-        It is in slot 0. Each consumer clears half of the columns.
-        """
+        """Zeroes the last block's values past the sequence's end, which may be NaN, in slot 0. Each
+        consumer clears half of the columns."""
         for c in range(V // COLUMNS):
 
             @when(wg == c % CONSUMERS)
@@ -547,13 +543,8 @@ def _store(
 
 
 def _claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:
-    """Sets ``tiles[slot] = first + counter`` and increments ``counter``, atomically in one thread.
-
-    Args:
-      counter: a semaphore, 0 when the kernel begins.
-      tiles: int32s in shared memory. A barrier must follow before other warpgroups read them.
-      first: the first tile that is not assigned statically.
-    """
+    """Sets ``tiles[slot] = first + counter`` in shared memory and increments the semaphore
+    ``counter``, atomically in one thread. A barrier must follow before others read it."""
 
     @inline(REF, REF, SCALAR)
     def by_one_thread(counter: Any, tiles: Any, slot: Any) -> None:
@@ -572,9 +563,7 @@ def _claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:
 
 def _uniform(x: jax.Array) -> jax.Array:
     """Returns ``x``, an int32 that is equal in all threads, so that the compiler knows it is.
-
-    Otherwise addresses computed from it would occupy registers of every thread.
-    """
+    Otherwise addresses computed from it would occupy registers of every thread."""
 
     @inline(SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def first_lane(x: Any) -> Any:

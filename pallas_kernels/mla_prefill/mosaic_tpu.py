@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import with_gradient_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.mla_prefill import reference
 from pallas_kernels.tpu import (
     Chip,
@@ -81,7 +81,7 @@ def mla_prefill(
     plan = _plan(config or Config(), q, k, v, scale, chip)
     attend = functools.partial(_attend, plan, interpret=interpret)
     exact = functools.partial(reference.mla_prefill, scale=scale)
-    return with_gradient_of(exact, attend, 3)(q, k, v, starts, lengths)
+    return with_gradients_of(exact, attend)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)

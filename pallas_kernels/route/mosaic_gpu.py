@@ -227,12 +227,8 @@ def _run(
     interpret: Any,
     **settings: Any,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel. Returns its ``outputs``, which are given by size and type.
-
-    Args:
-      arrays: the inputs.
-      shared: sizes of the integer arrays in shared memory.
-    """
+    """Runs a kernel. Returns its ``outputs``, given by size and type. ``shared`` has the sizes of
+    integer arrays in shared memory."""
     names = [*arrays, *outputs, *shared]
 
     def kernel(*refs: Any) -> None:
@@ -402,10 +398,8 @@ class _Cta:
         return chunk * LANES + self.lane, chunk
 
     def _needed(self, chunk: jax.Array) -> jax.Array:
-        """Returns the chunk, or instead of one that nothing needs the last that is needed.
-
-        So the many warps that have no experts load the same numbers.
-        """
+        """Returns the chunk, or the last that is needed instead of one that nothing needs, so that
+        the many warps without experts load the same numbers."""
         return jnp.minimum(chunk, (self.columns - 1) // LANES)
 
     def _words_of(self, chunk: jax.Array, members: str) -> list[jax.Array]:
@@ -545,11 +539,8 @@ def choose(
 
 
 def load_bias(bias_g: Any, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
-    """Loads what is added to the scores, for each chunk of experts one number per lane.
-
-    Args:
-      zero: 0 in all lanes.
-    """
+    """Loads what is added to the scores, for each chunk of experts one number per lane. ``zero`` is
+    0 in all lanes."""
     return [load_padded(bias_g, zero + c, n, 0.0, interpret) for c, n in _chunks(experts)]
 
 

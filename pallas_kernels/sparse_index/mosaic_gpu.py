@@ -166,11 +166,8 @@ class Config:
 
 
 def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
-    """Returns the parameters for T queries of J heads in each of B sequences.
-
-    Args:
-      itemsize: bytes of a number of the keys.
-    """
+    """Returns the parameters for T queries of J heads in each of B sequences, and keys of numbers
+    of ``itemsize`` bytes."""
     most = max(1, _MOST_ROWS // J)
     # Two groups of bfloat16 queries do not fit in shared memory.
     groups = 1 if most >= T or itemsize > 1 else CONSUMERS
@@ -204,11 +201,8 @@ def score(
     config: Config,
     interpret: Any = None,
 ) -> Float32[Array, "B T S"]:
-    """Scores the tokens of each table for G groups of Tg queries.
-
-    Args:
-      queries: number of queries T. The last groups may have fewer than the others.
-    """
+    """Scores the tokens of each table for G groups of Tg queries. The last groups of T ``queries``
+    may have fewer than the others."""
     B, G, rows, _ = q.shape
     J, float8, on_gpu = weights.shape[-1], q.dtype == KEY_DTYPE, interpret is None
     max_pages, groups, stages = block_tables.shape[1], config.groups, config.stages
@@ -435,11 +429,8 @@ class _ConsumedUnit:
     def score_pages(
         self, skip: jax.Array, n: jax.Array, count: int, state: PipelineState
     ) -> PipelineState:
-        """Scores ``count`` of this consumer's pages from its n-th on.
-
-        While the consumer sums one part of a page, the tensor cores multiply the next part or the
-        next page.
-        """
+        """Scores ``count`` of this consumer's pages from its n-th on. While it sums one part of a
+        page, the tensor cores multiply the next part or page."""
         parts, key_ring = self.parts, self.key_ring
         items = [(page, part) for page in range(count) for part in range(len(parts))]
         at_once = min(len(items), max(2, len(parts)))
@@ -621,11 +612,8 @@ def _sum_heads(
 
 
 def _key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:
-    """Returns the scales of a page's keys, float32 [64] with one per token.
-
-    Args:
-      stages: uint8 [stages, rows, 128] in shared memory. After 64 keys the rows have the scales.
-    """
+    """Returns the scales of a page's keys, float32 [64] with one per token. They follow the 64 keys
+    in ``stages``, uint8 [stages, rows, 128] in shared memory."""
     if interpret is not None:
         scales = stages[stage, ROWS : ROWS + scale_rows(ROWS, stages.shape[2])]
         scales = jax.lax.bitcast_convert_type(scales.reshape(ROWS, SCALE_BYTES), jnp.float32)
@@ -656,11 +644,8 @@ def _key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:
 def _store_scores(
     out: Any, where: tuple[Any, Any, Any], scores: jax.Array, exists: jax.Array, *, interpret: Any
 ) -> None:
-    """Sets ``out[b, t, s : s + 64] = scores`` in global memory, if ``exists``.
-
-    Args:
-      where: b, t and s.
-    """
+    """Sets ``out[b, t, s : s + 64] = scores`` in global memory, if ``exists``. ``where`` is b, t
+    and s."""
     if interpret is not None:
 
         @when(exists)

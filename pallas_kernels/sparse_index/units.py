@@ -98,10 +98,8 @@ def in_turn(work: Work, pages: int, cta: jax.Array, ctas: int, lengths: Any) -> 
 
 
 def equal_shares(work: Work, cta: jax.Array, ctas: int, lengths: Any, lanes: Lanes) -> Units:
-    """Returns the rows of a CTA's share. Of the first and the last one it may have a part.
-
-    The CTA with the last page of a row also has those pages that no query sees.
-    """
+    """Returns the rows of a CTA's share, and of the first and the last maybe a part. The CTA with
+    the last page of a row also has those pages that no query sees."""
     sets, rows = work.sets, work.sequences * work.sets
     row_queries = work.groups * work.group_queries
     n, zero = work.sequences, jnp.int32(0)

@@ -42,7 +42,6 @@ from pallas_kernels.mla_decode.float8_cache import (
 from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
 
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)  # layout of one number per thread
-
 THREADS = 128
 _TOKENS = 16  # per warp and key block
 _PASSES = 4  # a warp copies 128 bytes of four tokens per instruction
@@ -54,11 +53,7 @@ _WORDS = plgpu.ShapeDtypeStruct((64, 8 * _PAIRS), jnp.int32, layout=plgpu.Layout
 
 
 def load_indices(indices: Any, block: jax.Array) -> jax.Array:
-    """Loads each thread's index of key block ``block`` of all queries.
-
-    Args:
-      indices: [queries, indices] in global memory.
-    """
+    """Loads each thread's index of key block ``block`` of all queries, from [queries, indices]."""
 
     @inline(REF, SCALAR, returns=_NUMBERS)
     def load(indices: Any, block: Any) -> Any:
@@ -95,11 +90,8 @@ def find_slots(tables: Any, sequence: jax.Array, indices: jax.Array, page: int, 
 
 
 def prefetch_tokens(tokens: Any, slots: jax.Array) -> None:
-    """Prefetches the tokens in these slots into the L2 cache, one instruction per token.
-
-    Args:
-      tokens: [slots, width] in global memory.
-    """
+    """Prefetches the tokens [slots, width] in these slots into the L2 cache, one instruction
+    each."""
     size = tokens.shape[1] * jnp.dtype(tokens.dtype).itemsize
 
     @inline(REF, PER_THREAD)
@@ -120,11 +112,8 @@ def prefetch_tokens(tokens: Any, slots: jax.Array) -> None:
 
 
 def write_penalties(penalties: Any, slots: jax.Array) -> None:
-    """Stores what is added to each token's scores: 0, or -inf if the token does not exist.
-
-    Args:
-      penalties: float32 [64] in shared memory.
-    """
+    """Stores what is added to each token's scores, float32 [64] in shared memory: 0, or -inf if the
+    token does not exist."""
 
     @inline(REF, PER_THREAD)
     def write(penalties: Any, slots: Any) -> None:
@@ -142,13 +131,8 @@ def write_penalties(penalties: Any, slots: jax.Array) -> None:
 
 
 def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
-    """Starts copying columns of a key block. :func:`arrive_when_copied` signals their arrival.
-
-    Args:
-      tile: bfloat16 [64, columns] in shared memory, tiled and swizzled.
-      tokens: [slots, width] in global memory.
-      first: first byte of a token to copy.
-    """
+    """Starts copying columns of a key block, from byte ``first`` of a token on, to a swizzled
+    bfloat16 tile [64, columns]. :func:`arrive_when_copied` signals their arrival."""
     columns, token_bytes = tile.shape[1], tokens.shape[1] * jnp.dtype(tokens.dtype).itemsize
     tiles = columns // 64
 
@@ -188,12 +172,8 @@ def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
 
 
 def copy_half(v: Any, rope: Any, tokens: Any, slots: jax.Array, half: int) -> None:
-    """Starts copying half of the latents of a key block, and with the second half the rope keys.
-
-    Args:
-      v: bfloat16 [64, 256] in shared memory.
-      rope: bfloat16 [64, 64] in shared memory.
-    """
+    """Starts copying half of the latents of a key block to ``v`` [64, 256], and with the second
+    half the rope keys to ``rope`` [64, 64]."""
     copy_columns(v, tokens, slots, half * LATENT)
     if half:
         copy_columns(rope, tokens, slots, 2 * LATENT)
@@ -259,11 +239,8 @@ def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax
 
 
 def arrive_when_copied(words: Any, barrier: jax.Array) -> None:
-    """Arrives at a barrier in every thread, when the copies that the thread has started are done.
-
-    Args:
-      words: mbarriers of two words each in shared memory.
-    """
+    """Arrives at a barrier of an array in shared memory in every thread, when the copies that the
+    thread has started are done."""
 
     @inline(REF, SCALAR)
     def arrive(words: Any, barrier: Any) -> None:

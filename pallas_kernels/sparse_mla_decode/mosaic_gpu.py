@@ -40,8 +40,13 @@ from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
-from pallas_kernels.hopper.online_softmax import SUM_COLUMNS, merge_sums, partial_row_sums
+from pallas_kernels.hopper.online_softmax import (
+    LOG2E,
+    NO_SCORE,
+    SUM_COLUMNS,
+    merge_sums,
+    partial_row_sums,
+)
 from pallas_kernels.hopper.split_kv import output_types
 from pallas_kernels.hopper.tiles import COLUMN, ROW, WGMMA, row_vector
 from pallas_kernels.hopper.warpgroup import WARPS, fence_async_proxy, first_warp, when
@@ -148,13 +153,8 @@ def sparse_mla_decode(
 
 
 def plan(queries: int, heads: int, indices: int) -> Work:
-    """Divides the work so that the CTAs fill the default device once.
-
-    Args:
-      queries: queries of all sequences.
-      heads: heads H.
-      indices: padded number of indices per query.
-    """
+    """Divides the work of all sequences' ``queries`` so that the CTAs fill the default device once.
+    ``indices`` is padded."""
     tiles = -(-heads // TILE)
     return divide(queries, indices, max(1, multiprocessors() // tiles))
 
@@ -206,12 +206,8 @@ class Work:
 
 
 def divide(queries: int, indices: int, ctas: int) -> Work:
-    """Chooses the number of pieces with which ``ctas`` concurrent CTAs finish first.
-
-    Args:
-      queries: number of queries of all sequences.
-      indices: padded number of indices per query, a multiple of PAIR.
-    """
+    """Chooses the number of pieces with which ``ctas`` concurrent CTAs finish first. ``indices``
+    per query are padded to a multiple of PAIR."""
     pairs = indices // PAIR
 
     def cut(piece: int) -> Work:
@@ -255,11 +251,7 @@ class Signals:
         return cls(*(Barriers(each, interpret) for each in scratch))
 
     def initialise(self, arrivals_when_full: int) -> None:
-        """Initialises all barriers.
-
-        Args:
-          arrivals_when_full: arrivals per phase of ``full``.
-        """
+        """Initialises all barriers. Those of ``full`` take ``arrivals_when_full`` per phase."""
         self.full.initialise([arrivals_when_full] * (2 * SLOTS))
         self.free.initialise([WARPS] * (2 * SLOTS))
         self.ready.initialise([WARPS] * (3 * SLOTS))

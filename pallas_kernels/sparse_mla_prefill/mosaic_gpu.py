@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import with_gradient_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.sparse_mla_decode import mosaic_gpu as decode
 from pallas_kernels.sparse_mla_prefill import reference
 
@@ -37,4 +37,4 @@ def sparse_mla_prefill(
         )  # fmt: skip
 
     exact = functools.partial(reference.sparse_mla_prefill, scale=scale)
-    return with_gradient_of(exact, attend, 3)(q_latent, q_rope, latents, indices)
+    return with_gradients_of(exact, attend)(q_latent, q_rope, latents, indices)

@@ -49,11 +49,8 @@ def token_exchange(
 
 
 def plan(devices: int, size: int) -> tuple[int, int]:
-    """Returns the CTAs per destination, and the 16-byte stores that a thread has in flight.
-
-    Args:
-      size: bytes of the buffer for a destination.
-    """
+    """Returns the CTAs per destination, whose buffer has ``size`` bytes, and the 16-byte stores
+    that a thread has in flight."""
     ctas = max(1, multiprocessors() // devices)
     return ctas, max(s for s in (1, 2, 4) if s == 1 or s * _THREADS * _STORE * ctas <= size)
 
@@ -126,10 +123,8 @@ def _exchange(
 
 
 def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
-    """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time.
-
-    Mosaic GPU does not know the alignment of remote addresses, and would store single elements.
-    """
+    """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time: Mosaic GPU does not
+    know the alignment of remote addresses, and would store single elements."""
     base = mgpu.utils.memref_ptr(context.to_remote(target, value_of(peer)))
     base = llvm.ptrtoint(i64(), base)
     thread = arith.extui(i64(), mgpu.utils.thread_idx())
@@ -157,10 +152,8 @@ def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) ->
 
 
 def _logical(index: Any, axes: tuple[str, ...], mesh: Any) -> Any:
-    """Returns the logical mesh index of a peer.
-
-    The peer has index ``index`` along ``axes``, and this device's coordinates along the other axes.
-    """
+    """Returns the logical mesh index of the peer with index ``index`` along ``axes``, and this
+    device's coordinates along the other axes."""
     coordinates = {axis: lax.axis_index(axis) for axis in mesh.axis_names if axis not in axes}
     for axis in reversed(axes):
         coordinates[axis] = lax.rem(index, jnp.int32(mesh.shape[axis]))

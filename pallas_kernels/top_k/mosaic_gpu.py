@@ -47,11 +47,8 @@ from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import sync_cluster, sync_warpgroup, when
 
 CHUNK = 512  # scores that a warpgroup loads at a time, four per thread
-
 MAX_K = 4096  # code without a loop fills the end of the result with -1
-
 WARPGROUPS = 4  # Per CTA. Each has as many of the 2,048 bins as fit in four registers per thread.
-
 _INTERPRETED_WARPGROUPS = 2  # the interpreter starts a thread of the host for each
 _MOST_CTAS = 8  # of a cluster that every Hopper GPU can launch
 _BINS = 2048
@@ -95,10 +92,8 @@ def top_k(
 
 
 def plan(rows: int, S: int) -> int:
-    """Returns the number of CTAs per row of S scores.
-
-    As many as run at once, if each of their warpgroups has a chunk of scores.
-    """
+    """Returns the CTAs per row of S scores: as many as run at once, if each warpgroup has a
+    chunk."""
     ctas = _MOST_CTAS
     while ctas > 1 and (rows * ctas > multiprocessors() or ctas * WARPGROUPS * CHUNK > S):
         ctas //= 2
@@ -213,10 +208,8 @@ class _Part:
         return _ordered(plgpu.layout_cast(scores, _layout_of(CHUNK)))
 
     def for_chunks(self, use: Callable[..., Any], carry: Any, smallest: jax.Array) -> None:
-        """Calls ``use(chunk, keys, smallest, carry)`` for the part's chunks.
-
-        For chunks past its end, ``smallest`` is larger than all keys.
-        """
+        """Calls ``use(chunk, keys, smallest, carry)`` for the part's chunks. For chunks past its
+        end, ``smallest`` is larger than all keys."""
 
         def limit(number):
             return jnp.where(number < self.end, smallest, _LARGEST)
@@ -369,13 +362,8 @@ class _Part:
     def write_indices(
         self, threshold: jax.Array, ties: jax.Array, chosen: jax.Array, before: Any
     ) -> None:
-        """Writes the indices of this part's integers above the threshold, and of the first equal.
-
-        Args:
-          ties: number of equal integers to choose in the row.
-          chosen: number of integers to choose in the row.
-          before: see :meth:`count_before`.
-        """
+        """Writes the indices of this part's integers above the threshold, and of the first ``ties``
+        equal ones of the row. ``chosen`` counts both; ``before`` is of :meth:`count_before`."""
         padded_k = self.out_g.shape[2]
         # The interpreter cannot scatter from several threads: each has its own result.
         target = self.out_g.at[self.row, 0 if self.interpret is None else self.number]
@@ -429,10 +417,8 @@ class _Part:
 
 
 def _layout_of(size: int) -> Any:
-    """Returns the layout of a vector in which each thread has groups of four adjacent numbers.
-
-    If there are fewer than four per thread, a group has all of them.
-    """
+    """Returns the layout of a vector in which each thread has groups of four adjacent numbers, or
+    all if it has fewer."""
     return plgpu.Layout.WG_STRIDED((size,), vec_size=min(_PER_REGISTER, size // 128))
 
 
@@ -445,10 +431,8 @@ def _filled(size: int, value: Any) -> jax.Array:
 
 
 def _ordered(scores: jax.Array) -> jax.Array:
-    """Maps floats to integers in the same order; -0 becomes 0.
-
-    The constant must not be the first operand of a select: see ``lanes.select``.
-    """
+    """Maps floats to integers in the same order; -0 becomes 0. The constant must not be the first
+    operand of a select: see ``lanes.select``."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(scores != 0.0, bits, jnp.zeros_like(bits))
     return jnp.where(bits < 0, bits ^ (2**31 - 1), bits)
@@ -507,22 +491,16 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
 
 
 def _total(values: jax.Array, scratch: Any, *, interpret: Any) -> jax.Array:
-    """Returns the sum of int32 numbers over a warpgroup. All its threads call it.
-
-    Args:
-      scratch: int32 [4] in shared memory, which only this warpgroup uses.
-    """
+    """Returns the sum of int32 numbers over a warpgroup. All its threads call it, with a
+    ``scratch`` of int32 [4] in shared memory of their own."""
     if interpret is not None:
         return jnp.sum(values, dtype=jnp.int32)
     return _scan(values, scratch)[1]
 
 
 def _prefix_sums(values: jax.Array, scratch: Any, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the numbers before each one, and the sum of all; see :func:`_total`.
-
-    Args:
-      values: int32 [512], four of each thread.
-    """
+    """Returns the sum of the numbers before each of ``values``, int32 [512] with four per thread,
+    and the sum of all; see :func:`_total`."""
     if interpret is not None:
         sums = jnp.cumsum(values, dtype=jnp.int32)
         return sums - values, sums[-1]
