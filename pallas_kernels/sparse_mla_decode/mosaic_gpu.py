@@ -36,6 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32, UInt8
 
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
@@ -64,7 +65,7 @@ from pallas_kernels.mla_decode.row_tiles import (
     TileResults,
     load_sums,
 )
-from pallas_kernels.sparse_mla_decode import gather
+from pallas_kernels.sparse_mla_decode import gather, reference
 
 BLOCK = 64  # tokens per key block
 
@@ -150,6 +151,32 @@ def sparse_mla_decode(
             interpret=interpret,
         )  # fmt: skip
     return out[:, :H].reshape(B, T, H, C), lse[:, :H].reshape(B, T, H)
+
+
+def sparse_mla_prefill(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    latents: Float[Array, "B S CR"],
+    indices: Int[Array, "B T K"],
+    *,
+    scale: float,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    """Implements :func:`pallas_kernels.sparse_mla_prefill`. Its gradient is the reference's.
+
+    Each sequence is one page.
+    """
+    one_page_each = jnp.arange(len(latents), dtype=jnp.int32)[:, None]
+
+    def attend(q_latent, q_rope, latents, indices):
+        # No prefetch: queries of the same sequence have brought most tokens into the L2 cache.
+        return sparse_mla_decode(
+            q_latent, q_rope, latents, one_page_each, indices, scale=scale, prefetch=False,
+            interpret=interpret,
+        )  # fmt: skip
+
+    exact = functools.partial(reference.sparse_mla_prefill, scale=scale)
+    return with_gradients_of(exact, attend)(q_latent, q_rope, latents, indices)
 
 
 def plan(queries: int, heads: int, indices: int) -> Work:
