@@ -100,11 +100,8 @@ def tiled_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 
 def tile_rows(dtype: DTypeLike) -> int:
     """Returns the rows of a tile: 8 for float32, 16 for bfloat16, 32 for float8."""
-    return SUBLANES * (32 // _bits(dtype))
-
-
-def _bits(dtype: DTypeLike) -> int:
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
+    info = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    return SUBLANES * (32 // info.bits)
 
 
 def require_vmem(chip: Chip, blocks: Mapping[str, int]) -> None:

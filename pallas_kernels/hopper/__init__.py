@@ -7,7 +7,7 @@ warpgroups and TMA copies, ``ring`` a producer and its consumers, ``grid_barrier
 grid. ``tiles`` has the layouts, buffers and loads of tensor core operands, ``wgmma`` issues their
 instructions, ``registers`` loads, sums and converts in inlined code, and ``online_softmax`` keeps a
 running maximum. Each has a form for Pallas' interpreter, which has whole arrays and warpgroups but
-no threads.
+no threads. An argument ``interpret`` has the interpreter's parameters, or is None on a GPU.
 """
 
 from pallas_kernels.hopper.launch import H200_SMS, multiprocessors, require_hopper

@@ -233,9 +233,9 @@ class Barriers:
 
         wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
 
-    def arrive(self, i: Any, programs: int = 1) -> None:
+    def arrive(self, i: Any, ctas: int = 1) -> None:
         """Arrives at barrier i once per warp, when all lanes of the warp have come here. In a
-        cluster of ``programs`` CTAs it arrives at the barriers of all."""
+        cluster of ``ctas`` CTAs it arrives at the barriers of all."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
@@ -243,9 +243,9 @@ class Barriers:
         @inline(REF, SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
             instruction("bar.warp.sync 0xffffffff;")
-            if programs > 1:
+            if ctas > 1:
                 lane = warp_and_lane()[1]
-                operands = shared_address(words), lane, const(programs), value_of(barrier)
+                operands = shared_address(words), lane, const(ctas), value_of(barrier)
                 instruction(_ARRIVE_AT_ALL, *operands)
                 return
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)

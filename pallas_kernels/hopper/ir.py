@@ -63,6 +63,13 @@ def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bo
     )
 
 
+def asm_numbers(text: str, constraints: str, *args: Any, kind: Any, count: int) -> list[Any]:
+    """Emits inline PTX with ``count`` results of one type, which stays in its place."""
+    struct = llvm.StructType.get_literal([kind] * count)
+    struct = asm(text, constraints, *args, result=struct, effects=True)
+    return [llvm.extractvalue(kind, struct, [i]) for i in range(count)]
+
+
 def instruction(text: str, *args: Any) -> None:
     """Emits inline PTX without a result, which is also a compiler fence for memory."""
     constraints = ",".join(["r"] * len(args) + ["~{memory}"])

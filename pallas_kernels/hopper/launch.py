@@ -1,7 +1,8 @@
-"""The check for a Hopper GPU, its size, and the overlap of kernels that follow each other on it."""
+"""The check for a Hopper GPU, its size, and the launch and overlap of kernels on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,3 +51,32 @@ def overlap_preceding_kernel(early: bool = True, *, interpret: Any = None) -> No
     if early and interpret is None and hasattr(plgpu, "griddepcontrol_wait"):
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
+
+
+LANE = plgpu.LoweringSemantics.Lane
+
+
+def grid_kernel(
+    body: Callable[..., None], out_type: Any, scratch_types: Sequence[Any], *, warpgroups: int,
+    grid: dict[str, int], cluster: dict[str, int] | None = None, interpret: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Returns ``body`` as a kernel without automatic barriers, whose thread axis is ``wg``.
+
+    ``grid`` and ``cluster`` have the CTAs along each axis, and ``options`` are those of
+    ``plgpu.CompilerParams``.
+    """
+    cluster = cluster or {}
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **options),
+        **({} if interpret is None else {"interpret": interpret}),
+    )

@@ -39,7 +39,7 @@ class Ring:
     full: Barriers  # one barrier per stage
     empty: Barriers  # one barrier per stage
 
-    programs: int = 1
+    ctas: int = 1
     """Programs of a cluster whose consumers release each stage, because each copies to all."""
 
     @staticmethod
@@ -56,7 +56,7 @@ class Ring:
 
     @classmethod
     def of(
-        cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any, programs: int = 1
+        cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any, ctas: int = 1
     ) -> Ring:
         """Returns the ring whose barriers are the references that :meth:`scratch` allocated."""
         first_empty = stages if interpret is None else 0
@@ -66,15 +66,15 @@ class Ring:
             consumers,
             Barriers(full, interpret),
             Barriers(empty, interpret, first=first_empty),
-            programs,
+            ctas,
         )
 
     def initialise(self, *, warps: int = 1) -> None:
         """Initialises the barriers, see :meth:`Barriers.initialise`. Every thread of the cluster
         calls it before any other use."""
-        releases = self.programs * self.consumers * WARPS
+        releases = self.ctas * self.consumers * WARPS
         arrivals = [1] * self.stages + [releases] * self.stages
-        self.full.initialise(arrivals, cluster=self.programs > 1, warps=warps)
+        self.full.initialise(arrivals, cluster=self.ctas > 1, warps=warps)
 
     def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
         """Waits until the stage is empty, and starts its copies. One warp of the producer calls
@@ -96,7 +96,7 @@ class Ring:
             # The memory model requires a fence between reading a stage and the copy that overwrites
             # it, and the interpreter checks that. On a GPU the values are in registers by now.
             plgpu.commit_smem()
-        self.empty.arrive(state.stage, self.programs)
+        self.empty.arrive(state.stage, self.ctas)
 
     def start(self) -> PipelineState:
         """Returns the first state."""

@@ -24,6 +24,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     float_pair,
     i32,
@@ -203,9 +204,8 @@ def _issue(text: list[str], product: Any, constraints: str, *operands: Any) -> A
     numbers = [item(pair, i) for pair in product.registers.flat for i in range(2)]
     count, f32 = len(numbers), ir.F32Type.get()
     kinds = [*["=f"] * count, *map(str, range(count)), *([constraints] if constraints else [])]
-    struct = llvm.StructType.get_literal([f32] * count)
-    struct = asm("\n".join(text), ",".join(kinds), *numbers, *operands, result=struct, effects=True)
-    numbers = [llvm.extractvalue(f32, struct, [i]) for i in range(count)]
+    operands = *numbers, *operands
+    numbers = asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32, count=count)
     pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, count, 2)]
     return array(pairs, (ROWS, 2 * count), WGMMA)
 

@@ -39,13 +39,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math
+from jaxlib.mlir.dialects import arith, math
 from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.ir import (
     array,
     asm,
+    asm_numbers,
     const,
     float_pair,
     inline,
@@ -53,7 +54,7 @@ from pallas_kernels.hopper.ir import (
     item,
     shared_address,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
@@ -144,10 +145,6 @@ class Rings:
     layout: Layout
     memory: Any  # stages of both rings, [CONSUMERS * stages, 64, width], in shared memory
     barriers: Barriers  # for each stage "full" and "free", then one "handover" per consumer
-
-    @staticmethod
-    def barrier_count(layout: Layout) -> int:
-        return 2 * CONSUMERS * layout.stages + CONSUMERS
 
     def initialise(self) -> None:
         stages = CONSUMERS * self.layout.stages
@@ -247,30 +244,25 @@ def attend(
 
     # The interpreter cannot reinterpret bfloat16 memory as float32.
     handover_s = () if gpu else (plgpu.SMEM((LATENT + 2, N), jnp.float32),)
-    out, lse, *partials = plgpu.kernel(
+    out, lse, *partials = grid_kernel(
         mla_decode,
-        out_type=output_types(B, N, LATENT, partitions, part_rows=N),
-        scratch_types=[
+        output_types(B, N, LATENT, partitions, part_rows=N),
+        [
             tiles_of(1, N, LATENT),
             tiles_of(1, N, ROPE),
             tiles_of(CONSUMERS * layout.stages, BLOCK, layout.width),
             tiles_of(CONSUMERS, 2, N, BLOCK),
             plgpu.SMEM((CONSUMERS, 4 * N), jnp.float32),
-            Barriers.scratch(Rings.barrier_count(layout), 1, interpret),
+            Barriers.scratch((2 * layout.stages + 1) * CONSUMERS, 1, interpret),
             Barriers.scratch(1, 2, interpret),
             Barriers.scratch(1, CONSUMERS, interpret),
             *handover_s,
         ],
-        grid=(partitions,),
-        grid_names=("partition",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        **({} if gpu else {"interpret": interpret}),
+        warpgroups=CONSUMERS + 1,
+        grid={"partition": partitions},
+        interpret=interpret,
+        approx_math=True,
+        lowering_semantics=LANE,
     )(q_latent, q_rope, pages, block_tables, schedule.table)
     return out, lse, (partials[0], partials[1])
 
@@ -388,12 +380,7 @@ class Consumer:
         s = softmax.masked(s, length, block)
         p = softmax.store_p(p_ref, s, maximum)
 
-        def keep_maximum(acc, total, new_total, maximum):
-            del total
-            return acc, new_total, maximum
-
-        def raise_maximum(acc, total, new_total, maximum):
-            del new_total
+        def raise_maximum(acc, total, _, maximum):
             raised, sums = softmax.raise_maximum(p_ref, s, maximum, self.scratch.at[self.index])
             alpha = jnp.exp2(maximum - raised)
             total = total * alpha + sums
@@ -402,7 +389,10 @@ class Consumer:
         above = softmax.exceeds_slack(p)
         new_total = total + softmax.thread_sums(p)
         acc, total, maximum = cond(
-            above, raise_maximum, keep_maximum, acc, total, new_total, maximum
+            above,
+            raise_maximum,
+            lambda acc, _, new_total, maximum: (acc, new_total, maximum),
+            *(acc, total, new_total, maximum),
         )
         tokens = length - block * BLOCK
         # The same stages, recomputed so that they need no registers until here.
@@ -583,13 +573,11 @@ def _tiles(acc: Any) -> list[list[Any]]:
 
 
 def _load_fours(addresses: Sequence[Any], pairs: int) -> list[Any]:
-    f32 = ir.F32Type.get()
-    four = llvm.StructType.get_literal([f32] * 4)
     results = []
     for address, offset in addresses[: pairs // 2]:
         text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-        loaded = asm(text, "=f,=f,=f,=f,r,~{memory}", address, result=four, effects=True)
-        words = [llvm.extractvalue(f32, loaded, [i]) for i in range(4)]
+        kinds = "=f,=f,=f,=f,r,~{memory}"
+        words = asm_numbers(text, kinds, address, kind=ir.F32Type.get(), count=4)
         results += [float_pair(*words[:2]), float_pair(*words[2:])]
     return results
 

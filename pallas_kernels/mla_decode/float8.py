@@ -225,7 +225,7 @@ class PairSignals:
         self.blocks.wait(self.p_ready(slot), self.use_of(block, None))
 
     def release(self, slot: Any, half: int) -> None:
-        self.free.arrive(self.kv_free(slot, half), programs=2)
+        self.free.arrive(self.kv_free(slot, half), ctas=2)
 
 
 # ---- launch --------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     i32,
     i64,
@@ -230,9 +231,7 @@ def _offset_pointer(pointer: Any, bytes_: Any) -> Any:
 
 def _load(pointer: Any, offset: int) -> list[Any]:
     text = f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    four = llvm.StructType.get_literal([i32()] * 4)
-    loaded = asm(text, "=r,=r,=r,=r,l", pointer, result=four, effects=True)
-    return [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+    return asm_numbers(text, "=r,=r,=r,=r,l", pointer, kind=i32(), count=4)
 
 
 def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
@@ -473,12 +472,10 @@ def _token_address(ring: Any, stage: Any, column_bytes: int = 32) -> Any:
 
 def _load_rows(address: Any, offset: int) -> list[Any]:
     """Loads 16 bytes at ``offset`` of each of the thread's two tokens, as eight words."""
-    four = llvm.StructType.get_literal([i32()] * 4)
     words = []
     for row in range(2):
         text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset + 8 * row * TOKEN_BYTES}];"
-        loaded = asm(text, "=r,=r,=r,=r,r,~{memory}", address, result=four, effects=True)
-        words += [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+        words += asm_numbers(text, "=r,=r,=r,=r,r,~{memory}", address, kind=i32(), count=4)
     return words
 
 

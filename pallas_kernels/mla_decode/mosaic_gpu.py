@@ -52,9 +52,6 @@ def mla_decode(
 
     The last rounding of a sequence's result may depend on the lengths of the other sequences,
     because they decide where it is split.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     (B, T, H, C), M = q_latent.shape, q_latent.shape[1] * q_latent.shape[2]
     arrays = q_latent, q_rope, pages, block_tables, lengths

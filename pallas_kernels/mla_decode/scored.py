@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers, TmaCopy
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
@@ -286,10 +286,10 @@ def attend(
 
             Producer(query_buffer, partition, interpret, copy, wait_for_arrivals).run()
 
-    out, lse, *partials = plgpu.kernel(
+    out, lse, *partials = grid_kernel(
         mla_decode_scored,
-        out_type=output_types(B, padded, LATENT, partitions, part_rows=padded),
-        scratch_types=[
+        output_types(B, padded, LATENT, partitions, part_rows=padded),
+        [
             tiles_of(1, N, LATENT),
             tiles_of(1, N, ROPE),
             *buffers,
@@ -298,16 +298,11 @@ def attend(
             Barriers.scratch(1, SCORERS, interpret),
         ],
         # The last axis varies fastest, so tiles that read the same pages run concurrently.
-        grid=(partitions, plan.tiles),
-        grid_names=("partition", "tile"),
-        num_threads=SCORERS + 2,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        **({} if plan.gpu else {"interpret": interpret}),
+        grid={"partition": partitions, "tile": plan.tiles},
+        warpgroups=SCORERS + 2,
+        interpret=interpret,
+        approx_math=True,
+        lowering_semantics=LANE,
     )(q_latent, q_rope, pages, block_tables, schedule.table)
     return out, lse, (partials[0], partials[1])
 

@@ -32,6 +32,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     float_pair,
     i32,
@@ -479,11 +480,8 @@ def _warp_and_lane() -> tuple[Any, Any]:
 
 
 def _load_two(base: Any, offset: int) -> list[Any]:
-    f32 = ir.F32Type.get()
-    two = llvm.StructType.get_literal([f32] * 2)
     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-    loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
-    return [llvm.extractvalue(f32, loaded, [i]) for i in range(2)]
+    return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=ir.F32Type.get(), count=2)
 
 
 def batched(values: Any, count: int) -> list[list[Any]]:

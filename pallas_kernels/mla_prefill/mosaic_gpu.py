@@ -38,6 +38,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, value_of
+from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
@@ -56,8 +57,7 @@ _TMA_ROWS = 8  # queries and keys are tiled in groups of this many
 # Registers per thread. Three warpgroups have 504 together, and 2 x 240 + 24 = 504.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 
-# Names that jax types for its own use.
-_as_layout: Any = plgpu.layout_cast
+# jax types it for its own use.
 _run_state: Any = pl.run_state
 
 
@@ -71,11 +71,7 @@ def mla_prefill(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
-    """
+    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's."""
     require_hopper(interpret)
     arrays = {"q": q, "k": k, "v": v}
     if wrong := {name: x.dtype.name for name, x in arrays.items() if x.dtype != jnp.bfloat16}:
@@ -235,14 +231,14 @@ def attend(
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             _consume(plan, refs, wg, first_tile)
 
-    kernel = plgpu.kernel(
+    kernel = grid_kernel(
         mla_prefill,
-        out_type=[
+        [
             jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
             # Padded to whole tiles, because a one-dimensional float32 copy is not clipped at T.
             jax.ShapeDtypeStruct((B, H, plan.q_tiles * TILE), jnp.float32),
         ],
-        scratch_types=[
+        [
             tiles_of(CONSUMERS, ROWS, K),
             tiles_of(STAGES, BLOCK, K),
             tiles_of(STAGES, BLOCK, V),
@@ -256,17 +252,12 @@ def attend(
             plgpu.Barrier(num_arrivals=CONSUMERS),
             *([tiles_of(CONSUMERS, ROWS, BLOCK)] if plan.interpreted else []),
         ],
-        grid=(plan.ctas,),
-        grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
-        **({"interpret": interpret} if plan.interpreted else {}),
+        warpgroups=CONSUMERS + 1,
+        grid={"cta": plan.ctas},
+        interpret=interpret,
+        approx_math=True,
+        lowering_semantics=LANE,
+        reduction_scratch_bytes=0,
     )
     return tuple(kernel(q, k, v, starts, lengths))
 
@@ -342,7 +333,7 @@ def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
         keys.wait_full(0)
         s = _accumulate(lambda ref: issue_scores(ref, 0), BLOCK)
         keys.release(0)
-        maximum = _as_layout(jnp.full((ROWS,), NO_SCORE, jnp.float32), ROW)
+        maximum = plgpu.layout_cast(jnp.full((ROWS,), NO_SCORE, jnp.float32), ROW)
         p, s, maximum, total, alpha = _start_softmax(
             plan, s, maximum, _zeros(_PARTIAL_SUMS), (start, length, first)
         )
@@ -430,7 +421,7 @@ def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
             def _(c=c):
                 part = refs.v.at[0, :, pl.ds(c * COLUMNS, COLUMNS)]
                 row = plgpu.broadcasted_iota(jnp.int32, (BLOCK, COLUMNS), 0, layout=WGMMA)
-                old = _as_layout(part[...], WGMMA)
+                old = plgpu.layout_cast(part[...], WGMMA)
                 part[...] = jnp.where(row < length - first, old, jnp.zeros_like(old))
 
         plgpu.commit_smem()
@@ -459,7 +450,7 @@ def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
 
 
 def _zeros(columns: int) -> jax.Array:
-    return _as_layout(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
 
 def _accumulate(issue: Any, columns: int) -> jax.Array:

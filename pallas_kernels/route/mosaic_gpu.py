@@ -50,7 +50,7 @@ from pallas_kernels.hopper.lanes import (
     store_rows,
     thread_index,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import sync_cluster, sync_cta, sync_warpgroup
 from pallas_kernels.route.reference import Routes, Rule
@@ -83,9 +83,6 @@ def route(
     interpret: Any = None,
 ) -> Routes:
     """Implements :func:`pallas_kernels.route`. Its gradient is the reference's.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
 
     Raises:
       NotImplementedError: no Hopper GPU; no tokens or more than 16,384; more than 384 experts;
@@ -237,26 +234,21 @@ def _run(
 
     kernel.__name__ = body.__name__.removeprefix("_")
     scratch: list[Any] = [plgpu.SMEM((size,), jnp.int32) for size in shared.values()]
-    launch: dict[str, Any] = {"grid": (plan.ctas,), "grid_names": ("cta",)}
-    if plan.one_kernel:
-        launch = {"grid": (1,), "grid_names": ("one",)}
-        launch |= {"cluster": (plan.ctas,), "cluster_names": ("cta",)}
     if interpret is not None:
-        launch["interpret"] = interpret
         scratch.append(plgpu.Barrier(num_arrivals=plan.warpgroups))
         if plan.one_kernel:
             arrivals = plan.warpgroups
             scratch.append(plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=arrivals))
-    results = plgpu.kernel(
+    ctas = {"cta": plan.ctas}
+    results = grid_kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct((size,), dtype) for size, dtype in outputs.values()],
-        scratch_types=scratch,
-        num_threads=plan.warpgroups,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **launch,
+        [jax.ShapeDtypeStruct((size,), dtype) for size, dtype in outputs.values()],
+        scratch,
+        warpgroups=plan.warpgroups,
+        grid={"one": 1} if plan.one_kernel else ctas,
+        cluster=ctas if plan.one_kernel else None,
+        interpret=interpret,
+        lowering_semantics=LANE,
     )(*arrays.values())
     return dict(zip(outputs, results, strict=True))
 

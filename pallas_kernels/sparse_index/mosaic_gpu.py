@@ -41,6 +41,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     i32,
     i64,
@@ -53,7 +54,7 @@ from pallas_kernels.hopper.ir import (
     warp_prefix_sum,
     wgmma_row,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import (
@@ -101,9 +102,6 @@ def sparse_index(
     """Implements :func:`pallas_kernels.sparse_index`. It has no gradient.
 
     The tensor cores sum products of float8 with fewer bits than float32 has, about 13.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
     B, T, J, D = q.shape
@@ -245,24 +243,20 @@ def score(
     if float8:
         swizzle = (plgpu.SwizzleTransform(COLUMNS),) if on_gpu else ()
         keys = plgpu.SMEM((stages, _STAGE_ROWS, COLUMNS), jnp.uint8, transforms=swizzle)
-    return plgpu.kernel(
+    return grid_kernel(
         sparse_index,
-        out_type=jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
-        scratch_types=[
+        jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
+        [
             two_views(q_shape, q.dtype, on_gpu=on_gpu) if float8 else tiles_of(*q_shape),
             plgpu.SMEM((2, groups, config.queries, J), jnp.float32),
             keys,
             *key_barriers,
             *q_barriers,
         ],
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        warpgroups=CONSUMERS + 1,
+        grid={"cta": ctas},
+        interpret=interpret,
+        lowering_semantics=LANE,
     )(q, weights, pages, block_tables, lengths)
 
 
@@ -530,7 +524,7 @@ def _q_state(n: jax.Array) -> PipelineState:
 def _warp_lanes(interpret: Any) -> Lanes:
     """Returns the lanes of this thread's warp. All its threads must call their functions."""
     if interpret is not None:
-        return units.one_lane()
+        return Lanes(1, jnp.int32(0), *[lambda x: x] * 3)  # the interpreter has no warps
     number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     def over_warp(text: str) -> Any:
@@ -583,7 +577,6 @@ def _sum_heads(
         _, lane = warp_and_lane()
         of_thread = arith.shli(arith.andi(lane, const(3)), const(3))
         base = None if in_registers else arith.addi(shared_address(weights[0]), of_thread)
-        two = llvm.StructType.get_literal([f32] * 2)
         results = []
         for t in range(count):
             sums = [zero, zero]  # of the thread's two rows
@@ -593,8 +586,7 @@ def _sum_heads(
                 else:
                     offset = 4 * ((first + t) * heads + 8 * eight)
                     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-                    loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
-                    pair = [llvm.extractvalue(f32, loaded, [i]) for i in range(2)]
+                    pair = asm_numbers(text, "=f,=f,r,~{memory}", base, kind=f32, count=2)
                 at = 4 * (t * heads // 8 + eight)
                 for half in range(2):
                     for i in range(2):

@@ -55,11 +55,6 @@ class Lanes:
     """Returns the sum of the integers of the lanes up to this one."""
 
 
-def one_lane() -> Lanes:
-    """Returns the lanes of the interpreter, which has no warps."""
-    return Lanes(1, jnp.int32(0), *[lambda x: x] * 3)
-
-
 @dataclasses.dataclass(frozen=True)
 class Work:
     """Sizes of the whole operation."""

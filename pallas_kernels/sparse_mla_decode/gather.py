@@ -22,6 +22,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     i32,
     i64,
@@ -39,7 +40,7 @@ from pallas_kernels.mla_decode.float8_cache import (
     TOKEN_BYTES,
     dequantize_latent,
 )
-from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
+from pallas_kernels.mla_decode.float8_registers import pack_words, with_rounded_scales
 
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)  # layout of one number per thread
 THREADS = 128
@@ -171,14 +172,6 @@ def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
     copy(tile, tokens, slots)
 
 
-def copy_half(v: Any, rope: Any, tokens: Any, slots: jax.Array, half: int) -> None:
-    """Starts copying half of the latents of a key block to ``v`` [64, 256], and with the second
-    half the rope keys to ``rope`` [64, 64]."""
-    copy_columns(v, tokens, slots, half * LATENT)
-    if half:
-        copy_columns(rope, tokens, slots, 2 * LATENT)
-
-
 def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
     """Loads half of the latents (256 columns) of a float8 key block, and their scales.
 
@@ -203,7 +196,6 @@ def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax
             arith.shli(arith.andi(lane, const(3)), const(4)),
         )
         words = []
-        four = llvm.StructType.get_literal([i32()] * 4)
         text = f"""{{
             .reg .b32 slot;
             .reg .b64 at;
@@ -215,8 +207,7 @@ def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax
         for i in range(_PAIRS):
             source = arith.addi(odd, const(2 * i))
             operands = existing, source, column_base
-            loaded = asm(text, "=r,=r,=r,=r,r,r,l", *operands, result=four, effects=True)
-            words += [llvm.extractvalue(i32(), loaded, [j]) for j in range(4)]
+            words += asm_numbers(text, "=r,=r,=r,=r,r,r,l", *operands, kind=i32(), count=4)
         # One of the 32 scales (16 tokens, 2 groups) per thread.
         group = arith.shli(arith.shrui(lane, const(4)), const(2))
         group_base = arith.addi(base, arith.extui(i64(), group))
@@ -230,10 +221,7 @@ def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax
             @there ld.global.L1::no_allocate.b32 $0, [at + {offset}];
         }}"""
         scale = asm(text, "=&r,r,l", slot, group_base, result=i32(), effects=True)
-        two = ir.VectorType.get((2,), i32())
-        pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
-        tile = array(pairs, (64, 2 * len(words)), plgpu.Layout.WGMMA, is_signed=True)
-        return tile, _number(scale)
+        return pack_words(words), _number(scale)
 
     return fetch(tokens, slots)
 

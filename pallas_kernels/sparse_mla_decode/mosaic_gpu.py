@@ -39,7 +39,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32, UInt8
 from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import (
     LOG2E,
@@ -100,7 +100,6 @@ def sparse_mla_decode(
     Args:
       prefetch: whether tokens may be prefetched into the L2 cache before they are copied. Those of
         a bfloat16 cache are, for several tiles of heads: it gains 3 % there, and loses elsewhere.
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
@@ -441,9 +440,7 @@ def attend(
                 else:
 
                     def step_of_second(k, state):
-                        return keep_last(k, add_block(done + k, *state))
-
-                    def keep_last(k, state):
+                        state = add_block(done + k, *state)
                         # The piece's last slot stays: its half becomes the output's buffer.
                         when(k < count - 1)(lambda: signals.free.arrive(2 * number + number))
                         return state
@@ -490,23 +487,16 @@ def attend(
         for number in range(2):  # separate code for each, so that addresses are constants
             when(wg == number)(functools.partial(consumer_warpgroup, number))
 
-    out, lse, *partials = plgpu.kernel(
+    out, lse, *partials = grid_kernel(
         sparse_mla,
-        out_type=output_types(Q, M, LATENT, 1 if work.pieces == 1 else -(-work.total // 2)),
-        scratch_types=[
-            *buffers,
-            plgpu.SMEM((2, 4, TILE), jnp.float32),
-            *Signals.scratch(interpret),
-        ],
+        output_types(Q, M, LATENT, 1 if work.pieces == 1 else -(-work.total // 2)),
+        [*buffers, plgpu.SMEM((2, 4, TILE), jnp.float32), *Signals.scratch(interpret)],
         # The last axis varies fastest, so that tiles that read the same tokens run concurrently.
-        grid=(work.ctas, tiles),
-        grid_names=("cta", "tile"),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **({} if gpu else {"interpret": interpret}),
+        grid={"cta": work.ctas, "tile": tiles},
+        warpgroups=3,
+        interpret=interpret,
+        approx_math=True,
+        reduction_scratch_bytes=0,
     )(q_latent, q_rope, tokens, block_tables, indices)
     return out, lse, tuple(partials)
 
@@ -581,7 +571,9 @@ def fill_slots(
             signals.full.arrive(2 * slot + half)
             return
         if gpu:
-            gather.copy_half(v, rope, tokens, slots, half)
+            gather.copy_columns(v, tokens, slots, half * LATENT)
+            if half:
+                gather.copy_columns(rope, tokens, slots, 2 * LATENT)
             gather.arrive_when_copied(signals.full.memory, 2 * slot + half)
             return
         block = gather.interpreted_tokens(tokens, slots)

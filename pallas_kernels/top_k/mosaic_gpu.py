@@ -42,7 +42,7 @@ from pallas_kernels.hopper.ir import (
     warp_and_lane,
     warp_prefix_sum,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import sync_cluster, sync_warpgroup, when
 
@@ -71,11 +71,7 @@ def top_k(
     lengths: Int[Array, "*batch"] | None = None,
     interpret: Any = None,
 ) -> Int32[Array, "*batch k"]:
-    """Implements :func:`pallas_kernels.top_k`.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
-    """
+    """Implements :func:`pallas_kernels.top_k`."""
     require_hopper(interpret)
     if k > MAX_K:
         raise NotImplementedError(f"takes k of {MAX_K} at most, got {k}")
@@ -135,33 +131,27 @@ def select(
         before = part.count_before(larger, equal)
         part.write_indices(prefix, wanted, chosen, before)
 
-    launch: dict[str, Any] = {"grid": (rows,), "grid_names": ("row",)}
     barriers: list[Any] = [plgpu.Barrier(num_arrivals=W)]
-    if ctas > 1:
-        launch |= {"cluster": (ctas,), "cluster_names": ("cta",)}
-        if not on_gpu:
-            barriers.append(plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=W))
-    if not on_gpu:
-        launch["interpret"] = interpret
+    if ctas > 1 and not on_gpu:
+        barriers.append(plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=W))
     results = 1 if on_gpu else W * ctas
-    out, _ = plgpu.kernel(
+    out, _ = grid_kernel(
         top_k,
-        out_type=[
+        [
             jax.ShapeDtypeStruct((rows, results, padded_k), jnp.int32),
             jax.ShapeDtypeStruct((rows, _PASSES + 1, ctas, _BINS), jnp.int32),
         ],
-        scratch_types=[
+        [
             plgpu.SMEM((W, _BINS), jnp.int32),
             plgpu.SMEM((_PASSES + 1, 4, W, 4), jnp.int32),
             plgpu.SMEM((W, 4), jnp.int32),
             *barriers,
         ],
-        num_threads=W,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **launch,
+        warpgroups=W,
+        grid={"row": rows},
+        cluster={"cta": ctas} if ctas > 1 else None,
+        interpret=interpret,
+        reduction_scratch_bytes=0,
     )(*arrays)
     return out.max(axis=1) if results > 1 else out[:, 0]
 
@@ -308,7 +298,7 @@ class _Part:
         if self.ctas == 1:
             return counts
         self.counts_g[self.row, number, self.cta, self.bins_of_wg] = counts
-        self.sync_cluster()
+        sync_cluster(self.cluster_barriers, self.interpret)
         some = min(self.ctas, _ADDED_TOGETHER)
 
         def add_some(i, counts):
@@ -347,7 +337,7 @@ class _Part:
                 numbers = jnp.where(self.index == i, _filled(CHUNK, sum_of_cta), numbers)
             self.counts_g[self.row, _PASSES, self.cta, pl.ds(0, CHUNK)] = numbers
 
-        self.sync_cluster()
+        sync_cluster(self.cluster_barriers, self.interpret)
 
         def in_ctas_before(i: int) -> list[jax.Array]:
             return [
@@ -411,9 +401,6 @@ class _Part:
     def sync_cta(self) -> None:
         plgpu.barrier_arrive(self.barrier)
         plgpu.barrier_wait(self.barrier)
-
-    def sync_cluster(self) -> None:
-        sync_cluster(self.cluster_barriers, self.interpret)
 
 
 def _layout_of(size: int) -> Any:
@@ -525,8 +512,8 @@ def _scan(values: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, const(31))
         asm("@$2 st.shared.b32 [$0], $1;", "r,r,b,~{memory}", at, inclusive, is_last, effects=True)
         mgpu.utils.warpgroup_barrier()
-        four = llvm.StructType.get_literal([i32()] * 4)
         text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+        four = llvm.StructType.get_literal([i32()] * 4)
         loaded = asm(text, "=r,=r,=r,=r,r,~{memory}", base, result=four, effects=True)
         mgpu.utils.warpgroup_barrier()  # the scratch may be written again
         sums_of_warps = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
