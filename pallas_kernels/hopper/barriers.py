@@ -270,12 +270,8 @@ class Barriers:
         *,
         scope: mgpu.ThreadSubset = mgpu.ThreadSubset.WARP,
     ) -> None:
-        """Starts TMA copies that together complete one arrival at barrier i.
-
-        Args:
-          scope: WARP, or WARPGROUP where the calling warp is the first one of its warpgroup. One
-            thread of it issues the copies.
-        """
+        """Starts TMA copies that together complete one arrival at barrier i, by one thread of the
+        calling warp. With ``scope`` WARPGROUP it is the first warp of its warpgroup."""
         if self.interpret is not None:
             for copy in copies:
                 copy.interpret(self.memory.at[i])

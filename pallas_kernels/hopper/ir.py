@@ -50,14 +50,8 @@ def value_of(scalar: Any) -> Any:
 
 
 def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
-    """Emits inline PTX and returns its result.
-
-    Args:
-      text: PTX with operands $0, $1, ...
-      constraints: LLVM's operand constraints, such as ``"=r,r"``.
-      result: MLIR type of the result, or None.
-      effects: whether the compiler must neither move nor remove it.
-    """
+    """Emits inline PTX, with operands $0, $1, ... of LLVM's ``constraints``, and returns its result
+    of an MLIR type or None. With ``effects`` the compiler must neither move nor remove it."""
     return llvm.inline_asm(
         result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
     )

@@ -68,11 +68,9 @@ def ones_of(words: jax.Array, interpret: Any) -> jax.Array:
 
 
 def select(values: jax.Array, mask: jax.Array, other: int) -> jax.Array:
-    """Returns ``values`` where ``mask``, and ``other`` elsewhere.
-
-    The constant must be the second operand. If the first operand of a select is a constant, Mosaic
-    GPU drops the signedness of the result, and later comparisons and maxima are unsigned.
-    """
+    """Returns ``values`` where ``mask``, and ``other`` elsewhere: a constant must be the second
+    operand. If it is the first, Mosaic GPU drops the result's sign, and later comparisons are
+    unsigned."""
     return jnp.where(mask, values, other)
 
 
@@ -86,11 +84,8 @@ def bits_of(x: jax.Array) -> jax.Array:
 
 
 def add_if(mask: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns ``count + 1`` where ``mask``, and ``count`` elsewhere.
-
-    Adding the mask as an integer would give the same instructions, but to lower a conversion from
-    one bit Mosaic GPU starts ptxas each time, which takes 7 ms.
-    """
+    """Returns ``count + 1`` where ``mask``, and ``count`` elsewhere. To add the mask as an integer,
+    Mosaic GPU would start ptxas each time it lowers a conversion from one bit, which takes 7 ms."""
     return jnp.where(mask, count + 1, count)
 
 
@@ -204,12 +199,8 @@ def maximum(values: list[jax.Array]) -> jax.Array:
 
 
 def _memory(ref: Any, start: str, index: str) -> tuple[str, Any, str, str]:
-    """Describes a ref for inline PTX.
-
-    Returns:
-      The state space; the address of the first element, with the letter of its kind; and PTX that
-      sets a register ``at`` to the address of an element, given the two operands.
-    """
+    """Describes a ref for inline PTX: its state space; the address of the first element and the
+    letter of its kind; and PTX that sets a register ``at`` to the address of an element."""
     pointer = mgpu.utils.memref_ptr(ref)
     if mgpu.utils.is_smem_ref(ref):
         address = f".reg .b32 at; mad.lo.s32 at, {index}, 4, {start};"

@@ -15,14 +15,8 @@ H200_SMS = 132
 
 
 def require_hopper(interpret: Any = None) -> None:
-    """Raises unless the program is for a Hopper GPU, or the kernel runs in the interpreter.
-
-    Args:
-      interpret: parameters of the interpreter, or None.
-
-    Raises:
-      NotImplementedError: :mod:`pallas_kernels.target` is not a GPU of compute capability 9.0.
-    """
+    """Raises NotImplementedError unless the program is for a GPU of compute capability 9.0, see
+    :mod:`pallas_kernels.target`, or the kernel runs in the interpreter."""
     if interpret is not None:
         return
     if platform() != "gpu":
@@ -62,10 +56,8 @@ def grid_kernel(
     **options: Any,
 ) -> Any:  # fmt: skip
     """Returns ``body`` as a kernel without automatic barriers, whose thread axis is ``wg``.
-
-    ``grid`` and ``cluster`` have the CTAs along each axis, and ``options`` are those of
-    ``plgpu.CompilerParams``.
-    """
+    ``grid`` and ``cluster`` have the CTAs of each axis, ``options`` are of
+    ``plgpu.CompilerParams``."""
     cluster = cluster or {}
     return plgpu.kernel(
         body,

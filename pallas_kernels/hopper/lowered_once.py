@@ -27,11 +27,8 @@ _R = TypeVar("_R")
 
 
 class Exports:
-    """The exported modules of one kernel, by what they depend on.
-
-    They stay in memory until the process ends. One takes some ten kilobytes, much less than any
-    compiled program that contains it.
-    """
+    """The exported modules of one kernel, by what they depend on, until the process ends. One takes
+    some ten kilobytes, much less than any compiled program that contains it."""
 
     def __init__(self, function: Callable[..., Any], platform: str):
         self._function = function

@@ -137,11 +137,8 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CountedRing:
-    """A ring whose producer and consumers find a stage by counting fills.
-
-    Fill f is use ``f // stages`` of stage ``f % stages``. No state is passed from one fill to the
-    next, so warps may fill or read different stages at the same time.
-    """
+    """A ring whose producer and consumers find a stage by counting: fill f is use ``f // stages``
+    of stage ``f % stages``. So warps may fill or read different stages at the same time."""
 
     stages: int
     barriers: Barriers

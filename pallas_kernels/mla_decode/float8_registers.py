@@ -260,11 +260,9 @@ def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
 
 
 def unpack_pair(word: Any, factor: Any, pair: int) -> Any:
-    """Converts two of a word's four float8_e4m3fn to bfloat16 and multiplies them by ``factor``.
-
-    They are bytes 2 * pair and 2 * pair + 1. A sign-extended byte, shifted left by 4, has all its
-    bits where bfloat16 has them, plus copies of the sign bit that are masked out.
-    """
+    """Converts bytes 2 * pair and 2 * pair + 1 of a word from float8_e4m3fn to bfloat16, times
+    ``factor``. A sign-extended byte, shifted left by 4, has its bits where bfloat16 has them, and
+    more sign bits, which are masked out."""
     text = """{
         .reg .b32 w;
         prmt.b32 w, $1, 0, BYTES;

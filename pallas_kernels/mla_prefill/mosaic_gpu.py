@@ -466,15 +466,10 @@ def _accumulate(issue: Any, columns: int) -> jax.Array:
 def _start_softmax(
     plan: Plan, s: jax.Array, maximum: jax.Array, total: jax.Array, bound: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Masks scores and starts the softmax.
-
-    Returns P of the block's first half, the scores of the second half, and per row the maximum, the
-    partial sums and the factor that rescales earlier sums.
-
-    Args:
-      bound: position of the tile's first query, length of the sequence and first key of the block;
-        None if every query sees all keys of the block.
-    """
+    """Masks scores and starts the softmax. Returns P of the block's first half, the scores of the
+    second half, and per row the maximum, the partial sums and the factor that rescales earlier
+    sums. ``bound`` is the tile's first query, the sequence's length and the block's first key, or
+    None if nothing is masked."""
     if bound is not None:
         start, length, first = bound
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)

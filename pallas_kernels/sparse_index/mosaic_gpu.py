@@ -549,14 +549,9 @@ def _warp_lanes(interpret: Any) -> Lanes:
 def _sum_heads(
     products: jax.Array, weights: Any, first: int, heads: int, *, interpret: Any
 ) -> Sequence[jax.Array]:
-    """Returns the weighted sum of the ReLU of each query's products, float32 [64] per query.
-
-    Args:
-      products: float32 [64, queries * heads] in the WGMMA layout.
-      weights: float32 [queries, heads] in shared memory, of the whole group, or
-        those of each query in registers.
-      first: the first of these queries in the group.
-    """
+    """Returns the weighted sum of the ReLU of products, float32 [64, queries * heads], as float32
+    [64] per query from the group's query ``first`` on. ``weights`` are [queries, heads] of the
+    whole group in shared memory, or a list in registers."""
     count = products.shape[1] // heads
     if interpret is not None:
         sums = []

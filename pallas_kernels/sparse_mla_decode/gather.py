@@ -66,14 +66,9 @@ def load_indices(indices: Any, block: jax.Array) -> jax.Array:
 
 
 def find_slots(tables: Any, sequence: jax.Array, indices: jax.Array, page: int, pages: int) -> Any:
-    """Returns ``page number * page + slot`` of each thread's token, or -1 if there is none.
-
-    Args:
-      tables: block tables [B, max_pages] in global memory. Entries are clipped to the pool.
-      indices: result of :func:`load_indices`.
-      page: tokens per page.
-      pages: number of pages in the pool.
-    """
+    """Returns ``page number * page + slot`` of each thread's token, or -1 if its index, from
+    :func:`load_indices`, is. Entries of ``tables`` [B, max_pages] are clipped to the pool of
+    ``pages``."""
     max_pages = tables.shape[1]
 
     @inline(REF, SCALAR, PER_THREAD, returns=_NUMBERS)

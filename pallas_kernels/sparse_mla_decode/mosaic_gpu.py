@@ -249,11 +249,8 @@ def divide(queries: int, indices: int, ctas: int) -> Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signals:
-    """Barriers of a CTA, in the order of :meth:`scratch`.
-
-    Use n of the first three is that of the CTA's n-th pair, of the others that of its n-th
-    piece.
-    """
+    """Barriers of a CTA, in the order of :meth:`scratch`. Use n of the first three is that of the
+    CTA's n-th pair, of the others that of its n-th piece."""
 
     full: Barriers  # half h of slot s, at index 2 s + h, is filled
     free: Barriers  # the consumer of half h has read it in slot s, at index 2 s + h
@@ -535,15 +532,10 @@ def fill_slots(
     *,
     prefetch: bool,
 ) -> None:
-    """Fills the slots with all key blocks of a CTA, and fetches the queries of its pieces.
-
-    Args:
-      targets: latents [SLOTS, 2, 64, 256], rope keys [SLOTS, 64, 64] and penalties [SLOTS, 64] in
-        shared memory.
-      pieces: the CTA's first piece and their number.
-      fetch_queries: starts copying the queries of a piece, in one warp.
-      prefetch: whether to prefetch each block into the L2 cache before it is copied.
-    """
+    """Fills the slots with all key blocks of a CTA, and fetches the queries of its pieces: the
+    first one and their number. ``targets`` in shared memory are latents [SLOTS, 2, 64, 256], rope
+    keys [SLOTS, 64, 64] and penalties [SLOTS, 64]. With ``prefetch`` a block is brought into the L2
+    cache before it is copied."""
     (v_s, rope_s, penalties_s), tokens, gpu = targets, cache.tokens, cache.interpret is None
     float8, (first_piece, piece_count) = tokens.dtype == jnp.uint8, pieces
     first = 2 * work.first_pair(first_piece)

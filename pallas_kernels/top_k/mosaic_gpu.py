@@ -105,13 +105,8 @@ def select(
     ctas: int,
     interpret: Any = None,
 ) -> Int32[Array, "rows padded_k"]:
-    """Returns the indices of the k largest scores of each row, and then -1.
-
-    Args:
-      scores: S is a multiple of CHUNK.
-      lengths: the chunks of a row after this many scores are not read; None reads all.
-      ctas: per row.
-    """
+    """Returns the indices of the k largest scores of each row, and then -1. S is a multiple of
+    CHUNK. The chunks of a row after ``lengths`` scores are not read; None reads all."""
     rows, on_gpu = len(scores), interpret is None
     W = WARPGROUPS if on_gpu else _INTERPRETED_WARPGROUPS
     padded_k = -(-k // CHUNK) * CHUNK
@@ -222,17 +217,10 @@ class _Part:
     def find_digit(
         self, number: int, prefix: jax.Array, wanted: jax.Array | None, larger_of_part: jax.Array
     ) -> Any:
-        """Finds the next digit of the integer that is the ``wanted``-th largest with a prefix.
-
-        Args:
-          prefix: the bits found so far.
-          wanted: None in the first pass, which finds out how many there are.
-          larger_of_part: larger integers in this part.
-
-        Returns:
-          The prefix with the digit, ``wanted`` among those with it, and ``larger_of_part``; how
-          many in this part have it; and ``wanted``.
-        """
+        """Finds the next digit of the integer that is the ``wanted``-th largest with a prefix. The
+        first pass finds out how many there are. Returns the longer prefix, ``wanted`` among those
+        with it, and the larger integers in this part; how many in this part have it; and the old
+        ``wanted``."""
         size = _DIGITS[number][1]
         self.count_digits(number, prefix)
         counts = self.add_counts(number)
