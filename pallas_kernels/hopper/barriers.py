@@ -123,7 +123,7 @@ class TmaCopy:
         itemsize = jnp.dtype(self.source.dtype).itemsize
         address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
         for start, stride in zip(starts, strides, strict=True):
-            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
+            step = const(stride * itemsize, 64)
             offset = arith.muli(arith.extui(i64(), value_of(start)), step)
             address = arith.addi(address, offset)
         text = (

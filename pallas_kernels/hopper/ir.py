@@ -39,9 +39,10 @@ def i64() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
-def const(number: int) -> Any:
-    """Returns an i32 constant."""
-    return arith.constant(i32(), ir.IntegerAttr.get(i32(), number))
+def const(number: int, bits: int = 32) -> Any:
+    """Returns an integer constant."""
+    kind = ir.IntegerType.get_signless(bits)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, number))
 
 
 def value_of(scalar: Any) -> Any:

@@ -185,7 +185,7 @@ def _descriptor(base: Any, panel: int = 0) -> Any:
     """Returns the i64 descriptor of an operand that starts at its base. The panels of a transposed
     operand are ``panel`` bytes apart."""
     bits = (_LAYOUT << 32) | (panel >> 4 << 16)
-    layout = arith.constant(i64(), ir.IntegerAttr.get(i64(), bits))
+    layout = const(bits, 64)
     return arith.ori(arith.extui(i64(), value_of(base)), layout)
 
 

@@ -198,7 +198,19 @@ class Softmax:
 
     def exceeds_slack(self, p: jax.Array) -> jax.Array:
         """Returns whether the running maximum must be raised. It is a barrier of the warpgroup."""
-        return any_above(p, 2.0**SLACK, gpu=self.interpret is None)
+        if self.interpret is not None:
+            return jnp.any(p > 2.0**SLACK)
+
+        @inline(WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
+        def vote(p: Any):
+            f32 = ir.F32Type.get()
+            limit = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**SLACK))
+            values = [item(pair, i) for pair in p.registers.flat for i in range(2)]
+            compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
+            above: Any = functools.reduce(arith.ori, compared)
+            return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
+
+        return vote(p)
 
     def thread_sums(self, p: jax.Array) -> jax.Array:
         """Returns the sums of a thread's exponentials."""
@@ -334,23 +346,6 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
             asm(text, ",".join(["r"] * (1 + len(some))) + ",~{memory}", at, *some, effects=True)
 
     write(target, p)
-
-
-def any_above(p: jax.Array, bound: float, *, gpu: bool) -> jax.Array:
-    """Returns whether any element of ``p`` exceeds ``bound``. A barrier of the warpgroup."""
-    if not gpu:
-        return jnp.any(p > bound)
-
-    @inline(WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
-    def vote(p: Any):
-        f32 = ir.F32Type.get()
-        limit = arith.constant(f32, ir.FloatAttr.get(f32, bound))
-        values = [item(pair, i) for pair in p.registers.flat for i in range(2)]
-        compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
-        above: Any = functools.reduce(arith.ori, compared)
-        return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
-
-    return vote(p)
 
 
 def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:

@@ -648,7 +648,7 @@ def _store_scores(
         _, lane = warp_and_lane()
         query = arith.addi(arith.muli(value_of(b), const(queries)), value_of(t))
         column = arith.addi(value_of(s), wgmma_row())
-        columns, two = (arith.constant(i64(), ir.IntegerAttr.get(i64(), n)) for n in (columns, 2))
+        columns, two = (const(n, 64) for n in (columns, 2))
         wide = arith.muli(arith.extui(i64(), query), columns)
         at = arith.shli(arith.addi(wide, arith.extui(i64(), column)), two)
         address = arith.addi(llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out)), at)

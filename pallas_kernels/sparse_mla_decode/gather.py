@@ -273,7 +273,7 @@ def _token() -> Any:
 def _load(base: Any, index: Any) -> Any:
     """Loads number ``index`` of an array, below 2^32. Bytes are counted in 64 bits: 4 sequences
     of 131,072 tokens have 2^30 indices."""
-    two = arith.constant(i64(), ir.IntegerAttr.get(i64(), 2))
+    two = const(2, 64)
     address = arith.addi(base, arith.shli(arith.extui(i64(), index), two))
     return asm("ld.global.b32 $0, [$1];", "=r,l", address, result=i32(), effects=True)
 

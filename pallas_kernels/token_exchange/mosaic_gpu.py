@@ -130,17 +130,13 @@ def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
     thread = arith.extui(i64(), mgpu.utils.thread_idx())
     words = ir.VectorType.get((4,), i32())
     for number, register in enumerate(values.registers.flat):
-        offset = arith.muli(thread, _long(_STORE))
-        address = arith.addi(base, arith.addi(offset, _long(number * _THREADS * _STORE)))
+        offset = arith.muli(thread, const(_STORE, 64))
+        address = arith.addi(base, arith.addi(offset, const(number * _THREADS * _STORE, 64)))
         words_of_store = vector.bitcast(words, register)
         store_words = [llvm.extractelement(words_of_store, const(i)) for i in range(4)]
         void = ir.Type.parse("!llvm.void")
         store = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
         asm(store, "l,r,r,r,r,~{memory}", address, *store_words, result=void, effects=True)
-
-
-def _long(number: int) -> Any:
-    return arith.constant(i64(), ir.IntegerAttr.get(i64(), number))
 
 
 def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) -> Any:
