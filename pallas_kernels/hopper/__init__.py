@@ -1,6 +1,6 @@
 """Shared parts of the Hopper kernels (Pallas Mosaic GPU). They are independent of any operation.
 
-``launch`` checks the GPU, and overlaps kernels. ``lowered_once`` exports a kernel once for all
+``launch`` checks the GPU, and launches kernels. ``lowered_once`` exports a kernel once for all
 programs of a process. ``ir`` emits registers' values and instructions below Pallas, and ``lanes``
 has arrays with one number per thread. ``warpgroup`` branches and synchronises threads, ``barriers``
 warpgroups and TMA copies, ``ring`` a producer and its consumers, ``grid_barrier`` all CTAs of a
