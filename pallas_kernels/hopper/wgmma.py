@@ -90,7 +90,7 @@ def start_product(
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
-        return _issue(text, previous, "l,l", _descriptor(a), _descriptor(b))
+        return _issue(text, _numbers(previous), "l,l", _descriptor(a), _descriptor(b))
 
     return start(a, b, previous)
 
@@ -126,7 +126,7 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
     @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
         a_words = [llvm.bitcast(i32(), pair) for pair in a.registers.flat]
-        return _issue(text, previous, "r," * 16 + "l", *a_words, _descriptor(b))
+        return _issue(text, _numbers(previous), "r," * 16 + "l", *a_words, _descriptor(b))
 
     return start(a, b, previous)
 
@@ -164,7 +164,7 @@ def add_bfloat16_product(
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, sums: Any) -> Any:
-        return _issue(text, sums, "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
+        return _issue(text, _numbers(sums), "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
 
     return start(a, b, sums)
 
@@ -176,7 +176,7 @@ def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
 
     @inline(WGMMA, returns=_product_type(product.shape[1]))
     def wait(product: Any) -> Any:
-        return _issue(text, product, "")
+        return _issue(text, _numbers(product), "")
 
     return wait(product)
 
@@ -199,9 +199,12 @@ def _registers_of(product: jax.Array) -> tuple[int, int, str]:
     return columns, columns // 2, "{" + ",".join(f"${i}" for i in range(columns // 2)) + "}"
 
 
-def _issue(text: list[str], product: Any, constraints: str, *operands: Any) -> Any:
-    """Emits instructions that overwrite a product's registers, and returns the new product."""
-    numbers = [item(pair, i) for pair in product.registers.flat for i in range(2)]
+def _numbers(product: Any) -> list[Any]:
+    return [item(pair, i) for pair in product.registers.flat for i in range(2)]
+
+
+def _issue(text: list[str], numbers: list[Any], constraints: str, *operands: Any) -> Any:
+    """Emits instructions that overwrite a product's numbers, and returns the new product."""
     count, f32 = len(numbers), ir.F32Type.get()
     kinds = [*["=f"] * count, *map(str, range(count)), *([constraints] if constraints else [])]
     operands = *numbers, *operands
