@@ -26,8 +26,7 @@ from pallas_kernels.route.api import route
 from pallas_kernels.route.reference import Routes, sort_pairs
 from pallas_kernels.softmax import merge_attention
 from pallas_kernels.sparse_index.api import sparse_index
-from pallas_kernels.sparse_mla_decode.api import sparse_mla_decode
-from pallas_kernels.sparse_mla_prefill.api import sparse_mla_prefill
+from pallas_kernels.sparse_mla_decode.api import sparse_mla_decode, sparse_mla_prefill
 from pallas_kernels.swiglu.api import swiglu
 from pallas_kernels.token_exchange.api import token_exchange
 from pallas_kernels.top_k.api import top_k

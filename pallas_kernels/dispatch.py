@@ -77,27 +77,21 @@ def dispatch(
     )
 
 
-def with_gradient_of(
-    reference: Callable[..., Any], kernel: Callable[..., Any], floats: int
-) -> Callable[..., Any]:
-    """Makes a kernel differentiable. Its gradient is the reference's.
+def with_gradients_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Any:
+    """Makes a kernel differentiable. Its gradients are the reference's.
 
-    Args:
-      reference, kernel: functions of the same arrays.
-      floats: number of leading arrays that have a gradient.
+    Both take the same arrays as positional arguments, or None. Integers have no gradient.
     """
 
     @jax.custom_vjp
-    def call(*arrays: jax.Array) -> Any:
-        return kernel(*arrays)
+    def call(*inputs: Any) -> Any:
+        return kernel(*inputs)
 
-    def forward(*arrays: jax.Array) -> Any:
-        return kernel(*arrays), arrays
+    def forward(*inputs: Any) -> Any:
+        return kernel(*inputs), inputs
 
-    def backward(arrays: Any, cotangents: Any) -> Any:
-        others = arrays[floats:]
-        gradient = jax.vjp(lambda *x: reference(*x, *others), *arrays[:floats])[1]
-        return *gradient(cotangents), *[None] * len(others)
+    def backward(inputs: Any, cotangents: Any) -> Any:
+        return jax.vjp(reference, *inputs)[1](cotangents)
 
     call.defvjp(forward, backward)
     return call

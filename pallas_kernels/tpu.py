@@ -20,12 +20,9 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.target import device_kind, platform
 
-LANES, SUBLANES = 128, 8
-"""Columns and rows of a vector register of 32-bit elements."""
+LANES, SUBLANES = 128, 8  # columns and rows of a vector register of 32-bit elements
 
-SMEM = 2**20
-"""Bytes of scalar memory per core."""
-
+SMEM = 2**20  # bytes of scalar memory per core
 _MIB = 2**20
 
 
@@ -34,8 +31,7 @@ class Chip:
     """A TPU generation."""
 
     name: str
-    vmem: int
-    """Bytes of VMEM per TensorCore."""
+    vmem: int  # bytes of VMEM per TensorCore
     cores: int
     """TensorCores per JAX device. They divide the "parallel" dimensions of a kernel's grid."""
     float8: bool
@@ -104,11 +100,8 @@ def tiled_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 
 def tile_rows(dtype: DTypeLike) -> int:
     """Returns the rows of a tile: 8 for float32, 16 for bfloat16, 32 for float8."""
-    return SUBLANES * (32 // _bits(dtype))
-
-
-def _bits(dtype: DTypeLike) -> int:
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
+    info = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    return SUBLANES * (32 // info.bits)
 
 
 def require_vmem(chip: Chip, blocks: Mapping[str, int]) -> None:
@@ -158,12 +151,9 @@ class OnlineSoftmax(NamedTuple):
     The state is that of a tile of query rows, in VMEM. All fields are float32 references.
     """
 
-    top: Any
-    """Largest score of each row, [rows, 1]."""
-    total: Any
-    """Sum of the exponentials of each row, [rows, 1]."""
-    acc: Any
-    """Weighted sum of the values, [rows, V]."""
+    top: Any  # largest score of each row, [rows, 1]
+    total: Any  # sum of the exponentials of each row, [rows, 1]
+    acc: Any  # weighted sum of the values, [rows, V]
 
     @staticmethod
     def scratch(rows: int, columns: int) -> list[Any]:

@@ -30,8 +30,7 @@ from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
 from pallas_kernels.mla_prefill import reference as prefill_reference
 from pallas_kernels.sparse_index import reference as index
-from pallas_kernels.sparse_mla_decode import reference as sparse_decode_reference
-from pallas_kernels.sparse_mla_prefill import reference as sparse_prefill_reference
+from pallas_kernels.sparse_mla_decode import reference as sparse_reference
 from pallas_kernels.top_k import reference as top_k_reference
 
 TOLERANCE = 2 * 2.0**-8
@@ -192,11 +191,11 @@ def attend(case: SparseAttention, arrays: Arrays) -> Checked:
         name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in arrays.items()
     }
     if case.op == "sparse_mla_prefill":
-        return sparse_prefill_reference.sparse_mla_prefill(**wide, **options(case))
+        return sparse_reference.sparse_mla_prefill(**wide, **options(case))
     if case.dtype == "fp8":  # what the cache stores, rounded as the tensor cores take it
         stored = dequantize_latent(arrays["pages"], jnp.bfloat16)
         wide["pages"] = jnp.concatenate(stored, axis=-1).astype(jnp.float32)
-    return sparse_decode_reference.sparse_mla_decode(**wide, **options(case))
+    return sparse_reference.sparse_mla_decode(**wide, **options(case))
 
 
 def kind(case: Case) -> type[Case]:

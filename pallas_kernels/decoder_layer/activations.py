@@ -33,7 +33,7 @@ from pallas_kernels.decoder_layer.reference import columns_per_element, is_integ
 from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, item
 from pallas_kernels.hopper.ir import value_of as register
 from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
-from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.split_kv import Parts
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import sync_warpgroup, when

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int, Num
 
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.gather_rows import reference
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import load_with_layout
-from pallas_kernels.reference_gradients import with_gradients_of
 
 _THREADS = 128
 _VECTOR_BYTES = 16  # of a load

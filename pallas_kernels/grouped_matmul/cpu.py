@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.reference_gradients import with_gradients_of
 from pallas_kernels.target import platform
 
 _BLOCK_ROWS = 32

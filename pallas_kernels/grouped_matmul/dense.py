@@ -55,9 +55,9 @@ from pallas_kernels.grouped_matmul.dense_plan import (
 from pallas_kernels.grouped_matmul.schedule import GroupTiles, Tile, TileScheduler
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
-from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import approximate_sigmoid
+from pallas_kernels.hopper.registers import approximate_sigmoid
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, load_column, spread_rows, two_views
 from pallas_kernels.hopper.warpgroup import cond, first_warp, when
@@ -199,15 +199,15 @@ def matmul(
 
     if count == 2:
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
-    cluster: Any = {}
-    if config.paired:
-        cluster = {"cluster": (plan.cluster,), "cluster_names": (CLUSTER_AXIS,)}
-    kernel = plgpu.kernel(
+    kernel = grid_kernel(
         grouped_matmul,
-        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
-        scratch_types=[*_scratch(plan), *ring_scratch, *scale_ring_scratch],
-        **persistent(ctas // plan.cluster, CONSUMERS + 1, interpret),
-        **cluster,
+        jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
+        [*_scratch(plan), *ring_scratch, *scale_ring_scratch],
+        warpgroups=CONSUMERS + 1,
+        grid={"cta": ctas // plan.cluster},
+        cluster={CLUSTER_AXIS: plan.cluster} if config.paired else {},
+        interpret=interpret,
+        lowering_semantics=LANE,
     )
     return kernel(lhs, *matrices, group_sizes, *((lhs_scale, *matrix_scales) if float8 else ()))
 

@@ -49,7 +49,7 @@ from pallas_kernels.grouped_matmul.few_tokens_plan import (
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
 from pallas_kernels.hopper.warpgroup import cond, when
@@ -183,11 +183,14 @@ def _matmul(
             _Consumer(plan, tiles, ring, scale_g, out_g, split, warpgroup, k_part, first_row).run()
 
     dtype = jnp.bfloat16 if config.split_k == 1 else jnp.float32
-    return plgpu.kernel(
+    return grid_kernel(
         few_tokens,
-        out_type=jax.ShapeDtypeStruct((config.split_k, M, matrix_count * weights.N), dtype),
-        scratch_types=[*ring_scratch, *_Reduction.scratch(plan)],
-        **persistent(ctas, consumers + 1, interpret),
+        jax.ShapeDtypeStruct((config.split_k, M, matrix_count * weights.N), dtype),
+        [*ring_scratch, *_Reduction.scratch(plan)],
+        warpgroups=consumers + 1,
+        grid={"cta": ctas},
+        interpret=interpret,
+        lowering_semantics=LANE,
     )(x, *matrices, *scales, group_sizes.astype(jnp.int32))
 
 

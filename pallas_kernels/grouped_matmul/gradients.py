@@ -46,7 +46,7 @@ from pallas_kernels.grouped_matmul.schedule import GroupTiles, TileScheduler, pa
 from pallas_kernels.hopper import multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.ir import SCALAR, const, inline, instruction, shared_address, value_of
-from pallas_kernels.hopper.launch import persistent
+from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import ROWS, two_views
@@ -300,16 +300,19 @@ def _launch(name: str, sizes: _Sizes, operands: Sequence[jax.Array], out_type: A
 
     left = (sizes.tile_m // STEP, STEP) if sizes.of_matrices else (sizes.tile_m,)
     staging = CONSUMERS * _STAGING_BUFFERS, ROWS, STEP
-    kernel = plgpu.kernel(
+    kernel = grid_kernel(
         body,
-        out_type=out_type,
-        scratch_types=[
+        out_type,
+        [
             stages(*left),
             stages(sizes.tile_n // STEP, STEP),
             two_views(staging, jnp.bfloat16, on_gpu=on_gpu),
             *ring_scratch,
         ],
-        **persistent(sizes.ctas, CONSUMERS + 1, interpret),
+        warpgroups=CONSUMERS + 1,
+        grid={"cta": sizes.ctas},
+        interpret=interpret,
+        lowering_semantics=LANE,
     )
     return kernel(*operands)
 

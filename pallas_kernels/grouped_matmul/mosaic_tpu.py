@@ -43,8 +43,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels.block_quant.reference import FLOAT8
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.reference_gradients import with_gradients_of
 from pallas_kernels.tpu import LANES, Chip, dot, require_tpu, require_vmem, tiled_bytes
 
 _LHS_DTYPES = "bfloat16", "float32", "float8_e4m3fn"

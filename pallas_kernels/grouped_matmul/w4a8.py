@@ -56,7 +56,7 @@ from pallas_kernels.hopper.ir import (
     warp_and_lane,
     wgmma_row,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel, persistent
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.registers import advance, load_words
 from pallas_kernels.hopper.ring import PipelineState, Ring
@@ -204,17 +204,20 @@ def _kernel(
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
             _consume(memory, tiles, out_g, warpgroup, on_gpu=on_gpu)
 
-    return plgpu.kernel(
+    return grid_kernel(
         w4a8,
-        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
-        scratch_types=[
+        jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
+        [
             plgpu.SMEM((stages, tokens, BLOCK), FLOAT8, transforms=swizzle),
             plgpu.SMEM((stages, _FEATURES, _ROW_BYTES), jnp.uint8),
             plgpu.SMEM((stages, scale_copy), jnp.float32),
             plgpu.SMEM((stages, _FEATURES), jnp.float32),
             *ring_scratch,
         ],
-        **persistent(ctas, _CONSUMERS + 1, interpret),
+        warpgroups=_CONSUMERS + 1,
+        grid={"cta": ctas},
+        interpret=interpret,
+        lowering_semantics=LANE,
     )(x, values, group_sizes.astype(jnp.int32), x_scales, scales)
 
 

@@ -47,17 +47,10 @@ class TmaCopy:
     """Array in global memory. One of uint8 has the bytes of the target's numbers, 128 per row, if
     the target is tiled."""
 
-    window: tuple[Any, ...]
-    """An index or a ``pl.ds`` for each dimension of the source."""
-
-    target: Any
-    """Reference to shared memory."""
-
-    tiled: bool = True
-    """Whether the target is in tiles, as :func:`tiles.tiles_of` makes them."""
-
-    swizzle: int | None = 128
-    """Swizzle of the target in bytes, or None. Of tiles it is 128."""
+    window: tuple[Any, ...]  # an index or a ``pl.ds`` for each dimension of the source
+    target: Any  # reference to shared memory
+    tiled: bool = True  # whether the target is in tiles, as tiles.tiles_of makes them
+    swizzle: int | None = 128  # Swizzle of the target in bytes, or None. Of tiles it is 128.
 
     contiguous: bool = False
     """Whether the window is contiguous, starts at a multiple of 16 bytes and has a multiple of 16
@@ -100,11 +93,8 @@ class TmaCopy:
         self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
         leader: Any,
     ) -> None:  # fmt: skip
-        """Starts the copy in inlined code. Its bytes have been announced to the barrier.
-
-        Args:
-          leader: predicate of the thread that issues it.
-        """
+        """Starts the copy in inlined code, from the thread whose predicate is ``leader``. Its bytes
+        have been announced to the barrier."""
         if self.contiguous:
             self._issue_contiguous(source, starts, target, barrier, leader)
             return
@@ -133,7 +123,7 @@ class TmaCopy:
         itemsize = jnp.dtype(self.source.dtype).itemsize
         address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
         for start, stride in zip(starts, strides, strict=True):
-            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
+            step = const(stride * itemsize, 64)
             offset = arith.muli(arith.extui(i64(), value_of(start)), step)
             address = arith.addi(address, offset)
         text = (
@@ -172,22 +162,14 @@ _ARRIVE_AT_ALL = """{
 class Barriers:
     """An array of barriers."""
 
-    memory: Any
-    """The reference that :meth:`scratch` allocates."""
-
-    interpret: Any
-    """Interpreter parameters, or None on a GPU."""
-
-    first: int = 0
-    """Index in ``memory`` of barrier 0, on a GPU."""
+    memory: Any  # the reference that scratch allocates
+    interpret: Any  # interpreter parameters, or None on a GPU
+    first: int = 0  # index in ``memory`` of barrier 0, on a GPU
 
     @staticmethod
     def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:
-        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies.
-
-        Args:
-          axis: cluster axis whose CTAs all arrive at each other's barriers, if any.
-        """
+        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies. The CTAs
+        along a cluster ``axis`` all arrive at each other's barriers."""
         if interpret is not None and axis is not None:
             return plgpu.ClusterBarrier(
                 collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
@@ -251,12 +233,9 @@ class Barriers:
 
         wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
 
-    def arrive(self, i: Any, programs: int = 1) -> None:
-        """Arrives at barrier i once per warp, when all lanes of the warp have come here.
-
-        Args:
-          programs: number of CTAs in the cluster if it arrives at the barriers of all, or 1.
-        """
+    def arrive(self, i: Any, ctas: int = 1) -> None:
+        """Arrives at barrier i once per warp, when all lanes of the warp have come here. In a
+        cluster of ``ctas`` CTAs it arrives at the barriers of all."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
@@ -264,9 +243,9 @@ class Barriers:
         @inline(REF, SCALAR)
         def arrive(words: Any, barrier: Any) -> None:
             instruction("bar.warp.sync 0xffffffff;")
-            if programs > 1:
+            if ctas > 1:
                 lane = warp_and_lane()[1]
-                operands = shared_address(words), lane, const(programs), value_of(barrier)
+                operands = shared_address(words), lane, const(ctas), value_of(barrier)
                 instruction(_ARRIVE_AT_ALL, *operands)
                 return
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
@@ -275,12 +254,8 @@ class Barriers:
         arrive(self.memory, self._index(i))
 
     def wait_for_arrivals(self, first: Any, stages: int, fills: Any) -> None:
-        """Waits for all releases of a ring's stages. A CTA may exit only then.
-
-        Args:
-          first: index of the barrier at which stage 0 is released, before those of other stages.
-          fills: number of stages that were filled, one after the other.
-        """
+        """Waits for all releases of a ring's stages after ``fills`` fills; a CTA may exit only
+        then. ``first`` is the barrier at which stage 0 is released."""
         for stage in range(stages):
             uses = lax.div(fills + (stages - 1 - stage), jnp.int32(stages))
 
@@ -295,12 +270,8 @@ class Barriers:
         *,
         scope: mgpu.ThreadSubset = mgpu.ThreadSubset.WARP,
     ) -> None:
-        """Starts TMA copies that together complete one arrival at barrier i.
-
-        Args:
-          scope: WARP, or WARPGROUP where the calling warp is the first one of its warpgroup. One
-            thread of it issues the copies.
-        """
+        """Starts TMA copies that together complete one arrival at barrier i, by one thread of the
+        calling warp. With ``scope`` WARPGROUP it is the first warp of its warpgroup."""
         if self.interpret is not None:
             for copy in copies:
                 copy.interpret(self.memory.at[i])
@@ -335,10 +306,8 @@ class Barriers:
 
 
 def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
-    """Returns the i-th mbarrier of an array in shared memory, of two words each.
-
-    It does not track phases: the caller passes the parity to each wait.
-    """
+    """Returns the i-th mbarrier of an array in shared memory, of two words each. It does not track
+    phases: the caller passes the parity to each wait."""
     phases: Any = None
     return mgpu.BarrierRef(mgpu.utils.memref_ptr(words), i, phases, 1)
 

@@ -40,8 +40,7 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.launch import multiprocessors
 
-FLIP = 1 << 31
-"""Sum of all arrivals of one use of the barrier."""
+FLIP = 1 << 31  # sum of all arrivals of one use of the barrier
 
 MOST_POLLS = 1 << 22
 """Polls of the counter until a wait ends with a trap. A poll takes about 0.4 microseconds, so that
@@ -81,9 +80,9 @@ _WAIT = """{
 }"""
 
 
-def arrival(program: int, programs: int) -> int:
+def arrival(cta: int, ctas: int) -> int:
     """Returns what a CTA adds to the counter, as an int32. CTA 0 adds the rest to FLIP."""
-    return int(np.uint32(FLIP - (programs - 1) if program == 0 else 1).astype(np.int32))
+    return int(np.uint32(FLIP - (ctas - 1) if cta == 0 else 1).astype(np.int32))
 
 
 def new_counter() -> Int32[Array, 1]:
@@ -91,19 +90,13 @@ def new_counter() -> Int32[Array, 1]:
     return jnp.zeros((1,), jnp.int32)
 
 
-def check_programs(programs: int, interpret: Any = None) -> None:
-    """Raises unless all CTAs of a grid are sure to run at the same time.
-
-    Args:
-      interpret: parameters of the interpreter, which runs any number of them, or None.
-
-    Raises:
-      NotImplementedError: there are more CTAs than multiprocessors.
-    """
-    if interpret is None and programs > (available := multiprocessors()):
+def check_ctas(ctas: int, interpret: Any = None) -> None:
+    """Raises NotImplementedError if there are more CTAs than multiprocessors, because then some
+    start only when others have ended. The interpreter runs any number at the same time."""
+    if interpret is None and ctas > (available := multiprocessors()):
         raise NotImplementedError(
             f"a grid barrier takes at most {available} programs, one per multiprocessor, got"
-            f" {programs}: some would start only after others have ended"
+            f" {ctas}: some would start only after others have ended"
         )
 
 
@@ -114,34 +107,23 @@ class GridBarrier:
     memory: Any
     """Reference to a counter in global memory, or in the interpreter to a cluster barrier."""
 
-    programs: int
-
-    warpgroups: int
-    """Consecutive warpgroups of each CTA that take part."""
-
+    ctas: int
+    warpgroups: int  # consecutive warpgroups of each CTA that take part
     axis: str = "program"
-
-    first: int = 0
-    """The first of these warpgroups."""
-
+    first: int = 0  # the first of these warpgroups
     most_polls: int = MOST_POLLS
 
     interpret: Any = None
 
     @staticmethod
-    def launch(programs: int, interpret: Any, axis: str = "program") -> dict[str, Any]:
-        """Returns the arguments of ``plgpu.kernel`` for the grid.
-
-        The interpreter runs only the CTAs of one cluster at the same time, so there the grid is
-        a cluster.
-
-        Raises:
-          NotImplementedError: see :func:`check_programs`.
-        """
-        check_programs(programs, interpret)
+    def launch(ctas: int, interpret: Any, axis: str = "program") -> dict[str, Any]:
+        """Returns the arguments of ``plgpu.kernel`` for the grid; see :func:`check_ctas`. The
+        interpreter runs only the CTAs of one cluster at the same time, so there the grid is a
+        cluster."""
+        check_ctas(ctas, interpret)
         if interpret is None:
-            return {"grid": (programs,), "grid_names": (axis,)}
-        cluster = {"cluster": (programs,), "cluster_names": (axis,)}
+            return {"grid": (ctas,), "grid_names": (axis,)}
+        cluster = {"cluster": (ctas,), "cluster_names": (axis,)}
         return {"grid": (1,), "grid_names": ("one",), "interpret": interpret, **cluster}
 
     @staticmethod
@@ -152,26 +134,20 @@ class GridBarrier:
         return [plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=warpgroups)]
 
     def sync(self) -> None:
-        """Waits until all threads that take part have come here, in all CTAs.
-
-        They then see what any of them wrote to global memory before. Data read before the barrier
-        must be read again by ordinary loads, not by ``ld.global.nc``.
-        """
+        """Waits until all threads that take part have come here, in all CTAs. They then see what
+        any of them wrote to global memory before, by ordinary loads and not by ``ld.global.nc``."""
         self.wait(self.arrive())
 
     def arrive(self) -> Any:
-        """Announces this CTA to the others, when all threads that take part have come here.
-
-        Returns:
-          A token for :meth:`wait`.
-        """
+        """Announces this CTA to the others, when all threads that take part have come here. Returns
+        a token for :meth:`wait`."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory)
             return jnp.int32(0)
         amount = jnp.where(
             lax.axis_index(self.axis) == 0,
-            jnp.int32(arrival(0, self.programs)),
-            jnp.int32(arrival(1, self.programs)),
+            jnp.int32(arrival(0, self.ctas)),
+            jnp.int32(arrival(1, self.ctas)),
         )
 
         @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
@@ -217,7 +193,7 @@ class GridBarrier:
         with ir.InsertionPoint(scf.IfOp(is_late).then_block):
             message = (
                 f"grid barrier: after {self.most_polls} polls, program %d still waits for some of"
-                f" {self.programs} programs\n"
+                f" {self.ctas} programs\n"
             )
             gpu.printf(message, arith.index_cast(i32(), gpu.block_id(gpu.Dimension.x)))
             instruction("trap;")

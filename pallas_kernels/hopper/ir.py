@@ -15,20 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-SCALAR = plgpu.Layout.WG_SPLAT(())
-"""Layout of a scalar, which every thread has."""
+SCALAR = plgpu.Layout.WG_SPLAT(())  # layout of a scalar, which every thread has
 
-REF = plgpu.RefType()
-"""Type of a reference to memory, without transforms."""
+REF = plgpu.RefType()  # type of a reference to memory, without transforms
 
 
 def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a function as plgpu.inline_mgpu does, but without the launch context argument.
-
-    Args:
-      arguments: types or layouts of the function's arguments.
-      returns: type of its result, or a tuple of types.
-    """
+    ``arguments`` are types or layouts, ``returns`` is a type or a tuple of types."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
@@ -45,9 +39,10 @@ def i64() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
-def const(number: int) -> Any:
-    """Returns an i32 constant."""
-    return arith.constant(i32(), ir.IntegerAttr.get(i32(), number))
+def const(number: int, bits: int = 32) -> Any:
+    """Returns an integer constant."""
+    kind = ir.IntegerType.get_signless(bits)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, number))
 
 
 def value_of(scalar: Any) -> Any:
@@ -56,17 +51,18 @@ def value_of(scalar: Any) -> Any:
 
 
 def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
-    """Emits inline PTX and returns its result.
-
-    Args:
-      text: PTX with operands $0, $1, ...
-      constraints: LLVM's operand constraints, such as ``"=r,r"``.
-      result: MLIR type of the result, or None.
-      effects: whether the compiler must neither move nor remove it.
-    """
+    """Emits inline PTX, with operands $0, $1, ... of LLVM's ``constraints``, and returns its result
+    of an MLIR type or None. With ``effects`` the compiler must neither move nor remove it."""
     return llvm.inline_asm(
         result, list(args), text, constraints, asm_dialect=0, has_side_effects=effects
     )
+
+
+def asm_numbers(text: str, constraints: str, *args: Any, kind: Any, count: int) -> list[Any]:
+    """Emits inline PTX with ``count`` results of one type, which stays in its place."""
+    struct = llvm.StructType.get_literal([kind] * count)
+    struct = asm(text, constraints, *args, result=struct, effects=True)
+    return [llvm.extractvalue(kind, struct, [i]) for i in range(count)]
 
 
 def instruction(text: str, *args: Any) -> None:
@@ -111,9 +107,7 @@ def array(
     flat = np.empty(len(registers), dtype=object)
     flat[:] = registers
     return mgpu.FragmentedArray(
-        _registers=flat.reshape(layout.registers_shape(shape)),
-        _layout=layout,
-        _is_signed=is_signed,
+        _registers=flat.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=is_signed
     )
 
 

@@ -36,10 +36,8 @@ def thread_index(axis: int) -> jax.Array:
 
 
 def over_warp(reduce: Any, values: jax.Array) -> jax.Array:
-    """Reduces over the lanes of each warp. Every lane gets the result.
-
-    The sum and the maximum of integers are one instruction, those of floats ten.
-    """
+    """Reduces over the lanes of each warp; all get the result. The sum and the maximum of integers
+    are one instruction, those of floats ten."""
     result = lax.broadcast_in_dim(reduce(values, axis=1), SHAPE, (0,))
     return plgpu.layout_cast(result, LAYOUT)
 
@@ -70,11 +68,9 @@ def ones_of(words: jax.Array, interpret: Any) -> jax.Array:
 
 
 def select(values: jax.Array, mask: jax.Array, other: int) -> jax.Array:
-    """Returns ``values`` where ``mask``, and ``other`` elsewhere.
-
-    The constant must be the second operand. If the first operand of a select is a constant, Mosaic
-    GPU drops the signedness of the result, and later comparisons and maxima are unsigned.
-    """
+    """Returns ``values`` where ``mask``, and ``other`` elsewhere: a constant must be the second
+    operand. If it is the first, Mosaic GPU drops the result's sign, and later comparisons are
+    unsigned."""
     return jnp.where(mask, values, other)
 
 
@@ -88,19 +84,14 @@ def bits_of(x: jax.Array) -> jax.Array:
 
 
 def add_if(mask: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns ``count + 1`` where ``mask``, and ``count`` elsewhere.
-
-    Adding the mask as an integer would give the same instructions, but to lower a conversion from
-    one bit Mosaic GPU starts ptxas each time, which takes 7 ms.
-    """
+    """Returns ``count + 1`` where ``mask``, and ``count`` elsewhere. To add the mask as an integer,
+    Mosaic GPU would start ptxas each time it lowers a conversion from one bit, which takes 7 ms."""
     return jnp.where(mask, count + 1, count)
 
 
 def load(ref: Any, index: jax.Array, n: int, interpret: Any) -> jax.Array:
-    """Returns ``ref[index]`` in the first n lanes of each warp. The other lanes are undefined.
-
-    The index must be valid in all lanes.
-    """
+    """Returns ``ref[index]`` in the first n lanes of each warp, undefined in others. The index must
+    be valid in all lanes."""
     if interpret is not None:
         rows = [jnp.stack([ref[index[warp, lane]] for lane in range(n)]) for warp in range(WARPS)]
         return jnp.pad(jnp.stack(rows), ((0, 0), (0, LANES - n)))
@@ -119,12 +110,8 @@ def load(ref: Any, index: jax.Array, n: int, interpret: Any) -> jax.Array:
 
 
 def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
-    """Loads ``ref[first:][:n]`` in each warp, one number per lane.
-
-    Args:
-      first: index in ``ref``, equal in all lanes of a warp.
-      n: LANES, or 1 to load the same number in all lanes.
-    """
+    """Loads ``ref[first:][:n]`` in each warp, where n is LANES, or 1 for the same number in all
+    lanes. ``first`` is equal in all lanes of a warp."""
     if interpret is not None:
         rows = [ref[pl.ds(first[warp, 0], n)] for warp in range(WARPS)]
         return jnp.broadcast_to(jnp.stack(rows), SHAPE)
@@ -132,12 +119,8 @@ def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
 
 
 def load_padded(ref: Any, first: jax.Array, n: int, padding: float, interpret: Any) -> jax.Array:
-    """Loads ``ref[first:][:n]`` in each warp, one number per lane. Later lanes have ``padding``.
-
-    Args:
-      first: index in ``ref``, equal in all lanes of a warp.
-      n: 1 to LANES.
-    """
+    """Loads ``ref[first:][:n]`` in each warp, for n up to LANES; later lanes have ``padding``.
+    ``first`` is equal in all lanes of a warp."""
     if n == LANES:
         return load_rows(ref, first, n, interpret)
     lane = thread_index(1)
@@ -161,10 +144,8 @@ def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interp
 def set_bits(
     ref: Any, index: jax.Array, bits: jax.Array, n: int, mask: jax.Array, interpret: Any
 ) -> None:
-    """Sets ``bits`` in ``ref[index]`` in the first n lanes of each warp, where ``mask``.
-
-    Threads of a warpgroup may set bits of the same word.
-    """
+    """Sets ``bits`` in ``ref[index]`` in the first n lanes of each warp, where ``mask``. Threads of
+    a warpgroup may set bits of the same word."""
     if interpret is None:
         mask = mask if n == LANES else mask & (thread_index(1) < n)
         _write("red.{space}.or", ref, index, bits, mask)
@@ -199,10 +180,8 @@ def _write(
 def store_rows(
     ref: Any, first: jax.Array, values: jax.Array, n: int, mask: jax.Array, interpret: Any
 ) -> None:
-    """Sets ``ref[first:][:n] = values[:n]`` in each warp where ``mask``.
-
-    ``first`` and ``mask`` are equal in all lanes of a warp.
-    """
+    """Sets ``ref[first:][:n] = values[:n]`` in each warp where ``mask``. ``first`` and ``mask`` are
+    equal in all lanes of a warp."""
     if interpret is None:
         lane = thread_index(1)
         store(ref, first + lane, values, mask if n == LANES else mask & (lane < n), interpret)
@@ -220,12 +199,8 @@ def maximum(values: list[jax.Array]) -> jax.Array:
 
 
 def _memory(ref: Any, start: str, index: str) -> tuple[str, Any, str, str]:
-    """Describes a ref for inline PTX.
-
-    Returns:
-      The state space; the address of the first element, with the letter of its kind; and PTX that
-      sets a register ``at`` to the address of an element, given the two operands.
-    """
+    """Describes a ref for inline PTX: its state space; the address of the first element and the
+    letter of its kind; and PTX that sets a register ``at`` to the address of an element."""
     pointer = mgpu.utils.memref_ptr(ref)
     if mgpu.utils.is_smem_ref(ref):
         address = f".reg .b32 at; mad.lo.s32 at, {index}, 4, {start};"

@@ -1,7 +1,8 @@
-"""The check for a Hopper GPU, its size, and the overlap of kernels that follow each other on it."""
+"""The check for a Hopper GPU, its size, and the launch and overlap of kernels on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +14,13 @@ H200_SMS = 132
 """Multiprocessors of an H100 or H200 (SXM). Programs that are compiled without a GPU assume it."""
 
 
+LANE = plgpu.LoweringSemantics.Lane
+"""Code for single lanes."""
+
+
 def require_hopper(interpret: Any = None) -> None:
-    """Raises unless the program is for a Hopper GPU, or the kernel runs in the interpreter.
-
-    Args:
-      interpret: parameters of the interpreter, or None.
-
-    Raises:
-      NotImplementedError: :mod:`pallas_kernels.target` is not a GPU of compute capability 9.0.
-    """
+    """Raises NotImplementedError unless the program is for a GPU of compute capability 9.0, see
+    :mod:`pallas_kernels.target`, or the kernel runs in the interpreter."""
     if interpret is not None:
         return
     if platform() != "gpu":
@@ -38,22 +37,6 @@ def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or H200_SMS
 
 
-def persistent(ctas: int, warpgroups: int, interpret: Any) -> dict[str, Any]:
-    """Returns the arguments of ``plgpu.kernel`` for CTAs of several warpgroups that divide the work
-    themselves: the axes "cta" and "wg", and code for single lanes without automatic barriers."""
-    lanes = plgpu.LoweringSemantics.Lane
-    options = {
-        "grid": (ctas,),
-        "grid_names": ("cta",),
-        "num_threads": warpgroups,
-        "thread_name": "wg",
-        "compiler_params": plgpu.CompilerParams(
-            lowering_semantics=lanes, unsafe_no_auto_barriers=True
-        ),
-    }
-    return options if interpret is None else options | {"interpret": interpret}
-
-
 def overlap_preceding_kernel(early: bool = True, *, interpret: Any = None) -> None:
     """Lets the following kernel launch, and waits for the preceding one's results.
 
@@ -66,3 +49,27 @@ def overlap_preceding_kernel(early: bool = True, *, interpret: Any = None) -> No
     if early and interpret is None and hasattr(plgpu, "griddepcontrol_wait"):
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
+
+
+def grid_kernel(
+    body: Callable[..., None], out_type: Any, scratch_types: Sequence[Any], *, warpgroups: int,
+    grid: dict[str, int], cluster: dict[str, int] | None = None, interpret: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Returns ``body`` as a kernel without automatic barriers, whose thread axis is ``wg``.
+    ``grid`` and ``cluster`` have the CTAs of each axis, ``options`` are of
+    ``plgpu.CompilerParams``."""
+    cluster = cluster or {}
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **options),
+        **({} if interpret is None else {"interpret": interpret}),
+    )

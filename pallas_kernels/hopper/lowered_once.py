@@ -27,11 +27,8 @@ _R = TypeVar("_R")
 
 
 class Exports:
-    """The exported modules of one kernel, by what they depend on.
-
-    They stay in memory until the process ends. One takes some ten kilobytes, much less than any
-    compiled program that contains it.
-    """
+    """The exported modules of one kernel, by what they depend on, until the process ends. One takes
+    some ten kilobytes, much less than any compiled program that contains it."""
 
     def __init__(self, function: Callable[..., Any], platform: str):
         self._function = function
@@ -45,10 +42,8 @@ class Exports:
         return _transformable(self.module(settings, arrays).call, plain)
 
     def module(self, settings: dict[str, Hashable], arrays: dict[str, Any]) -> export.Exported:
-        """Returns the module for these static arguments, and for arrays of these types.
-
-        Threads that ask for the same module at the same time wait for the one that makes it.
-        """
+        """Returns the module for these static arguments, and for arrays of these types. Threads
+        that ask for it at the same time wait for the one that makes it."""
         leaves, structure = jax.tree.flatten(arrays)
         types = tuple(_type_of(leaf) for leaf in leaves)
         key = tuple(settings.items()), structure, types

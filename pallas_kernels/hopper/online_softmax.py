@@ -9,6 +9,7 @@ rescaling.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,13 +23,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels.hopper.ir import inline, item
-from pallas_kernels.hopper.math import LOG2E
 from pallas_kernels.hopper.tiles import ROW, WGMMA
 from pallas_kernels.hopper.warpgroup import any_thread
 
+LOG2E = math.log2(math.e)
+NO_SCORE = -1e30  # initial running maximum: finite, because -inf - -inf would be NaN
 SLACK = 8.0
-SUM_COLUMNS = 8
-"""Columns of :func:`partial_row_sums`: the narrowest slice of a WGMMA register tile."""
+SUM_COLUMNS = 8  # columns of partial_row_sums: the narrowest slice of a WGMMA register tile
 
 
 def raised_maximum(maximum: jax.Array, running: jax.Array) -> jax.Array:
@@ -53,12 +54,8 @@ def merge_sums(
 
 
 def log_sum_exp(maximum: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns the natural logarithm of the sum of exponentials, -inf for an empty sum.
-
-    Args:
-      maximum: in base 2.
-      total: sum of exponentials relative to it.
-    """
+    """Returns the natural logarithm of a sum of exponentials ``total`` relative to a ``maximum`` in
+    base 2, and -inf for an empty sum."""
     lse = (maximum + jnp.log(total) * LOG2E) * (1.0 / LOG2E)
     return jnp.where(total > 0.0, lse, jnp.full_like(lse, -jnp.inf))
 

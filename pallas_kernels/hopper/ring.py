@@ -26,11 +26,8 @@ from pallas_kernels.hopper.warpgroup import WARPS, when
 class PipelineState(NamedTuple):
     """A stage of the ring, and the phase of its barriers."""
 
-    stage: jax.Array
-    """int32, 0 to stages - 1."""
-
-    phase: jax.Array
-    """int32, 0 or 1."""
+    stage: jax.Array  # int32, 0 to stages - 1
+    phase: jax.Array  # int32, 0 or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,30 +35,20 @@ class Ring:
     """The barriers of a ring buffer. The stages' memory belongs to the caller."""
 
     stages: int
+    consumers: int  # consumer warpgroups
+    full: Barriers  # one barrier per stage
+    empty: Barriers  # one barrier per stage
 
-    consumers: int
-    """Consumer warpgroups."""
-
-    full: Barriers
-    """One barrier per stage."""
-
-    empty: Barriers
-    """One barrier per stage."""
-
-    programs: int = 1
+    ctas: int = 1
     """Programs of a cluster whose consumers release each stage, because each copies to all."""
 
     @staticmethod
     def scratch(
         stages: int, copies: int, consumers: int, interpret: Any, axis: str | None = None
     ) -> list[Any]:
-        """Returns the scratch types of a ring with ``copies`` TMA copies per stage.
-
-        On a GPU all barriers are in one array, because each array takes 1 KiB.
-
-        Args:
-          axis: cluster axis along which the copies are multicast, if any.
-        """
+        """Returns the scratch types of a ring with ``copies`` TMA copies per stage, multicast along
+        a cluster ``axis`` if any. On a GPU all barriers are in one array, because each takes 1
+        KiB."""
         if interpret is None:
             return [Barriers.scratch(2 * stages, 0, None)]
         full = Barriers.scratch(stages, copies, interpret)
@@ -69,7 +56,7 @@ class Ring:
 
     @classmethod
     def of(
-        cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any, programs: int = 1
+        cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any, ctas: int = 1
     ) -> Ring:
         """Returns the ring whose barriers are the references that :meth:`scratch` allocated."""
         first_empty = stages if interpret is None else 0
@@ -79,18 +66,15 @@ class Ring:
             consumers,
             Barriers(full, interpret),
             Barriers(empty, interpret, first=first_empty),
-            programs,
+            ctas,
         )
 
     def initialise(self, *, warps: int = 1) -> None:
-        """Initialises the barriers. Every thread of the cluster calls it before any other use.
-
-        Args:
-          warps: see :meth:`Barriers.initialise`.
-        """
-        releases = self.programs * self.consumers * WARPS
+        """Initialises the barriers, see :meth:`Barriers.initialise`. Every thread of the cluster
+        calls it before any other use."""
+        releases = self.ctas * self.consumers * WARPS
         arrivals = [1] * self.stages + [releases] * self.stages
-        self.full.initialise(arrivals, cluster=self.programs > 1, warps=warps)
+        self.full.initialise(arrivals, cluster=self.ctas > 1, warps=warps)
 
     def fill(self, state: PipelineState, copies: Sequence[TmaCopy]) -> None:
         """Waits until the stage is empty, and starts its copies. One warp of the producer calls
@@ -112,7 +96,7 @@ class Ring:
             # The memory model requires a fence between reading a stage and the copy that overwrites
             # it, and the interpreter checks that. On a GPU the values are in registers by now.
             plgpu.commit_smem()
-        self.empty.arrive(state.stage, self.programs)
+        self.empty.arrive(state.stage, self.ctas)
 
     def start(self) -> PipelineState:
         """Returns the first state."""
@@ -127,10 +111,8 @@ class Ring:
     def loop(
         self, steps: int | jax.Array, body: Callable[..., Any], state: PipelineState, carry: Any
     ) -> tuple[PipelineState, Any]:
-        """Runs ``carry = body(i, state, carry)`` for ``steps`` consecutive stages.
-
-        Returns the state after them, and the last carry.
-        """
+        """Runs ``carry = body(i, state, carry)`` for ``steps`` consecutive stages. Returns the
+        state after them, and the last carry."""
 
         def step(i: jax.Array, carry: tuple[PipelineState, Any]) -> tuple[PipelineState, Any]:
             state, value = carry
@@ -155,21 +137,15 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CountedRing:
-    """A ring whose producer and consumers find a stage by counting fills.
-
-    Fill f is use ``f // stages`` of stage ``f % stages``. No state is passed from one fill to the
-    next, so warps may fill or read different stages at the same time.
-    """
+    """A ring whose producer and consumers find a stage by counting: fill f is use ``f // stages``
+    of stage ``f % stages``. So warps may fill or read different stages at the same time."""
 
     stages: int
     barriers: Barriers
     """The full barriers of every stage of all rings, then the free ones. Others may follow."""
 
-    number: Any = 0
-    """Number of this ring."""
-
-    rings: int = 1
-    """Number of rings."""
+    number: Any = 0  # number of this ring
+    rings: int = 1  # number of rings
 
     def position(self, fill: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the stage of a fill, and which use of the stage it is."""

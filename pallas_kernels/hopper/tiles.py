@@ -34,21 +34,17 @@ from pallas_kernels.hopper.ir import (
     wgmma_row,
 )
 
-ROWS = 64
-"""The M of a wgmma instruction."""
+ROWS = 64  # the M of a wgmma instruction
 
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 WGMMA = plgpu.Layout.WGMMA
-ROW = WGMMA.reduce(1)
-"""Layout of a vector with one number per row of an accumulator."""
-COLUMN = WGMMA.reduce(0)
-"""Layout of a vector with one number per column of an accumulator."""
+ROW = WGMMA.reduce(1)  # layout of a vector with one number per row of an accumulator
+COLUMN = WGMMA.reduce(0)  # layout of a vector with one number per column of an accumulator
 
 TILING = (8, 64)
 TILED = (plgpu.TilingTransform(TILING), plgpu.SwizzleTransform(128))
 """Transforms of a buffer of bfloat16 tiles."""
-TILES = plgpu.RefType(TILED)
-"""Type of such a buffer in inlined code."""
+TILES = plgpu.RefType(TILED)  # type of such a buffer in inlined code
 
 
 def tiles_of(*shape: int) -> Any:
@@ -57,10 +53,8 @@ def tiles_of(*shape: int) -> Any:
 
 
 def two_views(shape: tuple[int, ...], dtype: Any, *, on_gpu: bool) -> Any:
-    """Returns a buffer whose last axis is one swizzle atom wide, in a tiled and an untiled view.
-
-    The interpreter would give each view its own memory, so there the buffer has only one.
-    """
+    """Returns a buffer whose last axis is one swizzle atom wide, in a tiled and an untiled view. In
+    the interpreter it has only the tiled one, because each view would have its own memory."""
     width = shape[-1] * jnp.dtype(dtype).itemsize
     swizzle = plgpu.SwizzleTransform(width)
     tiling = plgpu.TilingTransform((8, shape[-1]))

@@ -40,8 +40,7 @@ def cond(
     return lax.switch(jnp.where(condition, 1, 0), [if_false, if_true], *operands)
 
 
-WARPS = 4
-"""Warps per warpgroup."""
+WARPS = 4  # warps per warpgroup
 
 # One hardware barrier per warpgroup. Of the sixteen, Mosaic uses barrier 0 and one per warpgroup.
 _FIRST_VOTE_BARRIER = 8
@@ -54,10 +53,8 @@ _VOTE = """{
 
 
 def first_warp(on_gpu: bool) -> jax.Array | bool:
-    """Returns whether the thread is in its warpgroup's first warp.
-
-    The interpreter has no warps. There the result is True.
-    """
+    """Returns whether the thread is in its warpgroup's first warp; True in the interpreter, which
+    has no warps."""
     return warp_is(0) if on_gpu else True
 
 
@@ -74,10 +71,8 @@ def warp_is(number: int) -> jax.Array:
 
 
 def any_thread(flag: Any) -> Any:
-    """Returns whether ``flag`` is set in any thread of the warpgroup. All its threads must call it.
-
-    It is a barrier with a reduction.
-    """
+    """Returns whether ``flag`` is set in any thread of the warpgroup. All threads call it: it is a
+    barrier with a reduction."""
     warpgroup = arith.divui(mgpu.utils.thread_idx(), const(128))
     barrier = arith.addi(warpgroup, const(_FIRST_VOTE_BARRIER))
     flag = arith.extui(i32(), flag)
@@ -86,10 +81,8 @@ def any_thread(flag: Any) -> Any:
 
 
 def sync_warpgroup(interpret: Any = None) -> None:
-    """Synchronises the threads of a warpgroup, without a fence for the asynchronous proxy.
-
-    So wgmma and TMA may not see yet what the threads have written to shared memory.
-    """
+    """Synchronises the threads of a warpgroup. wgmma and TMA may not see yet what the threads have
+    written: there is no fence for the asynchronous proxy."""
     if interpret is not None:
         plgpu.commit_smem()
         return
@@ -97,10 +90,8 @@ def sync_warpgroup(interpret: Any = None) -> None:
 
 
 def fence_async_proxy(interpret: Any = None) -> None:
-    """Makes this thread's shared memory writes visible to the tensor cores and to TMA.
-
-    This is ``commit_smem`` without its barrier across the warpgroup.
-    """
+    """Makes this thread's shared memory writes visible to the tensor cores and to TMA:
+    ``commit_smem`` without its barrier across the warpgroup."""
     if interpret is not None:
         plgpu.commit_smem()
         return
@@ -113,10 +104,8 @@ def fence_async_proxy(interpret: Any = None) -> None:
 
 
 def sync_cta(barriers: Sequence[Any], interpret: Any) -> None:
-    """Synchronises all threads of a CTA, and makes their memory writes visible to each other.
-
-    The interpreter does not have this instruction and uses the first of ``barriers`` instead.
-    """
+    """Synchronises all threads of a CTA, and makes their memory writes visible to each other. The
+    interpreter uses the first of ``barriers`` instead."""
     if interpret is not None:
         plgpu.barrier_arrive(barriers[0])
         plgpu.barrier_wait(barriers[0])

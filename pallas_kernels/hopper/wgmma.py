@@ -24,6 +24,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     float_pair,
     i32,
@@ -46,12 +47,8 @@ _ROWS_BYTES = 16 * _ATOM  # 16 rows, the K of one instruction with transposed bf
 
 
 def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
-    """Returns the base of an operand's descriptors, an int32 that is uniform in a warp.
-
-    Args:
-      ref: rows of 128 bytes in shared memory, swizzled and not tiled.
-      offset: bytes from ``ref`` to the warpgroup's first row, a multiple of 1,024.
-    """
+    """Returns the base of an operand's descriptors, an int32 that is uniform in a warp. ``ref`` has
+    rows of 128 bytes, swizzled and not tiled; ``offset`` is a multiple of 1,024 bytes."""
 
     @inline(_UNTILED, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def base(ref: Any, offset: Any) -> Any:
@@ -80,10 +77,7 @@ def start_product(
     columns = previous.shape[1]
     count = columns // 2  # registers per thread
     registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    text = [
-        "{ .reg .b64 a, b; .reg .pred old;",
-        "wgmma.fence.sync.aligned;",
-    ]
+    text = ["{ .reg .b64 a, b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
     for k in range(0, _ATOM, _K_BYTES):
         text += [
             f"add.s64 a, ${2 * count}, {(a_offset + k) // 16};",
@@ -93,13 +87,10 @@ def start_product(
             f" {registers}, a, b, old, 1, 1;",
         ]
     text.append("wgmma.commit_group.sync.aligned; }")
-    constraints = ",".join([*["=f"] * count, *map(str, range(count)), "l", "l"])
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
-        operands = *_numbers(previous), _descriptor(a), _descriptor(b)
-        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
-        return _product(struct, columns)
+        return _issue(text, _numbers(previous), "l,l", _descriptor(a), _descriptor(b))
 
     return start(a, b, previous)
 
@@ -119,9 +110,7 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
       b: base from :func:`operand_base`.
       previous: as for :func:`start_product`.
     """
-    columns = previous.shape[1]
-    count = columns // 2  # registers per thread
-    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    columns, count, registers = _registers_of(previous)
     words, base = 2 * count, 2 * count + 16
     text = ["{ .reg .b64 b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
     for n, k in enumerate(range(0, _ATOM, _K_BYTES)):
@@ -133,14 +122,11 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
             f" {registers}, {operand}, b, old, 1, 1;",
         ]
     text.append("wgmma.commit_group.sync.aligned; }")
-    constraints = ",".join([*["=f"] * count, *map(str, range(count)), *["r"] * 16, "l"])
 
     @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
-        operands = [llvm.bitcast(i32(), pair) for pair in a.registers.flat]
-        operands = *_numbers(previous), *operands, _descriptor(b)
-        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
-        return _product(struct, columns)
+        a_words = [llvm.bitcast(i32(), pair) for pair in a.registers.flat]
+        return _issue(text, _numbers(previous), "r," * 16 + "l", *a_words, _descriptor(b))
 
     return start(a, b, previous)
 
@@ -160,9 +146,7 @@ def add_bfloat16_product(
       sums: float32 [64, columns], whose registers the result takes.
       depth: a multiple of 16, at most 64.
     """
-    columns = sums.shape[1]
-    count = columns // 2  # registers per thread
-    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    columns, count, registers = _registers_of(sums)
     a_bytes = _ROWS_BYTES if transposed_a else _K_BYTES
     text = [
         "{ .reg .b64 a, b; .reg .pred add;",
@@ -177,44 +161,31 @@ def add_bfloat16_product(
             f" {registers}, a, b, add, 1, 1, {int(transposed_a)}, 1;",
         ]
     text.append("wgmma.commit_group.sync.aligned; }")
-    constraints = ",".join([*["=f"] * count, *map(str, range(count)), "l", "l"])
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, sums: Any) -> Any:
-        operands = *_numbers(sums), _descriptor(a, _PANEL), _descriptor(b, _PANEL)
-        struct = asm("\n".join(text), constraints, *operands, result=_struct(count), effects=True)
-        return _product(struct, columns)
+        return _issue(text, _numbers(sums), "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
 
     return start(a, b, sums)
 
 
 def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
-    """Waits for a product, and returns its result.
+    """Waits for a product, and returns its result. ``later`` products that were started after it
+    may still be running."""
+    text = [f"wgmma.wait_group.sync.aligned {later};"]
 
-    Args:
-      later: number of products that have been started after it. They may still be running.
-    """
-    columns = product.shape[1]
-    count = columns // 2
-    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)])
-
-    @inline(WGMMA, returns=_product_type(columns))
+    @inline(WGMMA, returns=_product_type(product.shape[1]))
     def wait(product: Any) -> Any:
-        text, numbers = f"wgmma.wait_group.sync.aligned {later};", _numbers(product)
-        struct = asm(text, constraints, *numbers, result=_struct(count), effects=True)
-        return _product(struct, columns)
+        return _issue(text, _numbers(product), "")
 
     return wait(product)
 
 
 def _descriptor(base: Any, panel: int = 0) -> Any:
-    """Returns the i64 descriptor of an operand that starts at its base.
-
-    Args:
-      panel: bytes between the panels of a transposed operand.
-    """
+    """Returns the i64 descriptor of an operand that starts at its base. The panels of a transposed
+    operand are ``panel`` bytes apart."""
     bits = (_LAYOUT << 32) | (panel >> 4 << 16)
-    layout = arith.constant(i64(), ir.IntegerAttr.get(i64(), bits))
+    layout = const(bits, 64)
     return arith.ori(arith.extui(i64(), value_of(base)), layout)
 
 
@@ -222,26 +193,30 @@ def _product_type(columns: int) -> Any:
     return plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=WGMMA)
 
 
+def _registers_of(product: jax.Array) -> tuple[int, int, str]:
+    """Returns a product's columns, its registers per thread, and their names as an operand."""
+    columns = product.shape[1]
+    return columns, columns // 2, "{" + ",".join(f"${i}" for i in range(columns // 2)) + "}"
+
+
 def _numbers(product: Any) -> list[Any]:
     return [item(pair, i) for pair in product.registers.flat for i in range(2)]
 
 
-def _struct(count: int) -> Any:
-    return llvm.StructType.get_literal([ir.F32Type.get()] * count)
-
-
-def _product(struct: Any, columns: int) -> Any:
-    numbers = [llvm.extractvalue(ir.F32Type.get(), struct, [i]) for i in range(columns // 2)]
-    pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
-    return array(pairs, (ROWS, columns), WGMMA)
+def _issue(text: list[str], numbers: list[Any], constraints: str, *operands: Any) -> Any:
+    """Emits instructions that overwrite a product's numbers, and returns the new product."""
+    count, f32 = len(numbers), ir.F32Type.get()
+    kinds = [*["=f"] * count, *map(str, range(count)), *([constraints] if constraints else [])]
+    operands = *numbers, *operands
+    numbers = asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32, count=count)
+    pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, count, 2)]
+    return array(pairs, (ROWS, 2 * count), WGMMA)
 
 
 def keep_live(*operands: jax.Array) -> None:
-    """Keeps the operands in their registers up to this point.
-
-    It adds stores that are never executed, but that ptxas cannot prove dead. The registers are used
-    in groups of four, as wgmma uses them.
-    """
+    """Keeps the operands in their registers up to this point, by stores that are never executed,
+    but that ptxas cannot prove dead. wgmma uses registers in groups of four, and so do the
+    stores."""
 
     @inline(*(plgpu.Layout.WGMMA for _ in operands))
     def use(*operands):

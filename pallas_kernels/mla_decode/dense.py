@@ -43,8 +43,9 @@ from jaxtyping import Array, BFloat16, Int
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
 from pallas_kernels.hopper.online_softmax import (
+    LOG2E,
+    NO_SCORE,
     SUM_COLUMNS,
     merge_sums,
     partial_row_sums,

@@ -39,13 +39,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math
+from jaxlib.mlir.dialects import arith, math
 from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.ir import (
     array,
     asm,
+    asm_numbers,
     const,
     float_pair,
     inline,
@@ -53,9 +54,9 @@ from pallas_kernels.hopper.ir import (
     item,
     shared_address,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns, tiles_of
@@ -91,9 +92,7 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24  # per thread: 2 * 240 + 24 <
 class Slice:
     """Consecutive columns of a key block, which occupy one stage."""
 
-    first: int
-    """First column among the 512 latent and 64 rope columns of a token."""
-
+    first: int  # first column among the 512 latent and 64 rope columns of a token
     width: int
 
     @property
@@ -106,11 +105,8 @@ class Slice:
 class Layout:
     """Ring buffers for N query rows."""
 
-    width: int
-    """Columns per slice of a key block."""
-
-    stages: int
-    """Stages of each consumer's ring."""
+    width: int  # columns per slice of a key block
+    stages: int  # stages of each consumer's ring
 
     @classmethod
     def of(cls, N: int) -> Layout:
@@ -130,8 +126,7 @@ class Layout:
         return tuple(Slice(first, self.width) for first in range(0, _WIDTH, self.width))
 
 
-Stages = list[tuple[jax.Array, jax.Array]]
-"""(stage, use of the stage) of each slice of a key block."""
+Stages = list[tuple[jax.Array, jax.Array]]  # (stage, use of the stage) of each slice of a key block
 
 
 def consumer_of(n: Any) -> Any:
@@ -148,16 +143,8 @@ class Rings:
     """One ring buffer of stages per consumer, and the barriers of every stage."""
 
     layout: Layout
-
-    memory: Any
-    """Stages of both rings, [CONSUMERS * stages, 64, width], in shared memory."""
-
-    barriers: Barriers
-    """For each stage "full" and "free", then one "handover" per consumer."""
-
-    @staticmethod
-    def barrier_count(layout: Layout) -> int:
-        return 2 * CONSUMERS * layout.stages + CONSUMERS
+    memory: Any  # stages of both rings, [CONSUMERS * stages, 64, width], in shared memory
+    barriers: Barriers  # for each stage "full" and "free", then one "handover" per consumer
 
     def initialise(self) -> None:
         stages = CONSUMERS * self.layout.stages
@@ -176,10 +163,7 @@ class Rings:
         return self.memory.at[w * self.layout.stages + stage]
 
     def stages_of(self, r: Any) -> Stages:
-        """Returns the stages of a ring's r-th block.
-
-        They wrap around at most once, because a ring has room for a block or more.
-        """
+        """Returns the stages of a ring's r-th block. They wrap around at most once."""
         stages, count = self.layout.stages, len(self.layout.slices)
         first = r * count
         use = lax.div(first, jnp.int32(stages))
@@ -260,30 +244,25 @@ def attend(
 
     # The interpreter cannot reinterpret bfloat16 memory as float32.
     handover_s = () if gpu else (plgpu.SMEM((LATENT + 2, N), jnp.float32),)
-    out, lse, *partials = plgpu.kernel(
+    out, lse, *partials = grid_kernel(
         mla_decode,
-        out_type=output_types(B, N, LATENT, partitions, part_rows=N),
-        scratch_types=[
+        output_types(B, N, LATENT, partitions, part_rows=N),
+        [
             tiles_of(1, N, LATENT),
             tiles_of(1, N, ROPE),
             tiles_of(CONSUMERS * layout.stages, BLOCK, layout.width),
             tiles_of(CONSUMERS, 2, N, BLOCK),
             plgpu.SMEM((CONSUMERS, 4 * N), jnp.float32),
-            Barriers.scratch(Rings.barrier_count(layout), 1, interpret),
+            Barriers.scratch((2 * layout.stages + 1) * CONSUMERS, 1, interpret),
             Barriers.scratch(1, 2, interpret),
             Barriers.scratch(1, CONSUMERS, interpret),
             *handover_s,
         ],
-        grid=(partitions,),
-        grid_names=("partition",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        **({} if gpu else {"interpret": interpret}),
+        warpgroups=CONSUMERS + 1,
+        grid={"partition": partitions},
+        interpret=interpret,
+        approx_math=True,
+        lowering_semantics=LANE,
     )(q_latent, q_rope, pages, block_tables, schedule.table)
     return out, lse, (partials[0], partials[1])
 
@@ -313,17 +292,10 @@ class Consumer:
     """Attends to every other key block of a partition, and stores results of its sequences."""
 
     cta: Cta
-    index: Any
-    """0 or 1."""
-
+    index: Any  # 0 or 1
     softmax: Softmax
-
-    p: Any
-    """P, bfloat16 [CONSUMERS, 2, N, 64] in shared memory."""
-
-    scratch: Any
-    """For reductions over threads, float32 [CONSUMERS, 4 N] in shared memory."""
-
+    p: Any  # P, bfloat16 [CONSUMERS, 2, N, 64] in shared memory
+    scratch: Any  # for reductions over threads, float32 [CONSUMERS, 4 N] in shared memory
     handover: Handover
     outputs: Results
 
@@ -336,11 +308,8 @@ class Consumer:
         lax.fori_loop(0, sequence_count, self.run_segment, (i32(0), i32(0)))
 
     def run_segment(self, i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Processes one segment.
-
-        Args:
-          carry: the partition's blocks before it, and how often this consumer has merged before.
-        """
+        """Processes a segment. The carry is the blocks before it, and how often this consumer has
+        merged."""
         done, handovers = carry
         partition, queries, N, gpu = self.cta.partition, self.cta.queries, self.softmax.N, self.gpu
         b, begin, count = partition.segment(i)
@@ -411,12 +380,7 @@ class Consumer:
         s = softmax.masked(s, length, block)
         p = softmax.store_p(p_ref, s, maximum)
 
-        def keep_maximum(acc, total, new_total, maximum):
-            del total
-            return acc, new_total, maximum
-
-        def raise_maximum(acc, total, new_total, maximum):
-            del new_total
+        def raise_maximum(acc, total, _, maximum):
             raised, sums = softmax.raise_maximum(p_ref, s, maximum, self.scratch.at[self.index])
             alpha = jnp.exp2(maximum - raised)
             total = total * alpha + sums
@@ -425,7 +389,10 @@ class Consumer:
         above = softmax.exceeds_slack(p)
         new_total = total + softmax.thread_sums(p)
         acc, total, maximum = cond(
-            above, raise_maximum, keep_maximum, acc, total, new_total, maximum
+            above,
+            raise_maximum,
+            lambda acc, _, new_total, maximum: (acc, new_total, maximum),
+            *(acc, total, new_total, maximum),
         )
         tokens = length - block * BLOCK
         # The same stages, recomputed so that they need no registers until here.
@@ -519,12 +486,8 @@ class Handover:
         self.rings.barriers.arrive(self.rings.handover(wg))
 
     def merge(self, other: Any, block: Stages, use: Any, state: State) -> State:
-        """Returns results merged with those of the consumer ``other``, and releases its stages.
-
-        Args:
-          block: the stages of the other consumer's last block.
-          use: number of mergers before this one.
-        """
+        """Returns results merged with those of the consumer ``other``, and releases its stages:
+        those of its last ``block``. ``use`` is the number of mergers before."""
         acc, maximum, total = state
         self.rings.barriers.wait(self.rings.handover(other), use)
         stages = self._refs(other, block)
@@ -552,10 +515,7 @@ class Handover:
 
 def write_handover(stages: Sequence[Any], acc: jax.Array, *vectors: jax.Array) -> None:
     """Stores ``acc`` [512, N] and vectors [N] in a key block's stages, in the threads' own order.
-
-    ``acc`` of every 64 latent columns overwrites those columns of the block, and the vectors
-    overwrite its rope keys.
-    """
+    ``acc`` overwrites the latent columns, and the vectors the rope keys."""
 
     @inline([TILES] * len(stages), WGMMA, *(COLUMN for _ in vectors))
     def write(stages: Any, acc: Any, *vectors: Any):
@@ -583,11 +543,8 @@ def read_handover_vectors(stages: Sequence[Any], N: int, count: int) -> tuple[ja
 def add_handover(
     stages: Sequence[Any], acc: jax.Array, factor: jax.Array, other_factor: jax.Array
 ) -> jax.Array:
-    """Returns ``acc * factor + other_acc * other_factor``.
-
-    ``other_acc`` is what another warpgroup stored with :func:`write_handover`. It is loaded 64 rows
-    at a time, because registers have room for only one [512, N].
-    """
+    """Returns ``acc * factor + other_acc * other_factor``. :func:`write_handover` stored
+    ``other_acc``, which is loaded 64 rows at a time: registers have room for only one [512, N]."""
     N = acc.shape[1]
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA)
 
@@ -616,13 +573,11 @@ def _tiles(acc: Any) -> list[list[Any]]:
 
 
 def _load_fours(addresses: Sequence[Any], pairs: int) -> list[Any]:
-    f32 = ir.F32Type.get()
-    four = llvm.StructType.get_literal([f32] * 4)
     results = []
     for address, offset in addresses[: pairs // 2]:
         text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-        loaded = asm(text, "=f,=f,=f,=f,r,~{memory}", address, result=four, effects=True)
-        words = [llvm.extractvalue(f32, loaded, [i]) for i in range(4)]
+        kinds = "=f,=f,=f,=f,r,~{memory}"
+        words = asm_numbers(text, kinds, address, kind=ir.F32Type.get(), count=4)
         results += [float_pair(*words[:2]), float_pair(*words[2:])]
     return results
 

@@ -43,8 +43,7 @@ from jaxtyping import Array, BFloat16, Int, UInt8
 from pallas_kernels.hopper.barriers import Barriers, send_quarter
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
-from pallas_kernels.hopper.online_softmax import merge_sums, reciprocal, scale_rows
+from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE, merge_sums, reciprocal, scale_rows
 from pallas_kernels.hopper.split_kv import (
     BLOCK,
     NO_BLOCK,
@@ -99,17 +98,10 @@ class SingleSignals:
     """
 
     interpret: Any
-
-    q_full: Barriers
-    """One barrier. The queries of a sequence are filled, by three copies."""
-
-    max_ready: Barriers
-    """The maximum of the block in each slot is in shared memory."""
-
+    q_full: Barriers  # One barrier. The queries of a sequence are filled, by three copies.
+    max_ready: Barriers  # the maximum of the block in each slot is in shared memory
     sequences: Barriers
-
-    blocks: Barriers
-    """Halves that are filled, halves that are free, and P that is ready."""
+    blocks: Barriers  # halves that are filled, halves that are free, and P that is ready
 
     @staticmethod
     def scratch() -> list[Any]:
@@ -165,17 +157,10 @@ class PairSignals:
     """Barriers of a CTA of a pair. Key block n of a partition is use n // 2 of its slot."""
 
     q_full: Barriers
-
-    blocks: Barriers
-    """Barriers at :meth:`kv_full`, :meth:`max_ready` and :meth:`p_ready`."""
-
+    blocks: Barriers  # barriers at kv_full, max_ready and p_ready
     sequences: Barriers
-
-    free: Barriers
-    """Half h of slot s has been read by that consumer of both CTAs, see :meth:`kv_free`."""
-
-    rank: Any
-    """The CTA's number in its pair: the half of each block that it unpacks."""
+    free: Barriers  # half h of slot s has been read by that consumer of both CTAs, see kv_free
+    rank: Any  # the CTA's number in its pair: the half of each block that it unpacks
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
@@ -240,7 +225,7 @@ class PairSignals:
         self.blocks.wait(self.p_ready(slot), self.use_of(block, None))
 
     def release(self, slot: Any, half: int) -> None:
-        self.free.arrive(self.kv_free(slot, half), programs=2)
+        self.free.arrive(self.kv_free(slot, half), ctas=2)
 
 
 # ---- launch --------------------------------------------------------------------------------------
@@ -251,14 +236,10 @@ class Cta:
     """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: TilePlan
-    queries: tuple[Any, Any]
-    """Latent and rope parts in global memory."""
-
+    queries: tuple[Any, Any]  # latent and rope parts in global memory
     pages: Any
     memory: TileMemory
-    signals: Any
-    """:class:`SingleSignals` or :class:`PairSignals`."""
-
+    signals: Any  # SingleSignals or PairSignals
     partition: Partition
 
     first_query_row: Callable[[], Any]
@@ -356,12 +337,8 @@ class SingleProducer:
                 when(done > slot)(functools.partial(self.wait_free, slot))
 
     def run_segment(self, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Processes one segment.
-
-        Args:
-          carry: the partition's blocks before it, and the next block: its bytes in registers, its
-            page, and the number of valid tokens that follow the page's first slot.
-        """
+        """Processes a segment. The carry is the partition's blocks before it, and the next block:
+        its bytes in registers, its page, and the valid tokens from the page's first slot on."""
         done, *next_block = carry
         signals, (first_sequence, last_sequence, _) = self.cta.signals, self.cta.bounds()
         b, _, begin, count = self.cta.partition.segment_and_length(i, first_sequence, last_sequence)

@@ -24,15 +24,10 @@ from jaxtyping import Array, Float, Float32, UInt8, UInt32
 from pallas_kernels.block_quant.reference import FLOAT8, FLOAT8_MAX
 
 LATENT, ROPE = 512, 64
-GROUP = 128
-"""Number of latent columns that share a scale."""
+GROUP = 128  # number of latent columns that share a scale
+SCALES_AT = LATENT  # byte offset of the scales in a token
 
-SCALES_AT = LATENT
-"""Byte offset of the scales in a token."""
-
-ROPE_AT = SCALES_AT + 4 * (LATENT // GROUP)
-"""Byte offset of the rope key in a token."""
-
+ROPE_AT = SCALES_AT + 4 * (LATENT // GROUP)  # byte offset of the rope key in a token
 TOKEN_BYTES = ROPE_AT + 2 * ROPE
 
 

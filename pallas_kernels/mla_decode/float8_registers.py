@@ -29,6 +29,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     i32,
     i64,
@@ -67,13 +68,8 @@ def _words(loads: int) -> Any:
 
 
 def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loads half of the latents (256 columns) of a page [64, 656], and their scales.
-
-    A warp loads 256 columns of two tokens at a time, 16 bytes per thread.
-
-    Args:
-      half: 0 or 1, or a scalar.
-    """
+    """Loads half 0 or 1 of the latents (256 columns) of a page [64, 656], and their scales. A warp
+    loads 256 columns of two tokens at a time, 16 bytes per thread."""
 
     scale_words = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_SCALE_WORD)
     constant, scalars = (half, ()) if isinstance(half, int) else (0, (half,))
@@ -93,8 +89,7 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         first = arith.muli(warp, const(_TOKENS))
         token = arith.addi(first, _bit(lane, 2))
         column = arith.ori(
-            arith.shli(arith.shrui(lane, const(3)), const(6)),
-            arith.shli(_low(lane, 2), const(4)),
+            arith.shli(arith.shrui(lane, const(3)), const(6)), arith.shli(_low(lane, 2), const(4))
         )
         address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), column))
         address = times_half(address, HALF, half)
@@ -133,10 +128,8 @@ def prefetch_rope(page: Any) -> None:
 
 
 def copy_rope(tile: Any, page: Any) -> None:
-    """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory.
-
-    :func:`wait_rope_copies` waits for the copies.
-    """
+    """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory, see
+    :func:`wait_rope_copies`."""
 
     @inline(TILES, REF)
     def copy(tile: Any, page: Any):
@@ -238,17 +231,12 @@ def _offset_pointer(pointer: Any, bytes_: Any) -> Any:
 
 def _load(pointer: Any, offset: int) -> list[Any]:
     text = f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    four = llvm.StructType.get_literal([i32()] * 4)
-    loaded = asm(text, "=r,=r,=r,=r,l", pointer, result=four, effects=True)
-    return [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+    return asm_numbers(text, "=r,=r,=r,=r,l", pointer, kind=i32(), count=4)
 
 
 def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
-    """Stores four words at each ``(pointer ^ flipped) + offset``.
-
-    All stores are one block of assembly. With separate ones the compiler assigns the same registers
-    to all of them, and waits for each store before the next.
-    """
+    """Stores four words at each ``(pointer ^ flipped) + offset``, in one block of assembly. In
+    separate ones the compiler assigns the same registers to all stores, and waits for each."""
     text, words = ["{ .reg .b32 p;"], []
     for flipped, offset, four in stores:
         names = ", ".join(f"${len(words) + i + 1}" for i in range(4))
@@ -259,9 +247,7 @@ def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
 
 def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
     """Returns two bfloat16 copies of a float32 scale times 2^120, or 0 if ``token >= tokens``.
-
-    float8 bits, placed in a bfloat16, are 2^-120 times their value.
-    """
+    float8 bits, placed in a bfloat16, are 2^-120 times their value."""
     text = """{
         .reg .f32 s; .reg .pred p;
         mov.b32 s, $1;
@@ -274,11 +260,9 @@ def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
 
 
 def unpack_pair(word: Any, factor: Any, pair: int) -> Any:
-    """Converts two of a word's four float8_e4m3fn to bfloat16 and multiplies them by ``factor``.
-
-    They are bytes 2 * pair and 2 * pair + 1. A sign-extended byte, shifted left by 4, has all its
-    bits where bfloat16 has them, plus copies of the sign bit that are masked out.
-    """
+    """Converts bytes 2 * pair and 2 * pair + 1 of a word from float8_e4m3fn to bfloat16, times
+    ``factor``. A sign-extended byte, shifted left by 4, has its bits where bfloat16 has them, and
+    more sign bits, which are masked out."""
     text = """{
         .reg .b32 w;
         prmt.b32 w, $1, 0, BYTES;
@@ -336,9 +320,7 @@ WARP_TOKENS = 16
 QUARTER_BYTES = WARP_TOKENS * TOKEN_BYTES
 """Bytes of a warp's tokens, which are one stage of the scored kernel's ring buffer."""
 
-COLUMNS = 64
-"""Latent columns of an operand."""
-
+COLUMNS = 64  # latent columns of an operand
 _TILE_BYTES = 64 * 2 * COLUMNS
 _EIGHT_WORDS = plgpu.ShapeDtypeStruct((64, 16), jnp.int32, layout=WGMMA)
 """Type of eight words per thread."""
@@ -370,12 +352,8 @@ def warp_index() -> jax.Array:
 
 
 def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
-    """Loads the float8 latents of operand ``unit`` of eight: 16 bytes of each of two tokens.
-
-    Args:
-      ring: uint8 [stages, 16, 656] in shared memory.
-      stage: the stage of this thread's warp.
-    """
+    """Loads the float8 latents of operand ``unit`` of eight: 16 bytes of each of two tokens. The
+    warp's ``stage`` is one of the ring, uint8 [stages, 16, 656]."""
 
     @inline(REF, SCALAR, returns=_EIGHT_WORDS)
     def load(ring: Any, stage: Any) -> Any:
@@ -387,10 +365,8 @@ def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
 
 
 def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Loads the factors of two tokens, four each, see :func:`factor_of`.
-
-    Those of tokens from index ``tokens`` of the page on are 0.
-    """
+    """Loads the factors of two tokens, four each, see :func:`factor_of`. Those of tokens from index
+    ``tokens`` of the page on are 0."""
 
     @inline(REF, SCALAR, SCALAR, returns=_EIGHT_WORDS)
     def load(ring: Any, stage: Any, tokens: Any) -> Any:
@@ -408,14 +384,9 @@ def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def when_loaded(words: jax.Array, zero: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns ``number``, when the words are in registers.
-
-    A barrier does not wait for the loads before it, and a copy that waits for the barrier could
-    overwrite what they have not read yet.
-
-    Args:
-      zero: 0, which the compiler does not know.
-    """
+    """Returns ``number`` when the words are in registers; ``zero`` is 0, which the compiler does
+    not know. A barrier does not wait for the loads before it, so a copy could overwrite what they
+    read."""
 
     @inline(WGMMA, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def add_nothing(words: Any, zero: Any, number: Any) -> Any:
@@ -499,12 +470,10 @@ def _token_address(ring: Any, stage: Any, column_bytes: int = 32) -> Any:
 
 def _load_rows(address: Any, offset: int) -> list[Any]:
     """Loads 16 bytes at ``offset`` of each of the thread's two tokens, as eight words."""
-    four = llvm.StructType.get_literal([i32()] * 4)
     words = []
     for row in range(2):
         text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset + 8 * row * TOKEN_BYTES}];"
-        loaded = asm(text, "=r,=r,=r,=r,r,~{memory}", address, result=four, effects=True)
-        words += [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+        words += asm_numbers(text, "=r,=r,=r,=r,r,~{memory}", address, kind=i32(), count=4)
     return words
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, BFloat16, Float32, Int
 from pallas_kernels.hopper import multiprocessors
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.split_kv import add_parts
 
 _CTAS_PER_SM = 4  # resident CTAs, limited by registers

@@ -26,8 +26,7 @@ from pallas_kernels.mla_decode.float8_cache import LATENT, ROPE, TOKEN_BYTES
 from pallas_kernels.mla_decode.merge import merge_partials
 from pallas_kernels.mla_decode.row_tiles import TILE
 
-FEW_ROWS = 32
-"""Most query rows of the kernels whose matmuls are transposed."""
+FEW_ROWS = 32  # most query rows of the kernels whose matmuls are transposed
 
 FEW_ROWS_COSTS = Costs(sequence=2, merge=1, partials=2, min_blocks=2)
 """Cost model of the schedule for few query rows, derived for 16 of them.
@@ -53,9 +52,6 @@ def mla_decode(
 
     The last rounding of a sequence's result may depend on the lengths of the other sequences,
     because they decide where it is split.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     (B, T, H, C), M = q_latent.shape, q_latent.shape[1] * q_latent.shape[2]
     arrays = q_latent, q_rope, pages, block_tables, lengths
@@ -120,11 +116,7 @@ def mla_decode_parts(
 
 
 def make_schedule(
-    lengths: Int[Array, " B"],
-    *,
-    queries: int,
-    heads: int,
-    max_pages: int,
+    lengths: Int[Array, " B"], *, queries: int, heads: int, max_pages: int
 ) -> Schedule:
     """Makes the schedule whose partitions fill the default device once.
 

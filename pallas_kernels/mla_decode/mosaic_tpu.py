@@ -66,8 +66,7 @@ class Config:
     rows: int = 512
     """Maximum query rows (of T * H) per grid step. More query rows take several passes."""
 
-    chunk: int = 1024
-    """Cached tokens per chunk, the unit of computation."""
+    chunk: int = 1024  # cached tokens per chunk, the unit of computation
 
     block: int = 2048
     """Maximum cached tokens per block, the unit of copying. Reduced until it fits in VMEM."""
@@ -77,22 +76,17 @@ class Config:
 class _Plan:
     """Static sizes of one compiled kernel."""
 
-    queries: int
-    """Query tokens per sequence, T."""
+    queries: int  # query tokens per sequence, T
     heads: int
-    rows: int
-    """Query rows per grid step, rounded up to whole register tiles."""
-    tiles: int
-    """Grid steps per sequence."""
-    page: int
-    """Cached tokens per page."""
+    rows: int  # query rows per grid step, rounded up to whole register tiles
+    tiles: int  # grid steps per sequence
+    page: int  # cached tokens per page
     max_pages: int
     chunk: int
     block: int
     scale: float
     chip: Chip
-    vmem: int
-    """VMEM limit for the compiler, in bytes."""
+    vmem: int  # VMEM limit for the compiler, in bytes
 
 
 def mla_decode(

@@ -54,17 +54,8 @@ def attend(
     end: int,
     scale: float,
 ) -> tuple[Float32[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Attention to the tokens of a slice of the block table.
-
-    Args:
-      block_tables: the slice.
-      first: position of the slice's first token.
-      end: position after the last token of the whole table.
-      q_latent, q_rope, pages, lengths, scale: as :func:`mla_decode` takes them.
-
-    Returns:
-      ``out`` and the log-sum-exp, both float32.
-    """
+    """Attention to the tokens of a slice of the block table, from position ``first`` on, of a table
+    that ends at ``end``. Returns ``out`` and the log-sum-exp, both float32."""
     B, T, _, C = q_latent.shape
     columns = C, q_rope.shape[-1]
     if pages.dtype == jnp.uint8:

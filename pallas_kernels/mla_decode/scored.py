@@ -43,9 +43,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int, UInt8
 
 from pallas_kernels.hopper.barriers import Barriers, TmaCopy
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import NO_SCORE
+from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.ring import CountedRing
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, COLUMN, WGMMA, spread_columns, tiles_of
@@ -65,9 +65,7 @@ from pallas_kernels.mla_decode.transposed import (
     reduce_threads,
 )
 
-MAX_ROWS = 32
-"""Query rows of a CTA."""
-
+MAX_ROWS = 32  # query rows of a CTA
 SCORERS = 2
 _SHARED_BYTES = 232448 - 10 * 1024  # of a CTA, less barriers and vectors
 _MOST_STAGES = 12
@@ -85,9 +83,7 @@ _SCORER_REGISTERS, _VALUE_REGISTERS, _PRODUCER_REGISTERS = 152, 176, 24
 class Plan:
     """Static parameters of one call."""
 
-    M: int
-    """Query rows per sequence, a multiple of 8."""
-
+    M: int  # query rows per sequence, a multiple of 8
     interpret: Any
 
     @property
@@ -125,23 +121,12 @@ class Plan:
 class Memory:
     """A CTA's buffers in shared memory, in the order of :meth:`types`. Slot s is scorer s's."""
 
-    ring: Any
-    """Quarters of pages as they are cached, uint8 [stages, 16, 656]."""
-
-    values: Any
-    """Unpacked latents, bfloat16 [2, 8, 64, 64]: slot, 64 columns, tokens."""
-
-    p: Any
-    """P, bfloat16 [2, N, 64]."""
-
-    vectors: Any
-    """Numbers per query row, float32 [6, N]."""
-
-    scratch: Any
-    """Each scorer's scratch for reductions over its threads, float32 [2, 4 N]."""
-
-    raised: Any
-    """Whether the maximum was raised at the block in each slot, int32 [2]."""
+    ring: Any  # quarters of pages as they are cached, uint8 [stages, 16, 656]
+    values: Any  # unpacked latents, bfloat16 [2, 8, 64, 64]: slot, 64 columns, tokens
+    p: Any  # P, bfloat16 [2, N, 64]
+    vectors: Any  # numbers per query row, float32 [6, N]
+    scratch: Any  # each scorer's scratch for reductions over its threads, float32 [2, 4 N]
+    raised: Any  # whether the maximum was raised at the block in each slot, int32 [2]
 
     @staticmethod
     def types(plan: Plan) -> list[Any]:
@@ -172,16 +157,13 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signals:
-    """The barriers of the ring, of the slots and of the sums.
-
-    Block n of a partition is use n // 2 of its slot and of the slot's barriers.
-    """
+    """The barriers of the ring, of the slots and of the sums. Block n of a partition is use n // 2
+    of its slot and of the slot's barriers."""
 
     ring: CountedRing
     """Fill 4 n + w is the quarter of block n that warp w of its scorer reads and releases."""
 
-    blocks: Barriers
-    """The ring's barriers, then those at the indices below."""
+    blocks: Barriers  # the ring's barriers, then those at the indices below
 
     sums_ready: Barriers
     """One barrier. Both scorers have written the sums of the partition's i-th sequence."""
@@ -304,10 +286,10 @@ def attend(
 
             Producer(query_buffer, partition, interpret, copy, wait_for_arrivals).run()
 
-    out, lse, *partials = plgpu.kernel(
+    out, lse, *partials = grid_kernel(
         mla_decode_scored,
-        out_type=output_types(B, padded, LATENT, partitions, part_rows=padded),
-        scratch_types=[
+        output_types(B, padded, LATENT, partitions, part_rows=padded),
+        [
             tiles_of(1, N, LATENT),
             tiles_of(1, N, ROPE),
             *buffers,
@@ -316,16 +298,11 @@ def attend(
             Barriers.scratch(1, SCORERS, interpret),
         ],
         # The last axis varies fastest, so tiles that read the same pages run concurrently.
-        grid=(partitions, plan.tiles),
-        grid_names=("partition", "tile"),
-        num_threads=SCORERS + 2,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        **({} if plan.gpu else {"interpret": interpret}),
+        grid={"partition": partitions, "tile": plan.tiles},
+        warpgroups=SCORERS + 2,
+        interpret=interpret,
+        approx_math=True,
+        lowering_semantics=LANE,
     )(q_latent, q_rope, pages, block_tables, schedule.table)
     return out, lse, (partials[0], partials[1])
 
@@ -362,13 +339,8 @@ class Scorer:
     """Unpacks every other key block of a partition, and computes its S^T and P."""
 
     cta: Cta
-
-    slot: Any
-    """Parity of this warpgroup's key blocks, and their slot."""
-
-    other: Any
-    """That of the other scorer."""
-
+    slot: Any  # parity of this warpgroup's key blocks, and their slot
+    other: Any  # that of the other scorer
     softmax: Softmax
 
     def run(self) -> None:
@@ -416,11 +388,8 @@ class Scorer:
         return done + count
 
     def store_p(self, s: Any, j: Any, n: Any) -> tuple[Any, Any]:
-        """Stores a block's P and maximum. Returns sums of a thread's P, and the maximum.
-
-        Args:
-          j, n: the block's number in the segment, and in the partition.
-        """
+        """Stores P and maximum of block j of the segment, n of the partition. Returns sums of a
+        thread's P, and the maximum."""
         signals, memory, softmax = self.cta.signals, self.cta.memory, self.softmax
         when(n >= 1)(lambda: signals.blocks.wait(signals.max_ready(self.other), half_of(n - 1)))
 
@@ -458,12 +427,8 @@ class Scorer:
         signals.sums_ready.arrive(0)
 
     def scores(self, n: Any, k: Any, tokens: Any) -> Any:
-        """Returns S^T of block n, and stores its values in the slot.
-
-        Args:
-          k: the block's number among this scorer's in the segment.
-          tokens: number of valid tokens in the block.
-        """
+        """Returns S^T of block n, this scorer's k-th of the segment, and stores its ``tokens``
+        valid values in the slot."""
         memory, ahead = self.cta.memory, self.cta.plan.ahead
         # Always zero, but the compiler cannot tell. Otherwise it would keep all descriptors in
         # registers.

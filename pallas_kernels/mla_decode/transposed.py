@@ -32,6 +32,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     float_pair,
     i32,
@@ -41,8 +42,13 @@ from pallas_kernels.hopper.ir import (
     shared_address,
     warp_and_lane,
 )
-from pallas_kernels.hopper.math import LOG2E
-from pallas_kernels.hopper.online_softmax import SLACK, log_sum_exp, raised_maximum, reciprocal
+from pallas_kernels.hopper.online_softmax import (
+    LOG2E,
+    SLACK,
+    log_sum_exp,
+    raised_maximum,
+    reciprocal,
+)
 from pallas_kernels.hopper.split_kv import BLOCK, Partition
 from pallas_kernels.hopper.tiles import ACC, COLUMN, TILES, WGMMA, spread_columns
 from pallas_kernels.hopper.warpgroup import (
@@ -78,18 +84,15 @@ class QueryBuffer:
     free: Barriers
     """One barrier. Its use i is complete when all consumers have read the i-th sequence."""
 
-    first_row: Callable[[], Any] = lambda: 0
-    """Returns the first of the query rows in the buffer."""
+    first_row: Callable[[], Any] = lambda: 0  # returns the first of the query rows in the buffer
 
     def initialise(self, consumers: int) -> None:
         self.full.initialise([2])
         self.free.initialise([consumers * WARPS])
 
     def fetch(self, i: Any, b: Any) -> None:
-        """Copies the partition's i-th sequence, which is sequence b, when the buffer is free.
-
-        One warp calls it.
-        """
+        """Copies the partition's i-th sequence, which is sequence b, when the buffer is free. One
+        warp calls it."""
         when(i > 0)(lambda: self.free.wait(0, i - 1))
         for source, target, columns in zip(self.sources, self.targets, (LATENT, ROPE), strict=True):
             window = b, pl.ds(self.first_row(), target.shape[1]), pl.ds(0, columns)
@@ -159,16 +162,11 @@ class Producer:
 class Softmax:
     """The softmax of a CTA's query rows. Row m of a sequence is query m // heads."""
 
-    N: int
-    """Query rows of the CTA."""
-
+    N: int  # query rows of the CTA
     queries: int
     heads: int
     scale: float
-
-    max_pages: int
-    """Width of the block table."""
-
+    max_pages: int  # width of the block table
     interpret: Any
 
     first_row: Callable[[], Any] | None = None
@@ -200,7 +198,19 @@ class Softmax:
 
     def exceeds_slack(self, p: jax.Array) -> jax.Array:
         """Returns whether the running maximum must be raised. It is a barrier of the warpgroup."""
-        return any_above(p, 2.0**SLACK, gpu=self.interpret is None)
+        if self.interpret is not None:
+            return jnp.any(p > 2.0**SLACK)
+
+        @inline(WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
+        def vote(p: Any):
+            f32 = ir.F32Type.get()
+            limit = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**SLACK))
+            values = [item(pair, i) for pair in p.registers.flat for i in range(2)]
+            compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
+            above: Any = functools.reduce(arith.ori, compared)
+            return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
+
+        return vote(p)
 
     def thread_sums(self, p: jax.Array) -> jax.Array:
         """Returns the sums of a thread's exponentials."""
@@ -223,23 +233,15 @@ class Softmax:
 class Values:
     """Some latent columns of a key block in shared memory."""
 
-    first: int
-    """First latent column."""
-
-    tokens: Any
-    """bfloat16 [64, columns], or None if there are no latents."""
+    first: int  # first latent column
+    tokens: Any  # bfloat16 [64, columns], or None if there are no latents
 
     release: Callable[[], None] | None = None
     """Releases the columns. It is called when they have been read."""
 
 
 def add_values(acc: jax.Array, p: Any, values: Sequence[Values], *, gpu: bool) -> jax.Array:
-    """Returns O^T + V^T P^T.
-
-    Args:
-      acc: O^T [512, N].
-      p: P [N, 64] in shared memory.
-    """
+    """Returns O^T + V^T P^T, for ``acc`` O^T [512, N] and ``p`` P [N, 64] in shared memory."""
 
     def multiply(acc_ref):
         for each in values:
@@ -280,8 +282,7 @@ class Results:
     rows: Callable[[], Any] | None = None
     """Returns the CTA's query rows, a ``pl.ds``. None if it has all."""
 
-    swapped: bool = False
-    """Whether O^T is in the order of :func:`store_transposed` with ``swapped``."""
+    swapped: bool = False  # whether O^T is in the order of store_transposed with ``swapped``
 
     def store(self, partition: Partition, b: Any, state: State, *, gpu: bool) -> None:
         """Stores a sequence's normalised output, or its partial output if it is split."""
@@ -347,28 +348,9 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
     write(target, p)
 
 
-def any_above(p: jax.Array, bound: float, *, gpu: bool) -> jax.Array:
-    """Returns whether any element of ``p`` exceeds ``bound``. A barrier of the warpgroup."""
-    if not gpu:
-        return jnp.any(p > bound)
-
-    @inline(WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
-    def vote(p: Any):
-        f32 = ir.F32Type.get()
-        limit = arith.constant(f32, ir.FloatAttr.get(f32, bound))
-        values = [item(pair, i) for pair in p.registers.flat for i in range(2)]
-        compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
-        above: Any = functools.reduce(arith.ori, compared)
-        return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
-
-    return vote(p)
-
-
 def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
-    """Reduces the columns of ``x`` [64, N] over the rows that a thread holds.
-
-    :func:`reduce_threads` completes the reduction. ``kind`` is "max" or "add".
-    """
+    """Reduces the columns of ``x`` [64, N] over the rows that a thread holds. ``kind`` is "max" or
+    "add". :func:`reduce_threads` completes the reduction."""
     if not gpu:
         return x.max(axis=0) if kind == "max" else x.sum(axis=0)
 
@@ -385,12 +367,8 @@ def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
 
 
 def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Array:
-    """Reduces per-thread results of :func:`reduce_rows` over the threads of each column.
-
-    Args:
-      scratch: 4 N float32 in shared memory. A barrier of the warpgroup must separate this call
-        from the last read of it.
-    """
+    """Reduces per-thread results of :func:`reduce_rows` over the threads of each column, through 4
+    N float32 in shared memory that a barrier separates from their last use."""
     if not gpu:
         return x
     (N,) = x.shape
@@ -425,11 +403,8 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
 def store_transposed(
     out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: bool, swapped: bool = False
 ) -> None:
-    """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N].
-
-    Args:
-      swapped: whether each two 16 rows of ``acc`` are exchanged in every second 64.
-    """
+    """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N]. If
+    ``swapped``, each two 16 rows of ``acc`` are exchanged in every second 64."""
     if not gpu:
         out[...] = acc.T
         lse[...] = lse_values
@@ -488,11 +463,8 @@ def vector_type(N: int) -> Any:
 
 
 def thread_index() -> Any:
-    """Returns the thread's number in its warpgroup.
-
-    It is read anew at the end of a sequence, so that nothing derived from it occupies registers in
-    the main loop.
-    """
+    """Returns the thread's number in its warpgroup, read anew at the end of a sequence, so that
+    nothing derived from it occupies registers in the main loop."""
     thread = asm("mov.u32 $0, %tid.x;", "=r", result=i32(), effects=True)
     return arith.andi(thread, const(127))
 
@@ -503,11 +475,8 @@ def _warp_and_lane() -> tuple[Any, Any]:
 
 
 def _load_two(base: Any, offset: int) -> list[Any]:
-    f32 = ir.F32Type.get()
-    two = llvm.StructType.get_literal([f32] * 2)
     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-    loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
-    return [llvm.extractvalue(f32, loaded, [i]) for i in range(2)]
+    return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=ir.F32Type.get(), count=2)
 
 
 def batched(values: Any, count: int) -> list[list[Any]]:

@@ -35,11 +35,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import with_gradient_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, value_of
+from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
+from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
 from pallas_kernels.hopper.warpgroup import when
 from pallas_kernels.mla_prefill import reference
@@ -56,8 +57,7 @@ _TMA_ROWS = 8  # queries and keys are tiled in groups of this many
 # Registers per thread. Three warpgroups have 504 together, and 2 x 240 + 24 = 504.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 
-# Names that jax types for its own use.
-_as_layout: Any = plgpu.layout_cast
+# jax types it for its own use.
 _run_state: Any = pl.run_state
 
 
@@ -71,11 +71,7 @@ def mla_prefill(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
-    """
+    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's."""
     require_hopper(interpret)
     arrays = {"q": q, "k": k, "v": v}
     if wrong := {name: x.dtype.name for name, x in arrays.items() if x.dtype != jnp.bfloat16}:
@@ -104,26 +100,20 @@ def mla_prefill(
         return out[:, :T], lse[:, :, :T].swapaxes(1, 2)
 
     exact = functools.partial(reference.mla_prefill, scale=scale)
-    return with_gradient_of(exact, padded_attend, 3)(q, k, v, starts, lengths)
+    return with_gradients_of(exact, padded_attend)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The tiles of a call, and their order."""
 
-    heads: int
-    """Heads of a sequence."""
-    keys: int
-    """Keys of a sequence."""
-    q_tiles: int
-    """Tiles of a head of a sequence."""
-    tiles: int
-    """Tiles of all heads and sequences."""
-    concurrent_heads: int
-    """Heads whose tiles alternate, so that they run concurrently."""
+    heads: int  # heads of a sequence
+    keys: int  # keys of a sequence
+    q_tiles: int  # tiles of a head of a sequence
+    tiles: int  # tiles of all heads and sequences
+    concurrent_heads: int  # heads whose tiles alternate, so that they run concurrently
     ctas: int
-    to_log2: float
-    """Factor from scores to exponents of 2."""
+    to_log2: float  # factor from scores to exponents of 2
     interpreted: bool
 
     @classmethod
@@ -151,10 +141,8 @@ class Plan:
 
 
 def heads_together(heads: int, bytes_per_head: int, budget: int) -> int:
-    """Returns how many heads run concurrently.
-
-    This is the largest divisor of ``heads`` whose keys and values fit in ``budget`` bytes, or 1.
-    """
+    """Returns how many heads run concurrently: the largest divisor of ``heads`` whose keys and
+    values fit in ``budget`` bytes, or 1."""
     fit = max(1, budget // bytes_per_head)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fit)
 
@@ -169,29 +157,18 @@ class _Refs(NamedTuple):
     lengths_g: Any
     out_g: Any
     lse_g: Any
-
-    q: Any
-    """[CONSUMERS, ROWS, K]."""
-    k: Any
-    """[STAGES, BLOCK, K]."""
-    v: Any
-    """[STAGES, BLOCK, V]."""
-    out: Any
-    """Staging for the epilogue, bfloat16 [CONSUMERS, ROWS, COLUMNS]."""
-    lse: Any
-    """Staging for the epilogue, float32 [CONSUMERS, ROWS]."""
-    next_tile: Any
-    """int32 [2], through which the consumers receive tiles."""
-
+    q: Any  # [CONSUMERS, ROWS, K]
+    k: Any  # [STAGES, BLOCK, K]
+    v: Any  # [STAGES, BLOCK, V]
+    out: Any  # staging for the epilogue, bfloat16 [CONSUMERS, ROWS, COLUMNS]
+    lse: Any  # staging for the epilogue, float32 [CONSUMERS, ROWS]
+    next_tile: Any  # int32 [2], through which the consumers receive tiles
     q_full: Any
     q_free: Any
-    full: Any
-    """Barriers of the rings of keys and of values, and of the slots of next_tile."""
+    full: Any  # barriers of the rings of keys and of values, and of the slots of next_tile
     free: Any
     values_cleared: Any
-
-    p: Any = None
-    """P in the interpreter, whose wgmma takes no operand from registers."""
+    p: Any = None  # P in the interpreter, whose wgmma takes no operand from registers
 
     def rings(self) -> list[_Ring]:
         """Returns the rings of keys, values and next tiles."""
@@ -254,14 +231,14 @@ def attend(
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             _consume(plan, refs, wg, first_tile)
 
-    kernel = plgpu.kernel(
+    kernel = grid_kernel(
         mla_prefill,
-        out_type=[
+        [
             jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
             # Padded to whole tiles, because a one-dimensional float32 copy is not clipped at T.
             jax.ShapeDtypeStruct((B, H, plan.q_tiles * TILE), jnp.float32),
         ],
-        scratch_types=[
+        [
             tiles_of(CONSUMERS, ROWS, K),
             tiles_of(STAGES, BLOCK, K),
             tiles_of(STAGES, BLOCK, V),
@@ -275,17 +252,12 @@ def attend(
             plgpu.Barrier(num_arrivals=CONSUMERS),
             *([tiles_of(CONSUMERS, ROWS, BLOCK)] if plan.interpreted else []),
         ],
-        grid=(plan.ctas,),
-        grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
-        **({"interpret": interpret} if plan.interpreted else {}),
+        warpgroups=CONSUMERS + 1,
+        grid={"cta": plan.ctas},
+        interpret=interpret,
+        approx_math=True,
+        lowering_semantics=LANE,
+        reduction_scratch_bytes=0,
     )
     return tuple(kernel(q, k, v, starts, lengths))
 
@@ -361,7 +333,7 @@ def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
         keys.wait_full(0)
         s = _accumulate(lambda ref: issue_scores(ref, 0), BLOCK)
         keys.release(0)
-        maximum = _as_layout(jnp.full((ROWS,), NO_SCORE, jnp.float32), ROW)
+        maximum = plgpu.layout_cast(jnp.full((ROWS,), NO_SCORE, jnp.float32), ROW)
         p, s, maximum, total, alpha = _start_softmax(
             plan, s, maximum, _zeros(_PARTIAL_SUMS), (start, length, first)
         )
@@ -441,17 +413,15 @@ def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
         return _run_state(lambda ref: issue_values(ref, p, slot))(ACC.init(acc))
 
     def clear_values(first, length):
-        """Zeroes the last block's values past the sequence's end, which may be NaN.
-
-        It is in slot 0. Each consumer clears half of the columns.
-        """
+        """Zeroes the last block's values past the sequence's end, which may be NaN, in slot 0. Each
+        consumer clears half of the columns."""
         for c in range(V // COLUMNS):
 
             @when(wg == c % CONSUMERS)
             def _(c=c):
                 part = refs.v.at[0, :, pl.ds(c * COLUMNS, COLUMNS)]
                 row = plgpu.broadcasted_iota(jnp.int32, (BLOCK, COLUMNS), 0, layout=WGMMA)
-                old = _as_layout(part[...], WGMMA)
+                old = plgpu.layout_cast(part[...], WGMMA)
                 part[...] = jnp.where(row < length - first, old, jnp.zeros_like(old))
 
         plgpu.commit_smem()
@@ -480,7 +450,7 @@ def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
 
 
 def _zeros(columns: int) -> jax.Array:
-    return _as_layout(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
 
 def _accumulate(issue: Any, columns: int) -> jax.Array:
@@ -496,15 +466,10 @@ def _accumulate(issue: Any, columns: int) -> jax.Array:
 def _start_softmax(
     plan: Plan, s: jax.Array, maximum: jax.Array, total: jax.Array, bound: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Masks scores and starts the softmax.
-
-    Returns P of the block's first half, the scores of the second half, and per row the maximum, the
-    partial sums and the factor that rescales earlier sums.
-
-    Args:
-      bound: position of the tile's first query, length of the sequence and first key of the block;
-        None if every query sees all keys of the block.
-    """
+    """Masks scores and starts the softmax. Returns P of the block's first half, the scores of the
+    second half, and per row the maximum, the partial sums and the factor that rescales earlier
+    sums. ``bound`` is the tile's first query, the sequence's length and the block's first key, or
+    None if nothing is masked."""
     if bound is not None:
         start, length, first = bound
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
@@ -564,13 +529,8 @@ def _store(
 
 
 def _claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:
-    """Sets ``tiles[slot] = first + counter`` and increments ``counter``, atomically in one thread.
-
-    Args:
-      counter: a semaphore, 0 when the kernel begins.
-      tiles: int32s in shared memory. A barrier must follow before other warpgroups read them.
-      first: the first tile that is not assigned statically.
-    """
+    """Sets ``tiles[slot] = first + counter`` in shared memory and increments the semaphore
+    ``counter``, atomically in one thread. A barrier must follow before others read it."""
 
     @inline(REF, REF, SCALAR)
     def by_one_thread(counter: Any, tiles: Any, slot: Any) -> None:
@@ -589,9 +549,7 @@ def _claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:
 
 def _uniform(x: jax.Array) -> jax.Array:
     """Returns ``x``, an int32 that is equal in all threads, so that the compiler knows it is.
-
-    Otherwise addresses computed from it would occupy registers of every thread.
-    """
+    Otherwise addresses computed from it would occupy registers of every thread."""
 
     @inline(SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def first_lane(x: Any) -> Any:

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import with_gradient_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.mla_prefill import reference
 from pallas_kernels.tpu import (
     Chip,
@@ -47,11 +47,8 @@ from pallas_kernels.tpu import (
 class Config:
     """Tile sizes: multiples of 128, limited to the whole dimension."""
 
-    rows: int = 512
-    """Queries per block."""
-
-    chunk: int = 1024
-    """Keys per chunk, the unit of computation."""
+    rows: int = 512  # queries per block
+    chunk: int = 1024  # keys per chunk, the unit of computation
 
     segment: int | None = None
     """Number of keys per segment, the unit of copying, in whole chunks. The default is the largest
@@ -84,7 +81,7 @@ def mla_prefill(
     plan = _plan(config or Config(), q, k, v, scale, chip)
     attend = functools.partial(_attend, plan, interpret=interpret)
     exact = functools.partial(reference.mla_prefill, scale=scale)
-    return with_gradient_of(exact, attend, 3)(q, k, v, starts, lengths)
+    return with_gradients_of(exact, attend)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +93,7 @@ class _Plan:
     chunk: int
     segment: int
     scale: float
-    vmem: int
-    """VMEM limit for the compiler, in bytes."""
+    vmem: int  # VMEM limit for the compiler, in bytes
 
 
 def _plan(config: Config, q, k, v, scale: float, chip: Chip) -> _Plan:

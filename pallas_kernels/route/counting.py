@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int
 from pallas_kernels.route.reference import Routes, Rule
 from pallas_kernels.target import platform
 
-_BLOCK = 128
-"""Tokens of a block, among which one matmul counts the earlier ones."""
+_BLOCK = 128  # tokens of a block, among which one matmul counts the earlier ones
 
 
 def route(
@@ -106,9 +105,7 @@ def _earlier(
     members: Bool[Array, "M columns"],
 ) -> tuple[Int[Array, "M columns"], Int[Array, " columns"]]:
     """Returns for each column the number of members above each row, and that of all members.
-
-    Matmuls count: sums of zeros and ones up to 2^24 are exact in float32.
-    """
+    Matmuls count: sums of zeros and ones up to 2^24 are exact in float32."""
     M, columns = members.shape
     blocks = -(-M // _BLOCK)
     padded = jnp.pad(members, ((0, blocks * _BLOCK - M), (0, 0)))

@@ -50,7 +50,7 @@ from pallas_kernels.hopper.lanes import (
     store_rows,
     thread_index,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import sync_cluster, sync_cta, sync_warpgroup
 from pallas_kernels.route.reference import Routes, Rule
@@ -83,9 +83,6 @@ def route(
     interpret: Any = None,
 ) -> Routes:
     """Implements :func:`pallas_kernels.route`. Its gradient is the reference's.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
 
     Raises:
       NotImplementedError: no Hopper GPU; no tokens or more than 16,384; more than 384 experts;
@@ -145,8 +142,7 @@ class Plan:
     """Columns of a table with one column per expert, and one for the invalid tokens if there may be
     any. A multiple of a CTA's threads."""
 
-    one_kernel: bool
-    """Whether the CTAs form a cluster, so that one kernel suffices."""
+    one_kernel: bool  # whether the CTAs form a cluster, so that one kernel suffices
 
     @property
     def words(self) -> int:
@@ -228,12 +224,8 @@ def _run(
     interpret: Any,
     **settings: Any,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel. Returns its ``outputs``, which are given by size and type.
-
-    Args:
-      arrays: the inputs.
-      shared: sizes of the integer arrays in shared memory.
-    """
+    """Runs a kernel. Returns its ``outputs``, given by size and type. ``shared`` has the sizes of
+    integer arrays in shared memory."""
     names = [*arrays, *outputs, *shared]
 
     def kernel(*refs: Any) -> None:
@@ -242,26 +234,21 @@ def _run(
 
     kernel.__name__ = body.__name__.removeprefix("_")
     scratch: list[Any] = [plgpu.SMEM((size,), jnp.int32) for size in shared.values()]
-    launch: dict[str, Any] = {"grid": (plan.ctas,), "grid_names": ("cta",)}
-    if plan.one_kernel:
-        launch = {"grid": (1,), "grid_names": ("one",)}
-        launch |= {"cluster": (plan.ctas,), "cluster_names": ("cta",)}
     if interpret is not None:
-        launch["interpret"] = interpret
         scratch.append(plgpu.Barrier(num_arrivals=plan.warpgroups))
         if plan.one_kernel:
             arrivals = plan.warpgroups
             scratch.append(plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=arrivals))
-    results = plgpu.kernel(
+    ctas = {"cta": plan.ctas}
+    results = grid_kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct((size,), dtype) for size, dtype in outputs.values()],
-        scratch_types=scratch,
-        num_threads=plan.warpgroups,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **launch,
+        [jax.ShapeDtypeStruct((size,), dtype) for size, dtype in outputs.values()],
+        scratch,
+        warpgroups=plan.warpgroups,
+        grid={"one": 1} if plan.one_kernel else ctas,
+        cluster=ctas if plan.one_kernel else None,
+        interpret=interpret,
+        lowering_semantics=LANE,
     )(*arrays.values())
     return dict(zip(outputs, results, strict=True))
 
@@ -403,10 +390,8 @@ class _Cta:
         return chunk * LANES + self.lane, chunk
 
     def _needed(self, chunk: jax.Array) -> jax.Array:
-        """Returns the chunk, or instead of one that nothing needs the last that is needed.
-
-        So the many warps that have no experts load the same numbers.
-        """
+        """Returns the chunk, or the last that is needed instead of one that nothing needs, so that
+        the many warps without experts load the same numbers."""
         return jnp.minimum(chunk, (self.columns - 1) // LANES)
 
     def _words_of(self, chunk: jax.Array, members: str) -> list[jax.Array]:
@@ -546,11 +531,8 @@ def choose(
 
 
 def load_bias(bias_g: Any, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
-    """Loads what is added to the scores, for each chunk of experts one number per lane.
-
-    Args:
-      zero: 0 in all lanes.
-    """
+    """Loads what is added to the scores, for each chunk of experts one number per lane. ``zero`` is
+    0 in all lanes."""
     return [load_padded(bias_g, zero + c, n, 0.0, interpret) for c, n in _chunks(experts)]
 
 

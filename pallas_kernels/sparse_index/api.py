@@ -57,14 +57,5 @@ def sparse_index(
         raise ValueError(
             f"page_size: expected it with pages of uint8 only, got {page_size} with {pages.dtype}"
         )
-    return dispatch(
-        "sparse_index",
-        BACKENDS,
-        implementation,
-        q,
-        weights,
-        pages,
-        block_tables,
-        lengths,
-        page_size=page_size,
-    )
+    arrays = q, weights, pages, block_tables, lengths
+    return dispatch("sparse_index", BACKENDS, implementation, *arrays, page_size=page_size)

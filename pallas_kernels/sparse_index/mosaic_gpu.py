@@ -41,6 +41,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     i32,
     i64,
@@ -53,7 +54,7 @@ from pallas_kernels.hopper.ir import (
     warp_prefix_sum,
     wgmma_row,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import (
@@ -101,9 +102,6 @@ def sparse_index(
     """Implements :func:`pallas_kernels.sparse_index`. It has no gradient.
 
     The tensor cores sum products of float8 with fewer bits than float32 has, about 13.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
     B, T, J, D = q.shape
@@ -153,14 +151,10 @@ def sparse_index(
 class Config:
     """Tuning parameters that do not change any result."""
 
-    queries: int
-    """Queries of a group."""
-    pages: int | None
-    """Pages of a unit. None divides all pages into equal shares, see :mod:`units`."""
-    groups: int
-    """Groups of a unit: 1, or 2 for one of each consumer."""
-    stages: int
-    """Pages in the ring buffer, an even number."""
+    queries: int  # queries of a group
+    pages: int | None  # Pages of a unit. None divides all pages into equal shares, see units.
+    groups: int  # groups of a unit: 1, or 2 for one of each consumer
+    stages: int  # pages in the ring buffer, an even number
 
     @property
     def unroll(self) -> int:
@@ -170,11 +164,8 @@ class Config:
 
 
 def plan(B: int, T: int, J: int, max_pages: int, itemsize: int) -> Config:
-    """Returns the parameters for T queries of J heads in each of B sequences.
-
-    Args:
-      itemsize: bytes of a number of the keys.
-    """
+    """Returns the parameters for T queries of J heads in each of B sequences, and keys of numbers
+    of ``itemsize`` bytes."""
     most = max(1, _MOST_ROWS // J)
     # Two groups of bfloat16 queries do not fit in shared memory.
     groups = 1 if most >= T or itemsize > 1 else CONSUMERS
@@ -208,11 +199,8 @@ def score(
     config: Config,
     interpret: Any = None,
 ) -> Float32[Array, "B T S"]:
-    """Scores the tokens of each table for G groups of Tg queries.
-
-    Args:
-      queries: number of queries T. The last groups may have fewer than the others.
-    """
+    """Scores the tokens of each table for G groups of Tg queries. The last groups of T ``queries``
+    may have fewer than the others."""
     B, G, rows, _ = q.shape
     J, float8, on_gpu = weights.shape[-1], q.dtype == KEY_DTYPE, interpret is None
     max_pages, groups, stages = block_tables.shape[1], config.groups, config.stages
@@ -255,24 +243,20 @@ def score(
     if float8:
         swizzle = (plgpu.SwizzleTransform(COLUMNS),) if on_gpu else ()
         keys = plgpu.SMEM((stages, _STAGE_ROWS, COLUMNS), jnp.uint8, transforms=swizzle)
-    return plgpu.kernel(
+    return grid_kernel(
         sparse_index,
-        out_type=jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
-        scratch_types=[
+        jax.ShapeDtypeStruct((B, queries, max_pages * PAGE), jnp.float32),
+        [
             two_views(q_shape, q.dtype, on_gpu=on_gpu) if float8 else tiles_of(*q_shape),
             plgpu.SMEM((2, groups, config.queries, J), jnp.float32),
             keys,
             *key_barriers,
             *q_barriers,
         ],
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        warpgroups=CONSUMERS + 1,
+        grid={"cta": ctas},
+        interpret=interpret,
+        lowering_semantics=LANE,
     )(q, weights, pages, block_tables, lengths)
 
 
@@ -285,13 +269,9 @@ class _Arrays(NamedTuple):
     tables_g: Any
     lengths_g: Any
     out_g: Any
-
-    q: Any
-    """Queries [2, groups, rows, COLUMNS] of two units."""
-    weights: Any
-    """Heads' weights [2, groups, queries, J] of two units."""
-    keys: Any
-    """Ring of pages [stages, rows, COLUMNS]. Rows after 64 float8 keys have their scales."""
+    q: Any  # queries [2, groups, rows, COLUMNS] of two units
+    weights: Any  # heads' weights [2, groups, queries, J] of two units
+    keys: Any  # Ring of pages [stages, rows, COLUMNS]. Rows after 64 float8 keys have their scales.
 
 
 def _produce(
@@ -443,11 +423,8 @@ class _ConsumedUnit:
     def score_pages(
         self, skip: jax.Array, n: jax.Array, count: int, state: PipelineState
     ) -> PipelineState:
-        """Scores ``count`` of this consumer's pages from its n-th on.
-
-        While the consumer sums one part of a page, the tensor cores multiply the next part or the
-        next page.
-        """
+        """Scores ``count`` of this consumer's pages from its n-th on. While it sums one part of a
+        page, the tensor cores multiply the next part or page."""
         parts, key_ring = self.parts, self.key_ring
         items = [(page, part) for page in range(count) for part in range(len(parts))]
         at_once = min(len(items), max(2, len(parts)))
@@ -547,7 +524,7 @@ def _q_state(n: jax.Array) -> PipelineState:
 def _warp_lanes(interpret: Any) -> Lanes:
     """Returns the lanes of this thread's warp. All its threads must call their functions."""
     if interpret is not None:
-        return units.one_lane()
+        return Lanes(1, jnp.int32(0), *[lambda x: x] * 3)  # the interpreter has no warps
     number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     def over_warp(text: str) -> Any:
@@ -572,14 +549,9 @@ def _warp_lanes(interpret: Any) -> Lanes:
 def _sum_heads(
     products: jax.Array, weights: Any, first: int, heads: int, *, interpret: Any
 ) -> Sequence[jax.Array]:
-    """Returns the weighted sum of the ReLU of each query's products, float32 [64] per query.
-
-    Args:
-      products: float32 [64, queries * heads] in the WGMMA layout.
-      weights: float32 [queries, heads] in shared memory, of the whole group, or
-        those of each query in registers.
-      first: the first of these queries in the group.
-    """
+    """Returns the weighted sum of the ReLU of products, float32 [64, queries * heads], as float32
+    [64] per query from the group's query ``first`` on. ``weights`` are [queries, heads] of the
+    whole group in shared memory, or a list in registers."""
     count = products.shape[1] // heads
     if interpret is not None:
         sums = []
@@ -600,7 +572,6 @@ def _sum_heads(
         _, lane = warp_and_lane()
         of_thread = arith.shli(arith.andi(lane, const(3)), const(3))
         base = None if in_registers else arith.addi(shared_address(weights[0]), of_thread)
-        two = llvm.StructType.get_literal([f32] * 2)
         results = []
         for t in range(count):
             sums = [zero, zero]  # of the thread's two rows
@@ -610,8 +581,7 @@ def _sum_heads(
                 else:
                     offset = 4 * ((first + t) * heads + 8 * eight)
                     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-                    loaded = asm(text, "=f,=f,r,~{memory}", base, result=two, effects=True)
-                    pair = [llvm.extractvalue(f32, loaded, [i]) for i in range(2)]
+                    pair = asm_numbers(text, "=f,=f,r,~{memory}", base, kind=f32, count=2)
                 at = 4 * (t * heads // 8 + eight)
                 for half in range(2):
                     for i in range(2):
@@ -629,11 +599,8 @@ def _sum_heads(
 
 
 def _key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:
-    """Returns the scales of a page's keys, float32 [64] with one per token.
-
-    Args:
-      stages: uint8 [stages, rows, 128] in shared memory. After 64 keys the rows have the scales.
-    """
+    """Returns the scales of a page's keys, float32 [64] with one per token. They follow the 64 keys
+    in ``stages``, uint8 [stages, rows, 128] in shared memory."""
     if interpret is not None:
         scales = stages[stage, ROWS : ROWS + scale_rows(ROWS, stages.shape[2])]
         scales = jax.lax.bitcast_convert_type(scales.reshape(ROWS, SCALE_BYTES), jnp.float32)
@@ -664,11 +631,8 @@ def _key_scales(stages: Any, stage: Any, *, interpret: Any) -> jax.Array:
 def _store_scores(
     out: Any, where: tuple[Any, Any, Any], scores: jax.Array, exists: jax.Array, *, interpret: Any
 ) -> None:
-    """Sets ``out[b, t, s : s + 64] = scores`` in global memory, if ``exists``.
-
-    Args:
-      where: b, t and s.
-    """
+    """Sets ``out[b, t, s : s + 64] = scores`` in global memory, if ``exists``. ``where`` is b, t
+    and s."""
     if interpret is not None:
 
         @when(exists)
@@ -684,7 +648,7 @@ def _store_scores(
         _, lane = warp_and_lane()
         query = arith.addi(arith.muli(value_of(b), const(queries)), value_of(t))
         column = arith.addi(value_of(s), wgmma_row())
-        columns, two = (arith.constant(i64(), ir.IntegerAttr.get(i64(), n)) for n in (columns, 2))
+        columns, two = (const(n, 64) for n in (columns, 2))
         wide = arith.muli(arith.extui(i64(), query), columns)
         at = arith.shli(arith.addi(wide, arith.extui(i64(), column)), two)
         address = arith.addi(llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out)), at)

@@ -67,13 +67,7 @@ def score(
     page_size: int | None,
     first: Int[Array, ""],
 ) -> Float32[Array, "B T S"]:
-    """Scores the tokens of a slice of the block table.
-
-    Args:
-      block_tables: the slice.
-      first: position of the slice's first token.
-      q, weights, pages, lengths, page_size: as :func:`sparse_index` takes them.
-    """
+    """Scores the tokens of a slice of the block table, from position ``first`` on."""
     B, T, _, D = q.shape
     # mode="clip": entries past a sequence's length may be anything. They are masked below.
     keys, scales = pages.at[block_tables].get(mode="clip"), None

@@ -51,13 +51,7 @@ def pages_of(tokens: UInt8[Array, "P page bytes"]) -> UInt8[Array, "P rows D"]:
 def split(
     pages: UInt8[Array, "*P rows width"], columns: int, page_size: int
 ) -> tuple[Float[Array, "*P page D"], Float32[Array, "*P page"]]:
-    """Returns the keys and scales of pages.
-
-    Args:
-      pages: columns past D are ignored.
-      columns: D.
-      page_size: tokens per page.
-    """
+    """Returns the keys of D ``columns`` and the scales of pages. Columns past D are ignored."""
     *batch, _, _ = pages.shape
     n, pages = page_size, pages[..., :columns]
     end = n + scale_rows(n, columns)

@@ -50,15 +50,9 @@ class Lanes:
     index: jax.Array
     sum: Callable[[jax.Array], jax.Array]
     """Returns the sum of an integer of each lane. All lanes get it."""
-    max: Callable[[jax.Array], jax.Array]
-    """Returns the largest integer of any lane."""
+    max: Callable[[jax.Array], jax.Array]  # returns the largest integer of any lane
     prefix_sum: Callable[[jax.Array], jax.Array]
     """Returns the sum of the integers of the lanes up to this one."""
-
-
-def one_lane() -> Lanes:
-    """Returns the lanes of the interpreter, which has no warps."""
-    return Lanes(1, jnp.int32(0), *[lambda x: x] * 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +60,10 @@ class Work:
     """Sizes of the whole operation."""
 
     sequences: int
-    sets: int
-    """Rows of a sequence."""
-    groups: int
-    """Groups of queries of a row."""
-    group_queries: int
-    """Queries of a group. The last groups of a sequence may have fewer."""
-    queries: int
-    """Queries of a sequence."""
+    sets: int  # rows of a sequence
+    groups: int  # groups of queries of a row
+    group_queries: int  # Queries of a group. The last groups of a sequence may have fewer.
+    queries: int  # queries of a sequence
     max_pages: int
 
     def seen_pages(self, length: jax.Array, group: jax.Array) -> jax.Array:
@@ -103,10 +93,8 @@ def in_turn(work: Work, pages: int, cta: jax.Array, ctas: int, lengths: Any) -> 
 
 
 def equal_shares(work: Work, cta: jax.Array, ctas: int, lengths: Any, lanes: Lanes) -> Units:
-    """Returns the rows of a CTA's share. Of the first and the last one it may have a part.
-
-    The CTA with the last page of a row also has those pages that no query sees.
-    """
+    """Returns the rows of a CTA's share, and of the first and the last maybe a part. The CTA with
+    the last page of a row also has those pages that no query sees."""
     sets, rows = work.sets, work.sequences * work.sets
     row_queries = work.groups * work.group_queries
     n, zero = work.sequences, jnp.int32(0)

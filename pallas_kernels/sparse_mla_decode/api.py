@@ -1,4 +1,4 @@
-"""Multi-head latent attention to selected tokens of a paged cache (absorbed form)."""
+"""Multi-head latent attention to selected tokens (absorbed form), paged or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pallas_kernels.sparse_mla_decode import mosaic_gpu, reference
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.sparse_mla_decode,
     "reference": reference.sparse_mla_decode,
+}
+PREFILL_BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.sparse_mla_prefill,
+    "reference": reference.sparse_mla_prefill,
 }
 
 
@@ -39,14 +43,41 @@ def sparse_mla_decode(
       ValueError: ``implementation`` names no back-end.
       NotImplementedError: no selected back-end takes these arguments.
     """
-    return dispatch(
-        "sparse_mla_decode",
-        BACKENDS,
-        implementation,
-        q_latent,
-        q_rope,
-        pages,
-        block_tables,
-        indices,
-        scale=scale,
-    )
+    arrays = q_latent, q_rope, pages, block_tables, indices
+    return dispatch("sparse_mla_decode", BACKENDS, implementation, *arrays, scale=scale)
+
+
+def sparse_mla_prefill(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    latents: Float[Array, "B S CR"],
+    indices: Int[Array, "B T K"],
+    *,
+    scale: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    """Softmax attention of each query to its own K of the S tokens of its sequence.
+
+    It is :func:`pallas_kernels.sparse_mla_decode` without pages, for many queries::
+
+        score[t, h, i] = scale * (q_latent[t, h] . c[s] + q_rope[t, h] . k[s])    s = indices[t, i]
+        out[t, h]      = sum_i softmax(score)[t, h, i] c[s]
+
+    Each query reads its own tokens, so that a multi-head form would have to expand K keys and
+    values per query. Gradients flow to queries and latents.
+
+    Args:
+      latents: ``[c | k]`` of every token: the normalised latent, then the rotated rope key.
+      indices: tokens of each query, without repetitions; -1 stands for no token.
+      q_latent, q_rope, scale, implementation: as for ``sparse_mla_decode``.
+
+    Returns:
+      ``out`` in q_latent's dtype and the log-sum-exp of the scores (natural logarithm, float32):
+      zeros and -inf for a query without tokens.
+
+    Raises:
+      ValueError: ``implementation`` names no back-end.
+      NotImplementedError: no selected back-end takes these arguments.
+    """
+    arrays = q_latent, q_rope, latents, indices
+    return dispatch("sparse_mla_prefill", PREFILL_BACKENDS, implementation, *arrays, scale=scale)

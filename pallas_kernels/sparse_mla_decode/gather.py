@@ -22,6 +22,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     array,
     asm,
+    asm_numbers,
     const,
     i32,
     i64,
@@ -39,11 +40,9 @@ from pallas_kernels.mla_decode.float8_cache import (
     TOKEN_BYTES,
     dequantize_latent,
 )
-from pallas_kernels.mla_decode.float8_registers import with_rounded_scales
+from pallas_kernels.mla_decode.float8_registers import pack_words, with_rounded_scales
 
-PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-"""Layout of one number per thread."""
-
+PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)  # layout of one number per thread
 THREADS = 128
 _TOKENS = 16  # per warp and key block
 _PASSES = 4  # a warp copies 128 bytes of four tokens per instruction
@@ -55,11 +54,7 @@ _WORDS = plgpu.ShapeDtypeStruct((64, 8 * _PAIRS), jnp.int32, layout=plgpu.Layout
 
 
 def load_indices(indices: Any, block: jax.Array) -> jax.Array:
-    """Loads each thread's index of key block ``block`` of all queries.
-
-    Args:
-      indices: [queries, indices] in global memory.
-    """
+    """Loads each thread's index of key block ``block`` of all queries, from [queries, indices]."""
 
     @inline(REF, SCALAR, returns=_NUMBERS)
     def load(indices: Any, block: Any) -> Any:
@@ -71,14 +66,9 @@ def load_indices(indices: Any, block: jax.Array) -> jax.Array:
 
 
 def find_slots(tables: Any, sequence: jax.Array, indices: jax.Array, page: int, pages: int) -> Any:
-    """Returns ``page number * page + slot`` of each thread's token, or -1 if there is none.
-
-    Args:
-      tables: block tables [B, max_pages] in global memory. Entries are clipped to the pool.
-      indices: result of :func:`load_indices`.
-      page: tokens per page.
-      pages: number of pages in the pool.
-    """
+    """Returns ``page number * page + slot`` of each thread's token, or -1 if its index, from
+    :func:`load_indices`, is. Entries of ``tables`` [B, max_pages] are clipped to the pool of
+    ``pages``."""
     max_pages = tables.shape[1]
 
     @inline(REF, SCALAR, PER_THREAD, returns=_NUMBERS)
@@ -96,11 +86,8 @@ def find_slots(tables: Any, sequence: jax.Array, indices: jax.Array, page: int, 
 
 
 def prefetch_tokens(tokens: Any, slots: jax.Array) -> None:
-    """Prefetches the tokens in these slots into the L2 cache, one instruction per token.
-
-    Args:
-      tokens: [slots, width] in global memory.
-    """
+    """Prefetches the tokens [slots, width] in these slots into the L2 cache, one instruction
+    each."""
     size = tokens.shape[1] * jnp.dtype(tokens.dtype).itemsize
 
     @inline(REF, PER_THREAD)
@@ -121,11 +108,8 @@ def prefetch_tokens(tokens: Any, slots: jax.Array) -> None:
 
 
 def write_penalties(penalties: Any, slots: jax.Array) -> None:
-    """Stores what is added to each token's scores: 0, or -inf if the token does not exist.
-
-    Args:
-      penalties: float32 [64] in shared memory.
-    """
+    """Stores what is added to each token's scores, float32 [64] in shared memory: 0, or -inf if the
+    token does not exist."""
 
     @inline(REF, PER_THREAD)
     def write(penalties: Any, slots: Any) -> None:
@@ -143,13 +127,8 @@ def write_penalties(penalties: Any, slots: jax.Array) -> None:
 
 
 def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
-    """Starts copying columns of a key block. :func:`arrive_when_copied` signals their arrival.
-
-    Args:
-      tile: bfloat16 [64, columns] in shared memory, tiled and swizzled.
-      tokens: [slots, width] in global memory.
-      first: first byte of a token to copy.
-    """
+    """Starts copying columns of a key block, from byte ``first`` of a token on, to a swizzled
+    bfloat16 tile [64, columns]. :func:`arrive_when_copied` signals their arrival."""
     columns, token_bytes = tile.shape[1], tokens.shape[1] * jnp.dtype(tokens.dtype).itemsize
     tiles = columns // 64
 
@@ -188,18 +167,6 @@ def copy_columns(tile: Any, tokens: Any, slots: jax.Array, first: int) -> None:
     copy(tile, tokens, slots)
 
 
-def copy_half(v: Any, rope: Any, tokens: Any, slots: jax.Array, half: int) -> None:
-    """Starts copying half of the latents of a key block, and with the second half the rope keys.
-
-    Args:
-      v: bfloat16 [64, 256] in shared memory.
-      rope: bfloat16 [64, 64] in shared memory.
-    """
-    copy_columns(v, tokens, slots, half * LATENT)
-    if half:
-        copy_columns(rope, tokens, slots, 2 * LATENT)
-
-
 def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
     """Loads half of the latents (256 columns) of a float8 key block, and their scales.
 
@@ -224,7 +191,6 @@ def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax
             arith.shli(arith.andi(lane, const(3)), const(4)),
         )
         words = []
-        four = llvm.StructType.get_literal([i32()] * 4)
         text = f"""{{
             .reg .b32 slot;
             .reg .b64 at;
@@ -236,8 +202,7 @@ def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax
         for i in range(_PAIRS):
             source = arith.addi(odd, const(2 * i))
             operands = existing, source, column_base
-            loaded = asm(text, "=r,=r,=r,=r,r,r,l", *operands, result=four, effects=True)
-            words += [llvm.extractvalue(i32(), loaded, [j]) for j in range(4)]
+            words += asm_numbers(text, "=r,=r,=r,=r,r,r,l", *operands, kind=i32(), count=4)
         # One of the 32 scales (16 tokens, 2 groups) per thread.
         group = arith.shli(arith.shrui(lane, const(4)), const(2))
         group_base = arith.addi(base, arith.extui(i64(), group))
@@ -251,20 +216,14 @@ def fetch_half(tokens: Any, slots: jax.Array, half: int) -> tuple[jax.Array, jax
             @there ld.global.L1::no_allocate.b32 $0, [at + {offset}];
         }}"""
         scale = asm(text, "=&r,r,l", slot, group_base, result=i32(), effects=True)
-        two = ir.VectorType.get((2,), i32())
-        pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
-        tile = array(pairs, (64, 2 * len(words)), plgpu.Layout.WGMMA, is_signed=True)
-        return tile, _number(scale)
+        return pack_words(words), _number(scale)
 
     return fetch(tokens, slots)
 
 
 def arrive_when_copied(words: Any, barrier: jax.Array) -> None:
-    """Arrives at a barrier in every thread, when the copies that the thread has started are done.
-
-    Args:
-      words: mbarriers of two words each in shared memory.
-    """
+    """Arrives at a barrier of an array in shared memory in every thread, when the copies that the
+    thread has started are done."""
 
     @inline(REF, SCALAR)
     def arrive(words: Any, barrier: Any) -> None:
@@ -314,7 +273,7 @@ def _token() -> Any:
 def _load(base: Any, index: Any) -> Any:
     """Loads number ``index`` of an array, below 2^32. Bytes are counted in 64 bits: 4 sequences
     of 131,072 tokens have 2^30 indices."""
-    two = arith.constant(i64(), ir.IntegerAttr.get(i64(), 2))
+    two = const(2, 64)
     address = arith.addi(base, arith.shli(arith.extui(i64(), index), two))
     return asm("ld.global.b32 $0, [$1];", "=r,l", address, result=i32(), effects=True)
 

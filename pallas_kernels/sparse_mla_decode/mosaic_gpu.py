@@ -36,12 +36,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32, UInt8
 
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
-from pallas_kernels.hopper.math import LOG2E, NO_SCORE
-from pallas_kernels.hopper.online_softmax import SUM_COLUMNS, merge_sums, partial_row_sums
+from pallas_kernels.hopper.online_softmax import (
+    LOG2E,
+    NO_SCORE,
+    SUM_COLUMNS,
+    merge_sums,
+    partial_row_sums,
+)
 from pallas_kernels.hopper.split_kv import output_types
 from pallas_kernels.hopper.tiles import COLUMN, ROW, WGMMA, row_vector
 from pallas_kernels.hopper.warpgroup import WARPS, fence_async_proxy, first_warp, when
@@ -59,10 +65,9 @@ from pallas_kernels.mla_decode.row_tiles import (
     TileResults,
     load_sums,
 )
-from pallas_kernels.sparse_mla_decode import gather
+from pallas_kernels.sparse_mla_decode import gather, reference
 
-BLOCK = 64
-"""Tokens per key block."""
+BLOCK = 64  # tokens per key block
 
 PAIR = 2 * BLOCK
 """Tokens per pair of key blocks. The number of indices per query is padded to a multiple of it."""
@@ -74,11 +79,9 @@ _MIN_PAIRS = 2  # per piece: smaller partial results cost more to merge than the
 # Registers per thread of consumers and producer: 2 * consumer + producer <= 504.
 _REGISTERS, _FLOAT8_REGISTERS = (224, 56), (208, 88)
 _Partials = tuple[Float32[Array, "partials Mp C"], Float32[Array, "partials Mp"]]
-PENALTIES, MAXIMUM, P = range(3)
-"""Barriers of a slot in :attr:`Signals.ready`."""
+PENALTIES, MAXIMUM, P = range(3)  # barriers of a slot in ready
 
-Q_FREE, SUMS_READY = range(2)
-"""Indices in :attr:`Signals.by_both`."""
+Q_FREE, SUMS_READY = range(2)  # indices in by_both
 
 
 def sparse_mla_decode(
@@ -97,7 +100,6 @@ def sparse_mla_decode(
     Args:
       prefetch: whether tokens may be prefetched into the L2 cache before they are copied. Those of
         a bfloat16 cache are, for several tiles of heads: it gains 3 % there, and loses elsewhere.
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
     require_hopper(interpret)
     B, T, H, C = q_latent.shape
@@ -150,14 +152,35 @@ def sparse_mla_decode(
     return out[:, :H].reshape(B, T, H, C), lse[:, :H].reshape(B, T, H)
 
 
-def plan(queries: int, heads: int, indices: int) -> Work:
-    """Divides the work so that the CTAs fill the default device once.
+def sparse_mla_prefill(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    latents: Float[Array, "B S CR"],
+    indices: Int[Array, "B T K"],
+    *,
+    scale: float,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    """Implements :func:`pallas_kernels.sparse_mla_prefill`. Its gradient is the reference's.
 
-    Args:
-      queries: queries of all sequences.
-      heads: heads H.
-      indices: padded number of indices per query.
+    Each sequence is one page.
     """
+    one_page_each = jnp.arange(len(latents), dtype=jnp.int32)[:, None]
+
+    def attend(q_latent, q_rope, latents, indices):
+        # No prefetch: queries of the same sequence have brought most tokens into the L2 cache.
+        return sparse_mla_decode(
+            q_latent, q_rope, latents, one_page_each, indices, scale=scale, prefetch=False,
+            interpret=interpret,
+        )  # fmt: skip
+
+    exact = functools.partial(reference.sparse_mla_prefill, scale=scale)
+    return with_gradients_of(exact, attend)(q_latent, q_rope, latents, indices)
+
+
+def plan(queries: int, heads: int, indices: int) -> Work:
+    """Divides the work of all sequences' ``queries`` so that the CTAs fill the default device once.
+    ``indices`` is padded."""
     tiles = -(-heads // TILE)
     return divide(queries, indices, max(1, multiprocessors() // tiles))
 
@@ -166,20 +189,14 @@ def plan(queries: int, heads: int, indices: int) -> Work:
 class Work:
     """Pieces of queries, numbered consecutively. A CTA processes ``share`` of them."""
 
-    queries: int
-    """Number of queries of all sequences."""
-
-    pairs: int
-    """Pairs of key blocks per query."""
+    queries: int  # number of queries of all sequences
+    pairs: int  # pairs of key blocks per query
 
     pieces: int
     """Pieces per query. If there are several, each gives a partial result, and they are merged."""
 
-    piece: int
-    """Pairs per piece. The last piece of a query may have fewer."""
-
-    share: int
-    """Pieces per CTA. The last CTA may have fewer."""
+    piece: int  # Pairs per piece. The last piece of a query may have fewer.
+    share: int  # Pieces per CTA. The last CTA may have fewer.
 
     @property
     def total(self) -> int:
@@ -215,12 +232,8 @@ class Work:
 
 
 def divide(queries: int, indices: int, ctas: int) -> Work:
-    """Chooses the number of pieces with which ``ctas`` concurrent CTAs finish first.
-
-    Args:
-      queries: number of queries of all sequences.
-      indices: padded number of indices per query, a multiple of PAIR.
-    """
+    """Chooses the number of pieces with which ``ctas`` concurrent CTAs finish first. ``indices``
+    per query are padded to a multiple of PAIR."""
     pairs = indices // PAIR
 
     def cut(piece: int) -> Work:
@@ -236,23 +249,16 @@ def divide(queries: int, indices: int, ctas: int) -> Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signals:
-    """Barriers of a CTA, in the order of :meth:`scratch`.
+    """Barriers of a CTA, in the order of :meth:`scratch`. Use n of the first three is that of the
+    CTA's n-th pair, of the others that of its n-th piece."""
 
-    Use n of the first three is that of the CTA's n-th pair, of the others that of its n-th
-    piece.
-    """
-
-    full: Barriers
-    """Half h of slot s, at index 2 s + h, is filled."""
-
-    free: Barriers
-    """The consumer of half h has read it in slot s, at index 2 s + h."""
+    full: Barriers  # half h of slot s, at index 2 s + h, is filled
+    free: Barriers  # the consumer of half h has read it in slot s, at index 2 s + h
 
     ready: Barriers
     """Penalties, maximum and P of the block in slot s, at indices 3 s, 3 s + 1 and 3 s + 2."""
 
-    q_full: Barriers
-    """The queries of a piece are filled, by three copies."""
+    q_full: Barriers  # the queries of a piece are filled, by three copies
 
     by_both: Barriers
     """Both consumers have read the queries (Q_FREE), or have written their sums (SUMS_READY)."""
@@ -268,11 +274,7 @@ class Signals:
         return cls(*(Barriers(each, interpret) for each in scratch))
 
     def initialise(self, arrivals_when_full: int) -> None:
-        """Initialises all barriers.
-
-        Args:
-          arrivals_when_full: arrivals per phase of ``full``.
-        """
+        """Initialises all barriers. Those of ``full`` take ``arrivals_when_full`` per phase."""
         self.full.initialise([arrivals_when_full] * (2 * SLOTS))
         self.free.initialise([WARPS] * (2 * SLOTS))
         self.ready.initialise([WARPS] * (3 * SLOTS))
@@ -435,9 +437,7 @@ def attend(
                 else:
 
                     def step_of_second(k, state):
-                        return keep_last(k, add_block(done + k, *state))
-
-                    def keep_last(k, state):
+                        state = add_block(done + k, *state)
                         # The piece's last slot stays: its half becomes the output's buffer.
                         when(k < count - 1)(lambda: signals.free.arrive(2 * number + number))
                         return state
@@ -484,23 +484,16 @@ def attend(
         for number in range(2):  # separate code for each, so that addresses are constants
             when(wg == number)(functools.partial(consumer_warpgroup, number))
 
-    out, lse, *partials = plgpu.kernel(
+    out, lse, *partials = grid_kernel(
         sparse_mla,
-        out_type=output_types(Q, M, LATENT, 1 if work.pieces == 1 else -(-work.total // 2)),
-        scratch_types=[
-            *buffers,
-            plgpu.SMEM((2, 4, TILE), jnp.float32),
-            *Signals.scratch(interpret),
-        ],
+        output_types(Q, M, LATENT, 1 if work.pieces == 1 else -(-work.total // 2)),
+        [*buffers, plgpu.SMEM((2, 4, TILE), jnp.float32), *Signals.scratch(interpret)],
         # The last axis varies fastest, so that tiles that read the same tokens run concurrently.
-        grid=(work.ctas, tiles),
-        grid_names=("cta", "tile"),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **({} if gpu else {"interpret": interpret}),
+        grid={"cta": work.ctas, "tile": tiles},
+        warpgroups=3,
+        interpret=interpret,
+        approx_math=True,
+        reduction_scratch_bytes=0,
     )(q_latent, q_rope, tokens, block_tables, indices)
     return out, lse, tuple(partials)
 
@@ -509,21 +502,11 @@ def attend(
 class Cache:
     """The cached tokens, and which of them the queries attend to. All in global memory."""
 
-    tokens: Any
-    """Tokens of all pages, bfloat16 [slots, 576 or more] or uint8 [slots, 656]."""
-
-    tables: Any
-    """Block tables [B, max_pages]."""
-
-    indices: Any
-    """Positions [queries, K] of each query's tokens, or -1."""
-
-    page: int
-    """Tokens per page."""
-
-    queries: int
-    """Queries per sequence."""
-
+    tokens: Any  # tokens of all pages, bfloat16 [slots, 576 or more] or uint8 [slots, 656]
+    tables: Any  # block tables [B, max_pages]
+    indices: Any  # positions [queries, K] of each query's tokens, or -1
+    page: int  # tokens per page
+    queries: int  # queries per sequence
     interpret: Any
 
     def load(self, block: Any) -> Any:
@@ -549,15 +532,10 @@ def fill_slots(
     *,
     prefetch: bool,
 ) -> None:
-    """Fills the slots with all key blocks of a CTA, and fetches the queries of its pieces.
-
-    Args:
-      targets: latents [SLOTS, 2, 64, 256], rope keys [SLOTS, 64, 64] and penalties [SLOTS, 64] in
-        shared memory.
-      pieces: the CTA's first piece and their number.
-      fetch_queries: starts copying the queries of a piece, in one warp.
-      prefetch: whether to prefetch each block into the L2 cache before it is copied.
-    """
+    """Fills the slots with all key blocks of a CTA, and fetches the queries of its pieces: the
+    first one and their number. ``targets`` in shared memory are latents [SLOTS, 2, 64, 256], rope
+    keys [SLOTS, 64, 64] and penalties [SLOTS, 64]. With ``prefetch`` a block is brought into the L2
+    cache before it is copied."""
     (v_s, rope_s, penalties_s), tokens, gpu = targets, cache.tokens, cache.interpret is None
     float8, (first_piece, piece_count) = tokens.dtype == jnp.uint8, pieces
     first = 2 * work.first_pair(first_piece)
@@ -585,7 +563,9 @@ def fill_slots(
             signals.full.arrive(2 * slot + half)
             return
         if gpu:
-            gather.copy_half(v, rope, tokens, slots, half)
+            gather.copy_columns(v, tokens, slots, half * LATENT)
+            if half:
+                gather.copy_columns(rope, tokens, slots, 2 * LATENT)
             gather.arrive_when_copied(signals.full.memory, 2 * slot + half)
             return
         block = gather.interpreted_tokens(tokens, slots)

@@ -1,4 +1,4 @@
-"""Reference implementation of sparse_mla_decode: gathers the tokens of some queries at a time."""
+"""Sparse latent attention in plain JAX: gathers the tokens of some queries at a time."""
 
 from __future__ import annotations
 
@@ -29,6 +29,24 @@ def sparse_mla_decode(
         check_width((q_latent.shape[-1], q_rope.shape[-1]), width)
     slots = token_slots(block_tables, indices, page_size)
     return attend(q_latent, q_rope, pages.reshape(-1, width), slots, scale=scale)
+
+
+def sparse_mla_prefill(
+    q_latent: Float[Array, "B T H C"],
+    q_rope: Float[Array, "B T H R"],
+    latents: Float[Array, "B S CR"],
+    indices: Int[Array, "B T K"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
+    """Each sequence is one page."""
+    B, S, width = latents.shape
+    one_page_each = jnp.arange(B, dtype=jnp.int32)[:, None]
+    slots = token_slots(one_page_each, indices, S)
+    # The gradient of a token is the sum over all queries that attend to it: in float32, because a
+    # bfloat16 sum stops growing after a few hundred of them.
+    tokens = latents.reshape(-1, width).astype(jnp.float32)
+    return attend(q_latent, q_rope, tokens, slots, scale=scale, dtype=latents.dtype)
 
 
 def token_slots(

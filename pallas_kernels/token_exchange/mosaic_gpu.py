@@ -25,10 +25,7 @@ _STORE = 16  # bytes per store instruction of a thread
 
 
 def token_exchange(
-    rows: Shaped[Array, "n C W"],
-    counts: Int32[Array, " n"],
-    *,
-    axes: tuple[str, ...],
+    rows: Shaped[Array, "n C W"], counts: Int32[Array, " n"], *, axes: tuple[str, ...]
 ) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
     """Implements :func:`pallas_kernels.token_exchange`.
 
@@ -52,20 +49,14 @@ def token_exchange(
 
 
 def plan(devices: int, size: int) -> tuple[int, int]:
-    """Returns the CTAs per destination, and the 16-byte stores that a thread has in flight.
-
-    Args:
-      size: bytes of the buffer for a destination.
-    """
+    """Returns the CTAs per destination, whose buffer has ``size`` bytes, and the 16-byte stores
+    that a thread has in flight."""
     ctas = max(1, multiprocessors() // devices)
     return ctas, max(s for s in (1, 2, 4) if s == 1 or s * _THREADS * _STORE * ctas <= size)
 
 
 def _exchange(
-    rows: Shaped[Array, "n CW"],
-    counts: Int32[Array, " n"],
-    row_size: int,
-    axes: tuple[str, ...],
+    rows: Shaped[Array, "n CW"], counts: Int32[Array, " n"], row_size: int, axes: tuple[str, ...]
 ) -> Any:
     """Runs the kernel on rows flattened to [n, C * W].
 
@@ -132,26 +123,20 @@ def _exchange(
 
 
 def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
-    """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time.
-
-    Mosaic GPU does not know the alignment of remote addresses, and would store single elements.
-    """
+    """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time: Mosaic GPU does not
+    know the alignment of remote addresses, and would store single elements."""
     base = mgpu.utils.memref_ptr(context.to_remote(target, value_of(peer)))
     base = llvm.ptrtoint(i64(), base)
     thread = arith.extui(i64(), mgpu.utils.thread_idx())
     words = ir.VectorType.get((4,), i32())
     for number, register in enumerate(values.registers.flat):
-        offset = arith.muli(thread, _long(_STORE))
-        address = arith.addi(base, arith.addi(offset, _long(number * _THREADS * _STORE)))
+        offset = arith.muli(thread, const(_STORE, 64))
+        address = arith.addi(base, arith.addi(offset, const(number * _THREADS * _STORE, 64)))
         words_of_store = vector.bitcast(words, register)
         store_words = [llvm.extractelement(words_of_store, const(i)) for i in range(4)]
         void = ir.Type.parse("!llvm.void")
         store = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
         asm(store, "l,r,r,r,r,~{memory}", address, *store_words, result=void, effects=True)
-
-
-def _long(number: int) -> Any:
-    return arith.constant(i64(), ir.IntegerAttr.get(i64(), number))
 
 
 def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) -> Any:
@@ -163,10 +148,8 @@ def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) ->
 
 
 def _logical(index: Any, axes: tuple[str, ...], mesh: Any) -> Any:
-    """Returns the logical mesh index of a peer.
-
-    The peer has index ``index`` along ``axes``, and this device's coordinates along the other axes.
-    """
+    """Returns the logical mesh index of the peer with index ``index`` along ``axes``, and this
+    device's coordinates along the other axes."""
     coordinates = {axis: lax.axis_index(axis) for axis in mesh.axis_names if axis not in axes}
     for axis in reversed(axes):
         coordinates[axis] = lax.rem(index, jnp.int32(mesh.shape[axis]))

@@ -42,19 +42,13 @@ from pallas_kernels.hopper.ir import (
     warp_and_lane,
     warp_prefix_sum,
 )
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import sync_cluster, sync_warpgroup, when
 
-CHUNK = 512
-"""Scores that a warpgroup loads at a time, four per thread."""
-
-MAX_K = 4096
-"""Code without a loop fills the end of the result with -1."""
-
-WARPGROUPS = 4
-"""Per CTA. Each has as many of the 2,048 bins as fit in four registers per thread."""
-
+CHUNK = 512  # scores that a warpgroup loads at a time, four per thread
+MAX_K = 4096  # code without a loop fills the end of the result with -1
+WARPGROUPS = 4  # Per CTA. Each has as many of the 2,048 bins as fit in four registers per thread.
 _INTERPRETED_WARPGROUPS = 2  # the interpreter starts a thread of the host for each
 _MOST_CTAS = 8  # of a cluster that every Hopper GPU can launch
 _BINS = 2048
@@ -77,11 +71,7 @@ def top_k(
     lengths: Int[Array, "*batch"] | None = None,
     interpret: Any = None,
 ) -> Int32[Array, "*batch k"]:
-    """Implements :func:`pallas_kernels.top_k`.
-
-    Args:
-      interpret: parameters of Mosaic GPU's interpreter, to run without a GPU.
-    """
+    """Implements :func:`pallas_kernels.top_k`."""
     require_hopper(interpret)
     if k > MAX_K:
         raise NotImplementedError(f"takes k of {MAX_K} at most, got {k}")
@@ -98,10 +88,8 @@ def top_k(
 
 
 def plan(rows: int, S: int) -> int:
-    """Returns the number of CTAs per row of S scores.
-
-    As many as run at once, if each of their warpgroups has a chunk of scores.
-    """
+    """Returns the CTAs per row of S scores: as many as run at once, if each warpgroup has a
+    chunk."""
     ctas = _MOST_CTAS
     while ctas > 1 and (rows * ctas > multiprocessors() or ctas * WARPGROUPS * CHUNK > S):
         ctas //= 2
@@ -117,13 +105,8 @@ def select(
     ctas: int,
     interpret: Any = None,
 ) -> Int32[Array, "rows padded_k"]:
-    """Returns the indices of the k largest scores of each row, and then -1.
-
-    Args:
-      scores: S is a multiple of CHUNK.
-      lengths: the chunks of a row after this many scores are not read; None reads all.
-      ctas: per row.
-    """
+    """Returns the indices of the k largest scores of each row, and then -1. S is a multiple of
+    CHUNK. The chunks of a row after ``lengths`` scores are not read; None reads all."""
     rows, on_gpu = len(scores), interpret is None
     W = WARPGROUPS if on_gpu else _INTERPRETED_WARPGROUPS
     padded_k = -(-k // CHUNK) * CHUNK
@@ -143,33 +126,27 @@ def select(
         before = part.count_before(larger, equal)
         part.write_indices(prefix, wanted, chosen, before)
 
-    launch: dict[str, Any] = {"grid": (rows,), "grid_names": ("row",)}
     barriers: list[Any] = [plgpu.Barrier(num_arrivals=W)]
-    if ctas > 1:
-        launch |= {"cluster": (ctas,), "cluster_names": ("cta",)}
-        if not on_gpu:
-            barriers.append(plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=W))
-    if not on_gpu:
-        launch["interpret"] = interpret
+    if ctas > 1 and not on_gpu:
+        barriers.append(plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=W))
     results = 1 if on_gpu else W * ctas
-    out, _ = plgpu.kernel(
+    out, _ = grid_kernel(
         top_k,
-        out_type=[
+        [
             jax.ShapeDtypeStruct((rows, results, padded_k), jnp.int32),
             jax.ShapeDtypeStruct((rows, _PASSES + 1, ctas, _BINS), jnp.int32),
         ],
-        scratch_types=[
+        [
             plgpu.SMEM((W, _BINS), jnp.int32),
             plgpu.SMEM((_PASSES + 1, 4, W, 4), jnp.int32),
             plgpu.SMEM((W, 4), jnp.int32),
             *barriers,
         ],
-        num_threads=W,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **launch,
+        warpgroups=W,
+        grid={"row": rows},
+        cluster={"cta": ctas} if ctas > 1 else None,
+        interpret=interpret,
+        reduction_scratch_bytes=0,
     )(*arrays)
     return out.max(axis=1) if results > 1 else out[:, 0]
 
@@ -216,10 +193,8 @@ class _Part:
         return _ordered(plgpu.layout_cast(scores, _layout_of(CHUNK)))
 
     def for_chunks(self, use: Callable[..., Any], carry: Any, smallest: jax.Array) -> None:
-        """Calls ``use(chunk, keys, smallest, carry)`` for the part's chunks.
-
-        For chunks past its end, ``smallest`` is larger than all keys.
-        """
+        """Calls ``use(chunk, keys, smallest, carry)`` for the part's chunks. For chunks past its
+        end, ``smallest`` is larger than all keys."""
 
         def limit(number):
             return jnp.where(number < self.end, smallest, _LARGEST)
@@ -242,17 +217,10 @@ class _Part:
     def find_digit(
         self, number: int, prefix: jax.Array, wanted: jax.Array | None, larger_of_part: jax.Array
     ) -> Any:
-        """Finds the next digit of the integer that is the ``wanted``-th largest with a prefix.
-
-        Args:
-          prefix: the bits found so far.
-          wanted: None in the first pass, which finds out how many there are.
-          larger_of_part: larger integers in this part.
-
-        Returns:
-          The prefix with the digit, ``wanted`` among those with it, and ``larger_of_part``; how
-          many in this part have it; and ``wanted``.
-        """
+        """Finds the next digit of the integer that is the ``wanted``-th largest with a prefix. The
+        first pass finds out how many there are. Returns the longer prefix, ``wanted`` among those
+        with it, and the larger integers in this part; how many in this part have it; and the old
+        ``wanted``."""
         size = _DIGITS[number][1]
         self.count_digits(number, prefix)
         counts = self.add_counts(number)
@@ -318,7 +286,7 @@ class _Part:
         if self.ctas == 1:
             return counts
         self.counts_g[self.row, number, self.cta, self.bins_of_wg] = counts
-        self.sync_cluster()
+        sync_cluster(self.cluster_barriers, self.interpret)
         some = min(self.ctas, _ADDED_TOGETHER)
 
         def add_some(i, counts):
@@ -357,7 +325,7 @@ class _Part:
                 numbers = jnp.where(self.index == i, _filled(CHUNK, sum_of_cta), numbers)
             self.counts_g[self.row, _PASSES, self.cta, pl.ds(0, CHUNK)] = numbers
 
-        self.sync_cluster()
+        sync_cluster(self.cluster_barriers, self.interpret)
 
         def in_ctas_before(i: int) -> list[jax.Array]:
             return [
@@ -372,13 +340,8 @@ class _Part:
     def write_indices(
         self, threshold: jax.Array, ties: jax.Array, chosen: jax.Array, before: Any
     ) -> None:
-        """Writes the indices of this part's integers above the threshold, and of the first equal.
-
-        Args:
-          ties: number of equal integers to choose in the row.
-          chosen: number of integers to choose in the row.
-          before: see :meth:`count_before`.
-        """
+        """Writes the indices of this part's integers above the threshold, and of the first ``ties``
+        equal ones of the row. ``chosen`` counts both; ``before`` is of :meth:`count_before`."""
         padded_k = self.out_g.shape[2]
         # The interpreter cannot scatter from several threads: each has its own result.
         target = self.out_g.at[self.row, 0 if self.interpret is None else self.number]
@@ -427,15 +390,10 @@ class _Part:
         plgpu.barrier_arrive(self.barrier)
         plgpu.barrier_wait(self.barrier)
 
-    def sync_cluster(self) -> None:
-        sync_cluster(self.cluster_barriers, self.interpret)
-
 
 def _layout_of(size: int) -> Any:
-    """Returns the layout of a vector in which each thread has groups of four adjacent numbers.
-
-    If there are fewer than four per thread, a group has all of them.
-    """
+    """Returns the layout of a vector in which each thread has groups of four adjacent numbers, or
+    all if it has fewer."""
     return plgpu.Layout.WG_STRIDED((size,), vec_size=min(_PER_REGISTER, size // 128))
 
 
@@ -448,10 +406,8 @@ def _filled(size: int, value: Any) -> jax.Array:
 
 
 def _ordered(scores: jax.Array) -> jax.Array:
-    """Maps floats to integers in the same order; -0 becomes 0.
-
-    The constant must not be the first operand of a select: see ``lanes.select``.
-    """
+    """Maps floats to integers in the same order; -0 becomes 0. The constant must not be the first
+    operand of a select: see ``lanes.select``."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(scores != 0.0, bits, jnp.zeros_like(bits))
     return jnp.where(bits < 0, bits ^ (2**31 - 1), bits)
@@ -510,22 +466,16 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
 
 
 def _total(values: jax.Array, scratch: Any, *, interpret: Any) -> jax.Array:
-    """Returns the sum of int32 numbers over a warpgroup. All its threads call it.
-
-    Args:
-      scratch: int32 [4] in shared memory, which only this warpgroup uses.
-    """
+    """Returns the sum of int32 numbers over a warpgroup. All its threads call it, with a
+    ``scratch`` of int32 [4] in shared memory of their own."""
     if interpret is not None:
         return jnp.sum(values, dtype=jnp.int32)
     return _scan(values, scratch)[1]
 
 
 def _prefix_sums(values: jax.Array, scratch: Any, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the numbers before each one, and the sum of all; see :func:`_total`.
-
-    Args:
-      values: int32 [512], four of each thread.
-    """
+    """Returns the sum of the numbers before each of ``values``, int32 [512] with four per thread,
+    and the sum of all; see :func:`_total`."""
     if interpret is not None:
         sums = jnp.cumsum(values, dtype=jnp.int32)
         return sums - values, sums[-1]
@@ -550,8 +500,8 @@ def _scan(values: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, const(31))
         asm("@$2 st.shared.b32 [$0], $1;", "r,r,b,~{memory}", at, inclusive, is_last, effects=True)
         mgpu.utils.warpgroup_barrier()
-        four = llvm.StructType.get_literal([i32()] * 4)
         text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+        four = llvm.StructType.get_literal([i32()] * 4)
         loaded = asm(text, "=r,=r,=r,=r,r,~{memory}", base, result=four, effects=True)
         mgpu.utils.warpgroup_barrier()  # the scratch may be written again
         sums_of_warps = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]

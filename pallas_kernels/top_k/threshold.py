@@ -18,8 +18,7 @@ from pallas_kernels import target
 _LANES = 128
 _DIGIT_BITS = 4
 
-CHUNK_BYTES = 32 << 20
-"""Bytes of intermediate arrays, for some rows at a time."""
+CHUNK_BYTES = 32 << 20  # bytes of intermediate arrays, for some rows at a time
 
 
 def top_k(

@@ -230,7 +230,12 @@ def sparse_prefill(queries: int, heads: int, keys: int) -> Kernel:
         "latents": Struct((1, keys, 576), BF16),
         "indices": Struct((1, queries, 2048), I32),
     }
-    return Kernel("pallas_kernels.sparse_mla_prefill.mosaic_gpu", arrays, {"scale": 192**-0.5})
+    return Kernel(
+        "pallas_kernels.sparse_mla_decode.mosaic_gpu",
+        arrays,
+        {"scale": 192**-0.5},
+        function="sparse_mla_prefill",
+    )
 
 
 def index(

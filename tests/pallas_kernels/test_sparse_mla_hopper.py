@@ -26,7 +26,6 @@ from pallas_kernels import (
 from pallas_kernels.mla_decode import merge
 from pallas_kernels.sparse_mla_decode import gather, mosaic_gpu
 from pallas_kernels.sparse_mla_decode.mosaic_gpu import Work, divide
-from pallas_kernels.sparse_mla_prefill import mosaic_gpu as prefill
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.numerics import TOLERANCES, check, device
 from tests.pallas_kernels.sparse_mla_cases import SparseMlaDecodeCases, SparseMlaPrefillCases
@@ -166,7 +165,7 @@ def prefill_kernel(q_latent, q_rope, latents, indices, *, scale):
     if not ON_GPU:
         work = divide(B * T, 128, 2)
     with planned(work):
-        return prefill.sparse_mla_prefill(
+        return mosaic_gpu.sparse_mla_prefill(
             q_latent, q_rope, latents, indices, scale=scale, interpret=INTERPRET
         )
 

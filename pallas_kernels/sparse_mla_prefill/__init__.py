@@ -1,1 +1,0 @@
-"""Absorbed latent attention to selected tokens of whole sequences."""
