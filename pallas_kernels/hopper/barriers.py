@@ -168,8 +168,13 @@ class Barriers:
 
     @staticmethod
     def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:
-        """Scratch type of ``count`` barriers, each for ``arrivals`` warpgroups or copies. The CTAs
-        along a cluster ``axis`` all arrive at each other's barriers."""
+        """Returns the scratch type of ``count`` barriers.
+
+        Args:
+          arrivals: arrivals per use in the interpreter, where a warpgroup or a copy arrives once.
+            On a GPU, :meth:`initialise` sets them.
+          axis: cluster axis whose CTAs all arrive at each other's barriers, if any.
+        """
         if interpret is not None and axis is not None:
             return plgpu.ClusterBarrier(
                 collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
@@ -221,7 +226,10 @@ class Barriers:
         make(self.memory)
 
     def wait(self, i: Any, use: Any) -> None:
-        """Waits until use ``use`` of barrier i is complete. Only its parity counts."""
+        """Waits until use ``use`` of barrier i is complete.
+
+        The hardware compares only the parity, so use + 1 must not complete before this returns.
+        """
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory.at[i])
             return

@@ -2,9 +2,10 @@
 
 The cached tokens of all sequences are divided into ``partitions`` shares of about equal cost
 (:func:`schedule`). A partition is a run of consecutive key blocks of consecutive sequences, and one
-CTA processes it (or one CTA per tile of query rows). A sequence that falls into several partitions
-is *split*: each of them computes a partial output and its log-sum-exp, and the parts are merged
-afterwards. The schedule depends only on the lengths, so one schedule serves all layers of a step.
+CTA processes it (or one CTA per tile of query rows). A sequence's blocks in a partition are a
+*segment*, of one block or more. A sequence that falls into several partitions is *split*: each of
+them computes a partial output and its log-sum-exp, and these parts are merged afterwards. The
+schedule depends only on the lengths, so one schedule serves all layers of a step.
 
 Inside a kernel, :class:`Partition` reads a CTA's entry of the schedule, :class:`BlockWalk` goes
 from one key block to the next, and :func:`add_parts` merges parts.
@@ -118,6 +119,7 @@ def schedule(
     begin = jnp.sum(jnp.where(sequence[None] < sequence[:, None], cost, 0), axis=1, dtype=i32)
     share = jnp.maximum(-(-jnp.sum(cost, dtype=i32) // partitions), costs.min_blocks)
     edge = jnp.arange(partitions + 1, dtype=i32)
+    # A sequence's cost is its blocks, then the fixed cost: an edge in the latter splits nothing.
     even = edge[None] * share - begin[:, None]
     split_count = jnp.sum((even > 0) & (even < blocks[:, None]), dtype=i32)
     sequences_per_partition = -(-B // partitions)
@@ -227,6 +229,8 @@ def output_types(
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of :data:`Outputs`.
 
+    There are two partial results per partition: only its first and its last sequence can be split.
+
     Args:
       part_rows: query rows of a part, by default ``rows`` rounded up to whole tiles.
     """
@@ -243,10 +247,11 @@ def add_parts(
     row: tuple[Any, Any, Any], numbers: Sequence[Any], count: Any, lses: Sequence[Any],
     values: Sequence[Any],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Adds parts of one query row in a kernel. Returns the sums of what :func:`merged` divides.
+    """Adds parts of one query row in a kernel. Returns ``row`` with them.
 
     Args:
-      row: weighted sum of the outputs, sum of the weights, and the maximum of the log-sum-exps.
+      row: weighted sum of the outputs, sum of the weights, and the maximum of the log-sum-exps, to
+        which both are relative. Their quotient is the output.
       numbers: numbers of the parts. A part counts only if its number is below ``count``.
       lses, values: the log-sum-exp and the output of each part, in registers.
     """
@@ -264,13 +269,13 @@ def add_parts(
 class Partition:
     """The partition of a CTA, read from the schedule in global memory."""
 
-    schedule: Any
+    table: Any
     """:attr:`Schedule.table`, [partitions + B, 4]."""
 
-    tables: Any
+    block_tables: Any
     """Block tables, [B, max_pages]."""
 
-    count: int
+    partitions: int
     """Number of partitions."""
 
     index: Any
@@ -282,21 +287,21 @@ class Partition:
 
     @property
     def max_pages(self) -> int:
-        return self.tables.shape[1]
+        return self.block_tables.shape[1]
 
     def entry(self) -> tuple[Any, ...]:
         """Returns the partition's entry of the schedule, read in one memory latency."""
-        return tuple(self.schedule[self.index, k] for k in range(4))
+        return tuple(self.table[self.index, k] for k in range(4))
 
     def first_sequence(self) -> Any:
-        return self.schedule[self.index, 0]
+        return self.table[self.index, 0]
 
     def sequence_count(self) -> Any:
         """Returns the number of sequences in the partition. Each has one segment."""
-        return self.schedule[self.index, 1] - self.schedule[self.index, 0] + 1
+        return self.table[self.index, 1] - self.table[self.index, 0] + 1
 
     def segment(self, i: Any, entry: tuple[Any, ...] | None = None) -> tuple[Any, Any, Any]:
-        """Returns the partition's i-th sequence, its first block here, and its blocks here.
+        """Returns the partition's i-th sequence, its first block here, and how many are here.
 
         Args:
           entry: what :meth:`entry` has returned, to read it only once.
@@ -309,7 +314,7 @@ class Partition:
     def segment_and_end(
         self, i: Any, entry: tuple[Any, ...] | None = None
     ) -> tuple[Any, Any, Any, Any]:
-        """Returns :meth:`segment`, and whether it includes the sequence's last block."""
+        """Returns :meth:`segment`, and whether it has the sequence's last block."""
         first_sequence, last_sequence, first_block, end_block = entry or self.entry()
         b = first_sequence + i
         blocks = self.blocks(b)
@@ -318,7 +323,7 @@ class Partition:
         return b, begin, end - begin, end == blocks
 
     def segment_and_length(self, i: Any, first: Any, last: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns the partition's i-th sequence, its length, first block and blocks here.
+        """Returns the i-th sequence, its length, its first block here, and how many are here.
 
         It reads half of the entry again each time, which takes fewer registers.
 
@@ -326,29 +331,29 @@ class Partition:
           first, last: the partition's first and last sequence.
         """
         b = first + i
-        begin = jnp.where(i == 0, self.schedule[self.index, 2], 0)
-        end = jnp.where(b == last, self.schedule[self.index, 3], self.blocks(b))
+        begin = jnp.where(i == 0, self.table[self.index, 2], 0)
+        end = jnp.where(b == last, self.table[self.index, 3], self.blocks(b))
         return b, self.length(b), begin, end - begin
 
     def blocks(self, b: Any) -> Any:
-        """Returns the key blocks of a sequence in all partitions."""
-        return self.schedule[self.count + b, 0]
+        """Returns the number of key blocks of a sequence, in all partitions."""
+        return self.table[self.partitions + b, 0]
 
     def length(self, b: Any) -> Any:
         """Returns the cached tokens of a sequence."""
-        return self.schedule[self.count + b, 3]
+        return self.table[self.partitions + b, 3]
 
     def segments(self, b: Any) -> Any:
         """Returns the number of partitions into which a sequence falls."""
-        return self.schedule[self.count + b, 1]
+        return self.table[self.partitions + b, 1]
 
     def partial(self, b: Any) -> Any:
         """Returns the index of this partition's partial result of a sequence."""
-        return self.schedule[self.count + b, 2] + self.index
+        return self.table[self.partitions + b, 2] + self.index
 
     def page(self, b: Any, block: Any) -> Any:
         """Returns the page of a key block; of the table's last entry if the block is past it."""
-        page = self.tables[b, jnp.minimum(block, self.max_pages - 1)]
+        page = self.block_tables[b, jnp.minimum(block, self.max_pages - 1)]
         return jnp.clip(page, 0, self.pages - 1)
 
 

@@ -1,27 +1,29 @@
 """The Hopper kernel of mla_decode for a bfloat16 cache and more than 32 query rows.
 
-A CTA processes one tile of 64 query rows (of a sequence's T * H) over one partition of the split-KV
-schedule, one key block of 64 cached tokens after the other.
+A CTA computes one tile of 64 query rows (of a sequence's T * H) over one partition of the split-KV
+schedule (:mod:`split_kv`): a run of consecutive key blocks of 64 cached tokens. Block n of the
+partition is in slot n % 2 of shared memory. The blocks of one sequence are a *segment*.
 
 **Budget.** A key block takes 64 x 64 x (576 + 512) multiply-adds, 2,176 cycles of an SM's tensor
 cores. It is 72 KB, which HBM delivers to each SM every 3,900 cycles, or every 1,950 if two SMs
 share it. With 128 query rows the kernel is therefore bound by the tensor cores, and must keep them
 busy during the softmax. Shared memory has the queries (72 KB) and two key blocks (144 KB).
 
-**Roles.** Four warpgroups, as in FlashMLA's "seesaw" but with the matmuls apart. They synchronise
-only through mbarriers:
+**Roles.** Four warpgroups. Unlike those of FlashMLA's "seesaw", none computes both S and P V. They
+synchronise only through mbarriers (:class:`Signals`):
 
 * Two score warpgroups (:class:`ScoreWarpgroup`) take the even and the odd key blocks, each with its
-  own slot of shared memory. Each copies its blocks by TMA, computes S = Q K^T, and overwrites the
-  block's rope keys, which are no longer needed, with P = 2^(S - maximum). The running maximum
-  passes from one to the other through shared memory.
-* Two value warpgroups (:class:`ValueWarpgroup`) each accumulate P V for 256 of the 512 output
-  columns: 128 registers per thread. So they get 160, and the score warpgroups 96.
+  own slot. Each copies its blocks by TMA, computes S = Q K^T, and overwrites the block's rope keys,
+  which are no longer needed, with P = 2^(S - maximum). The running maximum passes from one to the
+  other through shared memory.
+* Two value warpgroups (:class:`ValueWarpgroup`) each accumulate P V of every block, for 256 of the
+  512 output columns: 128 registers per thread. So they get 160, and the score warpgroups 96.
 
 **Loop.** While the value warpgroups multiply P V of block n, one score warpgroup computes S of
-block n + 1 and its softmax. A slot is released half by half, and its next block is copied at once.
-At the end of a sequence the score warpgroups leave their sums in shared memory, and the value
-warpgroups divide by them and store the result, or a partial result if the sequence is split.
+block n + 1 and its softmax. The value warpgroups release a slot half by half, and each half of its
+next block is copied at once. At the end of a segment the score warpgroups leave their row sums in
+shared memory, and the value warpgroups divide by them and store the result, or a partial result if
+the sequence is split.
 
 Two CTAs whose tiles belong to the same sequence form a cluster: each copies half of a key block to
 both (TMA multicast), which halves the traffic from the L2 cache.
@@ -89,22 +91,38 @@ Q_FREE, SUM_READY, SUM_FREE = range(3)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signals:
-    """Barriers of a CTA, in the order of :meth:`scratch`. A slot has halves 0 and 1."""
+    """Barriers of a CTA, in the order of :meth:`scratch`.
+
+    ========= ====================================== ===============================================
+    barrier   completed by                           waited for by
+    ========= ====================================== ===============================================
+    q_full    the three copies of the queries        both score warpgroups
+    kv_full   the copy of a third of the slot        the slot's score warpgroup
+    max_ready the slot's score warpgroup             the other score and both value warpgroups
+    p_ready   the slot's score warpgroup             both value warpgroups
+    kv_free   value warpgroups of all CTAs           the slot's score warpgroup (its first warp)
+    Q_FREE    both score warpgroups                  score warpgroup 0 (its first warp)
+    SUM_READY both score warpgroups                  both value warpgroups
+    SUM_FREE  both value warpgroups                  both score warpgroups
+    ========= ====================================== ===============================================
+
+    No barrier completes twice before all its waiters have seen the first completion: the arrivals
+    for the second depend on them. So a wait may compare the parities of uses.
+    """
 
     q_full: Barriers
-    """The queries of a sequence are filled, by three copies. Use i is the partition's i-th
-    sequence."""
+    """Use i is the partition's i-th segment."""
 
     blocks: Barriers
-    """Barriers at :func:`kv_full`, :func:`max_ready` and :func:`p_ready`. Key block n of a
-    partition is use n // 2 of its slot and of the slot's barriers."""
+    """Barriers at :func:`kv_full`, :func:`max_ready` and :func:`p_ready`. Key block n of the
+    partition is use n // 2 of its slot's barriers."""
 
     sequences: Barriers
-    """Both score warpgroups have read the queries (Q_FREE) or written their sums (SUM_READY), and
-    both value warpgroups have read the sums (SUM_FREE). Use i is the partition's i-th sequence."""
+    """Use i is the partition's i-th segment. For Q_FREE it means that the queries *before* it have
+    been read: the score warpgroups arrive when a segment begins, also the first one."""
 
     kv_free: Any
-    """Half h of slot s, at index 2 s + h, has been read by the CTAs of the cluster."""
+    """Half h of slot s is at index 2 s + h. Pallas tracks its phase."""
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
@@ -112,7 +130,7 @@ class Signals:
         free = plgpu.ClusterBarrier(
             collective_axes=("pair",), num_arrivals=2, num_barriers=2 * SLOTS
         )
-        counts = (1, 3), (5 * SLOTS, 1), (3, 2)
+        counts = (1, 3), (5 * SLOTS, 1), (3, 2)  # barriers, and arrivals in the interpreter
         return [*(Barriers.scratch(*count, interpret) for count in counts), free]
 
     @classmethod
@@ -121,14 +139,15 @@ class Signals:
         return cls(*(Barriers(each, interpret) for each in barriers), kv_free=kv_free)
 
     def initialise(self) -> None:
-        """Initialises all barriers. Every thread calls it."""
+        """Initialises the barriers on a GPU, where each warp of a warpgroup arrives. Every thread
+        calls it."""
         self.q_full.initialise([3])
         self.blocks.initialise([1] * (3 * SLOTS) + [WARPS] * (2 * SLOTS))
         self.sequences.initialise([2 * WARPS] * 3)
 
 
 def kv_full(slot: Any, half: int) -> Any:
-    """Index in :attr:`Signals.blocks` of a filled half; half 2 is the rope keys."""
+    """Index in :attr:`Signals.blocks`. Half 2 is the rope keys."""
     return slot * 3 + half
 
 
@@ -181,14 +200,14 @@ def attend(
     M, buffers = q_latent.shape[1], TileMemory.scratch()
     plan = TilePlan(M, queries, heads, scale, interpret)
 
-    def mla_decode(q_latent, q_rope, pages, tables, table, *refs):
+    def mla_decode(q_latent, q_rope, pages, block_tables, table, *refs):
         results, scratch = refs[:4], refs[4:]
         memory = TileMemory(*scratch[: len(buffers)])
         signals = Signals.of(scratch[len(buffers) :], interpret)
         signals.initialise()
         overlap_preceding_kernel(interpret=interpret)
         index, wg = lax.axis_index("partition"), lax.axis_index("wg")
-        partition = Partition(table, tables, schedule.partitions, index, pages.shape[0])
+        partition = Partition(table, block_tables, schedule.partitions, index, pages.shape[0])
         cta = Cta(plan, (q_latent, q_rope), pages, memory, signals, partition)
 
         @when(wg >= 2)
@@ -198,7 +217,7 @@ def attend(
             ScoreWarpgroup(cta, slot, 1 - slot).run(sequence_count)
 
         @when(wg < 2)
-        def _add():
+        def _accumulate():
             plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
             outputs = TileResults.of(results, memory, plan, cta.first_query_row, rows_per_copy=8)
             ValueWarpgroup(cta, wg, outputs).run()
@@ -226,7 +245,8 @@ class ScoreWarpgroup:
         cta, signals, slot = self.cta, self.cta.signals, self.slot
         done = lax.fori_loop(0, sequence_count, self.run_segment, jnp.int32(0))
 
-        # A CTA may exit only after every arrival at its barriers has happened.
+        # Waits for completions that are left. A CTA must not exit before the other CTA of its
+        # cluster has arrived at its kv_free. The other waits only the interpreter requires.
         @when((done >= 1) & ((done & 1) == slot))
         def _():
             use = lax.shift_right_logical(done - 1, jnp.int32(1))
@@ -240,7 +260,7 @@ class ScoreWarpgroup:
         when(sequence_count > 0)(lambda: signals.sequences.wait(SUM_FREE, sequence_count - 1))
 
     def copy_queries(self, i: Any, b: Any) -> None:
-        """Copies the queries of the partition's i-th sequence, when the buffer is free."""
+        """Copies the queries of sequence b, the partition's i-th, when the buffer is free."""
         cta, signals = self.cta, self.cta.signals
 
         @when((self.slot == 0) & first_warp(cta.plan.interpret is None))
@@ -263,36 +283,41 @@ class ScoreWarpgroup:
                 if wait:
                     plgpu.barrier_wait(signals.kv_free.at[slot * 2 + half])
                 window = page, pl.ds(0, BLOCK), pl.ds(HALF * half, HALF)
-                target = memory.values.at[slot, half]
+                target = memory.latents.at[slot, half]
                 signals.blocks.copy(kv_full(slot, half), pages, window, target, axis)
             window = page, pl.ds(0, BLOCK), pl.ds(LATENT, ROPE)
             signals.blocks.copy(kv_full(slot, 2), pages, window, memory.rope.at[slot], axis)
 
     def run_segment(self, i: Any, done: Any) -> Any:
-        """Processes one segment; ``done`` counts the partition's blocks before it."""
+        """Processes the i-th segment. ``done`` counts the partition's blocks before it.
+
+        Block j of the segment is block ``done + j`` of the partition. This warpgroup's k-th block
+        is ``j = first + 2 k``. It may have none.
+        """
         plan, signals, partition = self.cta.plan, self.cta.signals, self.cta.partition
         first = (self.slot + done) & 1
         first_sequence, _, first_block, _ = entry = partition.entry()
-        next_page = partition.page(first_sequence + i, jnp.where(i == 0, first_block, 0) + first)
+        first_page = partition.page(first_sequence + i, jnp.where(i == 0, first_block, 0) + first)
         b, begin, count, _ = partition.segment_and_end(i, entry)
         length = partition.length(b)
         block_count = lax.shift_right_logical(jnp.maximum(count - first + 1, 0), jnp.int32(1))
-        # Blocks that need no mask, and how many of them this warpgroup processes.
+        # The blocks that need no mask, because every query sees all their tokens: first those of
+        # the segment, then those of this warpgroup.
         unmasked = jnp.clip(lax.div(length - plan.queries + 1, BLOCK) - begin, 0, count)
         unmasked = lax.shift_right_logical(jnp.maximum(unmasked - first + 1, 0), jnp.int32(1))
 
         signals.sequences.arrive(Q_FREE)
         self.copy_queries(i, b)
-        for fresh in (True, False):
+        for is_first_use in (True, False):  # of the slot: nothing has to be released
 
-            @when((first < count) & ((done + first < SLOTS) == fresh))
-            def _(fresh=fresh):
-                self.copy_block(next_page, wait=not fresh)
+            @when((first < count) & ((done + first < SLOTS) == is_first_use))
+            def _(is_first_use=is_first_use):
+                self.copy_block(first_page, wait=not is_first_use)
 
         signals.q_full.wait(0, i)
 
         def process_block(k, carry, *, masked):
-            running, total = carry
+            maximum, sums = carry
             j = first + 2 * k
             # Loaded early to hide the latency behind the matmul. Masked blocks come last:
             # they rarely have a successor, and have no register to spare.
@@ -302,19 +327,20 @@ class ScoreWarpgroup:
             if masked:
                 max_pages, first_row = partition.max_pages, self.cta.first_query_row
                 s = plan.masked(s, length, begin + j, max_pages, first_row)
-            p, new_running = self.softmax(s, use, j, done + j)
+            p, new_maximum = self.softmax(s, use, j, done + j)
             block_sums = partial_row_sums(p)
-            rescale = jnp.exp2(running - new_running)
-            total = total * lax.broadcast_in_dim(rescale, total.shape, [0]) + block_sums
+            rescale = jnp.exp2(maximum - new_maximum)
+            sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + block_sums
 
             @when(j + 2 < count)
             def _():
                 self.copy_block(partition.page(b, begin + j + 2) if masked else next_page,
                                 wait=True)  # fmt: skip
 
-            return new_running, total
+            return new_maximum, sums
 
-        # A thread's own row sums are reduced at the end.
+        # The running maximum at this warpgroup's last block, and the row sums of its own blocks
+        # relative to it. Each thread sums what it has of a row; the segment's end reduces them.
         zeros = jnp.full((TILE, SUM_COLUMNS), 0.0, jnp.float32)
         carry = row_vector(NO_SCORE), plgpu.layout_cast(zeros, WGMMA)
         carry = lax.fori_loop(0, unmasked, functools.partial(process_block, masked=False), carry)
@@ -325,7 +351,7 @@ class ScoreWarpgroup:
         return done + count
 
     def scores(self, k: Any, use: Any) -> Any:
-        """Returns S of this warpgroup's k-th block of a segment, in base 1."""
+        """Returns Q K^T, not scaled yet, of this warpgroup's k-th block of a segment."""
         signals, memory = self.cta.signals, self.cta.memory
         # Always zero, but the compiler cannot tell. Otherwise it would compute all 72 descriptors
         # before the loop and keep them in registers, which are too few.
@@ -335,7 +361,7 @@ class ScoreWarpgroup:
         def multiply(acc):
             for half in range(2):
                 signals.blocks.wait(kv_full(self.slot, half), use)
-                keys = memory.values.at[slot, half]
+                keys = memory.latents.at[slot, half]
                 plgpu.wgmma(acc, memory.q_latent.at[half + zero], keys.transpose((1, 0)))
             signals.blocks.wait(kv_full(self.slot, 2), use)
             plgpu.wgmma(acc, memory.q_rope.at[zero], memory.rope.at[slot].transpose((1, 0)))
@@ -344,7 +370,9 @@ class ScoreWarpgroup:
         return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
 
     def softmax(self, s: Any, use: Any, j: Any, n: Any) -> tuple[Any, Any]:
-        """Stores a block's P, its maximum and the factor of earlier results. Returns P and maximum.
+        """Stores P, the running maximum, and the factor that rescales earlier results to it.
+
+        Returns P and the running maximum.
 
         Args:
           use: the block's use of its slot.
@@ -356,8 +384,9 @@ class ScoreWarpgroup:
 
         @when(n >= 1)
         def _():
-            # This waits for the maximum of the previous block. Its use is one less if the block is
-            # in slot 1, and only the parity of a use counts.
+            # Waits for the maximum of block n - 1, also where a segment begins: the other score
+            # warpgroup has then read the maximum of block n - 2, which is overwritten below. Block
+            # n - 1 is use ``use + slot - 1`` of its slot, and only the parity counts.
             signals.blocks.wait(max_ready(other), use + slot + 1)
 
         before = cond(
@@ -371,13 +400,13 @@ class ScoreWarpgroup:
         signals.blocks.arrive(max_ready(slot))
         p = jnp.exp2(s * to_log2 - lax.broadcast_in_dim(running, (TILE, BLOCK), [0]))
         sync_warpgroup(interpret)  # the matmuls of all four warps have read the rope keys
-        memory.rope[slot] = p.astype(jnp.bfloat16)
+        memory.p[slot] = p.astype(jnp.bfloat16)
         fence_async_proxy(interpret)  # every warp arrives below, so no barrier is needed here
         signals.blocks.arrive(p_ready(slot))
         return p, running
 
     def store_sums(self, i: Any, maximum: Any, partial_sums: Any) -> None:
-        """Stores the sums of the partition's i-th sequence, when those before have been read."""
+        """Stores the row sums of the i-th segment, when those of the one before have been read."""
         signals, memory = self.cta.signals, self.cta.memory
         when(i > 0)(lambda: signals.sequences.wait(SUM_FREE, i - 1))
         total = partial_sums.sum(axis=1)
@@ -390,12 +419,13 @@ class ScoreWarpgroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ValueWarpgroup:
-    """Accumulates P V of all key blocks of a partition, and stores its sequences' results."""
+    """Accumulates P V of every key block for 256 output columns, and stores the results."""
 
     cta: Cta
 
     index: Any
-    """0 or 1. It computes columns ``index * 128`` to ``index * 128 + 127`` of each half."""
+    """0 or 1. Of each half of the latents, it computes the first or the second 128 columns, so that
+    both value warpgroups release half 0 after half of their work."""
 
     outputs: TileResults
 
@@ -404,10 +434,11 @@ class ValueWarpgroup:
 
     @property
     def columns(self) -> Any:
+        """This warpgroup's columns of each half."""
         return pl.ds(self.index * _VALUE_COLUMNS, _VALUE_COLUMNS)
 
     def run_segment(self, i: Any, done: Any) -> Any:
-        """Processes one segment; ``done`` counts the partition's blocks before it."""
+        """Processes the i-th segment. ``done`` counts the partition's blocks before it."""
         partition, is_staged = self.cta.partition, self.cta.is_staged
         b, begin, count, has_last_block = partition.segment_and_end(i)
         acc: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
@@ -427,10 +458,11 @@ class ValueWarpgroup:
     def add_block(
         self, block: Any, acc: Any, *, valid_tokens: Any = None, releases: bool = True
     ) -> Any:
-        """Adds P V of one block.
+        """Rescales ``acc`` to the block's maximum, and adds P V of the block.
 
         Args:
-          valid_tokens: number of valid tokens in the block; the values of the others are zeroed.
+          block: its number in the partition.
+          valid_tokens: number of cached tokens in the block. The values of the others are zeroed.
             Passed only for the last block of a segment.
           releases: whether to release the slot.
         """
@@ -446,17 +478,17 @@ class ValueWarpgroup:
             @when(valid_tokens < BLOCK)
             def _():
                 for half in range(2):
-                    values = memory.values.at[slot, half]
+                    values = memory.latents.at[slot, half]
                     clear_tokens(values, columns, valid_tokens, interpret=interpret)
                 plgpu.commit_smem()
 
         def multiply(acc_ref):
             for half in range(2):
                 acc_half = acc_ref.at[:, half * _VALUE_COLUMNS : (half + 1) * _VALUE_COLUMNS]
-                values = memory.values.at[slot, half, :, columns]
-                plgpu.wgmma(acc_half, memory.rope.at[slot], values)
+                values = memory.latents.at[slot, half, :, columns]
+                plgpu.wgmma(acc_half, memory.p.at[slot], values)
             if releases:
-                plgpu.wgmma_wait(1)
+                plgpu.wgmma_wait(1)  # the matmul of half 0 is complete
                 self.release(slot, 0)
             return acc_ref[...] if interpret is not None else None
 
@@ -469,11 +501,16 @@ class ValueWarpgroup:
         return acc
 
     def release(self, slot: Any, half: int) -> None:
+        """Releases half of a slot in both CTAs, because each CTA copies to both."""
         sync_warpgroup(self.cta.plan.interpret)  # one thread arrives for all warps
         plgpu.barrier_arrive(self.cta.signals.kv_free.at[slot * 2 + half])
 
     def store(self, i: Any, b: Any, slot: Any, acc: Any) -> None:
-        """Stores the result of sequence b, the i-th here, whose last block is in ``slot``."""
+        """Stores the result of sequence b, the i-th here, whose last block is in ``slot``.
+
+        The running maximum never falls. So the greater one of the score warpgroups' maxima is that
+        of the segment's last block, to which ``acc`` is relative.
+        """
         memory, partition, signals = self.cta.memory, self.cta.partition, self.cta.signals
         columns, outputs = self.columns, self.outputs
         signals.sequences.wait(SUM_READY, i)
@@ -487,7 +524,7 @@ class ValueWarpgroup:
                     slice(half * _VALUE_COLUMNS, (half + 1) * _VALUE_COLUMNS),
                     pl.ds(half * HALF + self.index * _VALUE_COLUMNS, _VALUE_COLUMNS),
                     # In the columns of the last block that only this warpgroup reads.
-                    (lambda m, half=half: memory.values.at[slot, half, m, columns])
+                    (lambda m, half=half: memory.latents.at[slot, half, m, columns])
                     if self.cta.is_staged
                     else None,
                 )

@@ -327,7 +327,7 @@ class SingleProducer:
         @when(sequence_count > 0)
         def _():
             self.copy_queries(first_sequence)
-            first_block = cta.partition.schedule[cta.partition.index, 2]
+            first_block = cta.partition.table[cta.partition.index, 2]
             page, tokens = self.page_and_tokens(first_sequence, first_block)
             carry = jnp.int32(0), self.fetch(page), page, tokens
             done = lax.fori_loop(0, sequence_count, self.run_segment, carry)[0]
@@ -389,7 +389,7 @@ class SingleProducer:
         if self.cta.plan.interpret is not None:
             latent, rope = float8_registers.unpacked_page(pages[page], tokens)
             for half in range(2):
-                memory.values[slot, half] = latent[:, half * HALF : (half + 1) * HALF]
+                memory.latents[slot, half] = latent[:, half * HALF : (half + 1) * HALF]
                 if half:
                     memory.rope[slot] = rope
                 signals.arrive_once(signals.kv_full(slot, half))
@@ -399,7 +399,7 @@ class SingleProducer:
         for half in range(2):
             of_half = slice(2 * half, 2 * half + 2)
             words, scales = registers[of_half]
-            float8_registers.store_half(memory.values.at[slot, half], words, scales, tokens)
+            float8_registers.store_half(memory.latents.at[slot, half], words, scales, tokens)
             if half:
                 float8_registers.wait_rope_copies()
             fence_async_proxy()
@@ -488,7 +488,7 @@ class PairProducer:
             self.wait_free(n, 1 - self.rank)
             self.interpreted_fill(slot, page, tokens)
             return
-        target = memory.values.at[slot, self.rank]
+        target = memory.latents.at[slot, self.rank]
         words, scales = registers
         float8_registers.store_half(target, words, scales, tokens)
         fence_async_proxy()
@@ -507,7 +507,7 @@ class PairProducer:
         signals, memory = self.cta.signals, self.cta.memory
         latent, memory.rope[slot] = float8_registers.unpacked_page(self.cta.pages[page], tokens)
         for half in range(2):
-            memory.values[slot, half] = latent[:, half * HALF : (half + 1) * HALF]
+            memory.latents[slot, half] = latent[:, half * HALF : (half + 1) * HALF]
         fence_async_proxy(self.cta.plan.interpret)
         for part in range(3):
             signals.blocks.arrive(signals.kv_full(slot, part))
@@ -676,7 +676,7 @@ class ConsumerWarpgroup:
         acc = acc * lax.broadcast_in_dim(reciprocal(total), (TILE, HALF), [0])
         # Staged in the half of the last block that only this warpgroup reads. Not so in a pair: the
         # other CTA may still be sent its copy.
-        staging = None if self.cta.plan.pair == 2 else (lambda m: memory.values.at[slot, index, m])
+        staging = None if self.cta.plan.pair == 2 else (lambda m: memory.latents.at[slot, index, m])
         part = Part(slice(None), pl.ds(index * HALF, HALF), staging)
         outputs.store_sequence(partition, b, acc, (maximum, total), lambda: [part], index == 0)
         signals.release(slot, index)

@@ -26,7 +26,7 @@ from pallas_kernels.hopper.online_softmax import NO_SCORE
 from pallas_kernels.hopper.split_kv import add_parts
 
 _CTAS_PER_SM = 4  # resident CTAs, limited by registers
-_LOADS = 8  # query rows of partial results that a CTA loads concurrently
+_LOADS = 8  # query rows of partial results that a CTA loads at a time
 
 
 @lowered_once("interpret")
@@ -48,11 +48,11 @@ def merge_partials(
     """
     B, M, C = out.shape
     partitions = split_sequences.shape[0]
-    # Many sequences are each split in two, few in many. With few partial results per sequence a
-    # CTA merges several query rows.
-    deep = 2 if partitions <= B else 4 if partitions <= 4 * B else 8
-    wide = _LOADS // deep
-    groups = M // wide
+    # The more sequences there are, the fewer parts each split one has, and the more of its query
+    # rows a CTA merges at a time. M is a multiple of 8.
+    parts_per_step = 2 if partitions <= B else 4 if partitions <= 4 * B else 8
+    rows_per_step = _LOADS // parts_per_step
+    groups = M // rows_per_step
     # As many CTAs as can be resident, however much there is to merge: often it is nothing.
     ctas = min(partitions * groups, _CTAS_PER_SM * multiprocessors())
 
@@ -62,33 +62,32 @@ def merge_partials(
         remaining = split_g[0, 3] * groups - cta
 
         def merge_rows(i, _):
-            index = cta + i * ctas
-            m0 = lax.rem(index, groups) * wide
-            b, first, count = (split_g[lax.div(index, groups), k] for k in range(3))
+            group = cta + i * ctas  # of ``groups`` per split sequence
+            m0 = lax.rem(group, groups) * rows_per_step
+            b, first, count = (split_g[lax.div(group, groups), k] for k in range(3))
 
             def add(i, carry):
-                """Adds ``deep`` partial results of ``wide`` query rows.
+                """Adds some partial results of the group's query rows.
 
                 All loads are issued before any is used. Past the last partial result the last one
                 is loaded again and gets weight 0.
                 """
-                numbers = [i * deep + j for j in range(deep)]
+                numbers = [i * parts_per_step + j for j in range(parts_per_step)]
                 partials = [first + jnp.minimum(n, count - 1) for n in numbers]
-                lses = [
-                    [partial_lse_g[partial, m0 + w] for partial in partials] for w in range(wide)
-                ]
-                values = [[partial_g[partial, m0 + w] for partial in partials] for w in range(wide)]
+                rows = range(rows_per_step)
+                lses = [[partial_lse_g[partial, m0 + w] for partial in partials] for w in rows]
+                values = [[partial_g[partial, m0 + w] for partial in partials] for w in rows]
                 return [
                     add_parts(row, numbers, count, row_lses, row_values)
                     for row, row_lses, row_values in zip(carry, lses, values, strict=True)
                 ]
 
-            rounds = lax.div(count + deep - 1, deep)
+            steps = lax.div(count + parts_per_step - 1, parts_per_step)
             zeros = plgpu.layout_cast(
                 jnp.zeros((C,), jnp.float32), plgpu.Layout.WG_STRIDED((C,), vec_size=2)
             )
-            initial = [(zeros, jnp.float32(0.0), jnp.float32(NO_SCORE))] * wide
-            for w, row in enumerate(lax.fori_loop(0, rounds, add, initial)):
+            initial = [(zeros, jnp.float32(0.0), jnp.float32(NO_SCORE))] * rows_per_step
+            for w, row in enumerate(lax.fori_loop(0, steps, add, initial)):
                 total, weight, maximum = row
                 merged = total / jnp.where(weight == 0.0, 1.0, weight)
                 out_g[b, m0 + w] = merged.astype(out.dtype)

@@ -1,9 +1,9 @@
-"""Shared parts of the kernels for tiles of 64 query rows: memory, mask, consumers, results.
+"""Shared parts of the kernels for tiles of 64 query rows: memory, mask, results, consumers.
 
 A CTA computes 64 query rows, the M of a wgmma instruction, in blocks of 64 keys. Shared memory has
 the queries (72 KB) and two slots for key blocks (72 KB each). A block's rope keys are overwritten
 with its P. :class:`Consumer` is a warpgroup of the kernels in which two warpgroups both compute
-scores and P V (:mod:`float8` and sparse_mla_decode).
+scores and P V (:mod:`float8` and sparse_mla_decode, not :mod:`dense`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class TileMemory:
     """[2, TILE, HALF]."""
 
     q_rope: Any
-    """[1, TILE, ROPE]."""
+    """[1, TILE, ROPE]. With an axis of one, so that its descriptor can depend on an index."""
 
-    values: Any
-    """Latents of the key blocks, [SLOTS, 2, BLOCK, HALF]."""
+    latents: Any
+    """Latents of the key blocks, both keys and values: [SLOTS, 2, BLOCK, HALF]."""
 
     rope: Any
-    """Rope keys of the key blocks, later P: [SLOTS, BLOCK, ROPE]."""
+    """Rope keys of the key blocks, later :attr:`p`: [SLOTS, BLOCK, ROPE]."""
 
     vectors: Any
     """Numbers per query row, float32 [9, TILE]. One array, because each is padded to 1 KiB."""
@@ -82,18 +82,23 @@ class TileMemory:
         full.copy(0, sources[1], (b, m, pl.ds(0, ROPE)), self.q_rope.at[0, here])
 
     @property
+    def p(self) -> Any:
+        """P of the key blocks, in place of their rope keys: [SLOTS, TILE, BLOCK]."""
+        return self.rope
+
+    @property
     def maxima(self) -> Any:
-        """Running maximum when the block in each slot was scored."""
+        """The running maximum after each slot's block."""
         return self.vectors.at[0:2]
 
     @property
     def factors(self) -> Any:
-        """Factors that rescale earlier results to these maxima."""
+        """Factors of each slot's block, which rescale earlier results to its running maximum."""
         return self.vectors.at[2:4]
 
     @property
     def sums(self) -> Any:
-        """Sums of exponentials of the two warpgroups that compute scores."""
+        """Row sums of P, by the warpgroup that computed the scores."""
         return self.vectors.at[4:6]
 
     @property
@@ -112,7 +117,8 @@ class TilePlan:
     """Static parameters of one call."""
 
     M: int
-    """Query rows per sequence. Row m is query m // heads."""
+    """Query rows per sequence, padded to whole tiles if there are several. Row m is query
+    m // heads."""
 
     queries: int
     heads: int
@@ -158,7 +164,7 @@ def launch(
     kernel: Callable[..., None], plan: TilePlan, arrays: Sequence[jax.Array], schedule: Schedule,
     barriers: Sequence[Any], warpgroups: int,
 ) -> Outputs:  # fmt: skip
-    """Runs a kernel in a CTA per partition and tile.
+    """Runs a kernel with one CTA per partition and tile.
 
     Its arguments are references to the arrays and the schedule, to the outputs, to the buffers of
     :class:`TileMemory`, and to the barriers.
@@ -239,165 +245,6 @@ def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any 
     clear(values, jnp.asarray(columns.start, jnp.int32), token)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ConsumerSignals:
-    """Waits and arrivals of a consumer at barriers. ``n`` is the use of the barrier."""
-
-    wait_full: Callable[[int, Any], None]
-    """Waits until the half of its slot that is scored first (0) or second (1) is filled."""
-
-    max_ready: Callable[[], None]
-    """Arrives when the maximum of its block is in shared memory."""
-
-    p_ready: Callable[[], None]
-    """Arrives when P of its block is in shared memory."""
-
-    wait_other_max: Callable[[Any], None]
-    """Waits for the maximum of the other consumer's block: (n)."""
-
-    wait_other_p: Callable[[Any], None]
-    """Waits for P of the other consumer's block: (n)."""
-
-    release: Callable[[int], None]
-    """Releases this consumer's half of a slot: (slot)."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Consumer:
-    """A warpgroup that computes the scores of every other key block, and P V of all of them for 256
-    of the 512 output columns.
-
-    The running maximum is passed from one consumer to the other. The tensor cores compute half of a
-    block's scores, then P V of the other consumer's last block, then the other half of the scores,
-    and then, after the softmax, P V of its own block.
-    """
-
-    index: int
-    """Parity of the blocks that it scores, their slot, and its half of the output: 0 or 1."""
-
-    memory: TileMemory
-    signals: ConsumerSignals
-
-    zero: Callable[[Any], Any]
-    """Returns 0 for a block, such that the compiler cannot tell. Otherwise it would compute the
-    matmuls' descriptors before the loop and keep them in registers."""
-
-    interpret: Any
-
-    hides_rope: bool = True
-    """Whether ``zero`` also applies to the rope queries."""
-
-    first_half: Any = 0
-    """The half of the latents that is scored first: 0, or a scalar."""
-
-    def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
-        """Starts adding the scores of its block n to ``acc``, over the latents' ``halves`` that are
-        scored first (0) and second (1)."""
-        memory, zero = self.memory, self.zero(n)
-        slot = self.index + zero
-        for step in halves:
-            half = step
-            if not isinstance(self.first_half, int):
-                half = (step ^ self.first_half) + zero
-            self.signals.wait_full(step, n)
-            keys = memory.values.at[slot, half].transpose((1, 0))
-            plgpu.wgmma(acc, memory.q_latent.at[half + zero], keys)
-        if 1 in halves:
-            q_rope = memory.q_rope.at[zero if self.hides_rope else 0]
-            plgpu.wgmma(acc, q_rope, memory.rope.at[slot].transpose((1, 0)))
-
-    def scores(self, n: Any, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
-        """Returns the scores of its block n."""
-
-        def multiply(acc):
-            self.add_scores(acc, n, halves)
-            return acc[...]
-
-        return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
-
-    def add_values(self, acc: jax.Array, slot: int) -> jax.Array:
-        """Returns ``acc + P V`` of the block in a slot."""
-
-        def multiply(acc_ref):
-            if self.interpret is None:
-                acc_ref[...] = acc
-            plgpu.wgmma(acc_ref, self.memory.rope.at[slot], self.memory.values.at[slot, self.index])
-            return acc_ref[...]
-
-        added = pl.run_scoped(multiply, ACC((TILE, HALF), jnp.float32))
-        return added if self.interpret is None else acc + added
-
-    def rescaled(self, acc: jax.Array, n: Any) -> jax.Array:
-        """Waits for P of the other's block n. Returns ``acc`` relative to that block's maximum."""
-        self.signals.wait_other_max(n)
-        alpha = plgpu.layout_cast(self.memory.factors[1 - self.index], ROW)
-        acc = scale_rows(acc, alpha, interpret=self.interpret)
-        self.signals.wait_other_p(n)
-        return acc
-
-    def store_p(
-        self, maximum: jax.Array, before: jax.Array, exponents: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Stores a block's maximum, factor and P for both consumers.
-
-        Args:
-          maximum: of the block's scores, per row.
-          before: running maximum before the block.
-          exponents: returns the exponents of P relative to a maximum.
-
-        Returns:
-          P, the running maximum, and the factor that rescales earlier results to it.
-        """
-        running = raised_maximum(maximum, before)
-        alpha = jnp.exp2(before - running)
-        self.memory.maxima[self.index] = running
-        self.memory.factors[self.index] = alpha
-        self.signals.max_ready()
-        p = jnp.exp2(exponents(running))
-        sync_warpgroup(self.interpret)  # the matmuls of all four warps have read the rope keys
-        self.memory.rope[self.index] = p.astype(jnp.bfloat16)
-        fence_async_proxy(self.interpret)
-        self.signals.p_ready()
-        return p, running, alpha
-
-    def add_block(
-        self, n: Any, n_other: Any, acc: jax.Array, softmax: Callable[[jax.Array], tuple[Any, ...]]
-    ) -> tuple[Any, ...]:
-        """Computes the scores of its block n, meanwhile P V of the other's block, then P V of n.
-
-        Args:
-          softmax: stores P of the scores, and returns the factor that rescales ``acc`` and the
-            row sums' state.
-
-        Returns:
-          ``acc`` and the state.
-        """
-        index, other, memory = self.index, 1 - self.index, self.memory
-
-        def overlapped(s_ref, acc_ref):
-            self.add_scores(s_ref, n, halves=(0,))
-            acc_ref[...] = self.rescaled(acc, n_other)
-            plgpu.wgmma(acc_ref, memory.rope.at[other], memory.values.at[other, index])
-            self.add_scores(s_ref, n, halves=(1,))
-            # P V is complete: only the second half's latent and rope scores remain.
-            plgpu.wgmma_wait(2)
-            self.signals.release(other)
-            softmax_results = softmax(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
-            return acc_ref[...], *softmax_results
-
-        if self.interpret is None:
-            accumulators = ACC((TILE, BLOCK), jnp.float32), ACC((TILE, HALF), jnp.float32)
-            acc, alpha, *state = pl.run_scoped(overlapped, *accumulators)
-        else:  # the interpreter has no two accumulators at once
-            s = self.scores(n, (0,))
-            acc = self.add_values(self.rescaled(acc, n_other), other)
-            s = s + self.scores(n, (1,))
-            self.signals.release(other)
-            alpha, *state = softmax(s)
-        acc = self.add_values(scale_rows(acc, alpha, interpret=self.interpret), index)
-        return acc, *state
-
-
 def load_sums(maxima: Any, sums: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     """Loads the maxima and the sums, [2, ROWS] in shared memory, of the warpgroups that score."""
     loaded = [[plgpu.layout_cast(ref[k], ROW) for k in range(2)] for ref in (maxima, sums)]
@@ -409,10 +256,10 @@ class Part:
     """Columns of the output that a warpgroup has in registers."""
 
     columns: slice
-    """Columns of the warpgroup's accumulator."""
+    """Their place in the warpgroup's accumulator."""
 
     out_columns: Any
-    """The same columns of the output, a ``pl.ds``."""
+    """Their place in the output, a ``pl.ds``."""
 
     staging: Callable[[Any], Any] | None
     """Returns a window of rows of the part's buffer in shared memory, bfloat16 [ROWS, columns]. If
@@ -435,7 +282,7 @@ class TileResults:
     """Returns the tile's first query row."""
 
     rows: int
-    """Number of query rows in ``out``, at most ROWS."""
+    """Query rows of the tile that are in ``out``, at most ROWS."""
 
     rows_per_copy: int
     """Rows of a staging buffer that are contiguous in shared memory."""
@@ -497,8 +344,8 @@ class TileResults:
             plgpu.commit_smem()
         for part in staged:
             assert part.staging is not None
-            for m in range(0, self.rows, self.rows_per_copy):
-                count = self.rows_per_copy
+            count = self.rows_per_copy
+            for m in range(0, self.rows, count):
                 rows = pl.ds(self.first_row() + m, count)
                 target = self.out.at[b, rows, part.out_columns]
                 plgpu.copy_smem_to_gmem(part.staging(pl.ds(m, count)), target)
@@ -531,3 +378,165 @@ def _store_sectors(ref: Any, value: jax.Array, interpret: Any) -> None:
         plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         ref[...] = value
+
+
+# ---- a warpgroup that computes both S and P V ----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConsumerSignals:
+    """Waits and arrivals of a consumer at barriers. ``n`` is the use of the barrier."""
+
+    wait_full: Callable[[int, Any], None]
+    """Waits until the half of its slot that is scored first (0) or second (1) is filled."""
+
+    max_ready: Callable[[], None]
+    """Arrives when the maximum of its block is in shared memory."""
+
+    p_ready: Callable[[], None]
+    """Arrives when P of its block is in shared memory."""
+
+    wait_other_max: Callable[[Any], None]
+    """Waits for the maximum of the other consumer's block: (n)."""
+
+    wait_other_p: Callable[[Any], None]
+    """Waits for P of the other consumer's block: (n)."""
+
+    release: Callable[[int], None]
+    """Releases this consumer's half of a slot: (slot)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Consumer:
+    """A warpgroup that computes the scores of every other key block, and P V of all of them for 256
+    of the 512 output columns.
+
+    The running maximum is passed from one consumer to the other. The tensor cores compute half of a
+    block's scores, then P V of the other consumer's last block, then the other half of the scores,
+    and then, after the softmax, P V of its own block.
+    """
+
+    index: int
+    """Parity of the blocks that it scores, their slot, and its half of the output: 0 or 1."""
+
+    memory: TileMemory
+    signals: ConsumerSignals
+
+    zero: Callable[[Any], Any]
+    """Returns 0 for a block, such that the compiler cannot tell. Otherwise it would compute the
+    matmuls' descriptors before the loop and keep them in registers."""
+
+    interpret: Any
+
+    hides_rope: bool = True
+    """Whether ``zero`` also applies to the rope queries."""
+
+    first_half: Any = 0
+    """The half of the latents that is scored first: 0, or a scalar."""
+
+    def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
+        """Starts adding the scores of its block n to ``acc``, over the latents' ``halves`` that are
+        scored first (0) and second (1)."""
+        memory, zero = self.memory, self.zero(n)
+        slot = self.index + zero
+        for step in halves:
+            half = step
+            if not isinstance(self.first_half, int):
+                half = (step ^ self.first_half) + zero
+            self.signals.wait_full(step, n)
+            keys = memory.latents.at[slot, half].transpose((1, 0))
+            plgpu.wgmma(acc, memory.q_latent.at[half + zero], keys)
+        if 1 in halves:
+            q_rope = memory.q_rope.at[zero if self.hides_rope else 0]
+            plgpu.wgmma(acc, q_rope, memory.rope.at[slot].transpose((1, 0)))
+
+    def scores(self, n: Any, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
+        """Returns the scores of its block n."""
+
+        def multiply(acc):
+            self.add_scores(acc, n, halves)
+            return acc[...]
+
+        return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
+
+    def add_values(self, acc: jax.Array, slot: int) -> jax.Array:
+        """Returns ``acc + P V`` of the block in a slot."""
+
+        def multiply(acc_ref):
+            if self.interpret is None:
+                acc_ref[...] = acc
+            plgpu.wgmma(acc_ref, self.memory.p.at[slot], self.memory.latents.at[slot, self.index])
+            return acc_ref[...]
+
+        added = pl.run_scoped(multiply, ACC((TILE, HALF), jnp.float32))
+        return added if self.interpret is None else acc + added
+
+    def rescaled(self, acc: jax.Array, n: Any) -> jax.Array:
+        """Waits for P of the other's block n. Returns ``acc`` relative to that block's maximum."""
+        self.signals.wait_other_max(n)
+        alpha = plgpu.layout_cast(self.memory.factors[1 - self.index], ROW)
+        acc = scale_rows(acc, alpha, interpret=self.interpret)
+        self.signals.wait_other_p(n)
+        return acc
+
+    def store_p(
+        self, maximum: jax.Array, before: jax.Array, exponents: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Stores a block's maximum, factor and P for both consumers.
+
+        Args:
+          maximum: of the block's scores, per row.
+          before: running maximum before the block.
+          exponents: returns the exponents of P relative to a maximum.
+
+        Returns:
+          P, the running maximum, and the factor that rescales earlier results to it.
+        """
+        running = raised_maximum(maximum, before)
+        alpha = jnp.exp2(before - running)
+        self.memory.maxima[self.index] = running
+        self.memory.factors[self.index] = alpha
+        self.signals.max_ready()
+        p = jnp.exp2(exponents(running))
+        sync_warpgroup(self.interpret)  # the matmuls of all four warps have read the rope keys
+        self.memory.p[self.index] = p.astype(jnp.bfloat16)
+        fence_async_proxy(self.interpret)
+        self.signals.p_ready()
+        return p, running, alpha
+
+    def add_block(
+        self, n: Any, n_other: Any, acc: jax.Array, softmax: Callable[[jax.Array], tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
+        """Computes the scores of its block n, meanwhile P V of the other's block, then P V of n.
+
+        Args:
+          softmax: stores P of the scores, and returns the factor that rescales ``acc`` and the
+            row sums' state.
+
+        Returns:
+          ``acc`` and the state.
+        """
+        index, other, memory = self.index, 1 - self.index, self.memory
+
+        def overlapped(s_ref, acc_ref):
+            self.add_scores(s_ref, n, halves=(0,))
+            acc_ref[...] = self.rescaled(acc, n_other)
+            plgpu.wgmma(acc_ref, memory.p.at[other], memory.latents.at[other, index])
+            self.add_scores(s_ref, n, halves=(1,))
+            # P V is complete: only the second half's latent and rope scores remain.
+            plgpu.wgmma_wait(2)
+            self.signals.release(other)
+            softmax_results = softmax(plgpu.wgmma_accumulator_load(s_ref, wait_n=0))
+            return acc_ref[...], *softmax_results
+
+        if self.interpret is None:
+            accumulators = ACC((TILE, BLOCK), jnp.float32), ACC((TILE, HALF), jnp.float32)
+            acc, alpha, *state = pl.run_scoped(overlapped, *accumulators)
+        else:  # the interpreter has no two accumulators at once
+            s = self.scores(n, (0,))
+            acc = self.add_values(self.rescaled(acc, n_other), other)
+            s = s + self.scores(n, (1,))
+            self.signals.release(other)
+            alpha, *state = softmax(s)
+        acc = self.add_values(scale_rows(acc, alpha, interpret=self.interpret), index)
+        return acc, *state

@@ -356,7 +356,7 @@ def attend(
                 window = q, m, pl.ds(0, ROPE)
                 signals.q_full.copy(0, qr_g, window, memory.q_rope.at[0, pl.ds(0, rows)])
 
-            targets = memory.values, memory.rope, penalties_s
+            targets = memory.latents, memory.rope, penalties_s
             fill_slots(
                 cache, targets, signals, work, (first_piece, piece_count), fetch_queries,
                 prefetch=prefetch,
@@ -469,7 +469,7 @@ def attend(
                 part = Part(
                     slice(None),
                     pl.ds(number * HALF, HALF),
-                    lambda m: memory.values.at[1, number, m],
+                    lambda m: memory.latents.at[1, number, m],
                 )
                 if work.pieces == 1:
                     outputs.store(work.query(piece), acc, [part], number == 0)
