@@ -16,7 +16,7 @@ import pytest
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine.scheduling.step_times import StepTimes
-from dsv3_jax.generation import plan, selection
+from dsv3_jax.generation import drafters, selection
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import (
     DraftContext,
@@ -112,7 +112,7 @@ def wrong(plain, models) -> Iterator[Generator]:
 @pytest.fixture
 def few_depths(monkeypatch):
     """Restricts "auto" to two depths, because each compiles a program."""
-    monkeypatch.setattr(plan, "AUTO_DEPTHS", (0, 2))
+    monkeypatch.setattr(drafters, "AUTO_DEPTHS", (0, 2))
 
 
 def check_same(speculative, plain) -> None:
@@ -496,7 +496,7 @@ def test_a_warm_up_measures_costs_and_learns_no_acceptance(right, monkeypatch):
 def test_every_depth_of_the_program_with_logprobs_is_warm(plain, compilations, monkeypatch):
     """Even if the costs are already known. Two depths, because each has two programs."""
     depths = (0, 2)
-    monkeypatch.setattr(plan, "AUTO_DEPTHS", depths)
+    monkeypatch.setattr(drafters, "AUTO_DEPTHS", depths)
     plain.warm_up(4, draft="ngram", draft_depth="auto")
     plain.warm_up(4, draft="ngram", draft_depth="auto", logprobs=1)
     compilations.clear()

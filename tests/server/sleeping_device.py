@@ -17,7 +17,7 @@ from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.engine.device.step import StepOutput
 from dsv3_jax.engine.device.step_input import StepShape, empty_input
-from dsv3_jax.generation.finished import FULL, RUNNING
+from dsv3_jax.generation.completion import FULL, RUNNING
 from dsv3_jax.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import dsv3_jax
-from dsv3_jax.generation import plan
+from dsv3_jax.generation import drafters
 from dsv3_jax.generation.depth import DepthChooser
 from sharding import make_mesh
 from sharding.distributed import host_values, initialize
@@ -33,7 +33,7 @@ def reads(directory: str, out: str, sizes: str) -> None:
     """Writes completions of a sharded batch, and the measurements that choose draft depths."""
     _, generator = loaded(directory, sizes)
     sharded = completions(generator)
-    plan.AUTO_DEPTHS = (0, 1)  # two programs to compile instead of four
+    drafters.AUTO_DEPTHS = (0, 1)  # two programs to compile instead of four
     observed, observe = [], DepthChooser.observe
 
     def watched(self, depth, drafted, accepted, steps, seconds):
