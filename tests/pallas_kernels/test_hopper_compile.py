@@ -94,7 +94,7 @@ class Kernel:
 
     @property
     def op(self) -> str:
-        return self.module.split(".")[1]
+        return self.module.removeprefix("tests.").split(".")[1]
 
 
 def decode(
@@ -406,7 +406,7 @@ def kernels() -> dict[str, Kernel]:
         options = {"programs": 132, "rounds": 1000, "checked": checked}
         arrays = {"counter": Struct((1,), I32)}
         table[f"grid_barrier {words}"] = Kernel(
-            "tests.pallas_kernels.grid_barrier_kernel", arrays, options
+            "tests.pallas_kernels.grid_barrier_kernel", arrays, options, function="grid_barrier"
         )
     table |= {f"feed_forward {name}": layer for name, layer in feed_forward_layers().items()}
     eps = {"eps": 1e-5, "latent_eps": 1e-6}
