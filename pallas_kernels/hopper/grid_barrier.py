@@ -110,7 +110,6 @@ class GridBarrier:
     ctas: int
     warpgroups: int  # consecutive warpgroups of each CTA that take part
     axis: str = "program"
-    first: int = 0  # the first of these warpgroups
     most_polls: int = MOST_POLLS
 
     interpret: Any = None
@@ -183,9 +182,7 @@ class GridBarrier:
 
     def _is_leader(self) -> Any:
         thread = mgpu.utils.thread_idx()
-        return arith.extui(
-            i32(), arith.cmpi(arith.CmpIPredicate.eq, thread, const(128 * self.first))
-        )
+        return arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.eq, thread, const(0)))
 
     def _trap_if(self, late: Any) -> None:
         """Ends the kernel with a message in threads where ``late`` is not zero."""

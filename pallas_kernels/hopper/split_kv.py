@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class Costs:
     """Cost model of the scheduler, in units of the time that one key block takes. The defaults are
     for tiles of 64 query rows."""
 
-    sequence: int = 2
+    sequence: ClassVar[int] = 2
     """Prologue and epilogue of a sequence in a partition."""
 
     merge: int = 3

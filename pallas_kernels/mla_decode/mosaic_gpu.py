@@ -28,7 +28,7 @@ from pallas_kernels.mla_decode.row_tiles import TILE
 
 FEW_ROWS = 32  # most query rows of the kernels whose matmuls are transposed
 
-FEW_ROWS_COSTS = Costs(sequence=2, merge=1, partials=2, min_blocks=2)
+FEW_ROWS_COSTS = Costs(merge=1, partials=2, min_blocks=2)
 """Cost model of the schedule for few query rows, derived for 16 of them.
 
 A key block takes 2.2 us of a multiprocessor's share of HBM bandwidth and a merge takes two memory

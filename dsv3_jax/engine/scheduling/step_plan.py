@@ -34,9 +34,9 @@ class ScheduledRequest:
     ``RequestOutput`` turns its tokens into text (``output``), ``EngineRequest`` is the handle that
     the caller holds, and each ``RequestResult`` has the tokens that one dispatch gave it.
 
-    Whoever submits it writes the first two groups of fields. All later writes are under the loop's
-    lock, and by the engine's thread except for ``is_cancelled``; only ``saved`` is written without
-    the lock, while the executor dispatches.
+    The caller that submits it writes the first two groups of fields. All later writes are under the
+    loop's lock, and by the engine's thread except for ``is_cancelled``; only ``saved`` is written
+    without the lock, while the executor dispatches.
     """
 
     tokens: list[int]
