@@ -49,7 +49,7 @@ def test_settings():
         ("generation.md", r"next of `batch_sizes` \(1, 2, 4, \.\.\. (\d+)\)", BATCH_SIZES[-1]),
         (
             "generation.md",
-            r"is less than (\d+), and",
+            r"are fewer than (\d+), and",
             default(Generator.generate, "max_new_tokens"),
         ),
         ("speculation.md", r"drafts up to (\w+) tokens", {4: "four"}[MAX_DEPTH]),

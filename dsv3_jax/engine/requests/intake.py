@@ -57,7 +57,7 @@ class Intake:
         self._selectable = TokenMask.of(config.vocab_size, range(settings.vocab_size))
         self._plan = settings.plan
         # A deterministic engine has one program, which reports no log-probabilities of prompts.
-        self._deterministic = settings.buckets.single_shape
+        self._deterministic = settings.scheduler.aligned_prefixes
         self._cancel = cancel
         self.first_seed = secrets.randbelow(2**32)
         """Seed of the first completion without one; the next ones count on from it, modulo 2**32.
