@@ -135,7 +135,7 @@ class Served:
 
 def saved_requests() -> list[SavedRequest]:
     """The requests in host memory."""
-    return [each for each in gc.get_objects() if isinstance(each, SavedRequest)]
+    return [each for each in gc.get_objects() if type(each) is SavedRequest]
 
 
 def make(model: DeepSeekV3, *, deterministic: bool = True, **options) -> Engine:
