@@ -218,7 +218,7 @@ class Parts(NamedTuple):
 Outputs = tuple[
     BFloat16[Array, "B rows C"],
     Float32[Array, "B rows"],
-    tuple[Float32[Array, "parts rows C"], Float32[Array, "parts rows"]],
+    tuple[Float32[Array, "parts padded C"], Float32[Array, "parts padded"]],
 ]
 """Outputs of a split-KV kernel: ``out`` and ``lse``, written for sequences that are not split, and
 the partial results and their log-sum-exps, written for those that are."""
