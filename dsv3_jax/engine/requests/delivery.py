@@ -187,21 +187,25 @@ class Delivery:
             return None
         try:
             output.add(result)
-        except BaseException as error:
-            # A decoder's, which must not hurt others. Rust's panics are no Exceptions.
-            if self._thread is None and not isinstance(error, Exception):
-                raise
+        except BaseException as error:  # a decoder's, or a listener's
+            self._check_thread(error)
             return error
         return STOPPED if output.is_stopped else None
 
     def _end(self, request: ScheduledRequest, end: End) -> None:
         output = output_of(request)
-        if output.handle.is_done:
-            return
-        try:
-            output.end(end, request.cached_tokens)
-        except Exception as error:  # its own text's, or a listener's
-            output.end(error)
+        while not output.handle.is_done:  # an error ends it before its listeners are called
+            try:
+                output.end(end, request.cached_tokens)
+            except BaseException as error:  # its own text's, or a listener's
+                self._check_thread(error)
+                end = error
+
+    def _check_thread(self, error: BaseException) -> None:
+        """Raises an error again that may be meant for the caller: an interrupt, if there is no
+        thread. In the thread it is native code's, such as a Rust panic, and ends one request."""
+        if self._thread is None and not isinstance(error, Exception):
+            raise error
 
 
 def output_of(request: ScheduledRequest) -> RequestOutput:
