@@ -65,10 +65,13 @@ def called_name(node: ast.expr) -> str:
 
 @functools.cache
 def calls() -> dict[str, list[ast.Call]]:
-    """Returns the calls of each name. ``partial(f, ...)`` calls f too."""
+    """Returns the calls of each name. ``partial(f, ...)`` calls f too, and ``cls(...)`` its class."""
     of_name: dict[str, list[ast.Call]] = defaultdict(list)
     for folder in PRODUCTION:
         for _, node in nodes(folder):
+            if isinstance(node, ast.ClassDef):
+                own = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+                of_name[node.name] += [call for call in own if called_name(call.func) == "cls"]
             if isinstance(node, ast.Call):
                 name = called_name(node.func)
                 of_name[name].append(node)
