@@ -65,7 +65,7 @@ def called_name(node: ast.expr) -> str:
 
 @functools.cache
 def calls() -> dict[str, list[ast.Call]]:
-    """Returns the calls of each name. ``partial(f, ...)`` calls f too, and ``cls(...)`` its class."""
+    """Returns the calls of each name. ``partial(f, ...)`` calls f, and ``cls(...)`` its class."""
     of_name: dict[str, list[ast.Call]] = defaultdict(list)
     for folder in PRODUCTION:
         for _, node in nodes(folder):
