@@ -244,7 +244,8 @@ class LatentKVCache:
         """Returns an empty cache with room for ``max_len`` tokens in each of ``batch`` sequences.
 
         Args:
-          layout, platform: see :meth:`PagePool.empty`.
+          layout: see :meth:`PagePool.empty`.
+          platform: see :meth:`PagePool.empty`.
 
         Raises:
           ValueError: a size is below 1, or the batch does not divide over the layout's devices.

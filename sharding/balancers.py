@@ -154,7 +154,8 @@ def _assign(
     Args:
       name: name of ``sizes`` in error messages.
       sizes: load that each request adds.
-      load_and_limit, requests_and_limit: as :func:`_load_and_limit` returns them.
+      load_and_limit: see :func:`_load_and_limit`.
+      requests_and_limit: see :func:`_load_and_limit`.
     """
     (load, max_load), (requests, max_requests) = load_and_limit.copy(), requests_and_limit.copy()
     largest = max_load[max_requests > 0].max(initial=0)

@@ -215,7 +215,8 @@ class _Node:
 
         Args:
           experts: logical experts of this node.
-          num_replicas, num_gpus: slots and GPUs of this node.
+          num_replicas: slots of this node.
+          num_gpus: GPUs of this node.
         """
         count = _replica_counts(weight[experts], num_replicas)
         replicas = np.repeat(experts, count)

@@ -55,7 +55,8 @@ def gather_parameter(
 
     Args:
       shard: this device's shard under ``storage``.
-      compute, storage: specs of the shardings that :func:`fsdp_sharding` takes and returns.
+      compute: spec of the sharding that :func:`fsdp_sharding` takes.
+      storage: spec of the sharding that it returns.
     """
     specs = (_by_dimension(spec, shard.ndim) for spec in (compute, storage))
     for dimension, (compute_axes, storage_axes) in enumerate(zip(*specs, strict=True)):

@@ -136,7 +136,8 @@ def choose_replicas(
 
     Args:
       experts: expert numbers 0 .. E - 1.
-      log2phy, logcnt: one layer of the tables of a :class:`Placement`.
+      log2phy: one layer of a :class:`Placement`'s table of replicas.
+      logcnt: the same layer of its table of counts.
       shard: number of the shard of the batch that these tokens are. Devices with the same tokens
         have the same number.
     """

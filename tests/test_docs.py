@@ -215,6 +215,42 @@ def test_the_picture_matches_the_results():
     assert (ROOT / "docs" / "speedups.svg").read_text("utf-8") == draw_speedups.draw()
 
 
+# ---- docstrings ----------------------------------------------------------------------------------
+
+
+def arguments_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    a = function.args
+    every = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+    return {each.arg for each in every}
+
+
+def listed_arguments(docstring: str) -> list[str]:
+    """Returns what stands before the colons of a docstring's "Args:" section."""
+    section = re.search(r"^Args:\n((?: .*\n?|\n(?= ))+)", docstring, re.MULTILINE)
+    return re.findall(r"^  (\S[^:\n]*):", section[1], re.MULTILINE) if section else []
+
+
+@pytest.mark.parametrize("package", ["dsv3_jax", "pallas_kernels", "sharding"])
+def test_docstrings_list_one_argument_a_line(package):
+    """mkdocs does not find the type of "a, b: ...", and ``make docs`` ends with an error."""
+    count = 0
+    for file in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                listed = listed_arguments(ast.get_docstring(node) or "")
+                unknown = [name for name in listed if name.strip("*") not in arguments_of(node)]
+                assert not unknown, f"{file.relative_to(ROOT)}: {node.name}: {unknown}"
+                count += len(listed)
+    assert count > 20
+
+
+def test_arguments_of_a_docstring():
+    text = (
+        "Adds.\n\nArgs:\n  a: a number,\n    see: above.\n  b, c: others.\n\nReturns:\n  sum: it.\n"
+    )
+    assert listed_arguments(text) == ["a", "b, c"]
+
+
 # ---- results and scripts -------------------------------------------------------------------------
 
 

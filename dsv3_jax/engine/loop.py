@@ -51,7 +51,7 @@ class EngineLoop:
     """Moves requests from the waiting queue to their end.
 
     Args:
-      overlap, limits, pace: see :class:`StepLoop`.
+      overlap: see :class:`StepLoop`, as for ``limits`` and ``pace``.
       compilations: those that steps wait for.
     """
 

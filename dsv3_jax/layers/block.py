@@ -71,7 +71,8 @@ class DecoderLayer(nnx.Module):
 
         Args:
           x: the tokens of all batches, see :func:`join_tokens`.
-          caches, forms: one for each batch. All caches have the same page arrays.
+          caches: one for each batch. All have the same page arrays.
+          forms: one for each batch.
         """
         valid = join_tokens([cache.valid for cache in caches])  # [B, T], or [1, N] of all batches
         normed = self.input_layernorm(x)  # [B, T, D]

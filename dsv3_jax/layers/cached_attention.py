@@ -165,7 +165,8 @@ def attend_local(
 
     Args:
       latent: what the cache stores for the new tokens. They are cached already.
-      pages, block_tables: the pages on this device.
+      pages: the page arrays on this device.
+      block_tables: numbers of each sequence's pages on this device.
       starts: number of tokens per sequence that all devices together had cached before.
     """
     B, T, H, _ = q_latent.shape

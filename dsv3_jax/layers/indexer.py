@@ -155,7 +155,8 @@ class Indexer(nnx.Module):
         No gradient flows through the selection.
 
         Args:
-          pages, block_tables: the page arrays on this device, with the T new tokens.
+          pages: the page arrays on this device, with the T new tokens.
+          block_tables: numbers of each sequence's pages on this device.
           starts: tokens per sequence before the new ones, on all devices that share a sequence.
           shard: this device's part of each sequence. Every device returns the same positions.
         """

@@ -82,7 +82,8 @@ class _Variant(MultiHeadLatentAttention):
         """Caches ``new`` in the array of that name, and attends with a key and a value per head.
 
         Args:
-          keys_values, block_tokens: see :func:`attend_by_heads`.
+          keys_values: see :func:`attend_by_heads`.
+          block_tokens: see :func:`attend_by_heads`.
         """
         cache, shard = append({name: new}, cache, None)
         scale, pages = self.config.softmax_scale, cache.pages

@@ -42,7 +42,8 @@ def attention_inputs(
 
     Args:
       x: the layer's input.
-      cos, sin: of the R / 2 rotary angles of each token.
+      cos: cosines of the R / 2 rotary angles of each token.
+      sin: sines of the same angles.
       pages: the layer's cache. The result replaces it; inside jit, XLA updates it in place if it is
         not used afterwards.
       slots: ``page number * page + slot`` of each token, all different, or -1 for a token that is

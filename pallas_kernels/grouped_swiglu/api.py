@@ -31,9 +31,11 @@ def grouped_swiglu(
     g(m) is the group of row m, and silu(x) = x / (1 + exp(-x)).
 
     Args:
-      lhs, lhs_scale, group_sizes, block_shape: as in :func:`pallas_kernels.grouped_matmul`.
-      gate, up: one matrix of each per group, of the same shape and dtype, as its ``rhs``.
-      gate_scale, up_scale: as its ``rhs_scale``.
+      gate: one matrix per group, as ``rhs`` of :func:`pallas_kernels.grouped_matmul`, which also
+        describes the arguments that are not listed here.
+      up: as ``gate``, of the same shape and dtype.
+      gate_scale: as its ``rhs_scale``.
+      up_scale: as its ``rhs_scale``.
 
     Returns:
       [M, F] in lhs's dtype, or bfloat16 for float8 rows. Rows past the groups' sum are undefined.

@@ -253,7 +253,8 @@ def add_parts(
       row: weighted sum of the outputs, sum of the weights, and the maximum of the log-sum-exps, to
         which both are relative. Their quotient is the output.
       numbers: numbers of the parts. A part counts only if its number is below ``count``.
-      lses, values: the log-sum-exp and the output of each part, in registers.
+      lses: the log-sum-exp of each part, in registers.
+      values: the output of each part, in registers.
     """
     total, weight, maximum = row
     new_maximum = functools.reduce(jnp.maximum, lses, maximum)
@@ -328,7 +329,8 @@ class Partition:
         It reads half of the entry again each time, which takes fewer registers.
 
         Args:
-          first, last: the partition's first and last sequence.
+          first: the partition's first sequence.
+          last: its last sequence.
         """
         b = first + i
         begin = jnp.where(i == 0, self.table[self.index, 2], 0)

@@ -69,8 +69,10 @@ def start_product(
       float32 [64, columns], which :func:`wait_for_product` must return before any other use.
 
     Args:
-      a, b: bases from :func:`operand_base`.
-      a_offset, b_offset: bytes from the bases to the operands, multiples of 1,024.
+      a: base from :func:`operand_base`.
+      b: base from :func:`operand_base`.
+      a_offset: bytes from ``a`` to the operand, a multiple of 1,024.
+      b_offset: likewise for ``b``.
       previous: float32 [64, columns], whose registers the product takes. Its value is not used, and
         nothing may use it afterwards.
     """

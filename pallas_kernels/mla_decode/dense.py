@@ -376,7 +376,8 @@ class ScoreWarpgroup:
 
         Args:
           use: the block's use of its slot.
-          j, n: the block's number in the segment, and in the partition.
+          j: the block's number in the segment.
+          n: the block's number in the partition.
         """
         signals, memory, slot, other = self.cta.signals, self.cta.memory, self.slot, self.other
         interpret, to_log2 = self.cta.plan.interpret, self.cta.plan.scale * LOG2E

@@ -42,8 +42,10 @@ def merge_partials(
     """Returns ``out`` and ``lse`` with the split sequences filled in.
 
     Args:
-      out, lse: results of the first kernel, valid for sequences that are not split.
-      partials, partial_lse: partial results and their log-sum-exps.
+      out: results of the first kernel, valid for sequences that are not split.
+      lse: their log-sum-exps.
+      partials: partial results of split sequences.
+      partial_lse: their log-sum-exps.
       split_sequences: see :class:`split_kv.Schedule`.
     """
     B, M, C = out.shape

@@ -30,7 +30,8 @@ def mla_prefill(
     for a cached prefix; :func:`pallas_kernels.merge_attention` merges it with the causal part.
 
     Args:
-      q, k: queries and keys of width K = N + R, the rotated rope part last.
+      q: queries of width K = N + R, the rotated rope part last.
+      k: keys of the same width.
       v: values of width V, which may differ from K (128 and 192 in DeepSeek-V3).
       starts: index, among the keys, of each sequence's first query.
       lengths: number of valid keys per sequence. Keys and values past them may be anything.

@@ -42,7 +42,6 @@ def route(
       bias: added to the scores for the choice only. None means zero.
       valid: False for padding tokens. They choose experts too, but their pairs are sorted after all
         others and not counted.
-      num_experts_per_tok, n_group, topk_group, normalize, scaling_factor: see above.
       method: how a group is scored: by the sum of its two best experts (``noaux_tc``), or by its
         best (``greedy``, ``group_limited_greedy``).
       scoring: function from logits to scores, ``sigmoid`` or ``softmax``.

@@ -496,9 +496,11 @@ def choose(
     """Chooses the experts of each warp's token, and returns them in the first lanes.
 
     Args:
-      logits_g, scores_g: flat float32 arrays of all tokens' logits, and of their scores.
+      logits_g: flat float32 array of all tokens' logits.
+      scores_g: flat float32 array of all tokens' scores.
       bias: what is added to the scores for the choice, from :func:`load_bias`, or None.
-      experts_g, weights_g: flat arrays of the chosen experts and their weights.
+      experts_g: flat array of the chosen experts.
+      weights_g: flat array of their weights.
       token: the warp's token, in all its lanes. A warp without a token stores nothing.
       first: where in ``experts_g`` and ``weights_g`` the pairs of the first token begin.
       is_reporter: whether the warp stores its token's scores. None means that all do.

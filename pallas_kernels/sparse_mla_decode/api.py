@@ -27,13 +27,14 @@ def sparse_mla_decode(
     scale: float,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Softmax attention of each query to its own K tokens, see :func:`pallas_kernels.mla_decode`.
+    """Softmax attention of each query to its own K tokens.
+
+    All arguments but ``indices`` are those of :func:`pallas_kernels.mla_decode`.
 
     Args:
       indices: positions of the tokens that all heads of a query attend to, without repetitions. An
         index of -1 stands for no token: neither its score nor its data has an effect. A query's own
         position is not an argument; its indices determine which tokens it sees.
-      q_latent, q_rope, pages, block_tables, scale, implementation: as for ``mla_decode``.
 
     Returns:
       ``out`` in q_latent's dtype and the log-sum-exp of the scores (natural logarithm, float32):
@@ -64,12 +65,12 @@ def sparse_mla_prefill(
         out[t, h]      = sum_i softmax(score)[t, h, i] c[s]
 
     Each query reads its own tokens, so that a multi-head form would have to expand K keys and
-    values per query. Gradients flow to queries and latents.
+    values per query. Gradients flow to queries and latents. The arguments that are not listed are
+    those of ``sparse_mla_decode``.
 
     Args:
       latents: ``[c | k]`` of every token: the normalised latent, then the rotated rope key.
       indices: tokens of each query, without repetitions; -1 stands for no token.
-      q_latent, q_rope, scale, implementation: as for ``sparse_mla_decode``.
 
     Returns:
       ``out`` in q_latent's dtype and the log-sum-exp of the scores (natural logarithm, float32):

@@ -29,9 +29,10 @@ def swiglu(
 
     Args:
       x: bfloat16 or float32.
-      gate, up: matrices of the same shape and dtype: [F, K] in x's dtype, or quantized as for
-        :func:`pallas_kernels.quantized_matmul`.
-      gate_scale, up_scale: scales of quantized matrices, one per block of ``block_shape``.
+      gate: matrix [F, K] in x's dtype, or quantized as for :func:`pallas_kernels.quantized_matmul`.
+      up: matrix of the same shape and dtype.
+      gate_scale: scales of a quantized ``gate``, one per block of ``block_shape``.
+      up_scale: scales of a quantized ``up``.
       block_shape: (rows of F, columns of K) that share a scale.
 
     Returns:

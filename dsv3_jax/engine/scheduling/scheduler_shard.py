@@ -80,7 +80,8 @@ class SchedulerShard:
     """Slots, pages and running requests of one shard.
 
     Args:
-      loads, saves: of pages of waiting and running requests, from and to a store.
+      loads: pages that waiting requests read from a store.
+      saves: pages that running requests write to a store.
       order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.
     """
