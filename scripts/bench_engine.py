@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -107,6 +108,9 @@ def replay_all(
 ) -> None:
     """Replays every trace offline and at every rate, and adds the figures to ``result``."""
     result["replays"] = []
+    # As `dsv3 serve` does: a full collection over a model's programs pauses all requests.
+    gc.collect()
+    gc.freeze()
     for name in arguments.traces:
         for rate in (None, *arguments.rates):
             engine.clear_prefix_cache()
