@@ -108,9 +108,6 @@ def replay_all(
 ) -> None:
     """Replays every trace offline and at every rate, and adds the figures to ``result``."""
     result["replays"] = []
-    # As `dsv3 serve` does: a full collection over a model's programs pauses all requests.
-    gc.collect()
-    gc.freeze()
     for name in arguments.traces:
         for rate in (None, *arguments.rates):
             engine.clear_prefix_cache()
@@ -172,6 +169,10 @@ def main(words: Sequence[str]) -> int:
         print(
             f"loaded in {result['load_s']} s, compiled in {result['warm_up_s']} s", file=sys.stderr
         )
+        # As `dsv3 serve` does: a full collection over a model's programs pauses all requests.
+        gc.collect()
+        gc.freeze()
+        running.callback(gc.unfreeze)
         if arguments.profile:
             running.enter_context(jax.profiler.trace(str(arguments.profile)))
         replay_all(engine, arguments, model.config.vocab_size, result)
