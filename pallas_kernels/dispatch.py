@@ -33,19 +33,11 @@ def dispatch(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls the back-end of ``op`` that ``implementation`` selects.
+    """Calls the back-end of ``op`` that ``implementation`` selects: a name, several in order of
+    preference, or None for all of ``backends`` in their order. All take the same arguments.
 
-    Args:
-      op: name of the operation, for messages.
-      backends: functions by name, in the order in which ``None`` tries them. All take the same
-        arguments.
-      implementation: ``None``, a name, or a sequence of names.
-
-    Raises:
-      ValueError: a name is not among ``backends``.
-      NotImplementedError: no selected back-end accepts the arguments. The message has the reason of
-        each.
-    """
+    Raises ValueError for a name that is not among them, and NotImplementedError, with the reason of
+    each, if no selected back-end takes the arguments."""
     refusals: list[str] = []
     if implementation is None:
         names = tuple(backends)

@@ -34,7 +34,7 @@ from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, i
 from pallas_kernels.hopper.ir import value_of as register
 from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
 from pallas_kernels.hopper.online_softmax import NO_SCORE
-from pallas_kernels.hopper.split_kv import Parts
+from pallas_kernels.hopper.split_kv import Parts, add_parts
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import sync_warpgroup, when
 
@@ -162,7 +162,6 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
         def add(i: Any, carry: Any) -> Any:
             """Issues all loads before the first use. Past the last part it loads that one again,
             with weight 0."""
-            total, weight, maximum = carry
             numbers = [i * _PARALLEL_LOADS + j for j in range(_PARALLEL_LOADS)]
             indices = [first + jnp.minimum(n, count - 1) for n in numbers]
             lses = [parts.lse[index, row] for index in indices]
@@ -170,13 +169,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
                 load_with_layout(parts.partials.at[index, row, columns], layout)
                 for index in indices
             ]
-            raised = functools.reduce(jnp.maximum, lses, maximum)
-            rescale = jnp.exp(maximum - raised)
-            total, weight = total * rescale, weight * rescale
-            for n, lse, value in zip(numbers, lses, values, strict=True):
-                factor = jnp.where(n < count, jnp.exp(lse - raised), 0.0)
-                total, weight = total + factor * value, weight + factor
-            return total, weight, raised
+            return add_parts(carry, numbers, count, lses, values)
 
         zeros = plgpu.layout_cast(jnp.zeros((length,), jnp.float32), layout)
         carry = zeros, jnp.float32(0.0), jnp.float32(NO_SCORE)

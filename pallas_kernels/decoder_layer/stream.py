@@ -74,7 +74,7 @@ from pallas_kernels.hopper.ir import (
     value_of,
 )
 from pallas_kernels.hopper.lanes import SHAPE
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, when
 
@@ -246,7 +246,6 @@ class Cta:
             counter if interpret is None else memory["grid"][0],
             plan.ctas,
             CONSUMERS,
-            axis="cta",
             interpret=interpret,
         )
         self.cta = lax.axis_index("cta")
@@ -260,10 +259,7 @@ class Cta:
         self.ring.initialise()
         self.signals.initialise([CONSUMERS * WARPS] * self.plan.signals, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
-
-        @when(self.wg == CONSUMERS)
-        def _() -> None:
-            when(first_warp(self.interpret is None))(self.produce)
+        when(self.wg == CONSUMERS)(lambda: when(first_warp(self.interpret is None))(self.produce))
 
         @when(self.wg < CONSUMERS)
         def _() -> None:
@@ -506,7 +502,7 @@ def launch(
         **{key: [each] for key, each in memory.items()},
         "norms": [plgpu.SMEM((CONSUMERS, *SHAPE), f32)],
         "factors": [plgpu.SMEM((plan.factors,), f32)] if plan.factors else [],
-        "grid": GridBarrier.scratch(CONSUMERS, interpret, axis="cta"),
+        "grid": GridBarrier.scratch(CONSUMERS, interpret),
     }
 
     def run(*given: Any) -> None:
@@ -526,16 +522,14 @@ def launch(
         cta(plan, by_name, allocated, counters[0] if counters else None, interpret).run()
 
     run.__name__ = name
-    kernel = plgpu.kernel(
+    kernel = grid_kernel(
         run,
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in existing.values()],
-        scratch_types=[each for types in scratch.values() for each in types],
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **GridBarrier.launch(plan.ctas, interpret, axis="cta"),
+        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in existing.values()],
+        [each for types in scratch.values() for each in types],
+        warpgroups=CONSUMERS + 1,
+        **GridBarrier.launch(plan.ctas, interpret),
+        interpret=interpret,
+        lowering_semantics=LANE,
     )
     made = kernel(*leaves, *([counter] if interpret is None else []))
     return dict(zip(existing, made, strict=True))

@@ -545,10 +545,7 @@ def _swiglu(plan: Plan, sums: _Sums, columns: int) -> _Sums:
 def store_rows(staged: Any, out: Any, count: jax.Array, row: jax.Array, columns: Any) -> None:
     """Stores the first ``count`` rows of a staging buffer to ``out``, from ``row`` on: a full one
     by one TMA store, otherwise by one per bit of ``count``, all in one group."""
-
-    @when(count == ROWS)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, ROWS), columns])
+    when(count == ROWS)(lambda: plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, ROWS), columns]))
 
     @when((count > 0) & (count < ROWS))
     def _() -> None:

@@ -43,8 +43,7 @@ class Config:
     tile_n: int
     """Rows of rhs per tile, over all matrices of a group. With two matrices, a tile has tile_n / 2
     rows of each and as many columns of the result."""
-    stages: int
-    """Stages of the ring buffer. A stage holds the operands of one K step."""
+    stages: int  # Stages of the ring buffer. A stage holds the operands of one K step.
     consumer_split: Literal["m", "n"]
     """Dimension along which the two consumer warpgroups divide a tile."""
     staging_buffers: int = 1

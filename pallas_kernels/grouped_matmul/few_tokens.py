@@ -324,10 +324,7 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[A
 
         def copy_step(k: Any, fill: Any) -> Any:
             stage = lax.rem(fill, jnp.int32(stages))
-
-            @when(fill >= stages)
-            def _() -> None:
-                plgpu.barrier_wait(ring.empty.at[stage])
+            when(fill >= stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
 
             def copy_weights(step: Any, slot: Any, n: int) -> None:
                 window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
@@ -569,10 +566,7 @@ class _Reduction:
 
         @when(k_part > 0)
         def _() -> None:
-            @when(i > 0)
-            def _() -> None:
-                plgpu.barrier_wait(self.read)
-
+            when(i > 0)(lambda: plgpu.barrier_wait(self.read))
             target = self.partial_sums.at[first + k_part - 1]
             registers.store_partial_sum(target, total, on_gpu=on_gpu)
             plgpu.barrier_arrive(self.written)
@@ -592,10 +586,7 @@ class _Reduction:
 
     def drain(self, k_part: Any, tile_count: Callable[[], Any]) -> None:
         """Waits until the last partial sums have been read. A CTA may exit only then."""
-
-        @when((k_part > 0) & (tile_count() > 0))
-        def _() -> None:
-            plgpu.barrier_wait(self.read)
+        when((k_part > 0) & (tile_count() > 0))(lambda: plgpu.barrier_wait(self.read))
 
 
 def _store(

@@ -74,8 +74,7 @@ class Weights:
     format: Format
     N: int  # output features
     K: int
-    scale_columns: int
-    """Columns of K that share a scale. K itself if each row has a single scale."""
+    scale_columns: int  # Columns of K that share a scale. K itself if each row has a single scale.
     scale_rows: int  # rows that share a scale: 1 for integers, a multiple of 64 for float8
     column_blocks: int
     """Number of column blocks in one K step (1 or 2): a copy is 64 or 128 bytes wide."""

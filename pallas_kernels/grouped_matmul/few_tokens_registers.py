@@ -181,17 +181,10 @@ def multiply(
     packed: Any, x: Any, form: Format, blocks: range, column_blocks: int, tokens: int, *,
     in_order: bool,
 ) -> jax.Array:  # fmt: skip
-    """Multiplies column blocks of 64 packed weight rows with the tokens. Each warp has 16 rows.
-
-    Args:
-      packed: the weights of a K step in shared memory.
-      x: [blocks, tokens, 64] in shared memory: the columns of the whole step.
-      blocks: consecutive column blocks, which are summed.
-      in_order: whether the columns of the tokens are in their own order.
-
-    Returns:
-      float32 [64, tokens].
-    """
+    """Multiplies consecutive column ``blocks`` of 64 packed weight rows in shared memory with the
+    tokens ``x`` of the whole K step, [blocks, tokens, 64] in shared memory, and returns the sum,
+    float32 [64, tokens]. Each warp has 16 rows. ``in_order``: the tokens' columns are in their own
+    order."""
 
     @inline(
         plgpu.RefType(_swizzle(column_blocks)),

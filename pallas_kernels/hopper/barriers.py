@@ -46,16 +46,13 @@ class TmaCopy:
     source: Any
     """Array in global memory. One of uint8 has the bytes of the target's numbers, 128 per row, if
     the target is tiled."""
-
     window: tuple[Any, ...]  # an index or a ``pl.ds`` for each dimension of the source
     target: Any  # reference to shared memory
     tiled: bool = True  # whether the target is in tiles, as tiles.tiles_of makes them
     swizzle: int | None = 128  # Swizzle of the target in bytes, or None. Of tiles it is 128.
-
     contiguous: bool = False
     """Whether the window is contiguous, starts at a multiple of 16 bytes and has a multiple of 16
     bytes. It needs no tensor map, and no window of 128 bytes. The target is not tiled."""
-
     multicast: str | None = None
     """Cluster axis to multicast over. Every CTA along it copies a share for all of them."""
 
@@ -168,13 +165,9 @@ class Barriers:
 
     @staticmethod
     def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:
-        """Returns the scratch type of ``count`` barriers.
-
-        Args:
-          arrivals: arrivals per use in the interpreter, where a warpgroup or a copy arrives once.
-            On a GPU, :meth:`initialise` sets them.
-          axis: cluster axis whose CTAs all arrive at each other's barriers, if any.
-        """
+        """Returns the scratch type of ``count`` barriers. In the interpreter they have ``arrivals``
+        per use, where a warpgroup or a copy arrives once, or those of all CTAs along a cluster
+        ``axis``. On a GPU, :meth:`initialise` sets them."""
         if interpret is not None and axis is not None:
             return plgpu.ClusterBarrier(
                 collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
@@ -184,14 +177,10 @@ class Barriers:
         return plgpu.SMEM((2 * count,), jnp.int32)
 
     def initialise(self, arrivals: Sequence[int], *, cluster: bool = True, warps: int = 1) -> None:
-        """Initialises the barriers. Every thread calls it before any other use.
-
-        Args:
-          arrivals: arrivals per phase of each barrier in ``memory``. A warpgroup's count as
-            ``warpgroup.WARPS``, the copies of one :meth:`fill` as 1.
-          cluster: whether to wait for the threads of the whole cluster, or only of the block.
-          warps: the warps that share the work, from the first one of the block.
-        """
+        """Initialises the barriers with ``arrivals`` per use, as many as barriers in ``memory``:
+        WARPS for a warpgroup, 1 for the copies of one :meth:`fill`. Every thread calls it before
+        any other use, and waits for those of the ``cluster``, or only of the CTA. The first
+        ``warps`` share the work."""
         if self.interpret is not None:
             return
 
@@ -266,10 +255,7 @@ class Barriers:
         then. ``first`` is the barrier at which stage 0 is released."""
         for stage in range(stages):
             uses = lax.div(fills + (stages - 1 - stage), jnp.int32(stages))
-
-            @when(uses > 0)
-            def _(stage=stage, uses=uses):
-                self.wait(first + stage, uses - 1)
+            when(uses > 0)(lambda stage=stage, uses=uses: self.wait(first + stage, uses - 1))
 
     def fill(
         self,
@@ -336,17 +322,13 @@ _SEND = """{
 
 
 def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Any) -> None:
-    """Sends a warp's quarter of a buffer, signalled on barrier ``i`` of the other CTA.
+    """Sends a warp's quarter of a buffer of bfloat16 tiles, contiguous and at the same address in
+    both CTAs, signalled on barrier ``i`` of the other CTA. Not for the interpreter, in which a CTA
+    has no access to another's memory.
 
-    The quarter of the calling warp must be published (:func:`warpgroup.publish`) by all its lanes,
-    which have met since. The copies of four warps are ``WARPS`` arrivals. The buffer may be written
-    again when the other CTA has waited for the barrier. Not for the interpreter, in which a
-    CTA has no access to another's memory.
-
-    Args:
-      tiles: bfloat16 tiles, contiguous in shared memory, at the same address in both CTAs.
-      quarter_bytes: a multiple of 16.
-    """
+    All lanes must have fenced their writes (:func:`fence_async_proxy`) and met since. The copies of
+    four warps are ``WARPS`` arrivals. The buffer may be written again when the other CTA has waited
+    for the barrier. ``quarter_bytes`` is a multiple of 16."""
 
     @inline(TILES, REF, SCALAR)
     def send(tiles: Any, words: Any, barrier: Any) -> None:

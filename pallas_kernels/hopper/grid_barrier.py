@@ -102,35 +102,31 @@ def check_ctas(ctas: int, interpret: Any = None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GridBarrier:
-    """A barrier across the CTAs of a grid of one dimension, whose name is ``axis``."""
+    """A barrier across the CTAs of a grid of one dimension, ``cta``."""
 
     memory: Any
     """Reference to a counter in global memory, or in the interpreter to a cluster barrier."""
-
     ctas: int
     warpgroups: int  # consecutive warpgroups of each CTA that take part
-    axis: str = "program"
     most_polls: int = MOST_POLLS
-
     interpret: Any = None
 
     @staticmethod
-    def launch(ctas: int, interpret: Any, axis: str = "program") -> dict[str, Any]:
-        """Returns the arguments of ``plgpu.kernel`` for the grid; see :func:`check_ctas`. The
+    def launch(ctas: int, interpret: Any) -> dict[str, dict[str, int]]:
+        """Returns the arguments of :func:`grid_kernel` for the grid; see :func:`check_ctas`. The
         interpreter runs only the CTAs of one cluster at the same time, so there the grid is a
         cluster."""
         check_ctas(ctas, interpret)
         if interpret is None:
-            return {"grid": (ctas,), "grid_names": (axis,)}
-        cluster = {"cluster": (ctas,), "cluster_names": (axis,)}
-        return {"grid": (1,), "grid_names": ("one",), "interpret": interpret, **cluster}
+            return {"grid": {"cta": ctas}}
+        return {"grid": {"one": 1}, "cluster": {"cta": ctas}}
 
     @staticmethod
-    def scratch(warpgroups: int, interpret: Any, axis: str = "program") -> list[Any]:
+    def scratch(warpgroups: int, interpret: Any) -> list[Any]:
         """Returns the scratch types: ``memory`` in the interpreter, nothing on a GPU."""
         if interpret is None:
             return []
-        return [plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=warpgroups)]
+        return [plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=warpgroups)]
 
     def sync(self) -> None:
         """Waits until all threads that take part have come here, in all CTAs. They then see what
@@ -144,7 +140,7 @@ class GridBarrier:
             plgpu.barrier_arrive(self.memory)
             return jnp.int32(0)
         amount = jnp.where(
-            lax.axis_index(self.axis) == 0,
+            lax.axis_index("cta") == 0,
             jnp.int32(arrival(0, self.ctas)),
             jnp.int32(arrival(1, self.ctas)),
         )

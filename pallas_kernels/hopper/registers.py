@@ -69,14 +69,10 @@ def _of_warp(text: str, number: Any) -> Any:
 
 
 def approximate_sigmoid(x: jax.Array, *, on_gpu: bool) -> jax.Array:
-    """Returns ``1 / (1 + exp(-x))`` in four instructions, with a relative error of some 2^-21.
-
-    The exact exponential and division take about twenty. Two of the four are those of special
-    function units, which take eight cycles for a warp, as many as all others together.
-
-    Args:
-      x: float32 [64, columns] in the WGMMA layout.
-    """
+    """Returns ``1 / (1 + exp(-x))`` in four instructions, with a relative error of some 2^-21, for
+    float32 [64, columns] in the WGMMA layout. The exact exponential and division take about twenty.
+    Two of the four are those of special function units, which take eight cycles for a warp, as many
+    as all others together."""
     if not on_gpu:
         return 1 / (1 + jnp.exp(-x))
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)

@@ -38,7 +38,6 @@ class Ring:
     consumers: int  # consumer warpgroups
     full: Barriers  # one barrier per stage
     empty: Barriers  # one barrier per stage
-
     ctas: int = 1
     """Programs of a cluster whose consumers release each stage, because each copies to all."""
 
@@ -143,7 +142,6 @@ class CountedRing:
     stages: int
     barriers: Barriers
     """The full barriers of every stage of all rings, then the free ones. Others may follow."""
-
     number: Any = 0  # number of this ring
     rings: int = 1  # number of rings
 
@@ -160,10 +158,7 @@ class CountedRing:
 
     def wait_until_free(self, stage: Any, use: Any) -> None:
         """Waits until a stage's use before ``use`` has been released."""
-
-        @when(use > 0)
-        def _():
-            self.barriers.wait(self.free(stage), use - 1)
+        when(use > 0)(lambda: self.barriers.wait(self.free(stage), use - 1))
 
     def wait_for_arrivals(self, fills: Any) -> None:
         """Waits for all releases after ``fills`` fills. The CTA may exit only then."""

@@ -44,7 +44,6 @@ class Schedule:
     number of partitions that it falls into; it is split if that exceeds 1, and then partition p
     writes the sequence's partial result at index ``partial offset + p``: the offset is the index of
     the sequence's first partial result less the number of its first partition."""
-
     split_sequences: Int[Array, "partitions 4"]
     """Sequences that are split, as (sequence, index of its first partial result, number of its
     partial results, number of split sequences). The last column is the same in every entry.
@@ -61,25 +60,18 @@ class Costs:
     """Cost model of the scheduler, in units of the time that one key block takes. The defaults are
     for tiles of 64 query rows."""
 
-    sequence: ClassVar[int] = 2
-    """Prologue and epilogue of a sequence in a partition."""
-
-    merge: int = 3
-    """Fixed cost of merging, paid once if any sequence is split."""
-
+    sequence: ClassVar[int] = 2  # prologue and epilogue of a sequence in a partition
+    merge: int = 3  # fixed cost of merging, paid once if any sequence is split
     partials: int = 7
     """Cost of writing and reading the partial results if every partition boundary splits."""
-
     min_blocks: int = 4
     """Least cost of a partition's share: smaller parts cost more to merge than they save."""
 
 
 def whole_sequences(lengths: Int[Array, " B"], *, max_pages: int) -> Schedule:
-    """Makes one partition per sequence, with arguments as :func:`schedule` takes them.
-
-    The result for a sequence then depends on no other one, to the last bit. With fewer long
-    sequences than multiprocessors it takes longer than :func:`schedule`, which splits them.
-    """
+    """Makes one partition per sequence, with arguments as :func:`schedule` takes them. The result
+    for a sequence then depends on no other one, to the last bit. With fewer long sequences than
+    multiprocessors it takes longer than :func:`schedule`, which splits them."""
     i32 = jnp.int32
     (B,) = lengths.shape
     blocks = jnp.clip((lengths.astype(i32) + BLOCK - 1) // BLOCK, 1, max_pages)
@@ -179,8 +171,7 @@ class Parts(NamedTuple):
     """The results of the parts: softmax attention to some of a split sequence's tokens."""
     lse: Float32[Array, "parts rows"]
     """Their log-sum-exps, -inf of a query that sees none of a part's tokens."""
-    split_sequences: Int[Array, "partitions 4"]
-    """See :class:`Schedule`."""
+    split_sequences: Int[Array, "partitions 4"]  # see :class:`Schedule`
 
     def of_sequence(self, b: int) -> tuple[Any, Any]:
         """Returns the first part of sequence b, and the number of its parts, 0 if it is not split.
@@ -227,13 +218,9 @@ the partial results and their log-sum-exps, written for those that are."""
 def output_types(
     B: int, rows: int, columns: int, partitions: int, *, part_rows: int | None = None
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of :data:`Outputs`.
-
-    There are two partial results per partition: only its first and its last sequence can be split.
-
-    Args:
-      part_rows: query rows of a part, by default ``rows`` rounded up to whole tiles.
-    """
+    """Returns the types of :data:`Outputs`. There are two partial results per partition, because
+    only its first and its last sequence can be split. They have ``part_rows`` query rows, by
+    default ``rows`` rounded up to whole tiles."""
     f32, part_rows = jnp.float32, part_rows or -(-rows // ROWS) * ROWS
     return [
         jax.ShapeDtypeStruct((B, rows, columns), jnp.bfloat16),
@@ -247,15 +234,10 @@ def add_parts(
     row: tuple[Any, Any, Any], numbers: Sequence[Any], count: Any, lses: Sequence[Any],
     values: Sequence[Any],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Adds parts of one query row in a kernel. Returns ``row`` with them.
-
-    Args:
-      row: weighted sum of the outputs, sum of the weights, and the maximum of the log-sum-exps, to
-        which both are relative. Their quotient is the output.
-      numbers: numbers of the parts. A part counts only if its number is below ``count``.
-      lses: the log-sum-exp of each part, in registers.
-      values: the output of each part, in registers.
-    """
+    """Adds parts of one query row in a kernel, and returns the row with them. A row is the weighted
+    sum of the outputs, the sum of the weights, and the maximum of the log-sum-exps, to which both
+    are relative; the output is their quotient. A part has a number, which counts only if it is
+    below ``count``, a log-sum-exp, and values in registers."""
     total, weight, maximum = row
     new_maximum = functools.reduce(jnp.maximum, lses, maximum)
     rescale = jnp.exp(maximum - new_maximum)
@@ -270,18 +252,10 @@ def add_parts(
 class Partition:
     """The partition of a CTA, read from the schedule in global memory."""
 
-    table: Any
-    """:attr:`Schedule.table`, [partitions + B, 4]."""
-
-    block_tables: Any
-    """Block tables, [B, max_pages]."""
-
-    partitions: int
-    """Number of partitions."""
-
-    index: Any
-    """Index of this partition."""
-
+    table: Any  # :attr:`Schedule.table`, [partitions + B, 4]
+    block_tables: Any  # block tables, [B, max_pages]
+    partitions: int  # number of partitions
+    index: Any  # index of this partition
     pages: int
     """Number of pages in the pool. Table entries past a sequence's length may be anything, and are
     clipped to the pool."""
@@ -302,11 +276,8 @@ class Partition:
         return self.table[self.index, 1] - self.table[self.index, 0] + 1
 
     def segment(self, i: Any, entry: tuple[Any, ...] | None = None) -> tuple[Any, Any, Any]:
-        """Returns the partition's i-th sequence, its first block here, and how many are here.
-
-        Args:
-          entry: what :meth:`entry` has returned, to read it only once.
-        """
+        """Returns the partition's i-th sequence, its first block here, and how many are here. A
+        caller that has read the :meth:`entry` passes it."""
         first_sequence, last_sequence, first_block, end_block = entry or self.entry()
         b = first_sequence + i
         begin = jnp.where(i == 0, first_block, 0)
@@ -325,13 +296,8 @@ class Partition:
 
     def segment_and_length(self, i: Any, first: Any, last: Any) -> tuple[Any, Any, Any, Any]:
         """Returns the i-th sequence, its length, its first block here, and how many are here.
-
-        It reads half of the entry again each time, which takes fewer registers.
-
-        Args:
-          first: the partition's first sequence.
-          last: its last sequence.
-        """
+        ``first`` and ``last`` are the partition's. It reads the blocks of the entry again each
+        time, which takes fewer registers."""
         b = first + i
         begin = jnp.where(i == 0, self.table[self.index, 2], 0)
         end = jnp.where(b == last, self.table[self.index, 3], self.blocks(b))

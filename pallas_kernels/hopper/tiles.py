@@ -88,16 +88,13 @@ _ALL_OF_IT: dict[str, Any] = (
 def load_column(
     numbers: Any, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
 ) -> jax.Array:
-    """Loads 64 numbers of one column, from row ``first`` on, in the ROW layout.
+    """Loads 64 numbers of one column of float32 [rows, columns] in global memory, from row
+    ``first`` on, in the ROW layout; past the end, the last row's number. A whole warpgroup calls
+    it.
 
     The numbers are not contiguous, so TMA could copy them only from a transposed array, which takes
     another kernel before each matmul. Loading them directly takes two loads per thread and K step,
-    which overlap with wgmma. A whole warpgroup calls this.
-
-    Args:
-      numbers: float32 [rows, columns] in global memory.
-      rows: number of rows. Past the end, the last row's number is returned.
-    """
+    which overlap with wgmma."""
     column = jnp.asarray(column, jnp.int32)
     if not on_gpu:
         available = min(rows, ROWS)
@@ -127,14 +124,12 @@ def load_column(
 
 def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Array:
     """Returns ``number`` when ``sums`` have been computed, float32 in the layout of an accumulator.
+    ``zero`` is 0, which the compiler does not know.
 
     An arrival at a barrier does not wait for loads whose results have not been used yet. If its
     index depends on sums of what was loaded, a copy that waits for the barrier cannot overwrite it
-    first. One of two neighbouring sums is waited for, which depends on the same loads as the other.
-
-    Args:
-      zero: 0, which the compiler does not know.
-    """
+    first. One of two neighbouring sums is waited for, which depends on the same loads as the
+    other."""
 
     @inline(SCALAR, SCALAR, WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def add_nothing(number: Any, zero: Any, sums: Any) -> Any:

@@ -63,19 +63,10 @@ def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
 def start_product(
     a: jax.Array, b: jax.Array, a_offset: int, b_offset: int, previous: jax.Array
 ) -> jax.Array:
-    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands.
-
-    Returns:
-      float32 [64, columns], which :func:`wait_for_product` must return before any other use.
-
-    Args:
-      a: base from :func:`operand_base`.
-      b: base from :func:`operand_base`.
-      a_offset: bytes from ``a`` to the operand, a multiple of 1,024.
-      b_offset: likewise for ``b``.
-      previous: float32 [64, columns], whose registers the product takes. Its value is not used, and
-        nothing may use it afterwards.
-    """
+    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands, at ``a_offset`` and
+    ``b_offset`` bytes, multiples of 1,024, from their bases (:func:`operand_base`). Returns float32
+    [64, columns] in the registers of ``previous``, which nothing may use afterwards;
+    :func:`wait_for_product` must return it before any other use."""
     columns = previous.shape[1]
     count = columns // 2  # registers per thread
     registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
@@ -98,20 +89,10 @@ def start_product(
 
 
 def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) -> jax.Array:
-    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands, with A in registers.
-
-    A must stay in its registers until the product is complete: see :func:`keep_live`.
-
-    Returns:
-      float32 [64, columns], as :func:`start_product` does.
-
-    Args:
-      a: 16 words per thread, as a bfloat16 array [64, 64]. Four of them are the operand of one
-        instruction, 32 columns: columns 4q to 4q + 3 of the thread's two rows, then 16 + 4q to
-        16 + 4q + 3, where q is the lane's index modulo 4.
-      b: base from :func:`operand_base`.
-      previous: as for :func:`start_product`.
-    """
+    """Does :func:`start_product` with A in registers, which must stay there until the product is
+    complete: see :func:`keep_live`. ``a`` has 16 words per thread, as bfloat16 [64, 64]. Four of
+    them are the operand of one instruction, 32 columns: columns 4q to 4q + 3 of the thread's two
+    rows, then 16 + 4q to 16 + 4q + 3, where q is the lane's index modulo 4."""
     columns, count, registers = _registers_of(previous)
     words, base = 2 * count, 2 * count + 16
     text = ["{ .reg .b64 b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
@@ -136,18 +117,10 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
 def add_bfloat16_product(
     a: jax.Array, b: jax.Array, sums: jax.Array, *, transposed_a: bool, depth: int
 ) -> jax.Array:
-    """Starts ``sums + A B`` over ``depth`` rows of B, of bfloat16 operands.
-
-    Returns:
-      float32 [64, columns], which :func:`wait_for_product` must return before any use other than
-      as ``sums`` of the next product.
-
-    Args:
-      a: base of [64, depth] (64 at most), or with ``transposed_a`` of its transpose [depth, 64].
-      b: base of [depth, columns], as panels of 64 columns and 64 rows.
-      sums: float32 [64, columns], whose registers the result takes.
-      depth: a multiple of 16, at most 64.
-    """
+    """Starts ``sums + A B``, float32 [64, columns], of bfloat16 operands at their bases: A [64,
+    depth], or with ``transposed_a`` its transpose, and B [depth, columns] as panels of 64 columns
+    and 64 rows. ``depth`` is a multiple of 16, at most 64. The result takes the registers of
+    ``sums``; only the next product may use it before :func:`wait_for_product` returns it."""
     columns, count, registers = _registers_of(sums)
     a_bytes = _ROWS_BYTES if transposed_a else _K_BYTES
     text = [

@@ -110,19 +110,14 @@ class Signals:
     for the second depend on them. So a wait may compare the parities of uses.
     """
 
-    q_full: Barriers
-    """Use i is the partition's i-th segment."""
-
+    q_full: Barriers  # use i is the partition's i-th segment
     blocks: Barriers
     """Barriers at :func:`kv_full`, :func:`max_ready` and :func:`p_ready`. Key block n of the
     partition is use n // 2 of its slot's barriers."""
-
     sequences: Barriers
     """Use i is the partition's i-th segment. For Q_FREE it means that the queries *before* it have
     been read: the score warpgroups arrive when a segment begins, also the first one."""
-
-    kv_free: Any
-    """Half h of slot s is at index 2 s + h. Pallas tracks its phase."""
+    kv_free: Any  # Half h of slot s is at index 2 s + h. Pallas tracks its phase.
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
@@ -164,9 +159,7 @@ class Cta:
     """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: TilePlan
-    queries: tuple[Any, Any]
-    """Latent and rope parts in global memory."""
-
+    queries: tuple[Any, Any]  # latent and rope parts in global memory
     pages: Any
     memory: TileMemory
     signals: Signals
@@ -234,12 +227,8 @@ class ScoreWarpgroup:
     """Copies every other key block of a partition, and computes its S and P."""
 
     cta: Cta
-
-    slot: Any
-    """Parity of this warpgroup's key blocks, and their slot."""
-
-    other: Any
-    """That of the other score warpgroup."""
+    slot: Any  # parity of this warpgroup's key blocks, and their slot
+    other: Any  # that of the other score warpgroup
 
     def run(self, sequence_count: Any) -> None:
         cta, signals, slot = self.cta, self.cta.signals, self.slot
@@ -371,14 +360,8 @@ class ScoreWarpgroup:
 
     def softmax(self, s: Any, use: Any, j: Any, n: Any) -> tuple[Any, Any]:
         """Stores P, the running maximum, and the factor that rescales earlier results to it.
-
-        Returns P and the running maximum.
-
-        Args:
-          use: the block's use of its slot.
-          j: the block's number in the segment.
-          n: the block's number in the partition.
-        """
+        Returns P and the running maximum. The block is number j of the segment, n of the partition,
+        and use ``use`` of its slot."""
         signals, memory, slot, other = self.cta.signals, self.cta.memory, self.slot, self.other
         interpret, to_log2 = self.cta.plan.interpret, self.cta.plan.scale * LOG2E
         block_max = s.max(axis=1) * to_log2
@@ -423,11 +406,9 @@ class ValueWarpgroup:
     """Accumulates P V of every key block for 256 output columns, and stores the results."""
 
     cta: Cta
-
     index: Any
     """0 or 1. Of each half of the latents, it computes the first or the second 128 columns, so that
     both value warpgroups release half 0 after half of their work."""
-
     outputs: TileResults
 
     def run(self) -> None:
@@ -459,14 +440,9 @@ class ValueWarpgroup:
     def add_block(
         self, block: Any, acc: Any, *, valid_tokens: Any = None, releases: bool = True
     ) -> Any:
-        """Rescales ``acc`` to the block's maximum, and adds P V of the block.
-
-        Args:
-          block: its number in the partition.
-          valid_tokens: number of cached tokens in the block. The values of the others are zeroed.
-            Passed only for the last block of a segment.
-          releases: whether to release the slot.
-        """
+        """Rescales ``acc`` to the maximum of the partition's block, and adds P V of the block. With
+        ``valid_tokens``, for the last block of a segment, the values of later tokens are zeroed.
+        ``releases``: whether to release the slot."""
         signals, memory, interpret = self.cta.signals, self.cta.memory, self.cta.plan.interpret
         columns, slot = self.columns, block & 1
         use = lax.shift_right_logical(block, jnp.int32(1))

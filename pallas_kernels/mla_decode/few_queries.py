@@ -350,26 +350,16 @@ class Consumer:
 
         must_merge = has_last_block & (count > 1)
         state = cond(must_merge, merge_other, lambda *same: same, acc, maximum, total)
-
-        @when(has_last_block)
-        def _store():
-            self.outputs.store(partition, b, state, gpu=gpu)
-
+        when(has_last_block)(lambda: self.outputs.store(partition, b, state, gpu=gpu))
         return done + count, handovers + must_merge.astype(jnp.int32)
 
     def process_block(
         self, r: Any, block: Any, length: Any, carry: tuple[Any, Any, Any], *,
         is_last: Any, has_last_block: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
-        """Adds a key block of the sequence to O^T, the sums and the running maximum.
-
-        Args:
-          r: the block's number in the ring.
-          block: the block's number in the sequence.
-          is_last: whether it is this consumer's last one of the segment.
-          has_last_block: whether this consumer processes the segment's last block. Otherwise the
-            stages of its own last block will hold its results.
-        """
+        """Adds a key block of the sequence, number r of the ring, to O^T, the sums and the running
+        maximum. ``is_last``: it is this consumer's last one of the segment. Unless this consumer
+        ``has_last_block`` of the segment, the stages of its own last one will hold its results."""
         acc, total, maximum = carry
         softmax, rings = self.softmax, self.cta.rings
         stages = rings.stages_of(r)
@@ -471,7 +461,6 @@ class Handover:
     memory: Any
     """Float32 [514, N] in shared memory for the interpreter, which cannot reinterpret bfloat16
     memory as float32. None on a GPU."""
-
     interpret: Any
 
     def give(self, wg: Any, block: Stages, state: State) -> None:

@@ -241,7 +241,6 @@ class Cta:
     memory: TileMemory
     signals: Any  # SingleSignals or PairSignals
     partition: Partition
-
     first_query_row: Callable[[], Any]
     bounds: Callable[[], tuple[Any, Any, Any]]
     """Returns the partition's first and last sequence, and their number."""

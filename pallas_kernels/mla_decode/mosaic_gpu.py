@@ -48,11 +48,8 @@ def mla_decode(
     schedule: Schedule | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.mla_decode`.
-
-    The last rounding of a sequence's result may depend on the lengths of the other sequences,
-    because they decide where it is split.
-    """
+    """Implements :func:`pallas_kernels.mla_decode`. Not batch-invariant in the last bit: the
+    lengths of the other sequences decide where a sequence is split."""
     (B, T, H, C), M = q_latent.shape, q_latent.shape[1] * q_latent.shape[2]
     arrays = q_latent, q_rope, pages, block_tables, lengths
     parts, lse = mla_decode_parts(*arrays, scale=scale, schedule=schedule, interpret=interpret)
@@ -118,16 +115,9 @@ def mla_decode_parts(
 def make_schedule(
     lengths: Int[Array, " B"], *, queries: int, heads: int, max_pages: int
 ) -> Schedule:
-    """Makes the schedule whose partitions fill the default device once.
-
-    It depends only on the lengths, so one schedule serves all layers of a step.
-
-    Args:
-      lengths: cached tokens per sequence, including its queries.
-      queries: number of query tokens T per sequence.
-      heads: number of heads H.
-      max_pages: width of the block table.
-    """
+    """Makes the schedule of ``queries`` query tokens per sequence whose partitions fill the default
+    device once. It depends only on the lengths, queries included, so one schedule serves all layers
+    of a step."""
     tiles = -(-queries * heads // TILE)
     partitions = max(1, multiprocessors() // tiles)
     costs = FEW_ROWS_COSTS if queries * heads <= FEW_ROWS else Costs()

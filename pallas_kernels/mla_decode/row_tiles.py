@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.ir import SCALAR, asm, const, inline, shared_address, value_of
+from pallas_kernels.hopper.launch import grid_kernel
 from pallas_kernels.hopper.online_softmax import log_sum_exp, raised_maximum, scale_rows
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, TILES, WGMMA, tiles_of
@@ -41,18 +42,11 @@ HALF = LATENT // 2
 class TileMemory:
     """A CTA's buffers in shared memory, in the order of :meth:`scratch`."""
 
-    q_latent: Any
-    """[2, TILE, HALF]."""
-
+    q_latent: Any  # [2, TILE, HALF]
     q_rope: Any
     """[1, TILE, ROPE]. With an axis of one, so that its descriptor can depend on an index."""
-
-    latents: Any
-    """Latents of the key blocks, both keys and values: [SLOTS, 2, BLOCK, HALF]."""
-
-    rope: Any
-    """Rope keys of the key blocks, later :attr:`p`: [SLOTS, BLOCK, ROPE]."""
-
+    latents: Any  # latents of the key blocks, both keys and values: [SLOTS, 2, BLOCK, HALF]
+    rope: Any  # rope keys of the key blocks, later :attr:`p`: [SLOTS, BLOCK, ROPE]
     vectors: Any
     """Numbers per query row, float32 [9, TILE]. One array, because each is padded to 1 KiB."""
 
@@ -70,11 +64,8 @@ class TileMemory:
     def copy_queries(
         self, full: Barriers, sources: tuple[Any, Any], b: Any, first_row: Any, rows: int
     ) -> None:
-        """Starts the three copies of a tile's queries. One warp calls it.
-
-        Args:
-          sources: queries' latent and rope parts in global memory.
-        """
+        """Starts the three copies of a tile's queries from their latent and rope parts in global
+        memory. One warp calls it."""
         m, here = pl.ds(first_row, rows), pl.ds(0, rows)
         for half in range(2):
             window = b, m, pl.ds(HALF * half, HALF)
@@ -119,7 +110,6 @@ class TilePlan:
     M: int
     """Query rows per sequence, padded to whole tiles if there are several. Row m is query
     m // heads."""
-
     queries: int
     heads: int
     scale: float
@@ -143,14 +133,9 @@ class TilePlan:
     def masked(
         self, s: jax.Array, length: Any, block: Any, max_pages: int, first_row: Callable[[], Any]
     ) -> jax.Array:
-        """Returns ``s`` with -inf where a query row may not attend to a token.
-
-        Args:
-          s: scores of a tile against a key block, [TILE, BLOCK].
-          length: cached tokens of the sequence.
-          block: index of the key block in the sequence.
-          first_row: returns the tile's first query row.
-        """
+        """Returns the scores of a tile against a sequence's key block number ``block``, [TILE,
+        BLOCK], with -inf where a query row may not attend. ``first_row`` returns the tile's first
+        query row."""
         column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=WGMMA)
         visible = length - (self.queries - 1) - block * BLOCK
         end = max_pages * BLOCK - block * BLOCK
@@ -164,46 +149,29 @@ def launch(
     kernel: Callable[..., None], plan: TilePlan, arrays: Sequence[jax.Array], schedule: Schedule,
     barriers: Sequence[Any], warpgroups: int,
 ) -> Outputs:  # fmt: skip
-    """Runs a kernel with one CTA per partition and tile.
-
-    Its arguments are references to the arrays and the schedule, to the outputs, to the buffers of
-    :class:`TileMemory`, and to the barriers.
-
-    Args:
-      arrays: latent queries, rope queries, pages and block tables.
-      barriers: their scratch types.
-    """
-    B, interpret = arrays[0].shape[0], plan.interpret
-    out, lse, *partials = plgpu.kernel(
+    """Runs a kernel with one CTA per partition and tile on latent queries, rope queries, pages and
+    block tables. It gets references to these and to the schedule's table, to the outputs, to the
+    buffers of :class:`TileMemory`, and to ``barriers``, given by their scratch types."""
+    B = arrays[0].shape[0]
+    out, lse, *partials = grid_kernel(
         kernel,
-        out_type=output_types(B, plan.M, LATENT, schedule.partitions),
-        scratch_types=[*TileMemory.scratch(), *barriers],
+        output_types(B, plan.M, LATENT, schedule.partitions),
+        [*TileMemory.scratch(), *barriers],
+        warpgroups=warpgroups,
         # The last axis varies fastest, so tiles that read the same pages run concurrently.
-        grid=(schedule.partitions, plan.tiles // plan.pair),
-        grid_names=("partition", "tile"),
-        cluster=(plan.pair,),
-        cluster_names=("pair",),
-        num_threads=warpgroups,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        grid={"partition": schedule.partitions, "tile": plan.tiles // plan.pair},
+        cluster={"pair": plan.pair},
+        interpret=plan.interpret,
+        approx_math=True,
+        reduction_scratch_bytes=0,
     )(*arrays, schedule.table)
     return out, lse, (partials[0], partials[1])
 
 
 def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any = None) -> None:
-    """Zeroes the values past a sequence's last token, from index ``token`` on.
-
-    P is zero there, but the page may contain infinities or NaN, and 0 * NaN is NaN.
-
-    A whole warpgroup calls it, and has to fence its writes before the tensor cores read them.
-
-    Args:
-      values: [BLOCK, width] in shared memory, tiled by (8, 64) and swizzled.
-      columns: the columns to clear, a ``pl.ds``.
-    """
+    """Zeroes some ``columns`` of values, [BLOCK, width] in shared memory, from token ``token`` on.
+    P is zero there, but the page may contain infinities or NaN, and 0 * NaN is NaN. A whole
+    warpgroup calls it, and has to fence its writes before the tensor cores read them."""
     tile = 64  # columns of a swizzled tile: 128 contiguous bytes of a token
     width, starts = values.shape[1], range(0, columns.size, tile)
     if interpret is not None:
@@ -255,12 +223,8 @@ def load_sums(maxima: Any, sums: Any) -> tuple[list[jax.Array], list[jax.Array]]
 class Part:
     """Columns of the output that a warpgroup has in registers."""
 
-    columns: slice
-    """Their place in the warpgroup's accumulator."""
-
-    out_columns: Any
-    """Their place in the output, a ``pl.ds``."""
-
+    columns: slice  # their place in the warpgroup's accumulator
+    out_columns: Any  # their place in the output, a ``pl.ds``
     staging: Callable[[Any], Any] | None
     """Returns a window of rows of the part's buffer in shared memory, bfloat16 [ROWS, columns]. If
     None, registers are stored to global memory directly."""
@@ -274,19 +238,10 @@ class TileResults:
     lse: Any
     partial_out: Any
     partial_lse: Any
-
-    lse_staging: Any
-    """float32 [ROWS] in shared memory."""
-
-    first_row: Callable[[], Any]
-    """Returns the tile's first query row."""
-
-    rows: int
-    """Query rows of the tile that are in ``out``, at most ROWS."""
-
-    rows_per_copy: int
-    """Rows of a staging buffer that are contiguous in shared memory."""
-
+    lse_staging: Any  # float32 [ROWS] in shared memory
+    first_row: Callable[[], Any]  # returns the tile's first query row
+    rows: int  # query rows of the tile that are in ``out``, at most ROWS
+    rows_per_copy: int  # rows of a staging buffer that are contiguous in shared memory
     interpret: Any
 
     @classmethod
@@ -312,22 +267,14 @@ class TileResults:
         self, partition: Partition, b: Any, acc: jax.Array, sums: tuple[jax.Array, jax.Array],
         parts: Callable[[], Sequence[Part]], is_first: Any,
     ) -> None:  # fmt: skip
-        """Stores a sequence's output, or its partial output if it is split.
-
-        Args:
-          sums: the maximum in base 2, and the sum of exponentials.
-          parts: returns the parts of this warpgroup.
-          is_first: whether this warpgroup also stores the log-sum-exp.
-        """
+        """Stores a sequence's output, or its partial output if it is split: this warpgroup's parts,
+        and the log-sum-exp if it ``is_first``. ``sums`` are the maximum in base 2, and the sum of
+        exponentials."""
         segments = partition.segments(b)
         when(is_first)(lambda: self.stage_lse(*sums))
         made = parts()
         when(segments == 1)(lambda: self.store(b, acc, made, is_first))
-
-        @when(segments > 1)
-        def _():
-            self.store_partial(partition.partial(b), acc, made, is_first)
-
+        when(segments > 1)(lambda: self.store_partial(partition.partial(b), acc, made, is_first))
         plgpu.wait_smem_to_gmem(0)
 
     def store(self, b: Any, acc: jax.Array, parts: Sequence[Part], has_lse: Any) -> None:
@@ -389,21 +336,12 @@ class ConsumerSignals:
 
     wait_full: Callable[[int, Any], None]
     """Waits until the half of its slot that is scored first (0) or second (1) is filled."""
-
-    max_ready: Callable[[], None]
-    """Arrives when the maximum of its block is in shared memory."""
-
-    p_ready: Callable[[], None]
-    """Arrives when P of its block is in shared memory."""
-
+    max_ready: Callable[[], None]  # arrives when the maximum of its block is in shared memory
+    p_ready: Callable[[], None]  # arrives when P of its block is in shared memory
     wait_other_max: Callable[[Any], None]
     """Waits for the maximum of the other consumer's block: (n)."""
-
-    wait_other_p: Callable[[Any], None]
-    """Waits for P of the other consumer's block: (n)."""
-
-    release: Callable[[int], None]
-    """Releases this consumer's half of a slot: (slot)."""
+    wait_other_p: Callable[[Any], None]  # waits for P of the other consumer's block: (n)
+    release: Callable[[int], None]  # releases this consumer's half of a slot: (slot)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -418,21 +356,14 @@ class Consumer:
 
     index: int
     """Parity of the blocks that it scores, their slot, and its half of the output: 0 or 1."""
-
     memory: TileMemory
     signals: ConsumerSignals
-
     zero: Callable[[Any], Any]
     """Returns 0 for a block, such that the compiler cannot tell. Otherwise it would compute the
     matmuls' descriptors before the loop and keep them in registers."""
-
     interpret: Any
-
-    hides_rope: bool = True
-    """Whether ``zero`` also applies to the rope queries."""
-
-    first_half: Any = 0
-    """The half of the latents that is scored first: 0, or a scalar."""
+    hides_rope: bool = True  # whether ``zero`` also applies to the rope queries
+    first_half: Any = 0  # the half of the latents that is scored first: 0, or a scalar
 
     def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
         """Starts adding the scores of its block n to ``acc``, over the latents' ``halves`` that are
@@ -482,16 +413,10 @@ class Consumer:
     def store_p(
         self, maximum: jax.Array, before: jax.Array, exponents: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Stores a block's maximum, factor and P for both consumers.
-
-        Args:
-          maximum: of the block's scores, per row.
-          before: running maximum before the block.
-          exponents: returns the exponents of P relative to a maximum.
-
-        Returns:
-          P, the running maximum, and the factor that rescales earlier results to it.
-        """
+        """Stores a block's maximum, factor and P for both consumers, from the maximum of its
+        scores, the running maximum before it, and a function that returns the exponents of P
+        relative to a maximum. Returns P, the running maximum, and the factor that rescales earlier
+        results to it."""
         running = raised_maximum(maximum, before)
         alpha = jnp.exp2(before - running)
         self.memory.maxima[self.index] = running
@@ -508,14 +433,8 @@ class Consumer:
         self, n: Any, n_other: Any, acc: jax.Array, softmax: Callable[[jax.Array], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
         """Computes the scores of its block n, meanwhile P V of the other's block, then P V of n.
-
-        Args:
-          softmax: stores P of the scores, and returns the factor that rescales ``acc`` and the
-            row sums' state.
-
-        Returns:
-          ``acc`` and the state.
-        """
+        ``softmax`` stores P of the scores, and returns the factor that rescales ``acc``, and the
+        row sums' state. Returns ``acc`` and the state."""
         index, other, memory = self.index, 1 - self.index, self.memory
 
         def overlapped(s_ref, acc_ref):

@@ -162,9 +162,7 @@ class Signals:
 
     ring: CountedRing
     """Fill 4 n + w is the quarter of block n that warp w of its scorer reads and releases."""
-
     blocks: Barriers  # the ring's barriers, then those at the indices below
-
     sums_ready: Barriers
     """One barrier. Both scorers have written the sums of the partition's i-th sequence."""
 

@@ -74,16 +74,12 @@ class QueryBuffer:
 
     sources: tuple[Any, Any]
     """Latent queries [B, N, 512] and rope queries [B, N, 64] in global memory."""
-
     targets: tuple[Any, Any]
     """Latent queries [1, N, 512] and rope queries [1, N, 64] in shared memory."""
-
     full: Barriers
     """One barrier. Its use i is complete when the partition's i-th sequence has been copied."""
-
     free: Barriers
     """One barrier. Its use i is complete when all consumers have read the i-th sequence."""
-
     first_row: Callable[[], Any] = lambda: 0  # returns the first of the query rows in the buffer
 
     def initialise(self, consumers: int) -> None:
@@ -110,11 +106,9 @@ class Producer:
     queries: QueryBuffer
     partition: Partition
     interpret: Any
-
     copy_block: Callable[[Any, Any, Any, Any], None]
     """Copies block ``done + j`` of the partition: ((done, j), blocks of the segment, page, next
     page). The segment is of one sequence, and ``done`` counts the partition's blocks before it."""
-
     wait_for_arrivals: Callable[[Any], None]
     """Waits for all releases of this number of blocks; the CTA may exit only then."""
 
@@ -168,10 +162,8 @@ class Softmax:
     scale: float
     max_pages: int  # width of the block table
     interpret: Any
-
     first_row: Callable[[], Any] | None = None
     """Returns the CTA's first query row, which is 0 by default."""
-
     padded: bool = False
     """Whether query rows may come after the last query's. They must see no token past the end."""
 
@@ -235,7 +227,6 @@ class Values:
 
     first: int  # first latent column
     tokens: Any  # bfloat16 [64, columns], or None if there are no latents
-
     release: Callable[[], None] | None = None
     """Releases the columns. It is called when they have been read."""
 
@@ -278,10 +269,8 @@ class Results:
     lse: Any
     partial_out: Any
     partial_lse: Any
-
     rows: Callable[[], Any] | None = None
     """Returns the CTA's query rows, a ``pl.ds``. None if it has all."""
-
     swapped: bool = False  # whether O^T is in the order of store_transposed with ``swapped``
 
     def store(self, partition: Partition, b: Any, state: State, *, gpu: bool) -> None:

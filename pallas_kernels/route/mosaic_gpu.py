@@ -82,12 +82,9 @@ def route(
     rule: Rule,
     interpret: Any = None,
 ) -> Routes:
-    """Implements :func:`pallas_kernels.route`. Its gradient is the reference's.
-
-    Raises:
-      NotImplementedError: no Hopper GPU; no tokens or more than 16,384; more than 384 experts;
-        K > 16; or more than 8 groups.
-    """
+    """Implements :func:`pallas_kernels.route`. Its gradient is the reference's. Raises
+    NotImplementedError for no Hopper GPU; no tokens or more than 16,384; more than 384 experts; K >
+    16; or more than 8 groups."""
     require_hopper(interpret)
     (M, E), K = logits.shape, rule.num_experts_per_tok
     if not 0 < M <= MAX_TOKENS:
@@ -141,7 +138,6 @@ class Plan:
     columns: int
     """Columns of a table with one column per expert, and one for the invalid tokens if there may be
     any. A multiple of a CTA's threads."""
-
     one_kernel: bool  # whether the CTAs form a cluster, so that one kernel suffices
 
     @property
@@ -493,18 +489,10 @@ def choose(
     token: jax.Array, first: jax.Array | int, is_reporter: jax.Array | None, tokens: int,
     experts: int, rule: Rule, interpret: Any,
 ) -> jax.Array:  # fmt: skip
-    """Chooses the experts of each warp's token, and returns them in the first lanes.
-
-    Args:
-      logits_g: flat float32 array of all tokens' logits.
-      scores_g: flat float32 array of all tokens' scores.
-      bias: what is added to the scores for the choice, from :func:`load_bias`, or None.
-      experts_g: flat array of the chosen experts.
-      weights_g: flat array of their weights.
-      token: the warp's token, in all its lanes. A warp without a token stores nothing.
-      first: where in ``experts_g`` and ``weights_g`` the pairs of the first token begin.
-      is_reporter: whether the warp stores its token's scores. None means that all do.
-    """
+    """Chooses the experts of each warp's ``token``, returns them in the first lanes, and stores
+    them and their weights, the first token's from index ``first`` on. Arrays in global memory are
+    flat. ``bias`` is from :func:`load_bias`. A warp without a token stores nothing. With
+    ``is_reporter``, only those warps store their token's scores."""
     K, lane = rule.num_experts_per_tok, thread_index(1)
     chunks = _chunks(experts)
     exists, row = token < tokens, jnp.minimum(token, tokens - 1)

@@ -27,12 +27,9 @@ _STORE = 16  # bytes per store instruction of a thread
 def token_exchange(
     rows: Shaped[Array, "n C W"], counts: Int32[Array, " n"], *, axes: tuple[str, ...]
 ) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
-    """Implements :func:`pallas_kernels.token_exchange`.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, several processes, a row size that is not a multiple of 16
-        bytes, or C rows of fewer than 2,048 bytes.
-    """
+    """Implements :func:`pallas_kernels.token_exchange`. Raises NotImplementedError for no Hopper
+    GPU, several processes, a row size that is not a multiple of 16 bytes, or C rows of fewer than
+    2,048 bytes."""
     require_hopper()
     if jax.process_count() > 1:
         raise NotImplementedError(
@@ -105,10 +102,7 @@ def _exchange(
             plgpu.remote_ref(received_counts_g, peer, logical)[me] = count
 
         pl.semaphore_signal(arrived, device_id=peer, device_id_type=pl.DeviceIdType.LOGICAL)
-
-        @when(cta == 0)
-        def _() -> None:
-            pl.semaphore_wait(arrived, n * ctas)
+        when(cta == 0)(lambda: pl.semaphore_wait(arrived, n * ctas))
 
     return plgpu.kernel(
         token_exchange,
