@@ -396,17 +396,11 @@ class BeforeAttention(Cta):
 
         @when(feature >= plain)
         def _() -> None:
-            store_rotated(
-                refs.q_rope if is_query else refs.pages,
-                (lambda t: t * plan.heads + head) if is_query else self.slot,
-                0 if is_query else plain,
-                lax.div(feature - plain, jnp.int32(2)),
-                block,
-                refs.cos,
-                refs.sin,
-                tokens,
-                interpret,
-            )
+            target = refs.pages, self.slot, plain
+            if is_query:
+                target = refs.q_rope, lambda t: t * plan.heads + head, 0
+            pair = lax.div(feature - plain, jnp.int32(2))
+            store_rotated(*target, pair, block, refs.cos, refs.sin, tokens, interpret)
 
     def slot(self, token: Any) -> Any:
         """Returns the slots of each thread's token, or in the interpreter of one token."""
@@ -459,14 +453,8 @@ class BeforeAttention(Cta):
 
             @when((slot >= 0) & (self.wg == 0))
             def _() -> None:
-                norm_row(
-                    refs.latents.at[pl.ds(t * C, C)],
-                    load_weight(refs.weights.kv_a_norm),
-                    refs.pages.at[slot, pl.ds(0, C)],
-                    self.norms.at[self.wg],
-                    eps=plan.latent_eps,
-                    dtype=plan.dtype,
-                    interpret=self.interpret,
-                )
+                row, weight = refs.latents.at[pl.ds(t * C, C)], load_weight(refs.weights.kv_a_norm)
+                target, norms = refs.pages.at[slot, pl.ds(0, C)], self.norms.at[self.wg]
+                norm_row(row, weight, target, norms, plan.latent_eps, plan.dtype, self.interpret)
 
         lax.fori_loop(0, self.count(phase), token, None)

@@ -30,10 +30,33 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.decoder_layer.reference import columns_per_element, is_integer
-from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, item
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    asm,
+    const,
+    element,
+    f32,
+    global_address,
+    i32,
+    i64,
+    inline,
+    item,
+    numbers_of,
+)
 from pallas_kernels.hopper.ir import value_of as register
-from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
+from pallas_kernels.hopper.lanes import (
+    LANES,
+    LAYOUT,
+    SHAPE,
+    WARPS,
+    filled,
+    only,
+    per_thread,
+    thread_index,
+)
 from pallas_kernels.hopper.online_softmax import NO_SCORE
+from pallas_kernels.hopper.registers import exchanged
 from pallas_kernels.hopper.split_kv import Parts, add_parts
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import sync_warpgroup, when
@@ -55,29 +78,9 @@ PER_THREAD = plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT)
 """A float32 for each thread of a warpgroup."""
 
 
-def per_thread(number: Any) -> mgpu.FragmentedArray:
-    """Returns an array of type :data:`PER_THREAD` from each thread's register."""
-    return array(
-        [vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), number)], SHAPE, LAYOUT
-    )
-
-
-def only(values: Any) -> Any:
-    """Returns the register of a thread's only number."""
-    return llvm.extractelement(values.registers.item(), const(0))
-
-
 def strided(length: int) -> Any:
     """Returns the layout of a row of ``length`` numbers, in vectors of up to eight."""
     return plgpu.Layout.WG_STRIDED((length,), vec_size=math.gcd(length // _THREADS, 8))
-
-
-def _numbers_of_thread(row: mgpu.FragmentedArray) -> list[Any]:
-    return [
-        item(register, i)
-        for register in row.registers.flat
-        for i in range(ir.VectorType(register.type).shape[0])
-    ]
 
 
 # ---- rows to shared memory. A whole warpgroup calls each of these. ----
@@ -89,9 +92,8 @@ def load_weight(weight_g: Any) -> jax.Array:
 
 
 def norm_row(
-    row_g: Any, weight: jax.Array, target: Any, sums_s: Any, *, eps: float, dtype: Any,
-    interpret: Any,
-) -> jax.Array:  # fmt: skip
+    row_g: Any, weight: jax.Array, target: Any, sums_s: Any, eps: float, dtype: Any, interpret: Any
+) -> jax.Array:
     """Returns the RMS norm of a row in global memory, rounded to ``dtype``, and stores it to
     ``target`` if there is one. ``sums_s`` are float32 [4, 32] in shared memory, of this
     warpgroup."""
@@ -116,12 +118,9 @@ def _warp_sums(row: jax.Array, layout: Any, interpret: Any) -> jax.Array:
 
     @inline(layout, returns=PER_THREAD)
     def add(row: Any) -> Any:
-        f32 = ir.F32Type.get()
-        total = functools.reduce(arith.addf, _numbers_of_thread(row))
+        total = functools.reduce(arith.addf, numbers_of(row))
         for distance in (16, 8, 4, 2, 1):
-            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-            other = asm(text, "=f,f", total, result=f32, effects=True)
-            total = arith.addf(total, other)
+            total = arith.addf(total, exchanged(total, distance))
         return per_thread(total)
 
     return add(row)
@@ -227,12 +226,12 @@ def _warp_maximum(row: jax.Array, interpret: Any) -> jax.Array:
 
     @inline(strided(row.shape[0]), returns=PER_THREAD)
     def find(row: Any) -> Any:
-        largest = functools.reduce(arith.maximumf, _numbers_of_thread(row))
+        largest = functools.reduce(arith.maximumf, numbers_of(row))
         # Magnitudes are ordered as their bits, whose sign is 0. This is one instruction.
         text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
         bits = llvm.bitcast(i32(), largest)
         largest = asm(text, "=r,r", bits, result=i32(), effects=True)
-        return per_thread(llvm.bitcast(ir.F32Type.get(), largest))
+        return per_thread(llvm.bitcast(f32(), largest))
 
     return find(row)
 
@@ -252,13 +251,13 @@ def _powers(largest: jax.Array, interpret: Any) -> tuple[jax.Array, jax.Array]:
 
     @inline(SCALAR, returns=(number, number))
     def powers(largest: Any) -> Any:
-        smallest = llvm.bitcast(ir.F32Type.get(), const(least << _SIGNIFICAND))
+        smallest = llvm.bitcast(f32(), const(least << _SIGNIFICAND))
         bits = llvm.bitcast(i32(), arith.maximumf(register(largest), smallest))
         exponent = arith.shrui(bits, const(_SIGNIFICAND))
         inverse = arith.subi(exponent, const(_LARGEST))
         both = [arith.subi(const(sum_of_both), inverse), inverse]
         shifted = [arith.shli(n, const(_SIGNIFICAND)) for n in both]
-        floats = [llvm.bitcast(ir.F32Type.get(), n) for n in shifted]
+        floats = [llvm.bitcast(f32(), n) for n in shifted]
         return tuple(mgpu.FragmentedArray.splat(x, (), SCALAR.to_mgpu()) for x in floats)
 
     return powers(largest)
@@ -316,8 +315,8 @@ def _store_permuted(target: Any, row: jax.Array, weights: Any, interpret: Any) -
         target[...] = lax.bitcast_convert_type(permute(row, weights), target.dtype)
         return
 
-    @inline(REF, strided(length))
-    def store(target: Any, row: Any) -> None:
+    @inline(REF, strided(length)).on(target, row)
+    def _(target: Any, row: Any) -> None:
         f16 = ir.F16Type.get()
         thread = arith.andi(mgpu.utils.thread_idx(), const(_THREADS - 1))
         registers = list(row.registers.flat)
@@ -329,18 +328,15 @@ def _store_permuted(target: Any, row: jax.Array, weights: Any, interpret: Any) -
             mask = ir.DenseI64ArrayAttr.get(order)
             for n, numbers in enumerate(registers):
                 shuffled = vector.shuffle(numbers, numbers, mask)
-                pointer = mgpu.utils.getelementptr(memory, [at], f16)
-                pointer = mgpu.utils.getelementptr(pointer, [const(n * size)], f16)
+                pointer = element(element(memory, at, f16), const(n * size), f16)
                 llvm.store(shuffled, pointer, alignment=16)
             return
         for i in range(count):
             at = position(arith.addi(first, const(i)), weights)
-            pointer = mgpu.utils.getelementptr(memory, [at], f16)
+            pointer = element(memory, at, f16)
             for n, numbers in enumerate(registers):
-                target_of_n = mgpu.utils.getelementptr(pointer, [const(n * size)], f16)
+                target_of_n = element(pointer, const(n * size), f16)
                 llvm.store(item(numbers, i), target_of_n)
-
-    store(target, row)
 
 
 # ---- blocks of results in global memory ----
@@ -372,7 +368,7 @@ def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: 
                 mov.b32 $0, {zero, low};
             }"""
         address = _address(ref, index, 2)
-        return per_thread(asm(text, "=f,l", address, result=ir.F32Type.get(), effects=True))
+        return per_thread(asm(text, "=f,l", address, result=f32(), effects=True))
 
     return load(ref, index)
 
@@ -391,8 +387,8 @@ def store_block(
     index = jnp.where(exists, start + token * stride + number, -1)
     itemsize = jnp.dtype(ref.dtype).itemsize
 
-    @inline(REF, LAYOUT, LAYOUT)
-    def write(ref: Any, index: Any, block: Any) -> None:
+    @inline(REF, LAYOUT, LAYOUT).on(ref, index, block)
+    def _(ref: Any, index: Any, block: Any) -> None:
         if itemsize == 2:
             text = """{
                 .reg .pred there; .reg .b16 low;
@@ -409,10 +405,7 @@ def store_block(
         address = _address(ref, index, itemsize)
         asm(text, "l,r,f,~{memory}", address, only(index), only(block), effects=True)
 
-    write(ref, index, block)
-
 
 def _address(ref: Any, index: Any, itemsize: int) -> Any:
-    base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
-    size = arith.constant(i64(), ir.IntegerAttr.get(i64(), itemsize))
+    base, size = global_address(ref), const(itemsize, 64)
     return arith.addi(base, arith.muli(arith.extsi(i64(), only(index)), size))

@@ -297,8 +297,8 @@ class FeedForward(Cta):
         if plan.rule is not None:
             self.choose_experts(bias)
         if plan.ffn:
-            self.copy_rows(refs.hidden, plan.ffn, plan.ffn_start, factor=plan.ffn_factor)
-            rows = self.rows(plan.ffn_start, plan.ffn, plan.ffn_factor)
+            self.copy_rows(refs.hidden, plan.ffn, plan.ffn_start, factor=plan.tokens)
+            rows = self.rows(plan.ffn_start, plan.ffn, first_factor=plan.tokens)
             self.multiply("down", rows, self.store_sums)
         else:
             self.clear_sums()

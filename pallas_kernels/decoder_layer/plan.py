@@ -88,14 +88,9 @@ class Plan:
         return self.output_rows // ROWS
 
     @property
-    def most_outputs(self) -> int:
-        """The most units of a D-wide output that a CTA has."""
-        return -(-(self.width // self.output_rows) // self.ctas)
-
-    @property
     def total_blocks(self) -> int:
-        """Blocks of the sums of these units, which stay in shared memory."""
-        return self.most_outputs * self.output_blocks
+        """The most blocks of such units that a CTA has. Their sums stay in shared memory."""
+        return -(-(self.width // self.output_rows) // self.ctas) * self.output_blocks
 
     @property
     def signals(self) -> int:
@@ -137,13 +132,9 @@ class Plan:
         return self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
 
     @property
-    def ffn_factor(self) -> int:
-        """Index of the factor of the MLP's first hidden row, after those of the tokens' rows."""
-        return self.tokens
-
-    @property
     def routed_factor(self) -> int:
-        """Index of the factor of the first routed expert's hidden row."""
+        """Index of the factor of the first routed expert's hidden row, after those of the tokens'
+        rows and of the MLP's hidden rows."""
         return 2 * self.tokens
 
     @property

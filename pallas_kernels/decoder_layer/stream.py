@@ -35,10 +35,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer.activations import norm_row, pack
@@ -60,18 +58,17 @@ from pallas_kernels.decoder_layer.registers import (
     prefetch_scales,
     zero_after,
 )
-from pallas_kernels.hopper.barriers import Barriers, TmaCopy
+from pallas_kernels.hopper.barriers import BULK_COPY, Barriers, TmaCopy
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.ir import (
-    SCALAR,
+    INT32,
     asm,
+    const,
     i32,
-    i64,
     inline,
     instruction,
     scalar,
     shared_address,
-    value_of,
 )
 from pallas_kernels.hopper.lanes import SHAPE
 from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
@@ -242,12 +239,8 @@ class Cta:
         self.signals = Barriers(memory["signals"][0], interpret)
         (self.activations,), (self.norms,) = memory["activations"], memory["norms"]
         self.factors = next(iter(memory["factors"]), None)
-        self.grid = GridBarrier(
-            counter if interpret is None else memory["grid"][0],
-            plan.ctas,
-            CONSUMERS,
-            interpret=interpret,
-        )
+        grid_memory = counter if interpret is None else memory["grid"][0]
+        self.grid = GridBarrier(grid_memory, plan.ctas, CONSUMERS, interpret=interpret)
         self.cta = lax.axis_index("cta")
         self.wg = lax.axis_index("wg")
         # Progress of the consumers' code: in the ring, exchanges of sums, and grid barriers.
@@ -283,8 +276,7 @@ class Cta:
     def first_unit(self, phase: Phase) -> Any:
         if phase.shift is None:
             return self.cta
-        ctas = self.plan.ctas
-        return lax.rem(self.cta + phase.shift % ctas, jnp.int32(ctas))
+        return lax.rem(self.cta + phase.shift % self.plan.ctas, jnp.int32(self.plan.ctas))
 
     def count(self, phase: Phase) -> Any:
         """Returns the number of this CTA's units."""
@@ -358,7 +350,7 @@ class Cta:
         if self.interpret is not None:
             return count
 
-        @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        @inline(returns=INT32)
         def steps() -> Any:
             return scalar(asm(f"mov.b32 $0, {count};", "=r", result=i32(), effects=True))
 
@@ -459,8 +451,8 @@ class Cta:
                 unpacked = target if self.factors is None else None
                 if self.factors is not None and bfloat16_start is not None:
                     unpacked = self.activations.at[pl.ds(bfloat16_start + start, width)]
-                options = {"eps": eps, "dtype": plan.dtype, "interpret": self.interpret}
-                normed = norm_row(row_of(t), weight, unpacked, norms, **options)
+                options = eps, plan.dtype, self.interpret
+                normed = norm_row(row_of(t), weight, unpacked, norms, *options)
                 if self.factors is not None:
                     targets = [(target, self.factors.at[t])]
                     pack([normed], targets, plan.weight_dtype, norms, self.interpret)
@@ -554,21 +546,14 @@ class RowCopies(TmaCopy):
     def interpret(self, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
 
-    def issue(
-        self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
-        leader: Any,
-    ) -> None:  # fmt: skip
-        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
-        itemsize = jnp.dtype(self.source.dtype).itemsize
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
-        for start, stride in zip(starts, strides, strict=True):
-            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
-            address = arith.addi(address, arith.muli(arith.extui(i64(), value_of(start)), step))
+    def _issue_contiguous(
+        self, source: Any, starts: Sequence[Any], target: Any, barrier: Any, leader: Any
+    ) -> None:
+        address, strides = self.address_and_strides(source, starts)
         rows = self.sizes[-2]
         # A loop: unrolled, the copies of all phases were half of the kernel's instructions, and the
         # first execution of an instruction waits for the memory. Weights leave the L2 cache first,
         # because a step reads them once.
-        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         text = f"""{{
             .reg .pred more; .reg .b32 to, left; .reg .b64 from;
             mov.b32 to, $0;
@@ -576,14 +561,14 @@ class RowCopies(TmaCopy):
             mov.b32 left, {rows};
         ROW:
             .pragma "nounroll";
-            @$3 {copy} [to], [from], {self.bytes // rows}, [$2], $4;
+            @$3 {BULK_COPY}.L2::cache_hint [to], [from], {self.bytes // rows}, [$2], $4;
             add.u32 to, to, {self.row_bytes};
-            add.u64 from, from, {strides[-2] * itemsize};
+            add.u64 from, from, {strides[-2]};
             sub.u32 left, left, 1;
             setp.ne.u32 more, left, 0;
             @more bra ROW;
         }}"""
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
-        policy = arith.constant(i64(), ir.IntegerAttr.get(i64(), _EVICT_FIRST))
+        policy = const(_EVICT_FIRST, 64)
         operands = shared_address(target), address, mbarrier, leader, policy
         asm(text, "r,l,r,b,l,~{memory}", *operands, effects=True)

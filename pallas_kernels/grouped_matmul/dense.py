@@ -497,14 +497,11 @@ class _Consumer:
         for n in range(0, len(corners), staging_buffers):
             batch = corners[n : n + staging_buffers]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            indices = [
-                warpgroup * jnp.int32(staging_buffers) + jnp.int32(j) for j in range(len(batch))
-            ]
+            each = jnp.int32(staging_buffers)
+            indices = [warpgroup * each + jnp.int32(j) for j in range(len(batch))]
             for index, (r, c) in zip(indices, batch, strict=True):
-                start = c % width
-                buffers.staging.tiled[index] = values[c // width][
-                    r : r + ROWS, start : start + step
-                ]
+                value, start = values[c // width], c % width
+                buffers.staging.tiled[index] = value[r : r + ROWS, start : start + step]
             plgpu.commit_smem()
             for index, (r, c) in zip(indices, batch, strict=True):
                 count = jnp.clip(tile.rows - row - r, 0, ROWS)

@@ -101,11 +101,7 @@ MANY_TOKENS_FLOAT8 = (
 UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True)
 """Preferred to them where N and K allow it, in pairs if :func:`pairs_pay`."""
 
-MANY_TOKENS_BFLOAT16 = (
-    Config(128, 256, 4, "m"),
-    Config(128, 128, 6, "m"),
-    Config(128, 64, 6, "m"),
-)
+MANY_TOKENS_BFLOAT16 = (Config(128, 256, 4, "m"), Config(128, 128, 6, "m"), Config(128, 64, 6, "m"))
 FEW_TOKENS = {
     1: (
         Config(64, 256, 4, "n", staging_buffers=2, few_rows=True),

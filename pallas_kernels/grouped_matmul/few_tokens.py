@@ -99,17 +99,10 @@ def grouped_matmuls(
         tokens = jnp.pad(lhs, ((0, rows - M), (0, 0)))
     else:
         tokens = permute_columns(lhs, weights, rows)
-    partial_results = _matmul(
-        tokens,
-        tuple(matrices),
-        tuple(scales),
-        group_sizes,
-        M=M,
-        weights=weights,
-        config=config,
-        ctas=multiprocessors() if interpret is None else 2,
-        interpret=interpret,
-    )
+    arrays = tokens, tuple(matrices), tuple(scales), group_sizes
+    ctas = multiprocessors() if interpret is None else 2
+    options: Any = {"weights": weights, "config": config, "interpret": interpret}
+    partial_results = _matmul(*arrays, M=M, ctas=ctas, **options)
     if len(partial_results) == 1:
         return partial_results[0]
     return jnp.sum(partial_results, axis=0).astype(lhs.dtype)
@@ -437,8 +430,9 @@ class _Consumer:
             total = _scaled(total, last_scales[0])
 
         def finish(total: jax.Array) -> None:
-            column = tile.matrix * weights.N + feature
-            _store(plan, self.out, total, tile.k_slice, tile.token, tokens, column)
+            at = tile.k_slice, tile.token, tile.matrix * weights.N + feature
+            result, blocks = total.astype(self.out.dtype), weights.column_blocks
+            registers.store_transposed(self.out, at, result, tokens, blocks, on_gpu=plan.on_gpu)
 
         if self.reduction is None:
             finish(total)
@@ -482,12 +476,8 @@ class _Consumer:
         x_first = weights.block_columns // 64 * first
         if not self.plan.on_gpu:
             values = ring.weights[slot, rows]
-            unpacked = [
-                registers.unpack_in_interpreter(
-                    values[:, 64 * b : 64 * b + 64], form, in_order=in_order
-                )
-                for b in blocks
-            ]
+            packed = [values[:, 64 * b : 64 * b + 64] for b in blocks]
+            unpacked = [registers.unpack_in_interpreter(b, form, in_order=in_order) for b in packed]
             x_end = weights.block_columns // 64 * (first + weights.blocks_per_scale)
             return jnp.einsum(
                 "nbk,bmk->nm",
@@ -510,9 +500,8 @@ class _Consumer:
             for b, a in enumerate(operands):
                 plgpu.wgmma(accumulator, a, tokens.at[x_first + b].T)
             product = accumulator[...]
-            keep_live(
-                *operands
-            )  # ptxas before 13.3 may reuse the registers before wgmma is complete
+            # ptxas before 13.3 may reuse the registers before wgmma is complete.
+            keep_live(*operands)
             return product
 
         return pl.run_scoped(multiply_with_wgmma, ACC((64, width), jnp.float32))
@@ -529,7 +518,7 @@ def _unknown_zero(i: Any) -> Any:
     return lax.shift_right_logical(i, jnp.int32(24))
 
 
-# ---- epilogue ------------------------------------------------------------------------------------
+# ---- sums of several warpgroups ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -587,20 +576,3 @@ class _Reduction:
     def drain(self, k_part: Any, tile_count: Callable[[], Any]) -> None:
         """Waits until the last partial sums have been read. A CTA may exit only then."""
         when((k_part > 0) & (tile_count() > 0))(lambda: plgpu.barrier_wait(self.read))
-
-
-def _store(
-    plan: Plan, out: Any, total: jax.Array, k_slice: Any, token: Any, tokens: Any, column: Any
-) -> None:
-    """Stores the transpose of ``total`` [64, width], its first ``tokens`` columns."""
-    width = total.shape[1]
-    result = total.astype(out.dtype)
-    if plan.on_gpu:
-        target = out.at[k_slice, pl.ds(token, width), pl.ds(column, 64)]
-        registers.store_transposed(target, result, tokens, plan.weights.column_blocks)
-        return
-    for j in range(width):
-
-        @when(j < tokens)
-        def _(j: int = j) -> None:
-            out[k_slice, token + j, pl.ds(column, 64)] = result[:, j]

@@ -209,22 +209,12 @@ def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Confi
         for features in warpgroups
         if features <= min(max_features, weights.N)
     }
-    features, split_k = choose_tile_and_split_k(
-        {width: max(1, weights.k_steps // shares) for width, shares in k_warpgroups.items()},
-        M,
-        G,
-        matrices * weights.N,
-        weight_row_bytes=weights.K * weights.bits // 8,
-        token_bytes=2 * weights.K,
-    )
+    k_steps = {width: max(1, weights.k_steps // shares) for width, shares in k_warpgroups.items()}
+    row_bytes = {"weight_row_bytes": weights.K * weights.bits // 8, "token_bytes": 2 * weights.K}
+    features, split_k = choose_tile_and_split_k(k_steps, M, G, matrices * weights.N, **row_bytes)
     in_order = weights.format == "int8" and token_widths[-1] <= _MAX_TOKENS_IN_ORDER
-    return Config(
-        warpgroups[features],
-        token_widths,
-        k_warpgroups[features],
-        split_k,
-        tokens_in_order=in_order,
-    )
+    tile = warpgroups[features], token_widths, k_warpgroups[features]
+    return Config(*tile, split_k, tokens_in_order=in_order)
 
 
 # ---- cost model: output features per tile, and K slices ------------------------------------------

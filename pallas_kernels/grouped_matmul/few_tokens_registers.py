@@ -11,6 +11,7 @@ thread loads 16 bytes of a token, eight columns, which are those of twice four o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,15 +20,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.grouped_matmul.few_tokens_plan import Format
-from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
-from pallas_kernels.hopper.registers import advance, load_words
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    array,
+    asm,
+    asm_numbers,
+    const,
+    f32,
+    float_const,
+    float_pair,
+    i32,
+    i64,
+    inline,
+    shared_address,
+    single,
+    warp_and_lane,
+)
+from pallas_kernels.hopper.registers import MMA, advance, load_words
 from pallas_kernels.hopper.tiles import ROW, WGMMA
+from pallas_kernels.hopper.warpgroup import when
 
-_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 _LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 # Spread bytes 0 and 1, or 2 and 3, over both halves of a word.
@@ -161,14 +177,12 @@ def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
         (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         row, _ = row_of_thread(column_blocks)
-        f32 = ir.F32Type.get()
         registers = []
         for half in range(2):
             at = arith.muli(arith.addi(row, const(8 * half)), const(4 * stride))
             address = llvm.ptrtoint(i64(), advance(base, at))
             text = "ld.global.nc.f32 $0, [$1];"
-            loaded = asm(text, "=f,l", address, result=f32, effects=True)
-            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), loaded))
+            registers.append(single(asm(text, "=f,l", address, result=f32(), effects=True)))
         return array(registers, (64,), ROW)
 
     return load(scales)
@@ -192,10 +206,9 @@ def multiply(
         returns=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=WGMMA),
     )
     def product(packed: Any, x: Any) -> Any:
-        f32 = ir.F32Type.get()
-        address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x))
+        address = shared_address(x)
         addresses = _addresses_in_order(address) if in_order else _matrix_addresses(address)
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        zero = float_const(0.0)
         sums: list[list[Any]] = [[zero] * 4 for _ in range(tokens // 8)]
         operands = [
             a
@@ -203,22 +216,17 @@ def multiply(
             for a in load_operands(packed, form, b, column_blocks, in_order=in_order)
         ]
         first = blocks.start * (8 if form == "int4" else 4)
-        four_words = llvm.StructType.get_literal([i32()] * 4)
-        four_sums = llvm.StructType.get_literal([f32] * 4)
         for s in range(0, len(operands), 2):  # 32 columns
             x_block, which = divmod((first + s) // 2, 2)
             for n in range(tokens // 8):
                 source = arith.addi(addresses[which], const((x_block * tokens + 8 * n) * 128))
                 text = _LOAD if in_order else _LDMATRIX
-                loaded = asm(text, "=r,=r,=r,=r,r", source, result=four_words, effects=True)
-                b = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+                b = asm_numbers(text, "=r,=r,=r,=r,r", source, kind=i32(), count=4)
                 for d in range(2):
                     numbers = *sums[n], *operands[s + d], *b[2 * d : 2 * d + 2]
                     kinds = "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r"
-                    result = asm(_MMA, kinds, *numbers, result=four_sums)
-                    sums[n] = [llvm.extractvalue(f32, result, [i]) for i in range(4)]
-        pair = ir.VectorType.get((2,), f32)
-        flat = [vector.from_elements(pair, r[i : i + 2]) for r in sums for i in (0, 2)]
+                    sums[n] = asm_numbers(MMA, kinds, *numbers, kind=f32(), count=4, effects=False)
+        flat = [float_pair(*r[i : i + 2]) for r in sums for i in (0, 2)]
         return array(flat, (64, tokens), WGMMA)
 
     return product(packed, x)
@@ -255,13 +263,11 @@ def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
         target[pl.ds(0, values.size)] = values.reshape(-1)
         return
 
-    @inline(REF, WGMMA)
-    def write(ref: Any, values: Any) -> None:
+    @inline(REF, WGMMA).on(target, values)
+    def _(ref: Any, values: Any) -> None:
         pointers = _pair_pointers(ref, values.registers.size)
         for pointer, pair in zip(pointers, values.registers.flat, strict=True):
             llvm.store(pair, pointer)
-
-    write(target, values)
 
 
 def load_partial_sum(source: Any, width: int, *, on_gpu: bool) -> jax.Array:
@@ -271,7 +277,7 @@ def load_partial_sum(source: Any, width: int, *, on_gpu: bool) -> jax.Array:
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=WGMMA))
     def read(ref: Any) -> Any:
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        pair = ir.VectorType.get((2,), f32())
         pairs = [llvm.load(pair, pointer) for pointer in _pair_pointers(ref, width // 4)]
         return array(pairs, (64, width), WGMMA)
 
@@ -286,13 +292,26 @@ def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
     return [advance(base, const(1024 * j)) for j in range(pairs)]
 
 
-def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_blocks: int) -> None:
-    """Stores the first ``tokens`` columns of [64, width] to rows of [width, 64] in global memory.
-    Both are bfloat16 or float32."""
-    size = values.dtype.itemsize
+def store_transposed(
+    out: Any, at: Sequence[Any], values: jax.Array, tokens: jax.Array, column_blocks: int, *,
+    on_gpu: bool,
+) -> None:  # fmt: skip
+    """Stores the first ``tokens`` columns of [64, width] to rows of ``out`` in global memory, from
+    row and column ``at`` on. Both are bfloat16 or float32."""
+    size, width, (*slices, first_row, first_column) = values.dtype.itemsize, values.shape[1], at
+    columns = pl.ds(first_column, 64)
+    if not on_gpu:
+        for n in range(width):
 
-    @inline(REF, WGMMA, SCALAR)
-    def write(ref: Any, values: Any, tokens: Any) -> None:
+            @when(n < tokens)
+            def _(n: int = n) -> None:
+                out[*slices, first_row + n, columns] = values[:, n]
+
+        return
+    target = out.at[*slices, pl.ds(first_row, width), columns]
+
+    @inline(REF, WGMMA, SCALAR).on(target, values, tokens)
+    def _(ref: Any, values: Any, tokens: Any) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         tokens = tokens.registers.item()
@@ -321,5 +340,3 @@ def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_bloc
                         @p {text}
                     }}"""
                     asm(text, f"l,{kind},r,r", address, value, token, tokens, effects=True)
-
-    write(out, values, tokens)

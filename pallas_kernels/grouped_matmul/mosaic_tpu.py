@@ -106,11 +106,7 @@ class Plan:
 
 
 def choose_plan(
-    chip: Chip,
-    lhs: Shaped,
-    rhs: Shaped,
-    scale: Shaped | None,
-    block_shape: tuple[int, int],
+    chip: Chip, lhs: Shaped, rhs: Shaped, scale: Shaped | None, block_shape: tuple[int, int]
 ) -> Plan:
     """Chooses block sizes: tiles of about half a group's rows, and equal blocks of columns, as wide
     as fit in VMEM and the same number for each core. Small tiles have smaller blocks, so that

@@ -48,6 +48,7 @@ from pallas_kernels.hopper.ir import (
     array,
     asm,
     const,
+    f32,
     float_pair,
     i32,
     inline,
@@ -148,18 +149,12 @@ def matmul(
     # A tile's rows are copied whole. TMA fills with zeros past the end; the interpreter does not.
     padding = max(0, tokens - M) if interpret is None else tokens
     scale_padding = max(-M % 4, scale_copy - M) if interpret is None else scale_copy
-    return _kernel(
-        jnp.pad(permute_columns(lhs), ((0, padding), (0, 0))),
-        rhs,
-        group_sizes,
-        jnp.pad(lhs_scale, ((0, scale_padding), (0, 0))).T,
-        jnp.swapaxes(rhs_scale, 1, 2),
-        M=M,
-        tokens=tokens,
-        stages=stages or _SHARED_BYTES // stage_bytes,
-        ctas=multiprocessors() if interpret is None else _INTERPRETED_CTAS,
-        interpret=interpret,
-    )
+    x = jnp.pad(permute_columns(lhs), ((0, padding), (0, 0)))
+    x_scales = jnp.pad(lhs_scale, ((0, scale_padding), (0, 0))).T
+    arrays = x, rhs, group_sizes, x_scales, jnp.swapaxes(rhs_scale, 1, 2)
+    ctas = multiprocessors() if interpret is None else _INTERPRETED_CTAS
+    stages = stages or _SHARED_BYTES // stage_bytes
+    return _kernel(*arrays, M=M, tokens=tokens, stages=stages, ctas=ctas, interpret=interpret)
 
 
 @lowered_once("M", "tokens", "stages", "ctas", "interpret")
@@ -178,8 +173,7 @@ def _kernel(
 ) -> BFloat16[Array, "M N"]:
     """Launches the kernel on padded and permuted tokens, and transposed scales."""
     N, on_gpu, scale_copy = values.shape[1], interpret is None, _scale_copy(tokens)
-    copies = 4
-    ring_scratch = Ring.scratch(stages, copies, _CONSUMERS, interpret)
+    ring_scratch = Ring.scratch(stages, 4, _CONSUMERS, interpret)
     swizzle = (plgpu.SwizzleTransform(128),) if on_gpu else ()
 
     def w4a8(*refs: Any) -> None:
@@ -308,9 +302,8 @@ def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu
             x_scales = memory.x_scales.at[stage]
             if not on_gpu:
                 weights = _unpack_in_interpreter(packed[...])
-                product = jnp.dot(
-                    weights, memory.x[stage].astype(jnp.float32).T, precision="highest"
-                )
+                x = memory.x[stage].astype(jnp.float32)
+                product = jnp.dot(weights, x.T, precision="highest")
                 columns = x_scales[pl.ds(token & 3, width)]
                 factors = memory.scales[stage, pl.ds(first_row, ROWS)][:, None] * columns[None]
                 sums, previous = carry
@@ -333,20 +326,10 @@ def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu
 
         carry = (zeros, zeros, state) if on_gpu else (zeros, state)
         state, carry = ring.loop(memory.steps, step, state, carry)
-        store_tile(carry[0].astype(jnp.bfloat16), token, tokens, feature + first_row)
+        sums, at = carry[0].astype(jnp.bfloat16), (token, feature + first_row)
+        store_transposed(out, at, sums, tokens, column_blocks=1, on_gpu=on_gpu)
         ring.release(carry[-1])
         return state
-
-    def store_tile(sums: jax.Array, token: Any, tokens: Any, column: Any) -> None:
-        if on_gpu:
-            target = out.at[pl.ds(token, width), pl.ds(column, ROWS)]
-            store_transposed(target, sums, tokens, column_blocks=1)
-            return
-        for n in range(width):
-
-            @when(n < tokens)
-            def _(n=n):
-                out[token + n, pl.ds(column, ROWS)] = sums[:, n]
 
     lax.fori_loop(0, tiles.count(), compute_tile, ring.start())
 
@@ -359,9 +342,8 @@ def _unpack(packed: Any) -> jax.Array:
     def load(packed: Any) -> Any:
         _, lane = warp_and_lane()
         quarter = arith.andi(lane, const(3))
-        offset = arith.addi(
-            arith.muli(wgmma_row(), const(_ROW_BYTES)), arith.muli(quarter, const(16))
-        )
+        offset = arith.muli(wgmma_row(), const(_ROW_BYTES))
+        offset = arith.addi(offset, arith.muli(quarter, const(16)))
         rows = []
         for half in range(2):
             at = arith.addi(offset, const(8 * _ROW_BYTES * half))
@@ -382,12 +364,11 @@ def _load_columns(numbers: Any, first: jax.Array, count: int) -> jax.Array:
 
     @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=COLUMN))
     def load(ref: Any, first: Any) -> Any:
-        f32 = ir.F32Type.get()
         _, lane = warp_and_lane()
         column = arith.addi(value_of(first), arith.muli(arith.andi(lane, const(3)), const(2)))
         address = arith.addi(shared_address(ref), arith.muli(column, const(4)))
         numbers = [
-            asm(f"ld.shared.f32 $0, [$1 + {4 * i}];", "=f,r", address, result=f32, effects=True)
+            asm(f"ld.shared.f32 $0, [$1 + {4 * i}];", "=f,r", address, result=f32(), effects=True)
             for block in range(0, count, 8)
             for i in (block, block + 1)
         ]

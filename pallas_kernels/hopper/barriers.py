@@ -27,6 +27,7 @@ from pallas_kernels.hopper.ir import (
     SCALAR,
     asm,
     const,
+    global_address,
     i32,
     i64,
     inline,
@@ -37,6 +38,9 @@ from pallas_kernels.hopper.ir import (
 )
 from pallas_kernels.hopper.tiles import TILED, TILES, TILING
 from pallas_kernels.hopper.warpgroup import WARPS, when
+
+BULK_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+"""The instruction that copies contiguous bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +120,21 @@ class TmaCopy:
     def _issue_contiguous(
         self, source: Any, starts: Sequence[Any], target: Any, barrier: Any, leader: Any
     ) -> None:
-        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
-        itemsize = jnp.dtype(self.source.dtype).itemsize
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
-        for start, stride in zip(starts, strides, strict=True):
-            step = const(stride * itemsize, 64)
-            offset = arith.muli(arith.extui(i64(), value_of(start)), step)
-            address = arith.addi(address, offset)
-        text = (
-            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            f" [$0], [$1], {self.bytes}, [$2];"
-        )
+        address, _ = self.address_and_strides(source, starts)
+        text = f"@$3 {BULK_COPY} [$0], [$1], {self.bytes}, [$2];"
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
         operands = shared_address(target), address, mbarrier, leader
         asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
+
+    def address_and_strides(self, source: Any, starts: Sequence[Any]) -> tuple[Any, list[int]]:
+        """Returns the window's address, and the strides of the source in bytes."""
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        strides = [stride * jnp.dtype(self.source.dtype).itemsize for stride in strides]
+        address = global_address(source)
+        for start, stride in zip(starts, strides, strict=True):
+            step = const(stride, 64)
+            address = arith.addi(address, arith.muli(arith.extui(i64(), value_of(start)), step))
+        return address, strides
 
 
 def _bytes_of(tiles: Any, shape: Sequence[int]) -> Any:
@@ -184,8 +189,8 @@ class Barriers:
         if self.interpret is not None:
             return
 
-        @inline(REF)
-        def make(words: Any) -> None:
+        @inline(REF).on(self.memory)
+        def _(words: Any) -> None:
             if warps == 1:
                 leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
                 for i, count in enumerate(arrivals):
@@ -212,8 +217,6 @@ class Barriers:
             else:
                 instruction("bar.sync 0;")
 
-        make(self.memory)
-
     def wait(self, i: Any, use: Any) -> None:
         """Waits until use ``use`` of barrier i is complete.
 
@@ -223,12 +226,10 @@ class Barriers:
             plgpu.barrier_wait(self.memory.at[i])
             return
 
-        @inline(REF, SCALAR, SCALAR)
-        def wait(words: Any, barrier: Any, use: Any) -> None:
+        @inline(REF, SCALAR, SCALAR).on(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
+        def _(words: Any, barrier: Any, use: Any) -> None:
             odd = arith.trunci(ir.IntegerType.get_signless(1), value_of(use))
             _barrier(words, value_of(barrier)).wait_parity(odd)
-
-        wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
 
     def arrive(self, i: Any, ctas: int = 1) -> None:
         """Arrives at barrier i once per warp, when all lanes of the warp have come here. In a
@@ -237,8 +238,8 @@ class Barriers:
             plgpu.barrier_arrive(self.memory.at[i])
             return
 
-        @inline(REF, SCALAR)
-        def arrive(words: Any, barrier: Any) -> None:
+        @inline(REF, SCALAR).on(self.memory, self._index(i))
+        def _(words: Any, barrier: Any) -> None:
             instruction("bar.warp.sync 0xffffffff;")
             if ctas > 1:
                 lane = warp_and_lane()[1]
@@ -247,8 +248,6 @@ class Barriers:
                 return
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             _barrier(words, value_of(barrier)).arrive(predicate=lane)
-
-        arrive(self.memory, self._index(i))
 
     def wait_for_arrivals(self, first: Any, stages: int, fills: Any) -> None:
         """Waits for all releases of a ring's stages after ``fills`` fills; a CTA may exit only
@@ -330,13 +329,11 @@ def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Any) -> 
     four warps are ``WARPS`` arrivals. The buffer may be written again when the other CTA has waited
     for the barrier. ``quarter_bytes`` is a multiple of 16."""
 
-    @inline(TILES, REF, SCALAR)
-    def send(tiles: Any, words: Any, barrier: Any) -> None:
+    @inline(TILES, REF, SCALAR).on(tiles, barriers.memory, jnp.asarray(i, jnp.int32))
+    def _(tiles: Any, words: Any, barrier: Any) -> None:
         warp = arith.remui(mgpu.utils.warp_idx(), const(WARPS))
         source = arith.addi(shared_address(tiles), arith.muli(warp, const(quarter_bytes)))
         barrier = arith.addi(shared_address(words), arith.shli(value_of(barrier), const(3)))
         leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
         text = _SEND.replace("BYTES", str(quarter_bytes))
         asm(text, "r,r,b,~{memory}", source, barrier, leader, effects=True)
-
-    send(tiles, barriers.memory, jnp.asarray(i, jnp.int32))

@@ -23,16 +23,17 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxlib.mlir.dialects import arith, gpu, scf
 from jaxtyping import Array, Int32
 
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
     SCALAR,
     asm,
     const,
+    global_address,
     i32,
-    i64,
     inline,
     instruction,
     scalar,
@@ -145,10 +146,10 @@ class GridBarrier:
             jnp.int32(arrival(1, self.ctas)),
         )
 
-        @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        @inline(REF, SCALAR, returns=INT32)
         def arrive(counter: Any, amount: Any) -> Any:
             self._meet()
-            operands = self._address(counter), value_of(amount), self._is_leader()
+            operands = global_address(counter), value_of(amount), self._is_leader()
             constraints = "=&r,l,r,r,~{memory}"
             return scalar(asm(_ARRIVE, constraints, *operands, result=i32(), effects=True))
 
@@ -160,21 +161,16 @@ class GridBarrier:
             plgpu.barrier_wait(self.memory)
             return
 
-        @inline(REF, SCALAR)
-        def wait(counter: Any, token: Any) -> None:
-            operands = self._address(counter), value_of(token), self._is_leader()
+        @inline(REF, SCALAR).on(self.memory, token)
+        def _(counter: Any, token: Any) -> None:
+            operands = global_address(counter), value_of(token), self._is_leader()
             operands = *operands, const(self.most_polls)
             constraints = "=&r,l,r,r,r,~{memory}"
             self._trap_if(asm(_WAIT, constraints, *operands, result=i32(), effects=True))
             self._meet()
 
-        wait(self.memory, token)
-
     def _meet(self) -> None:
         instruction(f"bar.sync {_BARRIER}, {128 * self.warpgroups};")
-
-    def _address(self, counter: Any) -> Any:
-        return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(counter))
 
     def _is_leader(self) -> Any:
         thread = mgpu.utils.thread_idx()

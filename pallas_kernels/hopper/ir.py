@@ -6,9 +6,10 @@ thread which hold it, in the order that its layout defines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,18 +18,28 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 SCALAR = plgpu.Layout.WG_SPLAT(())  # layout of a scalar, which every thread has
 
+INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)  # type of a result
 REF = plgpu.RefType()  # type of a reference to memory, without transforms
 
 
-def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
+class Inline:
+    """A decorator, see :func:`inline`."""
+
+    def __init__(self, arguments: Sequence[Any], returns: Any):
+        self._inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
+
+    def __call__(self, function: Callable[..., Any]) -> Any:
+        return self._inlined(lambda _, *args: function(*args))
+
+    def on(self, *values: Any) -> Callable[[Callable[..., None]], None]:
+        """Returns a decorator that calls the function at once, as ``pl.when`` does."""
+        return lambda function: self(function)(*values)
+
+
+def inline(*arguments: Any, returns: Any = None) -> Inline:
     """Decorates a function as plgpu.inline_mgpu does, but without the launch context argument.
     ``arguments`` are types or layouts, ``returns`` is a type or a tuple of types."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
-        return inlined(lambda _, *args: function(*args))
-
-    return decorate
+    return Inline(arguments, returns)
 
 
 def i32() -> Any:
@@ -39,10 +50,19 @@ def i64() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
+def f32() -> Any:
+    return ir.F32Type.get()
+
+
 def const(number: int, bits: int = 32) -> Any:
     """Returns an integer constant."""
     kind = ir.IntegerType.get_signless(bits)
     return arith.constant(kind, ir.IntegerAttr.get(kind, number))
+
+
+def float_const(number: float) -> Any:
+    """Returns a float32 constant."""
+    return arith.constant(f32(), ir.FloatAttr.get(f32(), number))
 
 
 def value_of(scalar: Any) -> Any:
@@ -58,10 +78,12 @@ def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bo
     )
 
 
-def asm_numbers(text: str, constraints: str, *args: Any, kind: Any, count: int) -> list[Any]:
-    """Emits inline PTX with ``count`` results of one type, which stays in its place."""
+def asm_numbers(
+    text: str, constraints: str, *args: Any, kind: Any, count: int, effects: bool = True
+) -> list[Any]:
+    """Does :func:`asm` with ``count`` results of one type."""
     struct = llvm.StructType.get_literal([kind] * count)
-    struct = asm(text, constraints, *args, result=struct, effects=True)
+    struct = asm(text, constraints, *args, result=struct, effects=effects)
     return [llvm.extractvalue(kind, struct, [i]) for i in range(count)]
 
 
@@ -116,15 +138,44 @@ def shared_address(ref: Any) -> Any:
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
 
 
+def global_address(ref: Any) -> Any:
+    """Returns the i64 address of an array in global memory."""
+    return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
+
+
+def element(pointer: Any, index: Any, kind: Any) -> Any:
+    """Returns a pointer to an element of that type, from one to the first element."""
+    return mgpu.utils.getelementptr(pointer, [index], kind)
+
+
 def item(register: Any, i: int) -> Any:
     """Returns element ``i`` of a register that is a vector."""
     position = ir.DenseI64ArrayAttr.get([i])
     return vector.extract(register, dynamic_position=[], static_position=position)
 
 
+def numbers_of(values: mgpu.FragmentedArray) -> list[Any]:
+    """Returns a thread's numbers, in the order of its registers."""
+    return [
+        item(register, i)
+        for register in values.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
+def words_of(values: mgpu.FragmentedArray) -> list[Any]:
+    """Returns a thread's registers of 32 bits as integers."""
+    return [llvm.bitcast(i32(), register) for register in values.registers.flat]
+
+
+def single(number: Any) -> Any:
+    """Returns a register that is a vector of one number."""
+    return vector.broadcast(ir.VectorType.get((1,), number.type), number)
+
+
 def float_pair(first: Any, second: Any) -> Any:
     """Returns a register of two float32."""
-    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
+    return vector.from_elements(ir.VectorType.get((2,), f32()), [first, second])
 
 
 def scalar(register: Any) -> mgpu.FragmentedArray:

@@ -15,9 +15,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, warp_prefix_sum
+from pallas_kernels.hopper.ir import (
+    REF,
+    array,
+    asm,
+    const,
+    f32,
+    global_address,
+    i32,
+    inline,
+    shared_address,
+    single,
+    warp_prefix_sum,
+)
 from pallas_kernels.hopper.warpgroup import when
 
 WARPS, LANES = 4, 32
@@ -49,7 +61,7 @@ def prefix_sums(values: jax.Array, interpret: Any) -> jax.Array:
 
     @inline(LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.int32, layout=LAYOUT))
     def scan(values: Any) -> Any:
-        return _numbers(warp_prefix_sum(_only(values)), i32(), is_signed=True)
+        return per_thread(warp_prefix_sum(only(values)), is_signed=True)
 
     return scan(values)
 
@@ -61,8 +73,8 @@ def ones_of(words: jax.Array, interpret: Any) -> jax.Array:
 
     @inline(LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.int32, layout=LAYOUT))
     def count(words: Any) -> Any:
-        ones = asm("popc.b32 $0, $1;", "=r,r", _only(words), result=i32())
-        return _numbers(ones, i32(), is_signed=True)
+        ones = asm("popc.b32 $0, $1;", "=r,r", only(words), result=i32())
+        return per_thread(ones, is_signed=True)
 
     return count(words)
 
@@ -99,12 +111,12 @@ def load(ref: Any, index: jax.Array, n: int, interpret: Any) -> jax.Array:
     @inline(REF, LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, ref.dtype, layout=LAYOUT))
     def read(ref: Any, index: Any) -> Any:
         integer = isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType)
-        kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
+        kind, letter = (i32(), "r") if integer else (f32(), "f")
         space, start, start_letter, address = _memory(ref, "$1", "$2")
         text = f"{{ {address} ld.{space}.b32 $0, [at]; }}"
         kinds = f"={letter},{start_letter},r"
-        result = asm(text, kinds, start, _only(index), result=kind, effects=True)
-        return _numbers(result, kind, is_signed=True if integer else None)
+        result = asm(text, kinds, start, only(index), result=kind, effects=True)
+        return per_thread(result, is_signed=True if integer else None)
 
     return read(ref, index)
 
@@ -161,8 +173,8 @@ def set_bits(
 def _write(
     instruction: str, ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array
 ) -> None:
-    @inline(REF, LAYOUT, LAYOUT)
-    def write(ref: Any, index: Any, values: Any) -> None:
+    @inline(REF, LAYOUT, LAYOUT).on(ref, jnp.where(mask, index, -1), values)
+    def _(ref: Any, index: Any, values: Any) -> None:
         space, start, letter, address = _memory(ref, "$0", "$1")
         operation = instruction.format(space=space)
         text = f"""{{
@@ -171,10 +183,8 @@ def _write(
             {address}
             @there {operation}.b32 [at], $2;
         }}"""
-        value = llvm.bitcast(i32(), _only(values))
-        asm(text, f"{letter},r,r,~{{memory}}", start, _only(index), value, effects=True)
-
-    write(ref, jnp.where(mask, index, -1), values)
+        value = llvm.bitcast(i32(), only(values))
+        asm(text, f"{letter},r,r,~{{memory}}", start, only(index), value, effects=True)
 
 
 def store_rows(
@@ -201,20 +211,18 @@ def maximum(values: list[jax.Array]) -> jax.Array:
 def _memory(ref: Any, start: str, index: str) -> tuple[str, Any, str, str]:
     """Describes a ref for inline PTX: its state space; the address of the first element and the
     letter of its kind; and PTX that sets a register ``at`` to the address of an element."""
-    pointer = mgpu.utils.memref_ptr(ref)
     if mgpu.utils.is_smem_ref(ref):
         address = f".reg .b32 at; mad.lo.s32 at, {index}, 4, {start};"
-        return "shared", llvm.ptrtoint(i32(), pointer), "r", address
+        return "shared", shared_address(ref), "r", address
     address = f".reg .b64 at; mad.wide.s32 at, {index}, 4, {start};"
-    return "global", llvm.ptrtoint(i64(), pointer), "l", address
+    return "global", global_address(ref), "l", address
 
 
-def _only(register: Any) -> Any:
+def only(values: mgpu.FragmentedArray) -> Any:
     """Returns the register of a thread's only number."""
-    return llvm.extractelement(register.registers.item(), mgpu.utils.c(0, i32()))
+    return llvm.extractelement(values.registers.item(), const(0))
 
 
-def _numbers(register: Any, kind: Any, is_signed: bool | None) -> Any:
-    """Inverts :func:`_only`."""
-    vector_register = vector.broadcast(ir.VectorType.get((1,), kind), register)
-    return array([vector_register], SHAPE, LAYOUT, is_signed=is_signed)
+def per_thread(number: Any, is_signed: bool | None = None) -> mgpu.FragmentedArray:
+    """Inverts :func:`only`."""
+    return array([single(number)], SHAPE, LAYOUT, is_signed=is_signed)

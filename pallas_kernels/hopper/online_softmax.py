@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from pallas_kernels.hopper.ir import inline, item
+from pallas_kernels.hopper.ir import float_const, inline, numbers_of
 from pallas_kernels.hopper.tiles import ROW, WGMMA
 from pallas_kernels.hopper.warpgroup import any_thread
 
@@ -78,13 +78,8 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> ja
 
     @inline(WGMMA, ROW, returns=result)
     def scaled(x: mgpu.FragmentedArray, factors: mgpu.FragmentedArray):
-        one = mgpu.utils.c(1.0, ir.F32Type.get())
-        registers = [
-            item(register, i)
-            for register in factors.registers.flat
-            for i in range(ir.VectorType(register.type).shape[0])
-        ]
-        differs = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in registers]
+        one = float_const(1.0)
+        differs = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in numbers_of(factors)]
         any_differs: Any = functools.reduce(arith.ori, differs)
         must_scale = any_thread(any_differs)
         unscaled = list(x.registers.flat)

@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.hopper.ir import array, asm, const, float_pair, i32, inline, item
+from pallas_kernels.hopper.ir import array, asm, const, element, f32, float_pair, i32, inline, item
 from pallas_kernels.hopper.tiles import WGMMA
 
+MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
 _ALL_LANES = "0xffffffff"
 # Adds the number of the lane DISTANCE before this one, if there is one.
 _SCAN_STEP = f"""{{
@@ -35,7 +36,7 @@ _SIGMOID = """{
 
 def advance(pointer: Any, count: Any) -> Any:
     """Returns ``pointer`` advanced by ``count`` bytes."""
-    return mgpu.utils.getelementptr(pointer, [count], ir.IntegerType.get_signless(8))
+    return element(pointer, count, ir.IntegerType.get_signless(8))
 
 
 def load_words(pointer: Any) -> list[Any]:
@@ -47,6 +48,12 @@ def load_words(pointer: Any) -> list[Any]:
 def warp_sum(number: Any) -> Any:
     """Returns the sum of an int32 of each lane of the warp."""
     return _of_warp(f"redux.sync.add.s32 $0, $1, {_ALL_LANES};", number)
+
+
+def exchanged(number: Any, distance: int) -> Any:
+    """Returns the float32 of the lane whose number differs in the bit ``distance``."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, {_ALL_LANES};"
+    return asm(text, "=f,f", number, result=f32(), effects=True)
 
 
 def last_lane(number: Any) -> Any:
@@ -79,9 +86,9 @@ def approximate_sigmoid(x: jax.Array, *, on_gpu: bool) -> jax.Array:
 
     @inline(WGMMA, returns=result)
     def sigmoid(x):
-        f32, pairs = ir.F32Type.get(), x.registers.flat
         results = [
-            [asm(_SIGMOID, "=f,f", item(pair, i), result=f32) for i in range(2)] for pair in pairs
+            [asm(_SIGMOID, "=f,f", item(pair, i), result=f32()) for i in range(2)]
+            for pair in x.registers.flat
         ]
         return array([float_pair(*both) for both in results], x.shape, WGMMA)
 

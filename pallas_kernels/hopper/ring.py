@@ -58,15 +58,9 @@ class Ring:
         cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any, ctas: int = 1
     ) -> Ring:
         """Returns the ring whose barriers are the references that :meth:`scratch` allocated."""
-        first_empty = stages if interpret is None else 0
-        full, empty = memory[0], memory[-1]
-        return cls(
-            stages,
-            consumers,
-            Barriers(full, interpret),
-            Barriers(empty, interpret, first=first_empty),
-            ctas,
-        )
+        full = Barriers(memory[0], interpret)
+        empty = Barriers(memory[-1], interpret, first=stages if interpret is None else 0)
+        return cls(stages, consumers, full, empty, ctas)
 
     def initialise(self, *, warps: int = 1) -> None:
         """Initialises the barriers, see :meth:`Barriers.initialise`. Every thread of the cluster

@@ -19,17 +19,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
     SCALAR,
     array,
     const,
+    element,
+    f32,
     i32,
     inline,
     item,
     scalar,
+    single,
     value_of,
     wgmma_row,
 )
@@ -103,11 +107,8 @@ def load_column(
             jnp.minimum(first - start + jnp.arange(ROWS), available - 1)
         ]
 
-    result = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
-
-    @inline(REF, SCALAR, SCALAR, returns=result)
+    @inline(REF, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW))
     def load(numbers: Any, first: Any, column: Any) -> Any:
-        f32 = ir.F32Type.get()
         columns = ir.MemRefType(numbers.type).shape[1]
         row, start = wgmma_row(), mgpu.utils.memref_ptr(numbers)
         registers = []
@@ -115,8 +116,7 @@ def load_column(
             r = arith.addi(arith.addi(value_of(first), row), const(8 * half))
             r = arith.minui(r, const(rows - 1))
             index = arith.addi(arith.muli(r, const(columns)), value_of(column))
-            value = llvm.load(f32, mgpu.utils.getelementptr(start, [index], f32))
-            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), value))
+            registers.append(single(llvm.load(f32(), element(start, index, f32()))))
         return array(registers, (ROWS,), ROW)
 
     return load(numbers, first, column)
@@ -131,7 +131,7 @@ def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Ar
     first. One of two neighbouring sums is waited for, which depends on the same loads as the
     other."""
 
-    @inline(SCALAR, SCALAR, WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @inline(SCALAR, SCALAR, WGMMA, returns=INT32)
     def add_nothing(number: Any, zero: Any, sums: Any) -> Any:
         words = [arith.bitcast(i32(), item(each, 0)) for each in sums.registers.flat]
         nothing = arith.andi(functools.reduce(arith.ori, words), value_of(zero))

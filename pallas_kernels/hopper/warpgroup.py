@@ -96,11 +96,9 @@ def fence_async_proxy(interpret: Any = None) -> None:
         plgpu.commit_smem()
         return
 
-    @inline()
-    def fence():
+    @inline().on()
+    def _():
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-
-    fence()
 
 
 def sync_cta(barriers: Sequence[Any], interpret: Any) -> None:

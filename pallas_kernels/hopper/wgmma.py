@@ -17,23 +17,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.hopper.ir import (
+    INT32,
     SCALAR,
     array,
     asm,
     asm_numbers,
     const,
+    f32,
     float_pair,
     i32,
     i64,
     inline,
-    item,
+    numbers_of,
     scalar,
     shared_address,
     value_of,
+    words_of,
 )
 from pallas_kernels.hopper.tiles import ROWS, WGMMA
 
@@ -50,7 +52,7 @@ def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
     """Returns the base of an operand's descriptors, an int32 that is uniform in a warp. ``ref`` has
     rows of 128 bytes, swizzled and not tiled; ``offset`` is a multiple of 1,024 bytes."""
 
-    @inline(_UNTILED, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @inline(_UNTILED, SCALAR, returns=INT32)
     def base(ref: Any, offset: Any) -> Any:
         address = arith.shrui(arith.addi(shared_address(ref), value_of(offset)), const(4))
         # The maximum over a warp is in a uniform register.
@@ -67,9 +69,7 @@ def start_product(
     ``b_offset`` bytes, multiples of 1,024, from their bases (:func:`operand_base`). Returns float32
     [64, columns] in the registers of ``previous``, which nothing may use afterwards;
     :func:`wait_for_product` must return it before any other use."""
-    columns = previous.shape[1]
-    count = columns // 2  # registers per thread
-    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    columns, count, registers = _registers_of(previous)
     text = ["{ .reg .b64 a, b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
     for k in range(0, _ATOM, _K_BYTES):
         text += [
@@ -83,7 +83,7 @@ def start_product(
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
-        return _issue(text, _numbers(previous), "l,l", _descriptor(a), _descriptor(b))
+        return _issue(text, numbers_of(previous), "l,l", _descriptor(a), _descriptor(b))
 
     return start(a, b, previous)
 
@@ -108,8 +108,8 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
 
     @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, previous: Any) -> Any:
-        a_words = [llvm.bitcast(i32(), pair) for pair in a.registers.flat]
-        return _issue(text, _numbers(previous), "r," * 16 + "l", *a_words, _descriptor(b))
+        a_words, numbers = words_of(a), numbers_of(previous)
+        return _issue(text, numbers, "r," * 16 + "l", *a_words, _descriptor(b))
 
     return start(a, b, previous)
 
@@ -139,7 +139,8 @@ def add_bfloat16_product(
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
     def start(a: Any, b: Any, sums: Any) -> Any:
-        return _issue(text, _numbers(sums), "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
+        numbers = numbers_of(sums)
+        return _issue(text, numbers, "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
 
     return start(a, b, sums)
 
@@ -151,7 +152,7 @@ def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
 
     @inline(WGMMA, returns=_product_type(product.shape[1]))
     def wait(product: Any) -> Any:
-        return _issue(text, _numbers(product), "")
+        return _issue(text, numbers_of(product), "")
 
     return wait(product)
 
@@ -174,16 +175,11 @@ def _registers_of(product: jax.Array) -> tuple[int, int, str]:
     return columns, columns // 2, "{" + ",".join(f"${i}" for i in range(columns // 2)) + "}"
 
 
-def _numbers(product: Any) -> list[Any]:
-    return [item(pair, i) for pair in product.registers.flat for i in range(2)]
-
-
 def _issue(text: list[str], numbers: list[Any], constraints: str, *operands: Any) -> Any:
     """Emits instructions that overwrite a product's numbers, and returns the new product."""
-    count, f32 = len(numbers), ir.F32Type.get()
+    count, operands = len(numbers), (*numbers, *operands)
     kinds = [*["=f"] * count, *map(str, range(count)), *([constraints] if constraints else [])]
-    operands = *numbers, *operands
-    numbers = asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32, count=count)
+    numbers = asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32(), count=count)
     pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, count, 2)]
     return array(pairs, (ROWS, 2 * count), WGMMA)
 
@@ -193,9 +189,9 @@ def keep_live(*operands: jax.Array) -> None:
     but that ptxas cannot prove dead. wgmma uses registers in groups of four, and so do the
     stores."""
 
-    @inline(*(plgpu.Layout.WGMMA for _ in operands))
-    def use(*operands):
-        words = [llvm.bitcast(i32(), r) for a in operands for r in a.registers.flat]
+    @inline(*(plgpu.Layout.WGMMA for _ in operands)).on(*operands)
+    def _(*operands):
+        words = [word for operand in operands for word in words_of(operand)]
         fours = range(0, len(words), 4)
         stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
         text = [
@@ -208,5 +204,3 @@ def keep_live(*operands: jax.Array) -> None:
             "HELD: }",
         ]
         asm("\n".join(text), ",".join(["r"] * len(words)), *words, effects=True)
-
-    use(*operands)

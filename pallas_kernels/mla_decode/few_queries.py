@@ -48,6 +48,7 @@ from pallas_kernels.hopper.ir import (
     asm,
     asm_numbers,
     const,
+    f32,
     float_pair,
     inline,
     instruction,
@@ -566,7 +567,7 @@ def _load_fours(addresses: Sequence[Any], pairs: int) -> list[Any]:
     for address, offset in addresses[: pairs // 2]:
         text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
         kinds = "=f,=f,=f,=f,r,~{memory}"
-        words = asm_numbers(text, kinds, address, kind=ir.F32Type.get(), count=4)
+        words = asm_numbers(text, kinds, address, kind=f32(), count=4)
         results += [float_pair(*words[:2]), float_pair(*words[2:])]
     return results
 

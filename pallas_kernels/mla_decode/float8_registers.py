@@ -25,20 +25,25 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, BFloat16
 
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
     SCALAR,
     array,
     asm,
     asm_numbers,
     const,
+    global_address,
     i32,
     i64,
     inline,
     item,
+    numbers_of,
     scalar,
     shared_address,
+    single,
     value_of,
     warp_and_lane,
+    words_of,
 )
 from pallas_kernels.hopper.split_kv import BLOCK
 from pallas_kernels.hopper.tiles import TILES, WGMMA
@@ -84,7 +89,7 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
 
     @inline(REF, *[SCALAR for _ in scalars], returns=(_words(_PAIRS), scale_words))
     def fetch(page: Any, *half: Any):
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+        base = global_address(page)
         warp, lane = warp_and_lane()
         first = arith.muli(warp, const(_TOKENS))
         token = arith.addi(first, _bit(lane, 2))
@@ -103,9 +108,8 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         address = times_half(address, _SCALE_BYTES, half)
         offset = SCALES_AT + constant * _SCALE_BYTES
         text = f"ld.global.L1::no_allocate.b32 $0, [$1 + {offset}];"
-        scale = asm(text, "=r,l", address, result=i32(), effects=True)
-        scale_register = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
-        return pack_words(words), array([scale_register], (128,), _SCALE_WORD, is_signed=True)
+        scale = single(asm(text, "=r,l", address, result=i32(), effects=True))
+        return pack_words(words), array([scale], (128,), _SCALE_WORD, is_signed=True)
 
     return fetch(page, *scalars)
 
@@ -113,9 +117,9 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
 def prefetch_rope(page: Any) -> None:
     """Prefetches the rope keys of a page [64, 656] into the L2 cache."""
 
-    @inline(REF)
-    def prefetch(page: Any):
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+    @inline(REF).on(page)
+    def _(page: Any):
+        base = global_address(page)
         thread = _low(mgpu.utils.thread_idx(), 7)
         token, end = (
             arith.shrui(thread, const(1)),
@@ -124,16 +128,14 @@ def prefetch_rope(page: Any) -> None:
         address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), end))
         asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", address, effects=True)
 
-    prefetch(page)
-
 
 def copy_rope(tile: Any, page: Any) -> None:
     """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory, see
     :func:`wait_rope_copies`."""
 
-    @inline(TILES, REF)
-    def copy(tile: Any, page: Any):
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+    @inline(TILES, REF).on(tile, page)
+    def _(tile: Any, page: Any):
+        base = global_address(page)
         warp, lane = warp_and_lane()
         token, chunk = arith.shrui(lane, const(3)), arith.shli(_low(lane, 3), const(4))
         row = arith.addi(arith.muli(warp, const(_TOKENS)), token)
@@ -150,30 +152,24 @@ def copy_rope(tile: Any, page: Any) -> None:
             }}"""
             asm(text, "r,l", address, source, effects=True)
 
-    copy(tile, page)
-
 
 def wait_rope_copies() -> None:
     """Waits for the copies that this thread has started."""
 
-    @inline()
-    def wait():
+    @inline().on()
+    def _():
         asm("cp.async.wait_all;", "", effects=True)
-
-    wait()
 
 
 def prefetch_page(page: Any) -> None:
     """Prefetches a page [64, 656] into the L2 cache."""
 
-    @inline(REF)
-    def prefetch(page: Any):
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+    @inline(REF).on(page)
+    def _(page: Any):
+        address = global_address(page)
         leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
         text = f"@$1 cp.async.bulk.prefetch.L2.global [$0], {BLOCK * TOKEN_BYTES};"
         asm(text, "l,b", address, leader, effects=True)
-
-    prefetch(page)
 
 
 def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
@@ -186,8 +182,8 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
     bfloat16. A float8 NaN becomes 480 times its scale.
     """
 
-    @inline(TILES, _WORDS, _SCALE_WORD, SCALAR)
-    def store(tile: Any, words: Any, scales: Any, tokens: Any):
+    @inline(TILES, _WORDS, _SCALE_WORD, SCALAR).on(tile, words, scales, tokens)
+    def _(tile: Any, words: Any, scales: Any, tokens: Any):
         eight_tokens = HALF * 8 * 2  # bytes
         warp, lane = warp_and_lane()
         column = arith.shli(arith.shrui(lane, const(3)), const(10))
@@ -200,7 +196,7 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
         row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
         chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
         address = arith.addi(address, arith.addi(row, chunk))
-        words = words_of(words)
+        words = numbers_of(words)
         for first in range(0, _PAIRS, _TOGETHER):
             stores = []
             for i in range(first, first + _TOGETHER):
@@ -213,8 +209,6 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
                     offset = (i // 4) * eight_tokens + (i % 4) * 256
                     stores.append((32 * (i % 4) + 16 * j, offset, four))
             store_all(address, stores)
-
-    store(tile, words, scales, tokens)
 
 
 def _low(x: Any, bits: int) -> Any:
@@ -280,11 +274,6 @@ def pack_words(words: list[Any]) -> Any:
     return array(pairs, (64, 2 * len(words)), _WORDS, is_signed=True)
 
 
-def words_of(words: Any) -> list[Any]:
-    """Returns the words of an array that :func:`pack_words` made."""
-    return [item(register, i) for register in words.registers.flat for i in range(2)]
-
-
 def unpacked_page(page: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the latents of a page, zero from token ``tokens`` on, and its rope keys, as the
     kernels unpack them. For the interpreter."""
@@ -344,7 +333,7 @@ def permute_queries(
 def warp_index() -> jax.Array:
     """Returns the number of the thread's warp in its warpgroup."""
 
-    @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @inline(returns=INT32)
     def index() -> Any:
         return scalar(arith.remui(mgpu.utils.warp_idx(), const(4)))
 
@@ -388,9 +377,9 @@ def when_loaded(words: jax.Array, zero: jax.Array, number: jax.Array) -> jax.Arr
     not know. A barrier does not wait for the loads before it, so a copy could overwrite what they
     read."""
 
-    @inline(WGMMA, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @inline(WGMMA, SCALAR, SCALAR, returns=INT32)
     def add_nothing(words: Any, zero: Any, number: Any) -> Any:
-        all_words = functools.reduce(arith.ori, words_of(words))
+        all_words = functools.reduce(arith.ori, numbers_of(words))
         return scalar(arith.addi(value_of(number), arith.andi(all_words, value_of(zero))))
 
     return add_nothing(words, zero, number)
@@ -401,7 +390,7 @@ def unpack(words: jax.Array, factors: jax.Array, unit: int) -> jax.Array:
 
     @inline(WGMMA, WGMMA, returns=_OPERAND)
     def convert(words: Any, factors: Any) -> Any:
-        words, factors = words_of(words), words_of(factors)
+        words, factors = numbers_of(words), numbers_of(factors)
         rows = [
             [
                 unpack_pair(each, factors[4 * row + unit // 2], pair)
@@ -431,8 +420,8 @@ def load_rope(ring: Any, stage: jax.Array) -> jax.Array:
 def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
     """Stores operand ``unit`` in a slot for values, [8, 64, 64] in shared memory."""
 
-    @inline(TILES, WGMMA)
-    def store(slot: Any, operand: Any) -> None:
+    @inline(TILES, WGMMA).on(slot, operand)
+    def _(slot: Any, operand: Any) -> None:
         warp, lane = warp_and_lane()
         row, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
         odd_tile = arith.shrui(quarter, const(1))
@@ -445,7 +434,7 @@ def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
             arith.ori(arith.shli(token, const(7)), arith.shli(arith.xori(chunk, row), const(4))),
         )
         address = arith.addi(shared_address(slot), offset)
-        words = [llvm.bitcast(i32(), pair) for pair in operand.registers.flat]
+        words = words_of(operand)
         group, half = divmod(unit, 2)
         stores = []
         for row_half in range(2):
@@ -455,8 +444,6 @@ def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
                 offset = 2 * group * _TILE_BYTES + 1024 * row_half
                 stores.append((flipped, offset, pairs[4 * e : 4 * e + 4]))
         store_all(address, stores)
-
-    store(slot, operand)
 
 
 def _token_address(ring: Any, stage: Any, column_bytes: int = 32) -> Any:

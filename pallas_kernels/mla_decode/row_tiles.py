@@ -203,14 +203,12 @@ def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any 
         text.append("add.u32 place, place, 16;")
     text.append("}")
 
-    @inline(TILES, SCALAR, SCALAR)
-    def clear(ref: Any, first_column: Any, token: Any) -> None:
+    @inline(TILES, SCALAR, SCALAR).on(values, jnp.asarray(columns.start, jnp.int32), token)
+    def _(ref: Any, first_column: Any, token: Any) -> None:
         base = shared_address(ref)
         # A tile of eight tokens by 64 columns takes 1,024 bytes, so a column takes 16.
         base = arith.addi(base, arith.shli(value_of(first_column), const(4)))
         asm("\n".join(text), "r,r,~{memory}", base, value_of(token), effects=True)
-
-    clear(values, jnp.asarray(columns.start, jnp.int32), token)
 
 
 def load_sums(maxima: Any, sums: Any) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -249,14 +247,9 @@ class TileResults:
         cls, refs: Sequence[Any], memory: TileMemory, plan: TilePlan, first_row: Callable[[], Any],
         rows_per_copy: int,
     ) -> TileResults:  # fmt: skip
-        return cls(
-            *refs,
-            lse_staging=memory.lse,
-            first_row=first_row,
-            rows=plan.rows,
-            rows_per_copy=rows_per_copy,
-            interpret=plan.interpret,
-        )
+        out, lse, partial_out, partial_lse = refs
+        rows = first_row, plan.rows, rows_per_copy
+        return cls(out, lse, partial_out, partial_lse, memory.lse, *rows, plan.interpret)
 
     def stage_lse(self, maximum: jax.Array, total: jax.Array) -> None:
         """Prepares the log-sum-exp for both kinds of store. One warpgroup calls it."""

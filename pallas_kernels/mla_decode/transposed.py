@@ -34,13 +34,18 @@ from pallas_kernels.hopper.ir import (
     asm,
     asm_numbers,
     const,
+    f32,
+    float_const,
     float_pair,
+    global_address,
     i32,
     i64,
     inline,
     item,
+    numbers_of,
     shared_address,
     warp_and_lane,
+    words_of,
 )
 from pallas_kernels.hopper.online_softmax import (
     LOG2E,
@@ -195,10 +200,8 @@ class Softmax:
 
         @inline(WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
         def vote(p: Any):
-            f32 = ir.F32Type.get()
-            limit = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**SLACK))
-            values = [item(pair, i) for pair in p.registers.flat for i in range(2)]
-            compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
+            limit = float_const(2.0**SLACK)
+            compared = [arith.cmpf(arith.CmpFPredicate.OGT, x, limit) for x in numbers_of(p)]
             above: Any = functools.reduce(arith.ori, compared)
             return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
 
@@ -313,8 +316,8 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
         target[...] = p.T
         return
 
-    @inline(TILES, WGMMA)
-    def write(target: Any, p: Any):
+    @inline(TILES, WGMMA).on(target, p)
+    def _(target: Any, p: Any):
         warp, lane = warp_and_lane()
         row, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
         # 8 x 8 matrices in the order of the registers: for each eight query rows, the warp's first
@@ -324,7 +327,7 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
         tile = arith.muli(arith.shrui(matrix, const(1)), const(TILE_BYTES))
         at = arith.addi(shared_address(target), arith.addi(tile, arith.shli(row, const(7))))
         at = arith.addi(at, chunk)
-        words = [llvm.bitcast(i32(), pair) for pair in p.registers.flat]
+        words = words_of(p)
         for first in range(0, len(words), 4):
             some = words[first : first + 4]
             names = ", ".join(f"${1 + i}" for i in range(len(some)))
@@ -333,8 +336,6 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
                 f" [$0 + {first // 2 * TILE_BYTES}], {{{names}}};"
             )
             asm(text, ",".join(["r"] * (1 + len(some))) + ",~{memory}", at, *some, effects=True)
-
-    write(target, p)
 
 
 def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
@@ -400,12 +401,12 @@ def store_transposed(
         return
     N, bytes_ = acc.shape[1], jnp.dtype(acc.dtype).itemsize
 
-    @inline(REF, REF, WGMMA, COLUMN)
-    def write(out: Any, lse: Any, acc: Any, lse_values: Any):
+    @inline(REF, REF, WGMMA, COLUMN).on(out, lse, acc, lse_values)
+    def _(out: Any, lse: Any, acc: Any, lse_values: Any):
         (stride, _), _ = ir.MemRefType(out.type).get_strides_and_offset()
         warp, lane = _warp_and_lane()
         high, low = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out))
+        base = global_address(out)
         # bfloat16 is transposed first in matrices of 8 x 8, after which a thread has two columns of
         # one row. With float32 it has one column of two rows.
         row, column = (high, arith.shli(low, const(1))) if bytes_ == 2 else (
@@ -432,7 +433,7 @@ def store_transposed(
             for i in range(2):
                 text = f"st.global.f32 [$0 + {first + i * stride * bytes_}], $1;"
                 asm(text, "l,f,~{memory}", at, item(pair, i), effects=True)
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(lse))
+        base = global_address(lse)
         at = arith.addi(base, arith.extui(i64(), arith.shli(low, const(3))))
         thread = arith.ori(warp, high)
         for j, pair in enumerate(lse_values.registers.flat):
@@ -443,8 +444,6 @@ def store_transposed(
             }}"""
             asm(text, "l,r,f,f,~{memory}", at, thread, item(pair, 0), item(pair, 1),
                 effects=True)  # fmt: skip
-
-    write(out, lse, acc, lse_values)
 
 
 def vector_type(N: int) -> Any:
@@ -465,7 +464,7 @@ def _warp_and_lane() -> tuple[Any, Any]:
 
 def _load_two(base: Any, offset: int) -> list[Any]:
     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-    return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=ir.F32Type.get(), count=2)
+    return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=f32(), count=2)
 
 
 def batched(values: Any, count: int) -> list[list[Any]]:

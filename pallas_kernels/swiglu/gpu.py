@@ -48,17 +48,10 @@ def one_kernel(
             f"takes {least} to {_MAX_ROWS} rows by such bfloat16 matrices, got {M}: XLA's matmuls"
             " are as fast"
         )
-    out = grouped_swiglu(
-        x.reshape(M, x.shape[-1]),
-        gate[None],
-        up[None],
-        jnp.full((1,), M, jnp.int32),
-        None,
-        None if gate_scale is None else gate_scale[None],
-        None if up_scale is None else up_scale[None],
-        block_shape=block_shape,
-        interpret=interpret,
-    )
+    rows, sizes = x.reshape(M, x.shape[-1]), jnp.full((1,), M, jnp.int32)
+    scales = [None if scale is None else scale[None] for scale in (gate_scale, up_scale)]
+    options: Any = {"block_shape": block_shape, "interpret": interpret}
+    out = grouped_swiglu(rows, gate[None], up[None], sizes, None, *scales, **options)
     return out.reshape(*x.shape[:-1], gate.shape[0])
 
 

@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, value_of
+from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, global_address, i32, i64, value_of
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import when
 
@@ -119,8 +119,7 @@ def _exchange(
 def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
     """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time: Mosaic GPU does not
     know the alignment of remote addresses, and would store single elements."""
-    base = mgpu.utils.memref_ptr(context.to_remote(target, value_of(peer)))
-    base = llvm.ptrtoint(i64(), base)
+    base = global_address(context.to_remote(target, value_of(peer)))
     thread = arith.extui(i64(), mgpu.utils.thread_idx())
     words = ir.VectorType.get((4,), i32())
     for number, register in enumerate(values.registers.flat):

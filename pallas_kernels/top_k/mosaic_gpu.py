@@ -29,15 +29,15 @@ from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
-    SCALAR,
     array,
     asm,
     const,
+    global_address,
     i32,
-    i64,
     inline,
-    item,
+    numbers_of,
     shared_address,
     warp_and_lane,
     warp_prefix_sum,
@@ -247,7 +247,7 @@ class _Part:
         digit = jnp.where(nothing, 2**size - 1, digit)
         counts = plgpu.layout_cast(self.histogram[...], _layout_of(_BINS))
         counts = jnp.where(self.bins > digit, counts, _filled(_BINS, 0))
-        larger_of_part += _total(counts, self.scratch, interpret=self.interpret)
+        larger_of_part += _prefix_sums(counts, self.scratch, interpret=self.interpret)[1]
         longer = lax.shift_left(prefix, jnp.int32(size)) | digit if number else digit - _BINS // 2
         left = wanted - jnp.where(nothing, 0, larger)
         return (longer, left, larger_of_part), self.histogram[digit], wanted
@@ -420,8 +420,8 @@ def _add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> N
         histogram[...] = counts.at[jnp.where(digits < 0, counts.size, digits)].add(1, mode="drop")
         return
 
-    @inline(REF, _layout_of(digits.size))
-    def add(histogram: Any, digits: Any) -> None:
+    @inline(REF, _layout_of(digits.size)).on(histogram, digits)
+    def _(histogram: Any, digits: Any) -> None:
         base = shared_address(histogram)
         text = """{
             .reg .pred there;
@@ -431,10 +431,8 @@ def _add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> N
             add.u32 at, at, $0;
             @there red.shared.add.u32 [at], 1;
         }"""
-        for digit in _numbers(digits):
+        for digit in numbers_of(digits):
             asm(text, "r,r,~{memory}", base, digit, effects=True)
-
-    add(histogram, digits)
 
 
 def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret: Any) -> None:
@@ -445,11 +443,10 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
         target[...] = old.at[positions].set(values, mode="drop")
         return
 
-    @inline(REF, _layout_of(values.size), _layout_of(values.size))
-    def store(target: Any, positions: Any, values: Any) -> None:
+    @inline(REF, _layout_of(values.size), _layout_of(values.size)).on(target, positions, values)
+    def _(target: Any, positions: Any, values: Any) -> None:
         is_shared = mgpu.utils.is_smem_ref(target)
-        pointer = mgpu.utils.memref_ptr(target)
-        base = llvm.ptrtoint(i32() if is_shared else i64(), pointer)
+        base = shared_address(target) if is_shared else global_address(target)
         space, bits, letter = ("shared", 32, "r") if is_shared else ("global", 64, "l")
         at = "mad.lo.s32 at, $1, 4, $0;" if is_shared else "mad.wide.s32 at, $1, 4, $0;"
         text = f"""{{
@@ -459,39 +456,24 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
             {at}
             @there st.{space}.b32 [at], $2;
         }}"""
-        for position, value in zip(_numbers(positions), _numbers(values), strict=True):
+        for position, value in zip(numbers_of(positions), numbers_of(values), strict=True):
             asm(text, f"{letter},r,r,~{{memory}}", base, position, value, effects=True)
-
-    store(target, positions, values)
-
-
-def _total(values: jax.Array, scratch: Any, *, interpret: Any) -> jax.Array:
-    """Returns the sum of int32 numbers over a warpgroup. All its threads call it, with a
-    ``scratch`` of int32 [4] in shared memory of their own."""
-    if interpret is not None:
-        return jnp.sum(values, dtype=jnp.int32)
-    return _scan(values, scratch)[1]
 
 
 def _prefix_sums(values: jax.Array, scratch: Any, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the numbers before each of ``values``, int32 [512] with four per thread,
-    and the sum of all; see :func:`_total`."""
+    """Returns the sum of the numbers before each of ``values``, correct if threads have four of
+    them, and the sum of all. All threads of a warpgroup call it, with a ``scratch`` of int32 [4] in
+    shared memory of their own."""
     if interpret is not None:
         sums = jnp.cumsum(values, dtype=jnp.int32)
         return sums - values, sums[-1]
-    return _scan(values, scratch)
-
-
-def _scan(values: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns exclusive prefix sums, correct if threads have one register, and the total."""
     layout = _layout_of(values.size)
-    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
     numbers = plgpu.ShapeDtypeStruct(values.shape, jnp.int32, layout=layout)
 
-    @inline(layout, REF, returns=(numbers, number))
+    @inline(layout, REF, returns=(numbers, INT32))
     def scan(values: Any, scratch: Any) -> Any:
         before = [const(0)]
-        for value in _numbers(values):
+        for value in numbers_of(values):
             before.append(arith.addi(before[-1], value))
         warp, lane = warp_and_lane()
         inclusive = warp_prefix_sum(before[-1])
@@ -522,8 +504,3 @@ def _scan(values: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
         )
 
     return scan(values, scratch)
-
-
-def _numbers(values: Any) -> list[Any]:
-    """Returns a thread's numbers, in order."""
-    return [item(register, i) for register in values.registers.flat for i in range(_PER_REGISTER)]
