@@ -59,7 +59,7 @@ from pallas_kernels.decoder_layer.stream import (
     weight_dtype_of,
     with_flat_scales,
 )
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.hopper.lanes import LANES, load
 from pallas_kernels.hopper.ring import PipelineState
@@ -280,23 +280,23 @@ class BeforeAttention(Cta):
 
     alternates_by_exchange = True
 
-    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Ref, counter: Any, interpret: Any):
         super().__init__(plan, refs, memory, counter, interpret)
         self.producer_waits = plan.waits
         (self.queries,), (self.partials,) = memory["queries"], memory["partials"]
         (self.piece_stages,) = memory.get("pieces", self.stages.refs)
 
-    def halves(self, phase: Phase, i: Any) -> tuple[Half, Half]:
+    def halves(self, phase: Phase, i: Index) -> tuple[Half, Half]:
         projection = getattr(self.refs.weights, phase.name)
         _, row = self.locate(phase, i)
         left, right = (self.half(phase, n, row, *projection) for n in range(2))
         return left, right
 
-    def unit(self, phase: Phase, i: Any) -> Any:
+    def unit(self, phase: Phase, i: Index) -> Any:
         """Returns this CTA's i-th unit, or any unit if it has none."""
         return jnp.minimum(self.first_unit(phase) + i * self.plan.ctas, phase.units - 1)
 
-    def piece(self, phase: Phase, i: Any) -> tuple[Any, Any]:
+    def piece(self, phase: Phase, i: Index) -> tuple[Any, Any]:
         """Returns the head and the first column of this CTA's i-th piece of W_UK."""
         unit, per_head = self.unit(phase, i), jnp.int32(self.plan.pieces.per_head)
         return lax.div(unit, per_head), lax.rem(unit, per_head) * self.plan.pieces.width
@@ -368,7 +368,7 @@ class BeforeAttention(Cta):
         self.multiply_units(phase, rows, functools.partial(self.store_features, phase))
 
     def store_features(
-        self, phase: Phase, i: Any, matrix: Any, row: Any, left: Any, right: Any
+        self, phase: Phase, i: Index, matrix: Any, row: Any, left: jax.Array, right: jax.Array
     ) -> None:
         """Stores a projection's output features, in blocks of eight."""
         _, row = self.locate(phase, i)  # again, which takes no register during the multiplication

@@ -28,9 +28,11 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 from pallas_kernels.decoder_layer.activations import PER_THREAD, token_and_number
 from pallas_kernels.decoder_layer.registers import ROWS
 from pallas_kernels.decoder_layer.stream import CONSUMERS, STEP_BYTES, WARPGROUP
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     const,
@@ -115,7 +117,7 @@ def no_sums(pieces: Pieces, interpret: Any) -> jax.Array:
 
 
 def add_products(
-    pieces: Pieces, stage: Any, row_bytes: int, queries_s: Any, step: jax.Array, sums: jax.Array,
+    pieces: Pieces, stage: Ref, row_bytes: int, queries_s: Ref, step: jax.Array, sums: jax.Array,
     interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """Adds the products of the rows of a piece's ``step``-th stage to the warpgroup's sums.
@@ -139,7 +141,7 @@ def add_products(
     result = plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=layout)
 
     @inline(REF, REF, SCALAR, layout, returns=result)
-    def add(weights: Any, queries: Any, step: Any, sums: Any) -> Any:
+    def add(weights: ir.Value, queries: ir.Value, step: Registers, sums: Registers) -> Registers:
         warp, lane = _warp_and_lane()
         groups = const(pieces.groups)
         group, part = arith.remui(warp, groups), arith.divui(warp, groups)
@@ -173,7 +175,7 @@ def add_products(
     return add(stage, queries_s, jnp.asarray(step, jnp.int32), sums)
 
 
-def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any) -> None:
+def store_sums(pieces: Pieces, partials_s: Ref, sums: jax.Array, interpret: Any) -> None:
     """Stores the sums of a warpgroup's warps for :func:`store_totals`, flat float32 in shared
     memory: [warps, M, 64], or in the interpreter [warpgroups, M, columns]."""
     if interpret is not None:
@@ -182,7 +184,7 @@ def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any)
         return
 
     @inline(REF, layout_of(pieces)).on(partials_s, sums)
-    def _(partials: Any, sums: Any) -> None:
+    def _(partials: ir.Value, sums: Registers) -> None:
         warp, lane = _warp_and_lane()
         totals = [[item(r, c) for c in range(_COLUMNS)] for r in sums.registers.flat]
         for distance in (8, 16):
@@ -204,7 +206,7 @@ def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any)
 
 
 def store_totals(
-    pieces: Pieces, partials_s: Any, out_g: Any, start: jax.Array, interpret: Any
+    pieces: Pieces, partials_s: Ref, out_g: Ref, start: jax.Array, interpret: Any
 ) -> None:
     """Stores a piece's results, rounded, in flat [M H C] in global memory, the first token's first
     column at ``start``. Both consumer warpgroups call it."""
@@ -220,7 +222,7 @@ def store_totals(
         return
 
     @inline(REF, REF, SCALAR).on(partials_s, out_g, jnp.asarray(start, jnp.int32))
-    def _(partials: Any, out: Any, start: Any) -> None:
+    def _(partials: ir.Value, out: ir.Value, start: Registers) -> None:
         address = global_address(out)
         pairs, of_token = pieces.tokens * pieces.width // 2, pieces.width // 2
         for first in range(0, pairs, CONSUMERS * WARPGROUP):
@@ -260,13 +262,13 @@ def layout_of(pieces: Pieces) -> Any:
     return plgpu.Layout.WG_STRIDED(_shape(pieces), vec_size=_COLUMNS)
 
 
-def _warp_and_lane() -> tuple[Any, Any]:
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """Returns the thread's warp, of all consumers', and its lane."""
     thread = mgpu.utils.thread_idx()
     return mgpu.utils.warp_idx(), arith.andi(thread, const(31))
 
 
-def _load_bfloat16(pointer: Any) -> list[Any]:
+def _load_bfloat16(pointer: ir.Value) -> list[ir.Value]:
     """Loads eight bfloat16 from shared memory as float32."""
     loaded = llvm.load(ir.VectorType.get((4,), i32()), pointer, alignment=16)
     numbers = []
@@ -278,8 +280,8 @@ def _load_bfloat16(pointer: Any) -> list[Any]:
 
 
 def store_rotated(
-    ref: Any, row_of: Callable[[Any], Any], first: int, pair: jax.Array, block: jax.Array,
-    cos_g: Any, sin_g: Any, tokens: int, interpret: Any,
+    ref: Ref, row_of: Callable[[Any], Any], first: int, pair: jax.Array, block: jax.Array,
+    cos_g: Ref, sin_g: Ref, tokens: int, interpret: Any,
 ) -> None:  # fmt: skip
     """Rotates a block's pairs, from number ``pair`` on, and stores them in [rows, columns] in
     global memory: the first numbers of all pairs come first, at column ``first``. A whole warpgroup
@@ -294,7 +296,7 @@ def store_rotated(
             row = row_of(t)
 
             @when(row >= 0)
-            def _(row: Any = row, one: Any = one, two: Any = two, cos: Any = cos, sin: Any = sin):
+            def _(row: Index = row, one: Any = one, two: Any = two, cos: Any = cos, sin: Any = sin):
                 ref[row, pl.ds(first + pair, 4)] = (one * cos - two * sin).astype(ref.dtype)
                 ref[row, pl.ds(first + half + pair, 4)] = (two * cos + one * sin).astype(ref.dtype)
 
@@ -315,18 +317,18 @@ def _neighbour(block: jax.Array) -> jax.Array:
     """Returns the other number of each thread's pair."""
 
     @inline(LAYOUT, returns=PER_THREAD)
-    def exchange(block: Any) -> Any:
+    def exchange(block: Registers) -> Registers:
         return per_thread(exchanged(only(block), 1))
 
     return exchange(block)
 
 
-def _store(ref: Any, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
+def _store(ref: Ref, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
     """Sets ``ref[row, column]`` where the row is not negative. A cache may have 2^31 numbers."""
     itemsize, width = jnp.dtype(ref.dtype).itemsize, ref.shape[1]
 
     @inline(REF, LAYOUT, LAYOUT, LAYOUT).on(ref, row, column, values)
-    def _(ref: Any, row: Any, column: Any, values: Any) -> None:
+    def _(ref: ir.Value, row: Registers, column: Registers, values: Registers) -> None:
         text = """{
             .reg .pred there; .reg .b16 low;
             setp.ge.s32 there, $1, 0;

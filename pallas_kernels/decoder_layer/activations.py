@@ -30,9 +30,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.decoder_layer.reference import columns_per_element, is_integer
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     asm,
     const,
     element,
@@ -86,13 +88,13 @@ def strided(length: int) -> Any:
 # ---- rows to shared memory. A whole warpgroup calls each of these. ----
 
 
-def load_weight(weight_g: Any) -> jax.Array:
+def load_weight(weight_g: Ref) -> jax.Array:
     """Loads a norm's weights, in the layout of :func:`norm_row`."""
     return load_with_layout(weight_g, strided(weight_g.shape[0]))
 
 
 def norm_row(
-    row_g: Any, weight: jax.Array, target: Any, sums_s: Any, eps: float, dtype: Any, interpret: Any
+    row_g: Ref, weight: jax.Array, target: Ref, sums_s: Ref, eps: float, dtype: Any, interpret: Any
 ) -> jax.Array:
     """Returns the RMS norm of a row in global memory, rounded to ``dtype``, and stores it to
     ``target`` if there is one. ``sums_s`` are float32 [4, 32] in shared memory, of this
@@ -117,7 +119,7 @@ def _warp_sums(row: jax.Array, layout: Any, interpret: Any) -> jax.Array:
         return jnp.full(SHAPE, jnp.sum(row) / WARPS)
 
     @inline(layout, returns=PER_THREAD)
-    def add(row: Any) -> Any:
+    def add(row: Registers) -> Registers:
         total = functools.reduce(arith.addf, numbers_of(row))
         for distance in (16, 8, 4, 2, 1):
             total = arith.addf(total, exchanged(total, distance))
@@ -126,7 +128,7 @@ def _warp_sums(row: jax.Array, layout: Any, interpret: Any) -> jax.Array:
     return add(row)
 
 
-def copy_row(source: Any, target: Any) -> None:
+def copy_row(source: Ref, target: Ref) -> None:
     """Copies a row from global memory, where other CTAs may have written it, to shared memory, in
     equal pieces that fit the registers."""
     (length,) = target.shape
@@ -141,7 +143,7 @@ def copy_row(source: Any, target: Any) -> None:
             target[window] = loaded.astype(target.dtype)
 
 
-def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) -> None:
+def merge_row(parts: Parts, sequence: int, row: Index, columns: Any, target: Ref) -> None:
     """Stores columns of a row of attention's output, merged from its parts, in shared memory. Every
     CTA merges the rows of the heads that it needs, which saves the kernel :mod:`mla_decode.merge`.
     The parts are in the L2 cache. ``columns`` is a ``pl.ds`` of a multiple of 128."""
@@ -149,7 +151,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
     layout = strided(length)
     first, count = parts.of_sequence(sequence)
 
-    def store(values: Any) -> None:
+    def store(values: Ref) -> None:
         target[...] = values.astype(parts.out.dtype).astype(target.dtype)
 
     @when(count == 0)
@@ -158,7 +160,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
 
     @when(count > 0)
     def _() -> None:
-        def add(i: Any, carry: Any) -> Any:
+        def add(i: Index, carry: Any) -> Any:
             """Issues all loads before the first use. Past the last part it loads that one again,
             with weight 0."""
             numbers = [i * _PARALLEL_LOADS + j for j in range(_PARALLEL_LOADS)]
@@ -181,7 +183,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
 
 
 def pack_rows(
-    rows: Sequence[tuple[Any, Any, Any]], weights: Any, maxima_s: Any, interpret: Any
+    rows: Sequence[tuple[Any, Any, Any]], weights: Ref, maxima_s: Ref, interpret: Any
 ) -> None:
     """Copies rows of the same length from global memory to shared memory, in float16: each is its
     source, target, and the reference to its factor. ``maxima_s`` are float32 [4, 32] in shared
@@ -195,7 +197,7 @@ def pack_rows(
 
 
 def pack(
-    rows: Sequence[jax.Array], targets: Sequence[tuple[Any, Any]], weights: Any, maxima_s: Any,
+    rows: Sequence[jax.Array], targets: Sequence[tuple[Any, Any]], weights: Ref, maxima_s: Ref,
     interpret: Any,
 ) -> None:  # fmt: skip
     """Stores rows, which a warpgroup has in registers, in float16 as :func:`pack_rows`. ``targets``
@@ -225,7 +227,7 @@ def _warp_maximum(row: jax.Array, interpret: Any) -> jax.Array:
         return jnp.full(SHAPE, jnp.max(row))
 
     @inline(strided(row.shape[0]), returns=PER_THREAD)
-    def find(row: Any) -> Any:
+    def find(row: Registers) -> Registers:
         largest = functools.reduce(arith.maximumf, numbers_of(row))
         # Magnitudes are ordered as their bits, whose sign is 0. This is one instruction.
         text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
@@ -250,7 +252,7 @@ def _powers(largest: jax.Array, interpret: Any) -> tuple[jax.Array, jax.Array]:
     number = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
 
     @inline(SCALAR, returns=(number, number))
-    def powers(largest: Any) -> Any:
+    def powers(largest: Registers) -> tuple[Registers, ...]:
         smallest = llvm.bitcast(f32(), const(least << _SIGNIFICAND))
         bits = llvm.bitcast(i32(), arith.maximumf(register(largest), smallest))
         exponent = arith.shrui(bits, const(_SIGNIFICAND))
@@ -292,7 +294,7 @@ def order_of_piece(dtype: Any) -> list[int]:
     return [n // 2 + half * (n % 2) for n in range(PIECE)]
 
 
-def position(column: Any, dtype: Any) -> Any:
+def position(column: ir.Value, dtype: ir.Value) -> ir.Value:
     """Returns the position of a column in the order of :func:`permute`, both in registers."""
     pieces = _pieces(dtype)
     bits = pieces.bit_length() - 1
@@ -308,7 +310,7 @@ def position(column: Any, dtype: Any) -> Any:
     return arith.addi(arith.addi(first, arith.muli(piece, const(PIECE))), within)
 
 
-def _store_permuted(target: Any, row: jax.Array, weights: Any, interpret: Any) -> None:
+def _store_permuted(target: Ref, row: jax.Array, weights: Ref, interpret: Any) -> None:
     """Stores a row in the order of :func:`permute`."""
     (length,) = row.shape
     if interpret is not None:
@@ -316,7 +318,7 @@ def _store_permuted(target: Any, row: jax.Array, weights: Any, interpret: Any) -
         return
 
     @inline(REF, strided(length)).on(target, row)
-    def _(target: Any, row: Any) -> None:
+    def _(target: ir.Value, row: Registers) -> None:
         f16 = ir.F16Type.get()
         thread = arith.andi(mgpu.utils.thread_idx(), const(_THREADS - 1))
         registers = list(row.registers.flat)
@@ -349,7 +351,7 @@ def token_and_number() -> tuple[jax.Array, jax.Array]:
     return token, jnp.bitwise_and(lane, 7)
 
 
-def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: Any) -> jax.Array:
+def load_block(ref: Ref, start: Index, stride: int, tokens: int, interpret: Any) -> jax.Array:
     """Loads a block of a flat bfloat16 array in global memory as float32. Token t's numbers begin
     at ``start + t * stride``. Threads of absent tokens read the last one's."""
     if interpret is not None:
@@ -360,7 +362,7 @@ def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: 
     index = start + jnp.minimum(token, tokens - 1) * stride + number
 
     @inline(REF, LAYOUT, returns=PER_THREAD)
-    def load(ref: Any, index: Any) -> Any:
+    def load(ref: ir.Value, index: Registers) -> Registers:
         text = """{
                 .reg .b16 low, zero;
                 mov.b16 zero, 0;
@@ -374,7 +376,7 @@ def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: 
 
 
 def store_block(
-    ref: Any, start: jax.Array, stride: int, block: jax.Array, tokens: int, interpret: Any
+    ref: Ref, start: Index, stride: int, block: jax.Array, tokens: int, interpret: Any
 ) -> None:
     """Stores the first ``tokens`` tokens of a block, rounded, where :func:`load_block` loads it."""
     if interpret is not None:
@@ -388,7 +390,7 @@ def store_block(
     itemsize = jnp.dtype(ref.dtype).itemsize
 
     @inline(REF, LAYOUT, LAYOUT).on(ref, index, block)
-    def _(ref: Any, index: Any, block: Any) -> None:
+    def _(ref: ir.Value, index: Registers, block: Registers) -> None:
         if itemsize == 2:
             text = """{
                 .reg .pred there; .reg .b16 low;
@@ -406,6 +408,6 @@ def store_block(
         asm(text, "l,r,f,~{memory}", address, only(index), only(block), effects=True)
 
 
-def _address(ref: Any, index: Any, itemsize: int) -> Any:
+def _address(ref: ir.Value, index: Registers, itemsize: int) -> ir.Value:
     base, size = global_address(ref), const(itemsize, 64)
     return arith.addi(base, arith.muli(arith.extsi(i64(), only(index)), size))

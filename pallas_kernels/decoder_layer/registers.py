@@ -36,10 +36,12 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels.decoder_layer.activations import PER_THREAD, PIECE, THREADS_PER_ROW, permute
 from pallas_kernels.decoder_layer.reference import SCALE_BLOCK, columns_per_element, is_integer
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.ir import (
     INT32,
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     asm_numbers,
@@ -178,14 +180,14 @@ class Operand:
 class Rows:
     """Activation rows in shared memory, one per token."""
 
-    memory: Any
+    memory: Ref
     """Reference to a flat array: bfloat16, the bits of float16, or in the interpreter float32."""
     start: jax.Array | int  # index of the first row's first number
     stride: int  # distance of the rows
     count: int  # 1 to MOST_TOKENS
     factors: Any = None
     """Reference to the factors of rows in float16, by which results are multiplied, or None."""
-    first_factor: Any = 0  # index of the first row's factor
+    first_factor: Index = 0  # index of the first row's factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,10 +195,10 @@ class Half:
     """Half a unit: eight rows of a matrix in global memory."""
 
     matrix: Any  # reference to a matrix, or to a stack of them
-    row: jax.Array  # the first row
+    row: Index  # the first row
     column: int = 0  # the first column
     index: tuple[jax.Array, ...] = ()  # index of the matrix in a stack
-    scales: Any = None
+    scales: Ref = None
     """Reference to all float32 scales of a matrix or stack, flat; None if it has none."""
     scales_start: jax.Array | int = 0  # index of the scale of the first row's first column
 
@@ -247,12 +249,12 @@ def multiply(
         x_offset = arith.addi(x_offset, arith.muli(register(x_start), const(2)))
         x_pointer = advance(mgpu.utils.memref_ptr(x), x_offset)
 
-        def load_block(weight: Any, block: int) -> list[Any]:
+        def load_block(weight: ir.Value, block: int) -> list[ir.Value]:
             return load_words(advance(weight, const(BLOCK_BYTES * block)))
 
         # Each of these returns the four sums after a block: two of each half.
 
-        def of_integers(block: int, before: list[Any]) -> list[Any]:
+        def of_integers(block: int, before: list[ir.Value]) -> list[ir.Value]:
             pieces = range(0, columns, THREADS_PER_ROW * PIECE)
             x_words = [
                 load_words(advance(x_pointer, const(2 * (block * columns + n)))) for n in pieces
@@ -265,7 +267,7 @@ def multiply(
                 for n, (p, s) in enumerate(zip(products, before, strict=True))
             ]
 
-        def of_float8(block: int, before: list[Any]) -> list[Any]:
+        def of_float8(block: int, before: list[ir.Value]) -> list[ir.Value]:
             products = _float8_products(
                 load_words(advance(x_pointer, const(2 * block * columns)))
                 + load_words(advance(x_pointer, const(2 * block * columns + 16))),
@@ -282,7 +284,7 @@ def multiply(
                 after += [llvm.intr_fma(p, scale, s) for p, s in pairs]
             return after
 
-        def of_bfloat16(block: int, before: list[Any]) -> list[Any]:
+        def of_bfloat16(block: int, before: list[ir.Value]) -> list[ir.Value]:
             after: list[Any] = []
             x_words: list[Any] = []
             for half in range(2):
@@ -320,7 +322,12 @@ def multiply(
 
 
 def _multiply_in_interpreter(
-    operand: Operand, halves: Sequence[Any], rows: Rows, step: Any, scales: Sequence[Any], sums: Any
+    operand: Operand,
+    halves: Sequence[Any],
+    rows: Rows,
+    step: Index,
+    scales: Sequence[Any],
+    sums: Ref,
 ) -> Any:
     """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
     wg = lax.axis_index("wg")
@@ -377,7 +384,7 @@ def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
         return 0
 
     @inline([layout] * len(sums), returns=INT32)
-    def compare(sums: Any) -> Any:
+    def compare(sums: Any) -> Registers:
         numbers = [llvm.bitcast(i32(), item(each.registers.flat[0], 0)) for each in sums]
         # No arithmetic gives this signalling NaN.
         tests = [f"setp.eq.and.b32 p, ${n}, 0x7F812345, p;" for n in range(1, len(sums) + 1)]
@@ -389,26 +396,30 @@ def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
     return compare(list(sums))
 
 
-def _row_and_quarter() -> tuple[Any, Any]:
+def _row_and_quarter() -> tuple[ir.Value, ir.Value]:
     """Returns a thread's matrix row, and which quarter it has of the row's bytes in a block."""
     thread = mgpu.utils.thread_idx()
     return arith.andi(arith.shrui(thread, const(2)), const(7)), arith.andi(thread, const(3))
 
 
-def _mma(text: str, sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any], count: int) -> Any:
+def _mma(
+    text: str, sums: Sequence[ir.Value], a: Sequence[ir.Value], b: Sequence[ir.Value], count: int
+) -> list[ir.Value]:
     """Returns the first ``count`` of a thread's four sums after an mma instruction."""
     four = llvm.StructType.get_literal([f32()] * 4)
     result = asm(text, "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r", *sums, *a, *b, result=four)
     return [llvm.extractvalue(f32(), result, [j]) for j in range(count)]
 
 
-def _unpack(text: str, count: int, word: Any) -> list[Any]:
+def _unpack(text: str, count: int, word: ir.Value) -> list[ir.Value]:
     """Returns the ``count`` registers of float16 pairs that instructions make of a word."""
     kinds = ",".join(["=r"] * count + ["r"])
     return asm_numbers(text, kinds, word, kind=i32(), count=count, effects=False)
 
 
-def _bfloat16_products(x: Sequence[Any], weights: Sequence[Any], sums: list[Any]) -> list[Any]:
+def _bfloat16_products(
+    x: Sequence[ir.Value], weights: Sequence[ir.Value], sums: list[ir.Value]
+) -> list[ir.Value]:
     """Adds the products of pairs of bfloat16. An instruction takes two pairs of each operand."""
     for i in range(0, len(weights), 2):
         sums = [*sums, float_const(0.0), float_const(0.0)]
@@ -417,7 +428,7 @@ def _bfloat16_products(x: Sequence[Any], weights: Sequence[Any], sums: list[Any]
     return sums
 
 
-def _float8_products(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
+def _float8_products(x: Sequence[ir.Value], *weights: Sequence[ir.Value]) -> list[ir.Value]:
     """Returns the products of a block's float8 weights, two sums of each half."""
     sums = [float_const(0.0)] * 4
     for i, words in enumerate(zip(*weights, strict=True)):
@@ -428,8 +439,11 @@ def _float8_products(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
 
 
 def _integer_products(
-    x: Sequence[Sequence[Any]], first: Sequence[Any], second: Sequence[Any], dtype: Any
-) -> list[Any]:
+    x: Sequence[Sequence[ir.Value]],
+    first: Sequence[ir.Value],
+    second: Sequence[ir.Value],
+    dtype: Any,
+) -> list[ir.Value]:
     """Does :func:`_float8_products` for integers; ``x`` has the words of each piece of
     activations."""
     zero = float_const(0.0)
@@ -493,7 +507,9 @@ def _load_row_scales(
     stages = operand.steps if columns_per_element(operand.dtype) == 2 else 1
 
     @inline(REF, REF, SCALAR, SCALAR, returns=(PER_THREAD,) * stages)
-    def load(left: Any, right: Any, left_start: Any, right_start: Any) -> Any:
+    def load(
+        left: ir.Value, right: ir.Value, left_start: Registers, right_start: Registers
+    ) -> tuple[Registers, ...]:
         row, quarter = _row_and_quarter()
         is_right = arith.cmpi(arith.CmpIPredicate.uge, quarter, const(2))
         memory = [mgpu.utils.memref_ptr(ref) for ref in (left, right)]
@@ -514,11 +530,11 @@ def _load_row_scales(
     return list(load(*(half.scales for half in halves), *starts))
 
 
-def _load(ref: Any, index: jax.Array) -> jax.Array:
+def _load(ref: Ref, index: jax.Array) -> jax.Array:
     """Returns ``ref[index]`` of float32 weights in global memory, which the kernel never writes."""
 
     @inline(REF, LAYOUT, returns=PER_THREAD)
-    def load(ref: Any, index: Any) -> Any:
+    def load(ref: ir.Value, index: Registers) -> Registers:
         pointer = element(mgpu.utils.memref_ptr(ref), only(index), f32())
         return per_thread(llvm.load(f32(), pointer))
 
@@ -536,7 +552,7 @@ def prefetch_scales(operand: Operand, half: Half, interpret: Any) -> None:
     sector = 8  # float32 in the 32 bytes that a prefetch brings
 
     @inline(REF, SCALAR).on(half.scales, jnp.asarray(start, jnp.int32))
-    def _(scales: Any, start: Any) -> None:
+    def _(scales: ir.Value, start: Registers) -> None:
         lane = arith.andi(mgpu.utils.thread_idx(), const(LANES - 1))
         for first in range(0, count, LANES * sector):
             index = arith.addi(arith.muli(lane, const(sector)), const(first))
@@ -546,7 +562,7 @@ def prefetch_scales(operand: Operand, half: Half, interpret: Any) -> None:
             asm("prefetch.global.L2 [$0];", "l", address, effects=True)
 
 
-def _of_stage(chunks: Sequence[Any], step: Any) -> Any:
+def _of_stage(chunks: Sequence[Registers], step: ir.Value) -> ir.Value:
     """Returns a stage's register, of registers for each stage of a unit or for all of them."""
     result, *later = [only(chunk) for chunk in chunks]
     for n, value in enumerate(later, 1):
@@ -555,13 +571,13 @@ def _of_stage(chunks: Sequence[Any], step: Any) -> Any:
     return result
 
 
-def _of_quarter(value: Any, quarter: int) -> Any:
+def _of_quarter(value: Any, quarter: int) -> ir.Value:
     """Returns the register that one of the four threads with the same matrix row has."""
     text = f"shfl.sync.idx.b32 $0, $1, {quarter}, 0x1C1F, 0xffffffff;"
     return asm(text, "=f,f", value, result=f32(), effects=True)
 
 
-def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
+def _of_lane(chunks: Sequence[Registers], index: ir.Value) -> Any:
     """Returns number ``index`` of arrays with one number per lane."""
     lane = arith.andi(index, const(LANES - 1))
     result = None
@@ -580,7 +596,7 @@ def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
 
 
 def load_totals(
-    operand: Operand, sums: Any, tokens: int, interpret: Any, factors: Any = None, first: Any = 0
+    operand: Operand, sums: Ref, tokens: int, interpret: Any, factors: Any = None, first: Index = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a unit's totals of both halves, one number per thread of a warpgroup: thread i has
     the total of token ``i // 8 % 8`` and row ``i % 8``, or of the only token. ``sums`` are
@@ -598,7 +614,7 @@ def load_totals(
         return left, right
 
     @inline(REF, [REF] * (factors is not None), SCALAR, returns=(PER_THREAD, PER_THREAD))
-    def load(sums: Any, factors: Any, first: Any) -> Any:
+    def load(sums: ir.Value, factors: Any, first: Registers) -> tuple[Registers, ...]:
         thread = arith.andi(mgpu.utils.thread_idx(), const(7 if tokens == 1 else 63))
         token = arith.shrui(thread, const(3))
         # The right columns' tokens come after four others.

@@ -58,10 +58,12 @@ from pallas_kernels.decoder_layer.registers import (
     prefetch_scales,
     zero_after,
 )
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import BULK_COPY, Barriers, TmaCopy
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.ir import (
     INT32,
+    Registers,
     asm,
     const,
     i32,
@@ -205,7 +207,7 @@ def check(tokens: int, dtype: Any, weight_dtype: Any, widths: dict[str, tuple[in
         )
 
 
-def count_units(cta: Any, units: int, ctas: int) -> Any:
+def count_units(cta: Index, units: int, ctas: int) -> jax.Array:
     """Returns how many of ``units`` units a CTA has. Unit u is of CTA u % CTAs."""
     return lax.div(units - cta + (ctas - 1), jnp.int32(ctas))
 
@@ -231,7 +233,7 @@ class Cta:
     """Whether consecutive exchanges are stored by different warpgroups, even across phases.
     Otherwise warpgroup ``i % 2`` stores unit i of each phase."""
 
-    def __init__(self, plan: Any, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+    def __init__(self, plan: Any, refs: dict[str, Any], memory: Ref, counter: Any, interpret: Any):
         self.plan, self.refs, self.interpret = plan, SimpleNamespace(**refs), interpret
         self.ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
         self.stages = dataclasses.replace(plan.stages, refs=tuple(memory["stages"]))
@@ -273,33 +275,33 @@ class Cta:
 
     # ---- the units of this CTA ----
 
-    def first_unit(self, phase: Phase) -> Any:
+    def first_unit(self, phase: Phase) -> jax.Array:
         if phase.shift is None:
             return self.cta
         return lax.rem(self.cta + phase.shift % self.plan.ctas, jnp.int32(self.plan.ctas))
 
-    def count(self, phase: Phase) -> Any:
+    def count(self, phase: Phase) -> jax.Array:
         """Returns the number of this CTA's units."""
         return count_units(self.first_unit(phase), phase.units * phase.matrices, self.plan.ctas)
 
-    def locate(self, phase: Phase, i: Any) -> tuple[Any, Any]:
+    def locate(self, phase: Phase, i: Index) -> tuple[jax.Array, jax.Array]:
         """Returns the matrix and the first output feature of this CTA's i-th unit, or of any unit
         if it has none."""
         return self.matrix_and_row(phase, self.first_unit(phase) + i * self.plan.ctas)
 
-    def matrix_and_row(self, phase: Phase, unit: Any) -> tuple[Any, Any]:
+    def matrix_and_row(self, phase: Phase, unit: Index) -> tuple[jax.Array, jax.Array]:
         unit = jnp.minimum(unit, phase.units * phase.matrices - 1)
         if phase.matrices == 1:
             return jnp.int32(0), unit * phase.rows
         units = jnp.int32(phase.units)
         return lax.div(unit, units), lax.rem(unit, units) * phase.rows
 
-    def halves(self, phase: Phase, i: Any) -> tuple[Half, Half]:
+    def halves(self, phase: Phase, i: Index) -> tuple[Half, Half]:
         """Returns the weights of this CTA's i-th unit."""
         raise NotImplementedError
 
     def half(
-        self, phase: Phase, n: int, row: Any, matrix: Any, scales: Sequence[Any],
+        self, phase: Phase, n: int, row: Index, matrix: Any, scales: Sequence[Any],
         index: tuple[Any, ...] = (),
     ) -> Half:  # fmt: skip
         """Returns half ``n`` of a unit that begins at ``row`` of a matrix."""
@@ -351,7 +353,7 @@ class Cta:
             return count
 
         @inline(returns=INT32)
-        def steps() -> Any:
+        def steps() -> Registers:
             return scalar(asm(f"mov.b32 $0, {count};", "=r", result=i32(), effects=True))
 
         return steps()
@@ -388,7 +390,7 @@ class Cta:
         carry = self.state, self.exchanges, self.scales(phase, jnp.int32(0), count)
         self.state, self.exchanges, _ = lax.fori_loop(0, count, unit, carry)
 
-    def scales(self, phase: Phase, i: Any, count: Any) -> list[Any]:
+    def scales(self, phase: Phase, i: Index, count: Index) -> list[Any]:
         """Loads the scales of unit i of ``count`` units, or past the end of a unit that exists."""
         assert phase.operand is not None
         if not phase.operand.is_scaled:
@@ -402,7 +404,7 @@ class Cta:
         """Multiplies a unit's weights with the activation rows, and returns the next state and this
         warpgroup's sums of both halves."""
 
-        def add(i: jax.Array, state: PipelineState, sums: Any) -> Any:
+        def add(i: jax.Array, state: PipelineState, sums: Ref) -> Any:
             self.ring.wait_full(state)
             halves = [self.stages.half(operand, state.stage, n) for n in range(2)]
             sums = multiply(operand, halves, rows, i, scales, sums, self.interpret)
@@ -421,7 +423,12 @@ class Cta:
         self.sync_consumers()
 
     def totals(
-        self, operand: Operand, number: jax.Array, tokens: int, factors: Any = None, first: Any = 0
+        self,
+        operand: Operand,
+        number: jax.Array,
+        tokens: int,
+        factors: Any = None,
+        first: Index = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the totals of both halves after exchange ``number``, see :func:`load_totals`."""
         sums = self.partial_sums.at[lax.rem(number, 2)]
@@ -547,7 +554,7 @@ class RowCopies(TmaCopy):
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
 
     def _issue_contiguous(
-        self, source: Any, starts: Sequence[Any], target: Any, barrier: Any, leader: Any
+        self, source: Ref, starts: Sequence[Any], target: Ref, barrier: Any, leader: Any
     ) -> None:
         address, strides = self.address_and_strides(source, starts)
         rows = self.sizes[-2]

@@ -48,7 +48,7 @@ from pallas_kernels.grouped_matmul.few_tokens_plan import (
 )
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
@@ -152,7 +152,7 @@ def _matmul(
     gpu, consumers, matrix_count = plan.on_gpu, config.warpgroups, plan.matrices
     ring_scratch = _Stages.scratch(plan, matrices[0].dtype)
 
-    def few_tokens(x_g: Any, *refs: Any) -> None:
+    def few_tokens(x_g: Ref, *refs: Any) -> None:
         w_g, scale_g = refs[:matrix_count], refs[matrix_count : 2 * matrix_count]
         sizes_g, out_g, *scratch = refs[2 * matrix_count :]
         ring = _Stages(plan, *scratch[: len(ring_scratch)])
@@ -193,13 +193,13 @@ def _matmul(
 class _Tile(NamedTuple):
     """A number of output features by the tokens of a group. All fields are int32."""
 
-    group: Any
-    token: Any  # first token
-    tokens: Any  # number of tokens
+    group: Index
+    token: Index  # first token
+    tokens: Index  # number of tokens
     matrix: Any  # index of the matrix in its group
-    k_slice: Any  # index of the slice of K, with split-K
-    feature: Any
-    first_new_feature: Any  # first feature that the tile before it does not have
+    k_slice: Index  # index of the slice of K, with split-K
+    feature: Index
+    first_new_feature: Index  # first feature that the tile before it does not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,16 +208,16 @@ class _Tiles:
 
     plan: Plan
     groups: GroupTiles
-    cta: Any
+    cta: Index
 
-    def count(self) -> Any:
+    def count(self) -> jax.Array:
         """Returns the number of the CTA's tiles. Each role computes it for itself, so that it takes
         no register meanwhile."""
         plan = self.plan
         total = self.groups.count() * (plan.matrices * plan.feature_tiles * plan.config.split_k)
         return lax.div(total - self.cta + (plan.ctas - 1), jnp.int32(plan.ctas))
 
-    def locate(self, i: Any) -> _Tile:
+    def locate(self, i: Index) -> _Tile:
         """Returns the CTA's i-th tile."""
         plan, N, features = self.plan, self.plan.weights.N, self.plan.config.features
         t, indices = self.cta + i * plan.ctas, []
@@ -239,7 +239,7 @@ def _for_matrix(plan: Plan, matrix: Any, body: Callable[[int], None]) -> None:
             when(matrix == n)(functools.partial(body, n))
 
 
-def _for_width(plan: Plan, tokens: Any, body: Callable[[int, int], None]) -> None:
+def _for_width(plan: Plan, tokens: Index, body: Callable[[int, int], None]) -> None:
     """Runs ``body(n, width)`` for the narrowest of the token widths that holds a tile."""
     widths, max_tokens, low = plan.config.token_widths, plan.config.max_tokens, 0
     for n, width in enumerate(widths):
@@ -259,8 +259,8 @@ class _Stages:
     """The ring buffer: K steps of tokens and weights in shared memory, and their barriers."""
 
     plan: Plan
-    x: Any  # [slots, blocks of x, tokens, 64]; on a GPU with two views for each width
-    weights: Any  # [slots, features, bytes of a step]
+    x: Ref  # [slots, blocks of x, tokens, 64]; on a GPU with two views for each width
+    weights: Ref  # [slots, features, bytes of a step]
     full: Any  # one barrier per stage; each copy arrives at it
     empty: Any  # one barrier per stage; each consumer warpgroup arrives at it
 
@@ -296,7 +296,7 @@ class _Stages:
         empty = plgpu.Barrier(num_arrivals=plan.config.warpgroups, num_barriers=plan.stages)
         return [x_scratch, weights, full, empty]
 
-    def tokens(self, n: int, width: int, slot: Any, tiled: bool) -> Any:
+    def tokens(self, n: int, width: int, slot: Index, tiled: bool) -> Any:
         """Returns the tokens of a slot, [blocks of x, width, 64], in the view of width n."""
         if not self.plan.on_gpu:
             return self.x.at[slot, :, pl.ds(0, width)]
@@ -304,26 +304,26 @@ class _Stages:
         return view.at[slot * (self.plan.config.max_tokens // width)]
 
 
-def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[Any]) -> None:
+def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Ref, w_g: Sequence[Any]) -> None:
     """Copies weights and tokens of every K step of this CTA's tiles to the ring."""
     k_warpgroups, stages, features = plan.config.k_warpgroups, plan.stages, plan.config.features
     step_bytes, x_blocks = plan.weights.step_bytes, plan.x_blocks
 
-    def copy(source: Any, target: Any, stage: Any) -> None:
+    def copy(source: Ref, target: Ref, stage: Index) -> None:
         plgpu.copy_gmem_to_smem(source, target, ring.full.at[stage])
 
-    def copy_tile(i: Any, fill: Any) -> Any:
+    def copy_tile(i: Index, fill: Index) -> Any:
         tile = tiles.locate(i)
 
-        def copy_step(k: Any, fill: Any) -> Any:
+        def copy_step(k: Index, fill: Index) -> Any:
             stage = lax.rem(fill, jnp.int32(stages))
             when(fill >= stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
 
-            def copy_weights(step: Any, slot: Any, n: int) -> None:
+            def copy_weights(step: Index, slot: Index, n: int) -> None:
                 window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
                 copy(w_g[n].at[tile.group, *window], ring.weights.at[slot], stage)
 
-            def copy_tokens(step: Any, slot: Any, n: int, width: int) -> None:
+            def copy_tokens(step: Index, slot: Index, n: int, width: int) -> None:
                 rows, target = pl.ds(tile.token, width), ring.tokens(n, width, slot, tiled=False)
                 if not plan.config.tokens_in_order:
                     copy(x_g.at[pl.ds(step * x_blocks, x_blocks), rows], target, stage)
@@ -345,7 +345,7 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[A
 
     fill = lax.fori_loop(0, tiles.count(), copy_tile, jnp.int32(0))
 
-    def drain(j: Any, carry: Any) -> Any:
+    def drain(j: Index, carry: Any) -> Any:
         @when(fill + j >= stages)
         def _() -> None:
             plgpu.barrier_wait(ring.empty.at[lax.rem(fill + j, jnp.int32(stages))])
@@ -366,14 +366,14 @@ class _Consumer:
     tiles: _Tiles
     ring: _Stages
     scales: Sequence[Any]  # float32 [G, Nb, Kb] in global memory, one per matrix
-    out: Any
+    out: Ref
     reduction: _Reduction | None
-    warpgroup: Any
-    k_part: Any  # index among the warpgroups that share a tile
-    first_row: Any  # first of its features in the tile
+    warpgroup: Index
+    k_part: Index  # index among the warpgroups that share a tile
+    first_row: Index  # first of its features in the tile
 
     def run(self) -> None:
-        def consume_tile(i: Any, carry: Any) -> Any:
+        def consume_tile(i: Index, carry: Any) -> Any:
             tile = self.tiles.locate(i)
             body = functools.partial(self.compute_tile, i, tile)
             _for_width(self.plan, tile.tokens, body)
@@ -383,7 +383,7 @@ class _Consumer:
         if self.reduction is not None:
             self.reduction.drain(self.k_part, self.tiles.count)
 
-    def compute_tile(self, i: Any, tile: _Tile, n: int, width: int) -> None:
+    def compute_tile(self, i: Index, tile: _Tile, n: int, width: int) -> None:
         """Computes a tile of at most ``width`` tokens, the n-th of the token widths."""
         plan, weights, ring = self.plan, self.plan.weights, self.ring
         k_warpgroups, fills = plan.config.k_warpgroups, plan.fills
@@ -393,7 +393,7 @@ class _Consumer:
         first_fill = i * fills
         first_step = tile.k_slice * (fills * k_warpgroups) + self.k_part
 
-        def k_step(k: Any, carry: Any) -> Any:
+        def k_step(k: Index, carry: Any) -> Any:
             total, step_scales = carry
             stage = lax.rem(first_fill + k, jnp.int32(plan.stages))
             step = first_step + k * k_warpgroups
@@ -439,7 +439,9 @@ class _Consumer:
         else:
             self.reduction.reduce(total, i, self.warpgroup, self.k_part, finish, on_gpu=plan.on_gpu)
 
-    def load_scales(self, group: Any, matrix: Any, feature: Any, step: Any) -> tuple[Any, ...]:
+    def load_scales(
+        self, group: Index, matrix: Any, feature: Index, step: Index
+    ) -> tuple[Any, ...]:
         """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks: vectors over
         the 64 features, or scalars."""
         plan, weights = self.plan, self.plan.weights
@@ -467,7 +469,7 @@ class _Consumer:
 
         return choose(0)
 
-    def multiply(self, n: int, width: int, slot: Any, first: int) -> jax.Array:
+    def multiply(self, n: int, width: int, slot: Index, first: int) -> jax.Array:
         """Returns the product of column blocks ``first`` to ``first + blocks_per_scale`` of 64
         features with the tokens: float32 [64, width], not scaled."""
         weights, ring, config = self.plan.weights, self.ring, self.plan.config
@@ -493,7 +495,7 @@ class _Consumer:
                 packed, tokens, form, blocks, column_blocks, width, in_order=in_order
             )
 
-        def multiply_with_wgmma(accumulator: Any) -> jax.Array:
+        def multiply_with_wgmma(accumulator: Ref) -> jax.Array:
             unpacked = [registers.unpack(packed, form, b, column_blocks) for b in blocks]
             operands = [a for block in unpacked for a in block]
             tokens = ring.tokens(n, width, slot, tiled=True)
@@ -513,7 +515,7 @@ def _scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
     return product * scale
 
 
-def _unknown_zero(i: Any) -> Any:
+def _unknown_zero(i: Index) -> jax.Array:
     """Returns 0, which no compiler knows. A CTA's tile ``i`` is one of fewer than 2^24."""
     return lax.shift_right_logical(i, jnp.int32(24))
 
@@ -529,7 +531,7 @@ class _Reduction:
     """
 
     k_warpgroups: int  # that share a tile
-    partial_sums: Any  # float32 [partial warpgroups, 64 * tokens] in shared memory
+    partial_sums: Ref  # float32 [partial warpgroups, 64 * tokens] in shared memory
     written: Any  # completes when all partial sums of a tile are in shared memory
     read: Any  # completes when all of them have been read
 
@@ -546,7 +548,7 @@ class _Reduction:
         )
 
     def reduce(
-        self, total: jax.Array, i: Any, warpgroup: Any, k_part: Any,
+        self, total: jax.Array, i: Index, warpgroup: Index, k_part: Index,
         finish: Callable[[jax.Array], None], *, on_gpu: bool,
     ) -> None:  # fmt: skip
         """Calls ``finish`` with the whole sum in the first of the warpgroups that share the CTA's
@@ -573,6 +575,6 @@ class _Reduction:
             when(zero == 0)(lambda: plgpu.barrier_arrive(self.read))
             finish(whole)
 
-    def drain(self, k_part: Any, tile_count: Callable[[], Any]) -> None:
+    def drain(self, k_part: Index, tile_count: Callable[[], Any]) -> None:
         """Waits until the last partial sums have been read. A CTA may exit only then."""
         when((k_part > 0) & (tile_count() > 0))(lambda: plgpu.barrier_wait(self.read))

@@ -23,9 +23,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.grouped_matmul.few_tokens_plan import Format
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     asm_numbers,
@@ -38,6 +40,7 @@ from pallas_kernels.hopper.ir import (
     inline,
     shared_address,
     single,
+    value_of,
     warp_and_lane,
 )
 from pallas_kernels.hopper.registers import MMA, advance, load_words
@@ -50,7 +53,7 @@ _LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 _NEIGHBOURS = ("prmt.b32 $0, $1, 0, 0x4140;", "prmt.b32 $0, $1, 0, 0x4342;")
 
 
-def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
+def row_of_thread(column_blocks: int) -> tuple[ir.Value, ir.Value]:
     """Returns the first of a thread's two rows, of 64, and ``lane % 4``. Rows of 128 bytes are
     swizzled by the low three bits of their index. A quarter of a warp reads 64 bytes of two rows at
     once, in different banks if they are rows r and r + 4: bits 0 and 2 are swapped."""
@@ -65,7 +68,7 @@ def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def to_bfloat16(word: Any, form: Format) -> list[Any]:
+def to_bfloat16(word: ir.Value, form: Format) -> list[ir.Value]:
     """Converts all values of a 32-bit word to pairs of bfloat16.
 
     int8 and float8_e4m3fn give the pairs of bytes (0, 2) and (1, 3); int4 the pairs of half bytes
@@ -109,14 +112,14 @@ def to_bfloat16(word: Any, form: Format) -> list[Any]:
     return [asm(text.replace("SHIFT", str(n)), "=r,r", word, result=i32()) for n in shifts]
 
 
-def neighbours_to_bfloat16(word: Any, form: Format) -> list[Any]:
+def neighbours_to_bfloat16(word: ir.Value, form: Format) -> list[ir.Value]:
     """Converts the bytes of a word, int8 or float8_e4m3fn, to the pairs (0, 1) and (2, 3)."""
     return [to_bfloat16(asm(text, "=r,r", word, result=i32()), form)[0] for text in _NEIGHBOURS]
 
 
 def load_operands(
-    packed: Any, form: Format, block: int, column_blocks: int, *, in_order: bool = False
-) -> list[list[Any]]:
+    packed: ir.Value, form: Format, block: int, column_blocks: int, *, in_order: bool = False
+) -> list[list[ir.Value]]:
     """Loads and unpacks a thread's weights of one column block of its two rows. For each 16 columns
     it returns the operand's registers: upper row, lower row, and both again 8 columns further on.
     ``in_order`` makes pairs of neighbouring columns, for tokens that are not permuted."""
@@ -135,14 +138,14 @@ def load_operands(
     return [[upper[i], lower[i], upper[i + 1], lower[i + 1]] for i in range(0, len(upper), 2)]
 
 
-def unpack(packed: Any, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
+def unpack(packed: Ref, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
     """Unpacks a column block of 64 weight rows in shared memory to operands of wgmma: bfloat16 [64,
     64], one array of int8 and float8, two of int4."""
     count = 2 if form == "int4" else 1
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=WGMMA)
 
     @inline(plgpu.RefType(_swizzle(column_blocks)), returns=(result,) * count)
-    def load(packed: Any) -> Any:
+    def load(packed: ir.Value) -> tuple[Registers, ...]:
         bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
         operands = load_operands(packed, form, block, column_blocks)
         flat = [llvm.bitcast(bf16x2, pair) for operand in operands for pair in operand]
@@ -169,11 +172,11 @@ def unpack_in_interpreter(packed: jax.Array, form: Format, *, in_order: bool) ->
     return values.transpose(0, 2, 3, 5, 6, 1, 4).reshape(64, 2, 64)
 
 
-def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
+def load_row_scales(scales: Ref, column_blocks: int) -> jax.Array:
     """Loads the scales of 64 weight rows, float32 [64], from a strided array in global memory."""
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=ROW))
-    def load(ref: Any) -> Any:
+    def load(ref: ir.Value) -> Registers:
         (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         row, _ = row_of_thread(column_blocks)
@@ -192,7 +195,7 @@ def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
 
 
 def multiply(
-    packed: Any, x: Any, form: Format, blocks: range, column_blocks: int, tokens: int, *,
+    packed: Ref, x: Ref, form: Format, blocks: range, column_blocks: int, tokens: int, *,
     in_order: bool,
 ) -> jax.Array:  # fmt: skip
     """Multiplies consecutive column ``blocks`` of 64 packed weight rows in shared memory with the
@@ -205,7 +208,7 @@ def multiply(
         plgpu.RefType(_swizzle(2)),
         returns=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=WGMMA),
     )
-    def product(packed: Any, x: Any) -> Any:
+    def product(packed: ir.Value, x: ir.Value) -> Registers:
         address = shared_address(x)
         addresses = _addresses_in_order(address) if in_order else _matrix_addresses(address)
         zero = float_const(0.0)
@@ -232,7 +235,7 @@ def multiply(
     return product(packed, x)
 
 
-def _matrix_addresses(x: Any) -> list[Any]:
+def _matrix_addresses(x: ir.Value) -> list[ir.Value]:
     """Returns a lane's addresses for ldmatrix, for each half of a block of 64 columns from x on.
     Lane l provides 16 bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of 32."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
@@ -242,7 +245,7 @@ def _matrix_addresses(x: Any) -> list[Any]:
     return [arith.addi(x, chunk), arith.addi(x, arith.xori(chunk, const(64)))]
 
 
-def _addresses_in_order(x: Any) -> list[Any]:
+def _addresses_in_order(x: ir.Value) -> list[ir.Value]:
     """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands: it has
     the weights of a quarter l % 4 of a column block. Rows of 128 bytes are swizzled."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
@@ -256,7 +259,7 @@ def _addresses_in_order(x: Any) -> list[Any]:
 # ---- partial sums and results --------------------------------------------------------------------
 
 
-def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
+def store_partial_sum(target: Ref, values: jax.Array, *, on_gpu: bool) -> None:
     """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`, in the order of
     the registers, so that no bank conflicts arise."""
     if not on_gpu:
@@ -264,19 +267,19 @@ def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
         return
 
     @inline(REF, WGMMA).on(target, values)
-    def _(ref: Any, values: Any) -> None:
+    def _(ref: ir.Value, values: Registers) -> None:
         pointers = _pair_pointers(ref, values.registers.size)
         for pointer, pair in zip(pointers, values.registers.flat, strict=True):
             llvm.store(pair, pointer)
 
 
-def load_partial_sum(source: Any, width: int, *, on_gpu: bool) -> jax.Array:
+def load_partial_sum(source: Ref, width: int, *, on_gpu: bool) -> jax.Array:
     """Loads float32 [64, width] that another warpgroup's :func:`store_partial_sum` has stored."""
     if not on_gpu:
         return source[pl.ds(0, 64 * width)].reshape(64, width)
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=WGMMA))
-    def read(ref: Any) -> Any:
+    def read(ref: ir.Value) -> Registers:
         pair = ir.VectorType.get((2,), f32())
         pairs = [llvm.load(pair, pointer) for pointer in _pair_pointers(ref, width // 4)]
         return array(pairs, (64, width), WGMMA)
@@ -284,7 +287,7 @@ def load_partial_sum(source: Any, width: int, *, on_gpu: bool) -> jax.Array:
     return read(source)
 
 
-def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
+def _pair_pointers(ref: ir.Value, pairs: int) -> list[ir.Value]:
     """Returns the addresses of a thread's float32 pairs. Those of a warp are adjacent."""
     warp, lane = warp_and_lane()
     thread = arith.addi(arith.muli(warp, const(32)), lane)
@@ -293,7 +296,7 @@ def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
 
 
 def store_transposed(
-    out: Any, at: Sequence[Any], values: jax.Array, tokens: jax.Array, column_blocks: int, *,
+    out: Ref, at: Sequence[Any], values: jax.Array, tokens: Index, column_blocks: int, *,
     on_gpu: bool,
 ) -> None:  # fmt: skip
     """Stores the first ``tokens`` columns of [64, width] to rows of ``out`` in global memory, from
@@ -311,10 +314,10 @@ def store_transposed(
     target = out.at[*slices, pl.ds(first_row, width), columns]
 
     @inline(REF, WGMMA, SCALAR).on(target, values, tokens)
-    def _(ref: Any, values: Any, tokens: Any) -> None:
+    def _(ref: ir.Value, values: Registers, tokens: Registers) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
-        tokens = tokens.registers.item()
+        end = value_of(tokens)
         row, quarter = row_of_thread(column_blocks)
         first = arith.muli(quarter, const(2))
         column = advance(base, arith.muli(row, const(size)))
@@ -339,4 +342,4 @@ def store_transposed(
                         {split}
                         @p {text}
                     }}"""
-                    asm(text, f"l,{kind},r,r", address, value, token, tokens, effects=True)
+                    asm(text, f"l,{kind},r,r", address, value, token, end, effects=True)

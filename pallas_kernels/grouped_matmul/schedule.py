@@ -23,9 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.hopper.ir import REF, SCALAR, const, i32, inline
+from pallas_kernels.hopper import Ref
+from pallas_kernels.hopper.ir import REF, SCALAR, Registers, const, i32, inline, value_of
+from pallas_kernels.hopper.launch import Index
 from pallas_kernels.hopper.registers import last_lane, prefix_sums, warp_sum
 
 MULTIPROCESSORS = 132  # of an H100 SXM and an H200; a choice that suits them suits others
@@ -53,7 +56,7 @@ def panel_height(M: int, G: int, tile_m: int, row_bytes: int) -> int:
 class GroupTiles:
     """The tiles along M of all groups. All lanes of a warp call its methods together."""
 
-    sizes: Any  # int32 [G] in global memory: rows of each group
+    sizes: Ref  # int32 [G] in global memory: rows of each group
     tile_m: int  # rows per tile
     on_gpu: bool  # False in the interpreter
 
@@ -63,7 +66,7 @@ class GroupTiles:
             return jnp.sum(self._tiles(self.sizes[:]))
 
         @_inline(REF)
-        def add(sizes: Any) -> tuple[Any, ...]:
+        def add(sizes: ir.Value) -> tuple[Any, ...]:
             tiles = [self._tiles_of(size) for _, size in self._groups_of_lane(sizes)]
             total = tiles[0]
             for more in tiles[1:]:
@@ -72,14 +75,14 @@ class GroupTiles:
 
         return add(self.sizes)[0]
 
-    def locate(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def locate(self, tile: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a tile's group, first row and number of rows. All are 0 past the last tile."""
         if not self.on_gpu:
             return self._locate(self.sizes[:], tile)
 
         @_inline(REF, SCALAR, results=3)
-        def search(sizes: Any, tile: Any) -> tuple[Any, ...]:
-            tile, before = tile.registers.item(), const(0)
+        def search(sizes: ir.Value, number: Registers) -> tuple[Any, ...]:
+            tile, before = value_of(number), const(0)
             groups = self._groups_of_lane(sizes)
             tiles = [self._tiles_of(size) for _, size in groups]
             # The tile's group is the number of groups that end at or before it.
@@ -113,7 +116,7 @@ class GroupTiles:
     def _tiles(self, sizes: jax.Array) -> jax.Array:
         return -(-sizes // self.tile_m)
 
-    def _locate(self, sizes: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _locate(self, sizes: jax.Array, tile: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         tiles = self._tiles(sizes)
         tile_ends, row_ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
         group = jnp.sum((tile_ends <= tile).astype(jnp.int32))
@@ -124,7 +127,7 @@ class GroupTiles:
         rows = jnp.minimum(sizes[index] - offset, self.tile_m)
         return jnp.where(exists, group, 0), jnp.where(exists, row, 0), jnp.where(exists, rows, 0)
 
-    def _groups_of_lane(self, sizes: Any) -> list[tuple[Any, Any]]:
+    def _groups_of_lane(self, sizes: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
         """Returns number and size of every 32nd group from this lane's on; 0 past the last
         group."""
         groups = self.sizes.shape[0]
@@ -139,7 +142,7 @@ class GroupTiles:
             result.append((group, arith.select(exists, size, const(0))))
         return result
 
-    def _tiles_of(self, size: Any) -> Any:
+    def _tiles_of(self, size: ir.Value) -> ir.Value:
         return arith.divui(arith.addi(size, const(self.tile_m - 1)), const(self.tile_m))
 
 
@@ -149,7 +152,7 @@ def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[
 
     def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:
         @inline(*arguments, returns=(scalar,) * results)
-        def inlined(*args: Any) -> Any:
+        def inlined(*args: Any) -> tuple[Registers, ...]:
             layout = SCALAR.to_mgpu()
             return tuple(
                 mgpu.FragmentedArray.splat(x, (), layout, is_signed=True) for x in function(*args)

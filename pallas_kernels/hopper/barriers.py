@@ -25,6 +25,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     asm,
     const,
     global_address,
@@ -36,6 +37,7 @@ from pallas_kernels.hopper.ir import (
     value_of,
     warp_and_lane,
 )
+from pallas_kernels.hopper.launch import Index, Ref
 from pallas_kernels.hopper.tiles import TILED, TILES, TILING
 from pallas_kernels.hopper.warpgroup import WARPS, when
 
@@ -47,11 +49,11 @@ BULK_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 class TmaCopy:
     """A copy of a window of an array in global memory to shared memory."""
 
-    source: Any
+    source: Ref
     """Array in global memory. One of uint8 has the bytes of the target's numbers, 128 per row, if
     the target is tiled."""
     window: tuple[Any, ...]  # an index or a ``pl.ds`` for each dimension of the source
-    target: Any  # reference to shared memory
+    target: Ref  # reference to shared memory
     tiled: bool = True  # whether the target is in tiles, as tiles.tiles_of makes them
     swizzle: int | None = 128  # Swizzle of the target in bytes, or None. Of tiles it is 128.
     contiguous: bool = False
@@ -91,7 +93,7 @@ class TmaCopy:
         plgpu.copy_gmem_to_smem(source, self.target, barrier, collective_axes=self.multicast)
 
     def issue(
-        self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
+        self, context: Any, source: Ref, starts: Sequence[Any], target: Ref, barrier: Any,
         leader: Any,
     ) -> None:  # fmt: skip
         """Starts the copy in inlined code, from the thread whose predicate is ``leader``. Its bytes
@@ -118,7 +120,7 @@ class TmaCopy:
         )
 
     def _issue_contiguous(
-        self, source: Any, starts: Sequence[Any], target: Any, barrier: Any, leader: Any
+        self, source: Ref, starts: Sequence[Any], target: Ref, barrier: Any, leader: Any
     ) -> None:
         address, _ = self.address_and_strides(source, starts)
         text = f"@$3 {BULK_COPY} [$0], [$1], {self.bytes}, [$2];"
@@ -126,7 +128,7 @@ class TmaCopy:
         operands = shared_address(target), address, mbarrier, leader
         asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
 
-    def address_and_strides(self, source: Any, starts: Sequence[Any]) -> tuple[Any, list[int]]:
+    def address_and_strides(self, source: Ref, starts: Sequence[Any]) -> tuple[Any, list[int]]:
         """Returns the window's address, and the strides of the source in bytes."""
         strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
         strides = [stride * jnp.dtype(self.source.dtype).itemsize for stride in strides]
@@ -137,7 +139,7 @@ class TmaCopy:
         return address, strides
 
 
-def _bytes_of(tiles: Any, shape: Sequence[int]) -> Any:
+def _bytes_of(tiles: ir.Value, shape: Sequence[int]) -> ir.Value:
     """Returns tiles in shared memory, 64 bfloat16 wide, as bytes of shape [rows, 128]."""
     memory_space = ir.MemRefType(tiles.type).memory_space
     kind = ir.MemRefType.get(shape, ir.IntegerType.get_signless(8), memory_space=memory_space)
@@ -164,7 +166,7 @@ _ARRIVE_AT_ALL = """{
 class Barriers:
     """An array of barriers."""
 
-    memory: Any  # the reference that scratch allocates
+    memory: Ref  # the reference that scratch allocates
     interpret: Any  # interpreter parameters, or None on a GPU
     first: int = 0  # index in ``memory`` of barrier 0, on a GPU
 
@@ -190,7 +192,7 @@ class Barriers:
             return
 
         @inline(REF).on(self.memory)
-        def _(words: Any) -> None:
+        def _(words: ir.Value) -> None:
             if warps == 1:
                 leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
                 for i, count in enumerate(arrivals):
@@ -217,7 +219,7 @@ class Barriers:
             else:
                 instruction("bar.sync 0;")
 
-    def wait(self, i: Any, use: Any) -> None:
+    def wait(self, i: Index, use: Index) -> None:
         """Waits until use ``use`` of barrier i is complete.
 
         The hardware compares only the parity, so use + 1 must not complete before this returns.
@@ -227,11 +229,11 @@ class Barriers:
             return
 
         @inline(REF, SCALAR, SCALAR).on(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
-        def _(words: Any, barrier: Any, use: Any) -> None:
+        def _(words: ir.Value, barrier: Registers, use: Registers) -> None:
             odd = arith.trunci(ir.IntegerType.get_signless(1), value_of(use))
             _barrier(words, value_of(barrier)).wait_parity(odd)
 
-    def arrive(self, i: Any, ctas: int = 1) -> None:
+    def arrive(self, i: Index, ctas: int = 1) -> None:
         """Arrives at barrier i once per warp, when all lanes of the warp have come here. In a
         cluster of ``ctas`` CTAs it arrives at the barriers of all."""
         if self.interpret is not None:
@@ -239,7 +241,7 @@ class Barriers:
             return
 
         @inline(REF, SCALAR).on(self.memory, self._index(i))
-        def _(words: Any, barrier: Any) -> None:
+        def _(words: ir.Value, barrier: Registers) -> None:
             instruction("bar.warp.sync 0xffffffff;")
             if ctas > 1:
                 lane = warp_and_lane()[1]
@@ -249,7 +251,7 @@ class Barriers:
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             _barrier(words, value_of(barrier)).arrive(predicate=lane)
 
-    def wait_for_arrivals(self, first: Any, stages: int, fills: Any) -> None:
+    def wait_for_arrivals(self, first: Index, stages: int, fills: Index) -> None:
         """Waits for all releases of a ring's stages after ``fills`` fills; a CTA may exit only
         then. ``first`` is the barrier at which stage 0 is released."""
         for stage in range(stages):
@@ -258,7 +260,7 @@ class Barriers:
 
     def fill(
         self,
-        i: Any,
+        i: Index,
         copies: Sequence[TmaCopy],
         *,
         scope: mgpu.ThreadSubset = mgpu.ThreadSubset.WARP,
@@ -289,16 +291,16 @@ class Barriers:
         inlined(self.memory, self._index(i), sources, targets, starts)
 
     def copy(
-        self, i: Any, source: Any, window: tuple[Any, ...], target: Any, axis: Any = None
+        self, i: Index, source: Ref, window: tuple[Any, ...], target: Ref, axis: Any = None
     ) -> None:
         """Starts one TMA copy to tiles, see :class:`TmaCopy`. One warp calls it."""
         self.fill(i, [TmaCopy(source, window, target, multicast=axis)])
 
-    def _index(self, i: Any) -> Any:
+    def _index(self, i: Index) -> jax.Array:
         return jnp.asarray(i + self.first if self.first else i, jnp.int32)
 
 
-def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
+def _barrier(words: ir.Value, i: ir.Value) -> mgpu.BarrierRef:
     """Returns the i-th mbarrier of an array in shared memory, of two words each. It does not track
     phases: the caller passes the parity to each wait."""
     phases: Any = None
@@ -320,7 +322,7 @@ _SEND = """{
 }"""
 
 
-def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Any) -> None:
+def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Index) -> None:
     """Sends a warp's quarter of a buffer of bfloat16 tiles, contiguous and at the same address in
     both CTAs, signalled on barrier ``i`` of the other CTA. Not for the interpreter, in which a CTA
     has no access to another's memory.
@@ -330,10 +332,10 @@ def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Any) -> 
     for the barrier. ``quarter_bytes`` is a multiple of 16."""
 
     @inline(TILES, REF, SCALAR).on(tiles, barriers.memory, jnp.asarray(i, jnp.int32))
-    def _(tiles: Any, words: Any, barrier: Any) -> None:
+    def _(tiles: ir.Value, words: ir.Value, i: Registers) -> None:
         warp = arith.remui(mgpu.utils.warp_idx(), const(WARPS))
         source = arith.addi(shared_address(tiles), arith.muli(warp, const(quarter_bytes)))
-        barrier = arith.addi(shared_address(words), arith.shli(value_of(barrier), const(3)))
+        barrier = arith.addi(shared_address(words), arith.shli(value_of(i), const(3)))
         leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
         text = _SEND.replace("BYTES", str(quarter_bytes))
         asm(text, "r,r,b,~{memory}", source, barrier, leader, effects=True)

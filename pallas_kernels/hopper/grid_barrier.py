@@ -30,6 +30,7 @@ from pallas_kernels.hopper.ir import (
     INT32,
     REF,
     SCALAR,
+    Registers,
     asm,
     const,
     global_address,
@@ -39,7 +40,7 @@ from pallas_kernels.hopper.ir import (
     scalar,
     value_of,
 )
-from pallas_kernels.hopper.launch import multiprocessors
+from pallas_kernels.hopper.launch import Index, Ref, multiprocessors
 
 FLIP = 1 << 31  # sum of all arrivals of one use of the barrier
 
@@ -105,7 +106,7 @@ def check_ctas(ctas: int, interpret: Any = None) -> None:
 class GridBarrier:
     """A barrier across the CTAs of a grid of one dimension, ``cta``."""
 
-    memory: Any
+    memory: Ref
     """Reference to a counter in global memory, or in the interpreter to a cluster barrier."""
     ctas: int
     warpgroups: int  # consecutive warpgroups of each CTA that take part
@@ -147,7 +148,7 @@ class GridBarrier:
         )
 
         @inline(REF, SCALAR, returns=INT32)
-        def arrive(counter: Any, amount: Any) -> Any:
+        def arrive(counter: ir.Value, amount: Registers) -> Registers:
             self._meet()
             operands = global_address(counter), value_of(amount), self._is_leader()
             constraints = "=&r,l,r,r,~{memory}"
@@ -155,14 +156,14 @@ class GridBarrier:
 
         return arrive(self.memory, amount)
 
-    def wait(self, token: Any) -> None:
+    def wait(self, token: Index) -> None:
         """Waits for the CTAs' arrivals. Threads then see what was written before these."""
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory)
             return
 
         @inline(REF, SCALAR).on(self.memory, token)
-        def _(counter: Any, token: Any) -> None:
+        def _(counter: ir.Value, token: Registers) -> None:
             operands = global_address(counter), value_of(token), self._is_leader()
             operands = *operands, const(self.most_polls)
             constraints = "=&r,l,r,r,r,~{memory}"
@@ -172,11 +173,11 @@ class GridBarrier:
     def _meet(self) -> None:
         instruction(f"bar.sync {_BARRIER}, {128 * self.warpgroups};")
 
-    def _is_leader(self) -> Any:
+    def _is_leader(self) -> ir.Value:
         thread = mgpu.utils.thread_idx()
         return arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.eq, thread, const(0)))
 
-    def _trap_if(self, late: Any) -> None:
+    def _trap_if(self, late: ir.Value) -> None:
         """Ends the kernel with a message in threads where ``late`` is not zero."""
         is_late = arith.cmpi(arith.CmpIPredicate.ne, late, const(0))
         with ir.InsertionPoint(scf.IfOp(is_late).then_block):

@@ -17,6 +17,12 @@ H200_SMS = 132
 LANE = plgpu.LoweringSemantics.Lane
 """Code for single lanes."""
 
+Index = jax.Array | int
+"""A number in a kernel: traced, or known when the kernel is traced."""
+
+Ref = Any
+"""A reference to memory in a kernel, or a window of one, for which Pallas has no public type."""
+
 
 def require_hopper(interpret: Any = None) -> None:
     """Raises NotImplementedError unless the program is for a GPU of compute capability 9.0, see

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -34,34 +32,34 @@ _SIGMOID = """{
 }"""  # the constants are -log2(e) and 1
 
 
-def advance(pointer: Any, count: Any) -> Any:
+def advance(pointer: ir.Value, count: ir.Value) -> ir.Value:
     """Returns ``pointer`` advanced by ``count`` bytes."""
     return element(pointer, count, ir.IntegerType.get_signless(8))
 
 
-def load_words(pointer: Any) -> list[Any]:
+def load_words(pointer: ir.Value) -> list[ir.Value]:
     """Loads four 32-bit words from a multiple of 16 bytes."""
     loaded = llvm.load(ir.VectorType.get((4,), i32()), pointer, alignment=16)
     return [llvm.extractelement(loaded, const(i)) for i in range(4)]
 
 
-def warp_sum(number: Any) -> Any:
+def warp_sum(number: ir.Value) -> ir.Value:
     """Returns the sum of an int32 of each lane of the warp."""
     return _of_warp(f"redux.sync.add.s32 $0, $1, {_ALL_LANES};", number)
 
 
-def exchanged(number: Any, distance: int) -> Any:
+def exchanged(number: ir.Value, distance: int) -> ir.Value:
     """Returns the float32 of the lane whose number differs in the bit ``distance``."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, {_ALL_LANES};"
     return asm(text, "=f,f", number, result=f32(), effects=True)
 
 
-def last_lane(number: Any) -> Any:
+def last_lane(number: ir.Value) -> ir.Value:
     """Returns the number of the warp's last lane."""
     return _of_warp(f"shfl.sync.idx.b32 $0, $1, 31, 31, {_ALL_LANES};", number)
 
 
-def prefix_sums(values: list[Any]) -> list[Any]:
+def prefix_sums(values: list[ir.Value]) -> list[ir.Value]:
     """Returns inclusive prefix sums over the lanes, of each value separately.
 
     The scans are interleaved, because one step has a long latency.
@@ -71,7 +69,7 @@ def prefix_sums(values: list[Any]) -> list[Any]:
     return values
 
 
-def _of_warp(text: str, number: Any) -> Any:
+def _of_warp(text: str, number: ir.Value) -> ir.Value:
     return asm(text, "=r,r", number, result=i32(), effects=True)
 
 

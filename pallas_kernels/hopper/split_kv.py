@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
+from pallas_kernels.hopper.launch import Index, Ref
 from pallas_kernels.hopper.tiles import ROWS
 from pallas_kernels.hopper.warpgroup import cond
 
@@ -231,7 +232,7 @@ def output_types(
 
 
 def add_parts(
-    row: tuple[Any, Any, Any], numbers: Sequence[Any], count: Any, lses: Sequence[Any],
+    row: tuple[Any, Any, Any], numbers: Sequence[Any], count: Index, lses: Sequence[Any],
     values: Sequence[Any],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Adds parts of one query row in a kernel, and returns the row with them. A row is the weighted
@@ -252,10 +253,10 @@ def add_parts(
 class Partition:
     """The partition of a CTA, read from the schedule in global memory."""
 
-    table: Any  # :attr:`Schedule.table`, [partitions + B, 4]
-    block_tables: Any  # block tables, [B, max_pages]
+    table: Ref  # :attr:`Schedule.table`, [partitions + B, 4]
+    block_tables: Ref  # block tables, [B, max_pages]
     partitions: int  # number of partitions
-    index: Any  # index of this partition
+    index: Index  # index of this partition
     pages: int
     """Number of pages in the pool. Table entries past a sequence's length may be anything, and are
     clipped to the pool."""
@@ -268,14 +269,14 @@ class Partition:
         """Returns the partition's entry of the schedule, read in one memory latency."""
         return tuple(self.table[self.index, k] for k in range(4))
 
-    def first_sequence(self) -> Any:
+    def first_sequence(self) -> jax.Array:
         return self.table[self.index, 0]
 
-    def sequence_count(self) -> Any:
+    def sequence_count(self) -> jax.Array:
         """Returns the number of sequences in the partition. Each has one segment."""
         return self.table[self.index, 1] - self.table[self.index, 0] + 1
 
-    def segment(self, i: Any, entry: tuple[Any, ...] | None = None) -> tuple[Any, Any, Any]:
+    def segment(self, i: Index, entry: tuple[Any, ...] | None = None) -> tuple[Any, Any, Any]:
         """Returns the partition's i-th sequence, its first block here, and how many are here. A
         caller that has read the :meth:`entry` passes it."""
         first_sequence, last_sequence, first_block, end_block = entry or self.entry()
@@ -284,7 +285,7 @@ class Partition:
         return b, begin, jnp.where(b == last_sequence, end_block, self.blocks(b)) - begin
 
     def segment_and_end(
-        self, i: Any, entry: tuple[Any, ...] | None = None
+        self, i: Index, entry: tuple[Any, ...] | None = None
     ) -> tuple[Any, Any, Any, Any]:
         """Returns :meth:`segment`, and whether it has the sequence's last block."""
         first_sequence, last_sequence, first_block, end_block = entry or self.entry()
@@ -294,7 +295,7 @@ class Partition:
         end = jnp.where(b == last_sequence, end_block, blocks)
         return b, begin, end - begin, end == blocks
 
-    def segment_and_length(self, i: Any, first: Any, last: Any) -> tuple[Any, Any, Any, Any]:
+    def segment_and_length(self, i: Index, first: Index, last: Any) -> tuple[Any, Any, Any, Any]:
         """Returns the i-th sequence, its length, its first block here, and how many are here.
         ``first`` and ``last`` are the partition's. It reads the blocks of the entry again each
         time, which takes fewer registers."""
@@ -303,23 +304,23 @@ class Partition:
         end = jnp.where(b == last, self.table[self.index, 3], self.blocks(b))
         return b, self.length(b), begin, end - begin
 
-    def blocks(self, b: Any) -> Any:
+    def blocks(self, b: Index) -> jax.Array:
         """Returns the number of key blocks of a sequence, in all partitions."""
         return self.table[self.partitions + b, 0]
 
-    def length(self, b: Any) -> Any:
+    def length(self, b: Index) -> jax.Array:
         """Returns the cached tokens of a sequence."""
         return self.table[self.partitions + b, 3]
 
-    def segments(self, b: Any) -> Any:
+    def segments(self, b: Index) -> jax.Array:
         """Returns the number of partitions into which a sequence falls."""
         return self.table[self.partitions + b, 1]
 
-    def partial(self, b: Any) -> Any:
+    def partial(self, b: Index) -> jax.Array:
         """Returns the index of this partition's partial result of a sequence."""
         return self.table[self.partitions + b, 2] + self.index
 
-    def page(self, b: Any, block: Any) -> Any:
+    def page(self, b: Index, block: Index) -> jax.Array:
         """Returns the page of a key block; of the table's last entry if the block is past it."""
         page = self.block_tables[b, jnp.minimum(block, self.max_pages - 1)]
         return jnp.clip(page, 0, self.pages - 1)
@@ -328,7 +329,7 @@ class Partition:
 NO_BLOCK = -1
 """Sequence of a block that the partition does not have."""
 
-Position = tuple[Any, Any, Any]
+Position = tuple[jax.Array, jax.Array, jax.Array]
 """(sequence, block of the sequence, end of the sequence's blocks in the partition)."""
 
 Block = tuple[Any, Any, Any]
@@ -340,17 +341,17 @@ class BlockWalk:
     """The key blocks of a partition one after the other, for a producer that looks ahead."""
 
     partition: Partition
-    first_sequence: Any
-    last_sequence: Any
-    first_block: Any
-    end_block: Any
+    first_sequence: jax.Array
+    last_sequence: jax.Array
+    first_block: jax.Array
+    end_block: jax.Array
 
     @classmethod
     def of(cls, partition: Partition) -> BlockWalk:
         return cls(partition, *partition.entry())
 
     @property
-    def sequence_count(self) -> Any:
+    def sequence_count(self) -> jax.Array:
         return self.last_sequence - self.first_sequence + 1
 
     def start(self) -> Position:
@@ -365,12 +366,12 @@ class BlockWalk:
             lambda: (b, index + 1, end),
         )
 
-    def block_at(self, position: Position, other_page: Any) -> Block:
+    def block_at(self, position: Position, other_page: Index) -> Block:
         """Returns the block there. If there is none, its page is ``other_page``."""
         b, index, end = position
         exists = index < end
         page = jnp.where(exists, self.partition.page(b, index), other_page)
         return jnp.where(exists, b, NO_BLOCK), page, self.partition.length(b) - index * BLOCK
 
-    def _end_of(self, b: Any) -> Any:
+    def _end_of(self, b: Index) -> jax.Array:
         return jnp.where(b == self.last_sequence, self.end_block, self.partition.blocks(b))

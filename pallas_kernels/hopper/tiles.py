@@ -25,6 +25,7 @@ from pallas_kernels.hopper.ir import (
     INT32,
     REF,
     SCALAR,
+    Registers,
     array,
     const,
     element,
@@ -37,6 +38,7 @@ from pallas_kernels.hopper.ir import (
     value_of,
     wgmma_row,
 )
+from pallas_kernels.hopper.launch import Ref
 
 ROWS = 64  # the M of a wgmma instruction
 
@@ -90,7 +92,7 @@ _ALL_OF_IT: dict[str, Any] = (
 
 
 def load_column(
-    numbers: Any, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
+    numbers: Ref, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
 ) -> jax.Array:
     """Loads 64 numbers of one column of float32 [rows, columns] in global memory, from row
     ``first`` on, in the ROW layout; past the end, the last row's number. A whole warpgroup calls
@@ -108,7 +110,7 @@ def load_column(
         ]
 
     @inline(REF, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW))
-    def load(numbers: Any, first: Any, column: Any) -> Any:
+    def load(numbers: ir.Value, first: Registers, column: Registers) -> Registers:
         columns = ir.MemRefType(numbers.type).shape[1]
         row, start = wgmma_row(), mgpu.utils.memref_ptr(numbers)
         registers = []
@@ -132,7 +134,7 @@ def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Ar
     other."""
 
     @inline(SCALAR, SCALAR, WGMMA, returns=INT32)
-    def add_nothing(number: Any, zero: Any, sums: Any) -> Any:
+    def add_nothing(number: Registers, zero: Registers, sums: Registers) -> Registers:
         words = [arith.bitcast(i32(), item(each, 0)) for each in sums.registers.flat]
         nothing = arith.andi(functools.reduce(arith.ori, words), value_of(zero))
         return scalar(arith.addi(value_of(number), nothing))
@@ -140,6 +142,6 @@ def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Ar
     return add_nothing(number, zero, sums)
 
 
-def load_with_layout(ref: Any, layout: Any) -> jax.Array:
+def load_with_layout(ref: Ref, layout: Any) -> jax.Array:
     """Loads all of a reference to memory in a layout, in any version of JAX."""
     return plgpu.load(ref, layout=layout, **_ALL_OF_IT)

@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.hopper.ir import (
     INT32,
     SCALAR,
+    Registers,
     array,
     asm,
     asm_numbers,
@@ -37,6 +39,7 @@ from pallas_kernels.hopper.ir import (
     value_of,
     words_of,
 )
+from pallas_kernels.hopper.launch import Ref
 from pallas_kernels.hopper.tiles import ROWS, WGMMA
 
 _UNTILED = plgpu.RefType((plgpu.SwizzleTransform(128),))
@@ -48,12 +51,12 @@ _PANEL = 64 * _ATOM  # bytes: 64 rows of 64 bfloat16 columns
 _ROWS_BYTES = 16 * _ATOM  # 16 rows, the K of one instruction with transposed bfloat16 operands
 
 
-def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
+def operand_base(ref: Ref, offset: jax.Array | int) -> jax.Array:
     """Returns the base of an operand's descriptors, an int32 that is uniform in a warp. ``ref`` has
     rows of 128 bytes, swizzled and not tiled; ``offset`` is a multiple of 1,024 bytes."""
 
     @inline(_UNTILED, SCALAR, returns=INT32)
-    def base(ref: Any, offset: Any) -> Any:
+    def base(ref: ir.Value, offset: Registers) -> Registers:
         address = arith.shrui(arith.addi(shared_address(ref), value_of(offset)), const(4))
         # The maximum over a warp is in a uniform register.
         text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
@@ -82,7 +85,7 @@ def start_product(
     text.append("wgmma.commit_group.sync.aligned; }")
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
-    def start(a: Any, b: Any, previous: Any) -> Any:
+    def start(a: Registers, b: Registers, previous: Registers) -> Registers:
         return _issue(text, numbers_of(previous), "l,l", _descriptor(a), _descriptor(b))
 
     return start(a, b, previous)
@@ -107,7 +110,7 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
     text.append("wgmma.commit_group.sync.aligned; }")
 
     @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
-    def start(a: Any, b: Any, previous: Any) -> Any:
+    def start(a: Registers, b: Registers, previous: Registers) -> Registers:
         a_words, numbers = words_of(a), numbers_of(previous)
         return _issue(text, numbers, "r," * 16 + "l", *a_words, _descriptor(b))
 
@@ -138,7 +141,7 @@ def add_bfloat16_product(
     text.append("wgmma.commit_group.sync.aligned; }")
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
-    def start(a: Any, b: Any, sums: Any) -> Any:
+    def start(a: Registers, b: Registers, sums: Registers) -> Registers:
         numbers = numbers_of(sums)
         return _issue(text, numbers, "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
 
@@ -151,13 +154,13 @@ def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
     text = [f"wgmma.wait_group.sync.aligned {later};"]
 
     @inline(WGMMA, returns=_product_type(product.shape[1]))
-    def wait(product: Any) -> Any:
+    def wait(product: Registers) -> Registers:
         return _issue(text, numbers_of(product), "")
 
     return wait(product)
 
 
-def _descriptor(base: Any, panel: int = 0) -> Any:
+def _descriptor(base: Registers, panel: int = 0) -> ir.Value:
     """Returns the i64 descriptor of an operand that starts at its base. The panels of a transposed
     operand are ``panel`` bytes apart."""
     bits = (_LAYOUT << 32) | (panel >> 4 << 16)
@@ -175,7 +178,9 @@ def _registers_of(product: jax.Array) -> tuple[int, int, str]:
     return columns, columns // 2, "{" + ",".join(f"${i}" for i in range(columns // 2)) + "}"
 
 
-def _issue(text: list[str], numbers: list[Any], constraints: str, *operands: Any) -> Any:
+def _issue(
+    text: list[str], numbers: list[ir.Value], constraints: str, *operands: ir.Value
+) -> Registers:
     """Emits instructions that overwrite a product's numbers, and returns the new product."""
     count, operands = len(numbers), (*numbers, *operands)
     kinds = [*["=f"] * count, *map(str, range(count)), *([constraints] if constraints else [])]

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.ir import SCALAR, asm, const, inline, shared_address, value_of
+from pallas_kernels.hopper.ir import SCALAR, Registers, asm, const, inline, shared_address, value_of
 from pallas_kernels.hopper.launch import grid_kernel
 from pallas_kernels.hopper.online_softmax import log_sum_exp, raised_maximum, scale_rows
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
@@ -42,12 +44,12 @@ HALF = LATENT // 2
 class TileMemory:
     """A CTA's buffers in shared memory, in the order of :meth:`scratch`."""
 
-    q_latent: Any  # [2, TILE, HALF]
-    q_rope: Any
+    q_latent: Ref  # [2, TILE, HALF]
+    q_rope: Ref
     """[1, TILE, ROPE]. With an axis of one, so that its descriptor can depend on an index."""
-    latents: Any  # latents of the key blocks, both keys and values: [SLOTS, 2, BLOCK, HALF]
-    rope: Any  # rope keys of the key blocks, later :attr:`p`: [SLOTS, BLOCK, ROPE]
-    vectors: Any
+    latents: Ref  # latents of the key blocks, both keys and values: [SLOTS, 2, BLOCK, HALF]
+    rope: Ref  # rope keys of the key blocks, later :attr:`p`: [SLOTS, BLOCK, ROPE]
+    vectors: Ref
     """Numbers per query row, float32 [9, TILE]. One array, because each is padded to 1 KiB."""
 
     @staticmethod
@@ -62,7 +64,7 @@ class TileMemory:
         ]
 
     def copy_queries(
-        self, full: Barriers, sources: tuple[Any, Any], b: Any, first_row: Any, rows: int
+        self, full: Barriers, sources: tuple[Any, Any], b: Index, first_row: Index, rows: int
     ) -> None:
         """Starts the three copies of a tile's queries from their latent and rope parts in global
         memory. One warp calls it."""
@@ -131,7 +133,12 @@ class TilePlan:
         return 2 if self.tiles % 2 == 0 else 1
 
     def masked(
-        self, s: jax.Array, length: Any, block: Any, max_pages: int, first_row: Callable[[], Any]
+        self,
+        s: jax.Array,
+        length: Index,
+        block: Index,
+        max_pages: int,
+        first_row: Callable[[], Any],
     ) -> jax.Array:
         """Returns the scores of a tile against a sequence's key block number ``block``, [TILE,
         BLOCK], with -inf where a query row may not attend. ``first_row`` returns the tile's first
@@ -168,7 +175,7 @@ def launch(
     return out, lse, (partials[0], partials[1])
 
 
-def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any = None) -> None:
+def clear_tokens(values: Ref, columns: Any, token: Index, *, interpret: Any = None) -> None:
     """Zeroes some ``columns`` of values, [BLOCK, width] in shared memory, from token ``token`` on.
     P is zero there, but the page may contain infinities or NaN, and 0 * NaN is NaN. A whole
     warpgroup calls it, and has to fence its writes before the tensor cores read them."""
@@ -204,14 +211,14 @@ def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any 
     text.append("}")
 
     @inline(TILES, SCALAR, SCALAR).on(values, jnp.asarray(columns.start, jnp.int32), token)
-    def _(ref: Any, first_column: Any, token: Any) -> None:
+    def _(ref: ir.Value, first_column: Registers, token: Registers) -> None:
         base = shared_address(ref)
         # A tile of eight tokens by 64 columns takes 1,024 bytes, so a column takes 16.
         base = arith.addi(base, arith.shli(value_of(first_column), const(4)))
         asm("\n".join(text), "r,r,~{memory}", base, value_of(token), effects=True)
 
 
-def load_sums(maxima: Any, sums: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+def load_sums(maxima: Ref, sums: Ref) -> tuple[list[jax.Array], list[jax.Array]]:
     """Loads the maxima and the sums, [2, ROWS] in shared memory, of the warpgroups that score."""
     loaded = [[plgpu.layout_cast(ref[k], ROW) for k in range(2)] for ref in (maxima, sums)]
     return loaded[0], loaded[1]
@@ -232,11 +239,11 @@ class Part:
 class TileResults:
     """A tile's outputs in global memory, see :func:`split_kv.output_types`."""
 
-    out: Any
-    lse: Any
-    partial_out: Any
-    partial_lse: Any
-    lse_staging: Any  # float32 [ROWS] in shared memory
+    out: Ref
+    lse: Ref
+    partial_out: Ref
+    partial_lse: Ref
+    lse_staging: Ref  # float32 [ROWS] in shared memory
     first_row: Callable[[], Any]  # returns the tile's first query row
     rows: int  # query rows of the tile that are in ``out``, at most ROWS
     rows_per_copy: int  # rows of a staging buffer that are contiguous in shared memory
@@ -257,8 +264,8 @@ class TileResults:
         plgpu.commit_smem()
 
     def store_sequence(
-        self, partition: Partition, b: Any, acc: jax.Array, sums: tuple[jax.Array, jax.Array],
-        parts: Callable[[], Sequence[Part]], is_first: Any,
+        self, partition: Partition, b: Index, acc: jax.Array, sums: tuple[jax.Array, jax.Array],
+        parts: Callable[[], Sequence[Part]], is_first: jax.Array | bool,
     ) -> None:  # fmt: skip
         """Stores a sequence's output, or its partial output if it is split: this warpgroup's parts,
         and the log-sum-exp if it ``is_first``. ``sums`` are the maximum in base 2, and the sum of
@@ -270,7 +277,9 @@ class TileResults:
         when(segments > 1)(lambda: self.store_partial(partition.partial(b), acc, made, is_first))
         plgpu.wait_smem_to_gmem(0)
 
-    def store(self, b: Any, acc: jax.Array, parts: Sequence[Part], has_lse: Any) -> None:
+    def store(
+        self, b: Index, acc: jax.Array, parts: Sequence[Part], has_lse: jax.Array | bool
+    ) -> None:
         """Stores a sequence's normalised output, and in one warpgroup its log-sum-exp."""
         for part in parts:
             values = acc[:, part.columns].astype(jnp.bfloat16)
@@ -296,7 +305,7 @@ class TileResults:
             plgpu.copy_smem_to_gmem(self.lse_staging.at[pl.ds(0, self.rows)], target)
 
     def store_partial(
-        self, partial: Any, acc: jax.Array, parts: Sequence[Part], has_lse: Any
+        self, partial: Any, acc: jax.Array, parts: Sequence[Part], has_lse: jax.Array | bool
     ) -> None:
         """Stores a partial result of a sequence that is split."""
         for part in parts:
@@ -309,7 +318,7 @@ class TileResults:
             plgpu.copy_smem_to_gmem(self.lse_staging, target)
 
 
-def _store_sectors(ref: Any, value: jax.Array, interpret: Any) -> None:
+def _store_sectors(ref: Ref, value: jax.Array, interpret: Any) -> None:
     """Stores to global memory in pieces of less than a 32-byte sector.
 
     jax 0.12 refuses such stores unless they are requested.
@@ -358,7 +367,7 @@ class Consumer:
     hides_rope: bool = True  # whether ``zero`` also applies to the rope queries
     first_half: Any = 0  # the half of the latents that is scored first: 0, or a scalar
 
-    def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
+    def add_scores(self, acc: Ref, n: Index, halves: tuple[int, ...] = (0, 1)) -> None:
         """Starts adding the scores of its block n to ``acc``, over the latents' ``halves`` that are
         scored first (0) and second (1)."""
         memory, zero = self.memory, self.zero(n)
@@ -374,7 +383,7 @@ class Consumer:
             q_rope = memory.q_rope.at[zero if self.hides_rope else 0]
             plgpu.wgmma(acc, q_rope, memory.rope.at[slot].transpose((1, 0)))
 
-    def scores(self, n: Any, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
+    def scores(self, n: Index, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
         """Returns the scores of its block n."""
 
         def multiply(acc):
@@ -395,7 +404,7 @@ class Consumer:
         added = pl.run_scoped(multiply, ACC((TILE, HALF), jnp.float32))
         return added if self.interpret is None else acc + added
 
-    def rescaled(self, acc: jax.Array, n: Any) -> jax.Array:
+    def rescaled(self, acc: jax.Array, n: Index) -> jax.Array:
         """Waits for P of the other's block n. Returns ``acc`` relative to that block's maximum."""
         self.signals.wait_other_max(n)
         alpha = plgpu.layout_cast(self.memory.factors[1 - self.index], ROW)
@@ -423,7 +432,11 @@ class Consumer:
         return p, running, alpha
 
     def add_block(
-        self, n: Any, n_other: Any, acc: jax.Array, softmax: Callable[[jax.Array], tuple[Any, ...]]
+        self,
+        n: Index,
+        n_other: Index,
+        acc: jax.Array,
+        softmax: Callable[[jax.Array], tuple[Any, ...]],
     ) -> tuple[Any, ...]:
         """Computes the scores of its block n, meanwhile P V of the other's block, then P V of n.
         ``softmax`` stores P of the scores, and returns the factor that rescales ``acc``, and the

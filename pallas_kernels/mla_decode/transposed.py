@@ -26,10 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     asm_numbers,
@@ -91,7 +93,7 @@ class QueryBuffer:
         self.full.initialise([2])
         self.free.initialise([consumers * WARPS])
 
-    def fetch(self, i: Any, b: Any) -> None:
+    def fetch(self, i: Index, b: Index) -> None:
         """Copies the partition's i-th sequence, which is sequence b, when the buffer is free. One
         warp calls it."""
         when(i > 0)(lambda: self.free.wait(0, i - 1))
@@ -99,7 +101,7 @@ class QueryBuffer:
             window = b, pl.ds(self.first_row(), target.shape[1]), pl.ds(0, columns)
             self.full.copy(0, source, window, target.at[0], None)
 
-    def wait_for_arrivals(self, sequences: Any) -> None:
+    def wait_for_arrivals(self, sequences: Index) -> None:
         """Waits until the last sequence has been read; the CTA may exit only then."""
         when(sequences > 0)(lambda: self.free.wait(0, sequences - 1))
 
@@ -138,7 +140,7 @@ class Producer:
             lax.fori_loop(0, sequence_count, lambda i, _: self.copy_queries(i), None)
             self.queries.wait_for_arrivals(sequence_count)
 
-    def copy_blocks(self, i: Any, done: Any) -> Any:
+    def copy_blocks(self, i: Index, done: Index) -> Any:
         """Copies the key blocks of the i-th segment; ``done`` counts the blocks before it."""
         partition = self.partition
         entry = partition.entry()
@@ -153,7 +155,7 @@ class Producer:
         lax.fori_loop(0, count, copy, page)
         return done + count
 
-    def copy_queries(self, i: Any) -> None:
+    def copy_queries(self, i: Index) -> None:
         self.queries.fetch(i, self.partition.first_sequence() + i)
 
 
@@ -172,7 +174,7 @@ class Softmax:
     padded: bool = False
     """Whether query rows may come after the last query's. They must see no token past the end."""
 
-    def masked(self, s: jax.Array, length: Any, block: Any) -> jax.Array:
+    def masked(self, s: jax.Array, length: Index, block: Index) -> jax.Array:
         """Returns the exponents of a key block's scores: -inf where a row may not attend."""
         s = s * (self.scale * LOG2E)
         token = plgpu.broadcasted_iota(jnp.int32, (BLOCK, self.N), 0, layout=WGMMA)
@@ -185,7 +187,7 @@ class Softmax:
         end = (jnp.minimum(length, end) if self.padded else end) - block * BLOCK
         return jnp.where(token < jnp.minimum(visible, end), s, -jnp.inf)
 
-    def store_p(self, target: Any, s: jax.Array, maximum: jax.Array) -> jax.Array:
+    def store_p(self, target: Ref, s: jax.Array, maximum: jax.Array) -> jax.Array:
         """Returns P and writes it to ``target``; wgmma may read it after a barrier."""
         p = jnp.exp2(s - spread_columns(maximum, BLOCK))
         gpu = self.interpret is None
@@ -199,7 +201,7 @@ class Softmax:
             return jnp.any(p > 2.0**SLACK)
 
         @inline(WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
-        def vote(p: Any):
+        def vote(p: Registers):
             limit = float_const(2.0**SLACK)
             compared = [arith.cmpf(arith.CmpFPredicate.OGT, x, limit) for x in numbers_of(p)]
             above: Any = functools.reduce(arith.ori, compared)
@@ -212,7 +214,7 @@ class Softmax:
         return reduce_rows(p, "add", gpu=self.interpret is None)
 
     def raise_maximum(
-        self, target: Any, s: jax.Array, maximum: jax.Array, scratch: Any
+        self, target: Ref, s: jax.Array, maximum: jax.Array, scratch: Ref
     ) -> tuple[jax.Array, jax.Array]:
         """Writes P relative to a raised maximum. Returns the maximum and :meth:`thread_sums`."""
         gpu = self.interpret is None
@@ -229,12 +231,12 @@ class Values:
     """Some latent columns of a key block in shared memory."""
 
     first: int  # first latent column
-    tokens: Any  # bfloat16 [64, columns], or None if there are no latents
+    tokens: Ref  # bfloat16 [64, columns], or None if there are no latents
     release: Callable[[], None] | None = None
     """Releases the columns. It is called when they have been read."""
 
 
-def add_values(acc: jax.Array, p: Any, values: Sequence[Values], *, gpu: bool) -> jax.Array:
+def add_values(acc: jax.Array, p: Ref, values: Sequence[Values], *, gpu: bool) -> jax.Array:
     """Returns O^T + V^T P^T, for ``acc`` O^T [512, N] and ``p`` P [N, 64] in shared memory."""
 
     def multiply(acc_ref):
@@ -268,15 +270,15 @@ def add_values(acc: jax.Array, p: Any, values: Sequence[Values], *, gpu: bool) -
 class Results:
     """The kernel's outputs in global memory, see :func:`split_kv.output_types`."""
 
-    out: Any
-    lse: Any
-    partial_out: Any
-    partial_lse: Any
+    out: Ref
+    lse: Ref
+    partial_out: Ref
+    partial_lse: Ref
     rows: Callable[[], Any] | None = None
     """Returns the CTA's query rows, a ``pl.ds``. None if it has all."""
     swapped: bool = False  # whether O^T is in the order of store_transposed with ``swapped``
 
-    def store(self, partition: Partition, b: Any, state: State, *, gpu: bool) -> None:
+    def store(self, partition: Partition, b: Index, state: State, *, gpu: bool) -> None:
         """Stores a sequence's normalised output, or its partial output if it is split."""
         acc, maximum, total = state
         out = acc * spread_columns(reciprocal(total), LATENT)
@@ -310,14 +312,14 @@ def column_vector(N: int, value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((N,), value, jnp.float32), COLUMN)
 
 
-def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
+def put_transposed(target: Ref, p: jax.Array, *, gpu: bool) -> None:
     """Stores bfloat16 ``p`` [64, N], transposed to [N, 64], in shared memory as wgmma requires."""
     if not gpu:
         target[...] = p.T
         return
 
     @inline(TILES, WGMMA).on(target, p)
-    def _(target: Any, p: Any):
+    def _(target: ir.Value, p: Registers):
         warp, lane = warp_and_lane()
         row, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
         # 8 x 8 matrices in the order of the registers: for each eight query rows, the warp's first
@@ -345,7 +347,7 @@ def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
         return x.max(axis=0) if kind == "max" else x.sum(axis=0)
 
     @inline(WGMMA, returns=vector_type(x.shape[1]))
-    def reduce(x: Any):
+    def reduce(x: Registers):
         combine = _REDUCTIONS[kind]
         rows = batched(x.registers.flat, 2)
         results = [
@@ -356,7 +358,7 @@ def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
     return reduce(x)
 
 
-def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Array:
+def reduce_threads(x: jax.Array, kind: str, scratch: Ref, *, gpu: bool) -> jax.Array:
     """Reduces per-thread results of :func:`reduce_rows` over the threads of each column, through 4
     N float32 in shared memory that a barrier separates from their last use."""
     if not gpu:
@@ -364,7 +366,7 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
     (N,) = x.shape
 
     @inline(COLUMN, REF, returns=vector_type(N))
-    def reduce(x: Any, scratch: Any):
+    def reduce(x: Registers, scratch: ir.Value):
         combine = _REDUCTIONS[kind]
         warp, lane = _warp_and_lane()
         column = arith.shli(arith.andi(lane, const(3)), const(3))
@@ -391,7 +393,7 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
 
 
 def store_transposed(
-    out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: bool, swapped: bool = False
+    out: Ref, lse: Ref, acc: jax.Array, lse_values: jax.Array, *, gpu: bool, swapped: bool = False
 ) -> None:
     """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N]. If
     ``swapped``, each two 16 rows of ``acc`` are exchanged in every second 64."""
@@ -402,7 +404,7 @@ def store_transposed(
     N, bytes_ = acc.shape[1], jnp.dtype(acc.dtype).itemsize
 
     @inline(REF, REF, WGMMA, COLUMN).on(out, lse, acc, lse_values)
-    def _(out: Any, lse: Any, acc: Any, lse_values: Any):
+    def _(out: ir.Value, lse: ir.Value, acc: Registers, lse_values: Registers):
         (stride, _), _ = ir.MemRefType(out.type).get_strides_and_offset()
         warp, lane = _warp_and_lane()
         high, low = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
@@ -450,23 +452,23 @@ def vector_type(N: int) -> Any:
     return plgpu.ShapeDtypeStruct((N,), jnp.float32, layout=COLUMN)
 
 
-def thread_index() -> Any:
+def thread_index() -> ir.Value:
     """Returns the thread's number in its warpgroup, read anew at the end of a sequence, so that
     nothing derived from it occupies registers in the main loop."""
     thread = asm("mov.u32 $0, %tid.x;", "=r", result=i32(), effects=True)
     return arith.andi(thread, const(127))
 
 
-def _warp_and_lane() -> tuple[Any, Any]:
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     thread = thread_index()
     return arith.shrui(thread, const(5)), arith.andi(thread, const(31))
 
 
-def _load_two(base: Any, offset: int) -> list[Any]:
+def _load_two(base: ir.Value, offset: int) -> list[ir.Value]:
     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
     return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=f32(), count=2)
 
 
-def batched(values: Any, count: int) -> list[list[Any]]:
+def batched(values: Ref, count: int) -> list[list[Any]]:
     values = list(values)
     return [values[i : i + count] for i in range(0, len(values), count)]

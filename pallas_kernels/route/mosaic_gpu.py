@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float32, Int
 
-from pallas_kernels.hopper import require_hopper
+from pallas_kernels.hopper import Index, Ref, require_hopper
 from pallas_kernels.hopper.lanes import (
     LANES,
     WARPS,
@@ -315,7 +315,7 @@ class _Cta:
         else:
             lax.fori_loop(0, self.plan.steps, step, None)
 
-    def token_of(self, step: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def token_of(self, step: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the warp's token, its number among the warpgroup's, and whether it exists."""
         number = step * WARPS + self.warp
         warpgroup = self.cta * self.plan.warpgroups + self.wg
@@ -330,7 +330,7 @@ class _Cta:
             self._store_rows(self.refs["members"], first, filled(0), LANES, self.always)
         sync_warpgroup(self.interpret)
 
-    def choose(self, step: Any) -> jax.Array:
+    def choose(self, step: Index) -> jax.Array:
         """Chooses a token's experts, and sets its bits. Returns the columns of its pairs."""
         K, bias = self.rule.num_experts_per_tok, None
         token, number, exists = self.token_of(step)
@@ -358,7 +358,7 @@ class _Cta:
         set_bits(self.refs["members"], at, self._bit(number), K, sets, self.interpret)
         return columns
 
-    def columns_of(self, step: Any) -> jax.Array:
+    def columns_of(self, step: Index) -> jax.Array:
         """Returns the columns of a token's pairs in the first K lanes."""
         K = self.rule.num_experts_per_tok
         token = jnp.minimum(self.token_of(step)[0], self.tokens - 1)
@@ -447,7 +447,7 @@ class _Cta:
         ctas, columns = self.plan.ctas, self.plan.columns
         together = min(ctas, _TOGETHER)
 
-        def add(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def add(i: Index, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             total, before = sums
             numbers = [i * together + j for j in range(together)]
             counts = [
@@ -468,7 +468,7 @@ class _Cta:
             return add(0, zeros)
         return lax.fori_loop(0, -(-ctas // together), add, zeros)
 
-    def place(self, step: Any, columns: jax.Array, members: str) -> None:
+    def place(self, step: Index, columns: jax.Array, members: str) -> None:
         """Stores the positions of a token's pairs, whose columns are in the first K lanes."""
         E, K, lane = self.experts, self.rule.num_experts_per_tok, self.lane
         token, number, exists = self.token_of(step)
@@ -485,7 +485,7 @@ class _Cta:
 
 
 def choose(
-    logits_g: Any, bias: list[jax.Array] | None, scores_g: Any, experts_g: Any, weights_g: Any, *,
+    logits_g: Ref, bias: list[jax.Array] | None, scores_g: Ref, experts_g: Ref, weights_g: Ref, *,
     token: jax.Array, first: jax.Array | int, is_reporter: jax.Array | None, tokens: int,
     experts: int, rule: Rule, interpret: Any,
 ) -> jax.Array:  # fmt: skip
@@ -520,7 +520,7 @@ def choose(
     return experts_of_token
 
 
-def load_bias(bias_g: Any, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
+def load_bias(bias_g: Ref, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
     """Loads what is added to the scores, for each chunk of experts one number per lane. ``zero`` is
     0 in all lanes."""
     return [load_padded(bias_g, zero + c, n, 0.0, interpret) for c, n in _chunks(experts)]

@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32, Shaped
 
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, global_address, i32, i64, value_of
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import when
@@ -72,7 +72,7 @@ def _exchange(
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector_size)
     per_destination = np.int32(ctas)
 
-    def token_exchange(rows_g: Any, counts_g: Any, received_g: Any, received_counts_g: Any) -> None:
+    def token_exchange(rows_g: Ref, counts_g: Ref, received_g: Ref, received_counts_g: Ref) -> None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
         cta = lax.axis_index("cta")
         slice_index = lax.rem(cta, per_destination)
@@ -116,7 +116,7 @@ def _exchange(
     )(rows, counts)
 
 
-def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
+def _store(context: Any, target: Ref, peer: Any, values: Ref) -> None:
     """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time: Mosaic GPU does not
     know the alignment of remote addresses, and would store single elements."""
     base = global_address(context.to_remote(target, value_of(peer)))
@@ -140,7 +140,7 @@ def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) ->
     return index
 
 
-def _logical(index: Any, axes: tuple[str, ...], mesh: Any) -> Any:
+def _logical(index: Index, axes: tuple[str, ...], mesh: Any) -> Any:
     """Returns the logical mesh index of the peer with index ``index`` along ``axes``, and this
     device's coordinates along the other axes."""
     coordinates = {axis: lax.axis_index(axis) for axis in mesh.axis_names if axis not in axes}

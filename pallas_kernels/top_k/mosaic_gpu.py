@@ -27,10 +27,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float32, Int, Int32
 
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import (
     INT32,
     REF,
+    Registers,
     array,
     asm,
     const,
@@ -155,8 +156,8 @@ class _Part:
     """A warpgroup and its part of the row. All warpgroups of a cluster call each method."""
 
     def __init__(
-        self, scores_g: Any, lengths_g: Any, out_g: Any, counts_g: Any, histograms_s: Any,
-        exchange_s: Any, scratch_s: Any, barrier: Any, *cluster_barriers: Any, k: int, ctas: int,
+        self, scores_g: Ref, lengths_g: Ref, out_g: Ref, counts_g: Ref, histograms_s: Ref,
+        exchange_s: Ref, scratch_s: Ref, barrier: Any, *cluster_barriers: Any, k: int, ctas: int,
         warpgroups: int, interpret: Any,
     ) -> None:  # fmt: skip
         self.scores_g, self.out_g, self.counts_g = scores_g, out_g, counts_g
@@ -187,7 +188,7 @@ class _Part:
         if most <= _IN_REGISTERS:
             self.keys = [self.load(self.first + j) for j in range(most)]
 
-    def load(self, chunk: Any) -> jax.Array:
+    def load(self, chunk: Index) -> jax.Array:
         start = jnp.minimum(chunk, self.chunks - 1) * CHUNK
         scores = self.scores_g[self.row, pl.ds(start, CHUNK)]
         return _ordered(plgpu.layout_cast(scores, _layout_of(CHUNK)))
@@ -413,7 +414,7 @@ def _ordered(scores: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ (2**31 - 1), bits)
 
 
-def _add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> None:
+def _add_to_histogram(histogram: Ref, digits: jax.Array, *, interpret: Any) -> None:
     """Adds 1 to ``histogram[digit]`` in shared memory for each digit that is not negative."""
     if interpret is not None:
         counts = histogram[...]
@@ -421,7 +422,7 @@ def _add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> N
         return
 
     @inline(REF, _layout_of(digits.size)).on(histogram, digits)
-    def _(histogram: Any, digits: Any) -> None:
+    def _(histogram: ir.Value, digits: Registers) -> None:
         base = shared_address(histogram)
         text = """{
             .reg .pred there;
@@ -435,7 +436,7 @@ def _add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> N
             asm(text, "r,r,~{memory}", base, digit, effects=True)
 
 
-def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret: Any) -> None:
+def _scatter(target: Ref, positions: jax.Array, values: jax.Array, *, interpret: Any) -> None:
     """Sets ``target[position] = value`` for positions that are not negative."""
     if interpret is not None:
         old = target[...]
@@ -444,7 +445,7 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
         return
 
     @inline(REF, _layout_of(values.size), _layout_of(values.size)).on(target, positions, values)
-    def _(target: Any, positions: Any, values: Any) -> None:
+    def _(target: ir.Value, positions: Registers, values: Registers) -> None:
         is_shared = mgpu.utils.is_smem_ref(target)
         base = shared_address(target) if is_shared else global_address(target)
         space, bits, letter = ("shared", 32, "r") if is_shared else ("global", 64, "l")
@@ -460,7 +461,7 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
             asm(text, f"{letter},r,r,~{{memory}}", base, position, value, effects=True)
 
 
-def _prefix_sums(values: jax.Array, scratch: Any, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
+def _prefix_sums(values: jax.Array, scratch: Ref, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the numbers before each of ``values``, correct if threads have four of
     them, and the sum of all. All threads of a warpgroup call it, with a ``scratch`` of int32 [4] in
     shared memory of their own."""
@@ -471,7 +472,7 @@ def _prefix_sums(values: jax.Array, scratch: Any, *, interpret: Any) -> tuple[ja
     numbers = plgpu.ShapeDtypeStruct(values.shape, jnp.int32, layout=layout)
 
     @inline(layout, REF, returns=(numbers, INT32))
-    def scan(values: Any, scratch: Any) -> Any:
+    def scan(values: Registers, scratch: ir.Value) -> tuple[Registers, ...]:
         before = [const(0)]
         for value in numbers_of(values):
             before.append(arith.addi(before[-1], value))
