@@ -136,7 +136,6 @@ class Plan:
 
     @property
     def activations(self) -> int:
-        """Numbers in the activations' memory."""
         return self.tokens * max(self.stride(self.width), self.stride(self.q_rank))
 
     @property

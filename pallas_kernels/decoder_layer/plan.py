@@ -152,7 +152,6 @@ class Plan:
 
     @property
     def activations(self) -> int:
-        """Numbers in the activations' memory."""
         late = self.batch * self.stride(self.expert_ffn) if self.choices else 0
         return max(self._early, late)
 

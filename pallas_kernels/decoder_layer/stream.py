@@ -281,7 +281,6 @@ class Cta:
         return lax.rem(self.cta + phase.shift % self.plan.ctas, jnp.int32(self.plan.ctas))
 
     def count(self, phase: Phase) -> jax.Array:
-        """Returns the number of this CTA's units."""
         return count_units(self.first_unit(phase), phase.units * phase.matrices, self.plan.ctas)
 
     def locate(self, phase: Phase, i: Index) -> tuple[jax.Array, jax.Array]:

@@ -123,7 +123,6 @@ class Buffers(NamedTuple):
 
 
 def _scratch(plan: Plan) -> list[Any]:
-    """Returns the types of the buffers in shared memory."""
     config = plan.config
 
     def views(*shape: int, dtype: Any = plan.dtype) -> Any:

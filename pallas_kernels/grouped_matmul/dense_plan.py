@@ -201,12 +201,10 @@ class Plan:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the operands."""
         return FLOAT8 if self.float8 else jnp.bfloat16
 
     @property
     def tma_scales(self) -> bool:
-        """Whether TMA copies the row scales."""
         return self.float8 and not self.config.few_rows
 
     @property

@@ -218,7 +218,6 @@ class _Tiles:
         return lax.div(total - self.cta + (plan.ctas - 1), jnp.int32(plan.ctas))
 
     def locate(self, i: Index) -> _Tile:
-        """Returns the CTA's i-th tile."""
         plan, N, features = self.plan, self.plan.weights.N, self.plan.config.features
         t, indices = self.cta + i * plan.ctas, []
         for choices in (plan.config.split_k, plan.feature_tiles, plan.matrices):

@@ -162,7 +162,6 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring buffer."""
         return self.config.stages or stages_that_fit(self.weights, self.config)
 
     @property

@@ -61,7 +61,6 @@ class GroupTiles:
     on_gpu: bool  # False in the interpreter
 
     def count(self) -> jax.Array:
-        """Returns the number of tiles of all groups."""
         if not self.on_gpu:
             return jnp.sum(self._tiles(self.sizes[:]))
 
@@ -189,7 +188,6 @@ class TileScheduler:
     member: jax.Array | None = None  # index of this CTA in its cluster of two
 
     def count(self) -> jax.Array:
-        """Returns the number of this CTA's tiles."""
         clusters = jnp.int32(self.clusters)
         total = self.m_tiles * pl.cdiv(self.N, self.columns)
         return lax.div(total - self.cluster + (clusters - 1), clusters)

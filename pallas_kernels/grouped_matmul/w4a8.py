@@ -172,7 +172,6 @@ def _kernel(
     ctas: int,
     interpret: Any,
 ) -> BFloat16[Array, "M N"]:
-    """Launches the kernel on padded and permuted tokens, and transposed scales."""
     N, on_gpu, scale_copy = values.shape[1], interpret is None, _scale_copy(tokens)
     ring_scratch = Ring.scratch(stages, 4, _CONSUMERS, interpret)
     swizzle = (plgpu.SwizzleTransform(128),) if on_gpu else ()

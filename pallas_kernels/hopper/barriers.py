@@ -79,7 +79,6 @@ class TmaCopy:
 
     @property
     def target_type(self) -> Any:
-        """Type of the target in inlined code."""
         if self.contiguous:
             return REF
         if self.tiled:

@@ -56,13 +56,11 @@ def f32() -> ir.Type:
 
 
 def const(number: int, bits: int = 32) -> ir.Value:
-    """Returns an integer constant."""
     kind = ir.IntegerType.get_signless(bits)
     return arith.constant(kind, ir.IntegerAttr.get(kind, number))
 
 
 def float_const(number: float) -> ir.Value:
-    """Returns a float32 constant."""
     return arith.constant(f32(), ir.FloatAttr.get(f32(), number))
 
 
@@ -180,7 +178,6 @@ def single(number: ir.Value) -> ir.Value:
 
 
 def float_pair(first: ir.Value, second: ir.Value) -> ir.Value:
-    """Returns a register of two float32."""
     return vector.from_elements(ir.VectorType.get((2,), f32()), [first, second])
 
 

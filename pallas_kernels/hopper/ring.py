@@ -93,7 +93,6 @@ class Ring:
         self.empty.arrive(state.stage, self.ctas)
 
     def start(self) -> PipelineState:
-        """Returns the first state."""
         return PipelineState(jnp.int32(0), jnp.int32(0))
 
     def next(self, state: PipelineState) -> PipelineState:

@@ -52,7 +52,6 @@ class Schedule:
 
     @property
     def partitions(self) -> int:
-        """Number of partitions."""
         return self.split_sequences.shape[0]
 
 

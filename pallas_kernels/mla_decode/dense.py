@@ -123,7 +123,6 @@ class Signals:
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
-        """Returns the scratch types of the four arrays of barriers."""
         free = plgpu.ClusterBarrier(
             collective_axes=("pair",), num_arrivals=2, num_barriers=2 * SLOTS
         )

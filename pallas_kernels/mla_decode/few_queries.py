@@ -154,7 +154,6 @@ class Rings:
         self.barriers.initialise([1] * stages + [WARPS] * (stages + CONSUMERS))
 
     def of(self, w: Index) -> CountedRing:
-        """Returns the ring of consumer w."""
         return CountedRing(self.layout.stages, self.barriers, w, CONSUMERS)
 
     def handover(self, w: Index) -> Index:
@@ -395,7 +394,6 @@ class Consumer:
         return add_values(acc, p_ref, values, gpu=self.gpu), total, maximum
 
     def scores(self, r: Index, stages: Stages) -> jax.Array:
-        """Returns S^T of the ring's r-th block."""
         rings, ring, (q_latent, q_rope) = (
             self.cta.rings, self.cta.rings.of(self.index), self.cta.queries.targets,
         )  # fmt: skip

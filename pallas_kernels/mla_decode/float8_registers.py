@@ -270,7 +270,6 @@ def unpack_pair(word: ir.Value, factor: ir.Value, pair: int) -> ir.Value:
 
 
 def pack_words(words: list[Any]) -> Any:
-    """Makes an array of a thread's words."""
     two = ir.VectorType.get((2,), i32())
     pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
     return array(pairs, (64, 2 * len(words)), _WORDS, is_signed=True)

@@ -54,7 +54,6 @@ class TileMemory:
 
     @staticmethod
     def scratch() -> list[Any]:
-        """Returns the scratch types of the buffers."""
         return [
             tiles_of(2, TILE, HALF),
             tiles_of(1, TILE, ROPE),
@@ -307,7 +306,6 @@ class TileResults:
     def store_partial(
         self, partial: Any, acc: jax.Array, parts: Sequence[Part], has_lse: jax.Array | bool
     ) -> None:
-        """Stores a partial result of a sequence that is split."""
         for part in parts:
             rows = pl.ds(self.first_row(), ROWS)
             self.partial_out[partial, rows, part.out_columns] = acc[:, part.columns]
@@ -384,7 +382,6 @@ class Consumer:
             plgpu.wgmma(acc, q_rope, memory.rope.at[slot].transpose((1, 0)))
 
     def scores(self, n: Index, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
-        """Returns the scores of its block n."""
 
         def multiply(acc):
             self.add_scores(acc, n, halves)

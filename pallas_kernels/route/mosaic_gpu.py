@@ -304,7 +304,6 @@ class _Cta:
         self.columns = experts + ("valid" in refs)  # without those that fill up the plan's
 
     def for_steps(self, do: Callable[[Any], Any]) -> None:
-        """Calls ``do(step)`` for each of the warps' tokens."""
 
         def step(i: jax.Array, carry: None) -> None:
             do(i)
@@ -323,7 +322,6 @@ class _Cta:
         return token, number, token < self.tokens
 
     def clear(self) -> None:
-        """Clears the words of this warpgroup."""
         size = self.plan.words * self.plan.columns
         for i in range(0, size, WARPS * LANES):
             first = self.wg * size + i + self.warp * LANES
