@@ -59,7 +59,7 @@ from pallas_kernels.decoder_layer.stream import (
     weight_dtype_of,
     with_flat_scales,
 )
-from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.hopper.lanes import LANES, load
 from pallas_kernels.hopper.ring import PipelineState
@@ -279,7 +279,9 @@ class BeforeAttention(Cta):
 
     alternates_by_exchange = True
 
-    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Ref, counter: Any, interpret: Any):
+    def __init__(
+        self, plan: Plan, refs: dict[str, Any], memory: dict[str, Any], counter: Any, interpret: Any
+    ):
         super().__init__(plan, refs, memory, counter, interpret)
         self.producer_waits = plan.waits
         (self.queries,), (self.partials,) = memory["queries"], memory["partials"]

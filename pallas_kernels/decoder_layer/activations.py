@@ -151,7 +151,7 @@ def merge_row(parts: Parts, sequence: int, row: Index, columns: Any, target: Ref
     layout = strided(length)
     first, count = parts.of_sequence(sequence)
 
-    def store(values: Ref) -> None:
+    def store(values: jax.Array) -> None:
         target[...] = values.astype(parts.out.dtype).astype(target.dtype)
 
     @when(count == 0)
@@ -183,7 +183,7 @@ def merge_row(parts: Parts, sequence: int, row: Index, columns: Any, target: Ref
 
 
 def pack_rows(
-    rows: Sequence[tuple[Any, Any, Any]], weights: Ref, maxima_s: Ref, interpret: Any
+    rows: Sequence[tuple[Any, Any, Any]], weights: Any, maxima_s: Ref, interpret: Any
 ) -> None:
     """Copies rows of the same length from global memory to shared memory, in float16: each is its
     source, target, and the reference to its factor. ``maxima_s`` are float32 [4, 32] in shared
@@ -197,7 +197,7 @@ def pack_rows(
 
 
 def pack(
-    rows: Sequence[jax.Array], targets: Sequence[tuple[Any, Any]], weights: Ref, maxima_s: Ref,
+    rows: Sequence[jax.Array], targets: Sequence[tuple[Any, Any]], weights: Any, maxima_s: Ref,
     interpret: Any,
 ) -> None:  # fmt: skip
     """Stores rows, which a warpgroup has in registers, in float16 as :func:`pack_rows`. ``targets``
@@ -310,7 +310,7 @@ def position(column: ir.Value, dtype: ir.Value) -> ir.Value:
     return arith.addi(arith.addi(first, arith.muli(piece, const(PIECE))), within)
 
 
-def _store_permuted(target: Ref, row: jax.Array, weights: Ref, interpret: Any) -> None:
+def _store_permuted(target: Ref, row: jax.Array, weights: Any, interpret: Any) -> None:
     """Stores a row in the order of :func:`permute`."""
     (length,) = row.shape
     if interpret is not None:

@@ -192,7 +192,9 @@ class FeedForward(Cta):
 
     first_arrival = _CHOSEN + 1
 
-    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Ref, counter: Any, interpret: Any):
+    def __init__(
+        self, plan: Plan, refs: dict[str, Any], memory: dict[str, Any], counter: Any, interpret: Any
+    ):
         super().__init__(plan, refs, memory, counter, interpret)
         (self.sums,) = memory["sums"]
 

@@ -327,7 +327,7 @@ def _multiply_in_interpreter(
     rows: Rows,
     step: Index,
     scales: Sequence[Any],
-    sums: Ref,
+    sums: Any,
 ) -> Any:
     """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
     wg = lax.axis_index("wg")

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.block_quant.reference import FLOAT8
@@ -58,7 +59,7 @@ from pallas_kernels.decoder_layer.registers import (
     prefetch_scales,
     zero_after,
 )
-from pallas_kernels.hopper import Index, Ref
+from pallas_kernels.hopper import Index
 from pallas_kernels.hopper.barriers import BULK_COPY, Barriers, TmaCopy
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.ir import (
@@ -233,7 +234,9 @@ class Cta:
     """Whether consecutive exchanges are stored by different warpgroups, even across phases.
     Otherwise warpgroup ``i % 2`` stores unit i of each phase."""
 
-    def __init__(self, plan: Any, refs: dict[str, Any], memory: Ref, counter: Any, interpret: Any):
+    def __init__(
+        self, plan: Any, refs: dict[str, Any], memory: dict[str, Any], counter: Any, interpret: Any
+    ):
         self.plan, self.refs, self.interpret = plan, SimpleNamespace(**refs), interpret
         self.ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
         self.stages = dataclasses.replace(plan.stages, refs=tuple(memory["stages"]))
@@ -403,7 +406,7 @@ class Cta:
         """Multiplies a unit's weights with the activation rows, and returns the next state and this
         warpgroup's sums of both halves."""
 
-        def add(i: jax.Array, state: PipelineState, sums: Ref) -> Any:
+        def add(i: jax.Array, state: PipelineState, sums: Any) -> Any:
             self.ring.wait_full(state)
             halves = [self.stages.half(operand, state.stage, n) for n in range(2)]
             sums = multiply(operand, halves, rows, i, scales, sums, self.interpret)
@@ -553,7 +556,12 @@ class RowCopies(TmaCopy):
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
 
     def _issue_contiguous(
-        self, source: Ref, starts: Sequence[Any], target: Ref, barrier: Any, leader: Any
+        self,
+        source: ir.Value,
+        starts: Sequence[Registers],
+        target: ir.Value,
+        barrier: Any,
+        leader: Any,
     ) -> None:
         address, strides = self.address_and_strides(source, starts)
         rows = self.sizes[-2]

@@ -92,8 +92,8 @@ class TmaCopy:
         plgpu.copy_gmem_to_smem(source, self.target, barrier, collective_axes=self.multicast)
 
     def issue(
-        self, context: Any, source: Ref, starts: Sequence[Any], target: Ref, barrier: Any,
-        leader: Any,
+        self, context: Any, source: ir.Value, starts: Sequence[Registers], target: ir.Value,
+        barrier: Any, leader: Any,
     ) -> None:  # fmt: skip
         """Starts the copy in inlined code, from the thread whose predicate is ``leader``. Its bytes
         have been announced to the barrier."""
@@ -119,7 +119,12 @@ class TmaCopy:
         )
 
     def _issue_contiguous(
-        self, source: Ref, starts: Sequence[Any], target: Ref, barrier: Any, leader: Any
+        self,
+        source: ir.Value,
+        starts: Sequence[Registers],
+        target: ir.Value,
+        barrier: Any,
+        leader: Any,
     ) -> None:
         address, _ = self.address_and_strides(source, starts)
         text = f"@$3 {BULK_COPY} [$0], [$1], {self.bytes}, [$2];"
@@ -127,7 +132,9 @@ class TmaCopy:
         operands = shared_address(target), address, mbarrier, leader
         asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
 
-    def address_and_strides(self, source: Ref, starts: Sequence[Any]) -> tuple[Any, list[int]]:
+    def address_and_strides(
+        self, source: ir.Value, starts: Sequence[Registers]
+    ) -> tuple[ir.Value, list[int]]:
         """Returns the window's address, and the strides of the source in bytes."""
         strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
         strides = [stride * jnp.dtype(self.source.dtype).itemsize for stride in strides]

@@ -74,7 +74,7 @@ def _words(loads: int) -> Any:
     return plgpu.ShapeDtypeStruct((64, 8 * loads), jnp.int32, layout=_WORDS)
 
 
-def fetch_half(page: Index, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+def fetch_half(page: Ref, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Loads half 0 or 1 of the latents (256 columns) of a page [64, 656], and their scales. A warp
     loads 256 columns of two tokens at a time, 16 bytes per thread."""
 
@@ -116,7 +116,7 @@ def fetch_half(page: Index, half: int | jax.Array) -> tuple[jax.Array, jax.Array
     return fetch(page, *scalars)
 
 
-def prefetch_rope(page: Index) -> None:
+def prefetch_rope(page: Ref) -> None:
     """Prefetches the rope keys of a page [64, 656] into the L2 cache."""
 
     @inline(REF).on(page)
@@ -131,7 +131,7 @@ def prefetch_rope(page: Index) -> None:
         asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", address, effects=True)
 
 
-def copy_rope(tile: Ref, page: Index) -> None:
+def copy_rope(tile: Ref, page: Ref) -> None:
     """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory, see
     :func:`wait_rope_copies`."""
 
@@ -163,7 +163,7 @@ def wait_rope_copies() -> None:
         asm("cp.async.wait_all;", "", effects=True)
 
 
-def prefetch_page(page: Index) -> None:
+def prefetch_page(page: Ref) -> None:
     """Prefetches a page [64, 656] into the L2 cache."""
 
     @inline(REF).on(page)

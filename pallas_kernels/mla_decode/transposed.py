@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -469,6 +469,6 @@ def _load_two(base: ir.Value, offset: int) -> list[ir.Value]:
     return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=f32(), count=2)
 
 
-def batched(values: Ref, count: int) -> list[list[Any]]:
+def batched(values: Iterable[Any], count: int) -> list[list[Any]]:
     values = list(values)
     return [values[i : i + count] for i in range(0, len(values), count)]

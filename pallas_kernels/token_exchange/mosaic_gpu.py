@@ -16,7 +16,17 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, global_address, i32, i64, value_of
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    Registers,
+    asm,
+    const,
+    global_address,
+    i32,
+    i64,
+    value_of,
+)
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import when
 
@@ -116,7 +126,7 @@ def _exchange(
     )(rows, counts)
 
 
-def _store(context: Any, target: Ref, peer: Any, values: Ref) -> None:
+def _store(context: Any, target: ir.Value, peer: Registers, values: Registers) -> None:
     """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time: Mosaic GPU does not
     know the alignment of remote addresses, and would store single elements."""
     base = global_address(context.to_remote(target, value_of(peer)))
