@@ -27,12 +27,10 @@ _MOST_EXPERTS, _MOST_CHOICES = 384, 16
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of the layer, and what follows from them. :meth:`of` makes and checks it.
-
-    The activations' memory has, one after the other, the rows that gate and up need (the norm), the
+    """Sizes of the layer, and what follows from them. :meth:`of` makes and checks it. The
+    activations' memory has, one after the other, the rows that gate and up need (the norm), the
     hidden rows of the MLP, and the router's rows if the norm's are in float16. Earlier phases'
-    rows, and later those of the routed experts, take the place of all of them.
-    """
+    rows, and later those of the routed experts, take the place of all of them."""
 
     ctas: int
     tokens: int

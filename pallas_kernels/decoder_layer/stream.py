@@ -95,10 +95,8 @@ _EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy encodes
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Work that is divided among the CTAs, between the same grid barriers.
-
-    A phase's units are numbered matrix by matrix, and CTA c has the units c, c + CTAs, and so on.
-    """
+    """Work that is divided among the CTAs, between the same grid barriers. A phase's units are
+    numbered matrix by matrix, and CTA c has the units c, c + CTAs, and so on."""
 
     name: str
     units: int  # units of a matrix, or of a gate and its up
@@ -222,8 +220,7 @@ class Cta:
     A kernel's plan has ``ctas``, ``tokens``, ``dtype`` of the activations, ``weight_dtype`` of the
     matrices that may be quantized, ``phases``, ``stages``, ``signals`` (barriers of the consumers
     that the producer waits for), ``activations`` (numbers in the activations' memory), ``factors``
-    (of rows in float16; 0 if there are none) and ``stride(columns)`` of activation rows.
-    """
+    (of rows in float16; 0 if there are none) and ``stride(columns)`` of activation rows."""
 
     first_arrival = 0
     """Index of the first of the signals that the consumers have arrived at a grid barrier."""

@@ -147,12 +147,10 @@ def choose_tile_width(widths: Sequence[int], M: int, G: int, N: int) -> int:
 
 
 def pairs_pay(M: int, G: int, K: int) -> bool:
-    """Returns whether ``Config.paired`` is faster for M rows in G groups.
-
-    On an H100 pairs take 6 % less time with K 7168 and 4,096 rows per group, the same with 1,024
-    and 256 rows, and from 1 % less to 5 % more with K 2048. An odd number of M tiles costs a group
-    half a tile on average, 64 rows: 3 % of 2,048 rows.
-    """
+    """Returns whether ``Config.paired`` is faster for M rows in G groups. On an H100 pairs take 6 %
+    less time with K 7168 and 4,096 rows per group, the same with 1,024 and 256 rows, and from 1 %
+    less to 5 % more with K 2048. An odd number of M tiles costs a group half a tile on average, 64
+    rows: 3 % of 2,048 rows."""
     return K >= _PAIRED_K and M >= _PAIRED_ROWS * G
 
 

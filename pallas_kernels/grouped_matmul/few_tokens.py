@@ -524,10 +524,8 @@ def _unknown_zero(i: Index) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reduction:
-    """The sum over the warpgroups that share a tile's features, through shared memory.
-
-    The first of them adds the others' sums to its own.
-    """
+    """The sum over the warpgroups that share a tile's features, through shared memory. The first of
+    them adds the others' sums to its own."""
 
     k_warpgroups: int  # that share a tile
     partial_sums: Ref  # float32 [partial warpgroups, 64 * tokens] in shared memory

@@ -69,11 +69,9 @@ def row_of_thread(column_blocks: int) -> tuple[ir.Value, ir.Value]:
 
 
 def to_bfloat16(word: ir.Value, form: Format) -> list[ir.Value]:
-    """Converts all values of a 32-bit word to pairs of bfloat16.
-
-    int8 and float8_e4m3fn give the pairs of bytes (0, 2) and (1, 3); int4 the pairs of half bytes
-    (0, 4), (1, 5), (2, 6) and (3, 7).
-    """
+    """Converts all values of a 32-bit word to pairs of bfloat16. int8 and float8_e4m3fn give the
+    pairs of bytes (0, 2) and (1, 3); int4 the pairs of half bytes (0, 4), (1, 5), (2, 6) and (3,
+    7)."""
     # The constants are pairs of bfloat16. 0x4300 is 128, whose last mantissa bit is worth 1, so
     # that OR with an integer below 128 adds it.
     if form == "int8":

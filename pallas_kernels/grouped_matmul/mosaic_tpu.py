@@ -185,9 +185,8 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """grouped_matmul on a TPU, with rows in bfloat16 or float32. float32 has full precision. float8
     rows are first multiplied by their scales and rounded to bfloat16. With many rows per group, so
-    are quantized matrices. Gradients are the reference's.
-
-    Raises NotImplementedError for no TPU, other dtypes, or what :func:`choose_plan` refuses."""
+    are quantized matrices. Gradients are the reference's. Raises NotImplementedError for no TPU,
+    other dtypes, or what :func:`choose_plan` refuses."""
     chip = require_tpu(interpret)
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")

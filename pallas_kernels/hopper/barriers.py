@@ -226,10 +226,8 @@ class Barriers:
                 instruction("bar.sync 0;")
 
     def wait(self, i: Index, use: Index) -> None:
-        """Waits until use ``use`` of barrier i is complete.
-
-        The hardware compares only the parity, so use + 1 must not complete before this returns.
-        """
+        """Waits until use ``use`` of barrier i is complete. The hardware compares only the parity,
+        so use + 1 must not complete before this returns."""
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory.at[i])
             return

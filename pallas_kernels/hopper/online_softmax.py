@@ -67,11 +67,9 @@ def reciprocal(total: jax.Array) -> jax.Array:
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> jax.Array:
     """Returns ``x * factors[:, None]`` for a float32 tile in WGMMA layout. A whole warpgroup calls
-    it.
-
-    It skips the multiplication when all factors are 1, as they usually are. Mosaic can branch only
-    on scalars, but the factors are distributed over threads. So the threads of the warpgroup vote,
-    by one instruction: a barrier with a reduction."""
+    it. It skips the multiplication when all factors are 1, as they usually are. Mosaic can branch
+    only on scalars, but the factors are distributed over threads. So the threads of the warpgroup
+    vote, by one instruction: a barrier with a reduction."""
     if interpret is not None:
         return x * lax.broadcast_in_dim(factors, x.shape, [0])
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)

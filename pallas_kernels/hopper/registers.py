@@ -60,10 +60,8 @@ def last_lane(number: ir.Value) -> ir.Value:
 
 
 def prefix_sums(values: list[ir.Value]) -> list[ir.Value]:
-    """Returns inclusive prefix sums over the lanes, of each value separately.
-
-    The scans are interleaved, because one step has a long latency.
-    """
+    """Returns inclusive prefix sums over the lanes, of each value separately. The scans are
+    interleaved, because one step has a long latency."""
     for distance in (1, 2, 4, 8, 16):
         values = [_of_warp(_SCAN_STEP.replace("DISTANCE", str(distance)), x) for x in values]
     return values

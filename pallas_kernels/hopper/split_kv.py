@@ -159,11 +159,9 @@ def schedule(
 
 
 class Parts(NamedTuple):
-    """Attention's results before the parts of split sequences are merged.
-
-    Query rows are all heads of a sequence's first query, then of the next. What a field does not
-    define may be anything, NaN included.
-    """
+    """Attention's results before the parts of split sequences are merged. Query rows are all heads
+    of a sequence's first query, then of the next. What a field does not define may be anything, NaN
+    included."""
 
     out: Float[Array, "B rows C"]
     """The results of sequences that are not split. There may be more rows than query rows."""
@@ -175,9 +173,7 @@ class Parts(NamedTuple):
 
     def of_sequence(self, b: int) -> tuple[Any, Any]:
         """Returns the first part of sequence b, and the number of its parts, 0 if it is not split.
-
-        A kernel may call it: the fields are then references.
-        """
+        A kernel may call it: the fields are then references."""
         first, count = jnp.int32(0), jnp.int32(0)
         # A split sequence is in one of the first entries: there is one for each.
         for i in range(min(b + 1, self.split_sequences.shape[0])):

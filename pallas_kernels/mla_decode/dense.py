@@ -260,10 +260,8 @@ class ScoreWarpgroup:
             cta.memory.copy_queries(signals.q_full, cta.queries, b, first_row, rows)
 
     def copy_block(self, page: Any, *, wait: bool) -> None:
-        """Copies a page into this warpgroup's slot.
-
-        With ``wait``, each half is copied when the slot's previous block releases it.
-        """
+        """Copies a page into this warpgroup's slot. With ``wait``, each half is copied when the
+        slot's previous block releases it."""
         signals, memory, slot = self.cta.signals, self.cta.memory, self.slot
         pages, axis = self.cta.pages, "pair" if self.cta.plan.pair == 2 else None
 
@@ -279,11 +277,9 @@ class ScoreWarpgroup:
             signals.blocks.copy(kv_full(slot, 2), pages, window, memory.rope.at[slot], axis)
 
     def run_segment(self, i: Index, done: Index) -> Index:
-        """Processes the i-th segment. ``done`` counts the partition's blocks before it.
-
-        Block j of the segment is block ``done + j`` of the partition. This warpgroup's k-th block
-        is ``j = first + 2 k``. It may have none.
-        """
+        """Processes the i-th segment. ``done`` counts the partition's blocks before it. Block j of
+        the segment is block ``done + j`` of the partition. This warpgroup's k-th block is ``j =
+        first + 2 k``. It may have none."""
         plan, signals, partition = self.cta.plan, self.cta.signals, self.cta.partition
         first = (self.slot + done) & 1
         first_sequence, _, first_block, _ = entry = partition.entry()
@@ -484,11 +480,9 @@ class ValueWarpgroup:
         plgpu.barrier_arrive(self.cta.signals.kv_free.at[slot * 2 + half])
 
     def store(self, i: Index, b: Index, slot: Index, acc: jax.Array) -> None:
-        """Stores the result of sequence b, the i-th here, whose last block is in ``slot``.
-
-        The running maximum never falls. So the greater one of the score warpgroups' maxima is that
-        of the segment's last block, to which ``acc`` is relative.
-        """
+        """Stores the result of sequence b, the i-th here, whose last block is in ``slot``. The
+        running maximum never falls. So the greater one of the score warpgroups' maxima is that of
+        the segment's last block, to which ``acc`` is relative."""
         memory, partition, signals = self.cta.memory, self.cta.partition, self.cta.signals
         columns, outputs = self.columns, self.outputs
         signals.sequences.wait(SUM_READY, i)

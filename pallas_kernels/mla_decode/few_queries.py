@@ -451,12 +451,10 @@ class Consumer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Handover:
-    """The exchange of results between two consumers.
-
-    The one that did not process the sequence's last block hands over its results in the stages of
-    its own last block, and the other one releases them. Until then its ring has no room for another
-    block, so it cannot hand over twice before the first results are read.
-    """
+    """The exchange of results between two consumers. The one that did not process the sequence's
+    last block hands over its results in the stages of its own last block, and the other one
+    releases them. Until then its ring has no room for another block, so it cannot hand over twice
+    before the first results are read."""
 
     rings: Rings
     memory: Ref

@@ -93,11 +93,9 @@ sums. Use i is the partition's i-th sequence."""
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SingleSignals:
-    """Barriers of a CTA that unpacks for itself. Slot s has halves 0 and 1.
-
-    They are Pallas' barriers, as :class:`Barriers` uses them in the interpreter: they count their
-    uses themselves. They are few arrays, because each keeps its phases in a register per thread.
-    """
+    """Barriers of a CTA that unpacks for itself. Slot s has halves 0 and 1. They are Pallas'
+    barriers, as :class:`Barriers` uses them in the interpreter: they count their uses themselves.
+    They are few arrays, because each keeps its phases in a register per thread."""
 
     interpret: Any
     q_full: Barriers  # One barrier. The queries of a sequence are filled, by three copies.
@@ -418,8 +416,7 @@ class PairProducer:
     registers. When both CTAs have released that half of a slot, it unpacks the latents to bfloat16
     and stores them there, and each warp sends what it has stored to the other CTA. Then it loads
     the next block: not earlier, because the fence after the stores waits for loads. One instruction
-    prefetches the page after the next one into the L2 cache. Rope keys are copied by TMA.
-    """
+    prefetches the page after the next one into the L2 cache. Rope keys are copied by TMA."""
 
     cta: Cta
     first_query_row: Index

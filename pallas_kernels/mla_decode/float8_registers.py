@@ -181,8 +181,7 @@ def store_half(tile: Ref, words: jax.Array, scales: jax.Array, tokens: Index) ->
     32 bytes at a time, so that the eight stores use different banks.
 
     Tokens from index ``tokens`` on are zeroed, whatever they contain. The scale is rounded to
-    bfloat16. A float8 NaN becomes 480 times its scale.
-    """
+    bfloat16. A float8 NaN becomes 480 times its scale."""
 
     @inline(TILES, _WORDS, _SCALE_WORD, SCALAR).on(tile, words, scales, tokens)
     def _(tile: ir.Value, words: Registers, scales: Registers, tokens: Registers):
@@ -320,11 +319,9 @@ _OPERAND = plgpu.ShapeDtypeStruct((64, COLUMNS), jnp.bfloat16, layout=WGMMA)
 def permute_queries(
     q_latent: BFloat16[Array, "B M C"], q_rope: BFloat16[Array, "B M R"]
 ) -> tuple[BFloat16[Array, "B M C"], BFloat16[Array, "B M R"]]:
-    """Permutes the columns of queries to the order of the keys in a scorer's operands.
-
-    Thread t of four has 32 consecutive columns of each group of 128 latent columns, or 16 of the 64
-    rope columns. A matmul instruction takes four of them from each thread, as two pairs.
-    """
+    """Permutes the columns of queries to the order of the keys in a scorer's operands. Thread t of
+    four has 32 consecutive columns of each group of 128 latent columns, or 16 of the 64 rope
+    columns. A matmul instruction takes four of them from each thread, as two pairs."""
     B, M, C = q_latent.shape
     latent = q_latent.reshape(B, M, C // GROUP, 4, 8, 2, 2).transpose(0, 1, 2, 4, 5, 3, 6)
     rope = q_rope.reshape(B, M, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5)

@@ -317,10 +317,8 @@ class TileResults:
 
 
 def _store_sectors(ref: Ref, value: jax.Array, interpret: Any) -> None:
-    """Stores to global memory in pieces of less than a 32-byte sector.
-
-    jax 0.12 refuses such stores unless they are requested.
-    """
+    """Stores to global memory in pieces of less than a 32-byte sector. jax 0.12 refuses such stores
+    unless they are requested."""
     if interpret is None and hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
@@ -347,12 +345,9 @@ class ConsumerSignals:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Consumer:
     """A warpgroup that computes the scores of every other key block, and P V of all of them for 256
-    of the 512 output columns.
-
-    The running maximum is passed from one consumer to the other. The tensor cores compute half of a
-    block's scores, then P V of the other consumer's last block, then the other half of the scores,
-    and then, after the softmax, P V of its own block.
-    """
+    of the 512 output columns. The running maximum is passed from one consumer to the other. The
+    tensor cores compute half of a block's scores, then P V of the other consumer's last block, then
+    the other half of the scores, and then, after the softmax, P V of its own block."""
 
     index: int
     """Parity of the blocks that it scores, their slot, and its half of the output: 0 or 1."""

@@ -79,12 +79,10 @@ def two_matmuls(
 def multiply_apart(
     x: Float[Array, "*batch K"], gate: Float[Array, "F K"], up: Float[Array, "F K"]
 ) -> Float[Array, "*batch F"]:
-    """Does :func:`two_matmuls` on any platform.
-
-    XLA merges matmuls that share an operand. For that it joins ``gate`` and ``up`` into one matrix,
-    each time anew, unless it compiles the matmul itself: with 512 rows it calls cuBLAS, and copies
-    the 23 MB of a layer's shared experts first. A barrier keeps it from merging them.
-    """
+    """Does :func:`two_matmuls` on any platform. XLA merges matmuls that share an operand. For that
+    it joins ``gate`` and ``up`` into one matrix, each time anew, unless it compiles the matmul
+    itself: with 512 rows it calls cuBLAS, and copies the 23 MB of a layer's shared experts first. A
+    barrier keeps it from merging them."""
 
     def matmul(x: jax.Array, matrix: jax.Array) -> jax.Array:
         product = jnp.einsum("...k,fk->...f", x, matrix, preferred_element_type=jnp.float32)

@@ -68,12 +68,11 @@ def _exchange(
     """Runs the kernel on rows flattened to [n, C * W].
 
     Each CTA copies to one destination, then signals its semaphore. A device's first CTA waits for
-    the signals of all CTAs that send to it, so the kernel, and whatever XLA runs after
-    it, completes only when all rows have arrived.
+    the signals of all CTAs that send to it, so the kernel, and whatever XLA runs after it,
+    completes only when all rows have arrived.
 
     Unless CompilerParams disables it, XLA synchronises all devices before the kernel starts. So the
-    buffers that peers write to are no longer in use, and the semaphore is zero.
-    """
+    buffers that peers write to are no longer in use, and the semaphore is zero."""
     n, size = rows.shape
     mesh = jax.sharding.get_abstract_mesh()
     vector_size = _STORE // rows.dtype.itemsize
