@@ -307,20 +307,10 @@ def store_rotated(
     rotation = lax.shift_right_logical(number, filled(1)) + pair
     is_second = jnp.bitwise_and(number, 1)
     cos, sin = (load(each, token * half + rotation, LANES, None) for each in (cos_g, sin_g))
-    other = _neighbour(block)
+    other = inline(LAYOUT, returns=PER_THREAD)(lambda x: per_thread(exchanged(only(x), 1)))(block)
     rotated = block * cos + jnp.where(is_second == 1, other, -other) * sin
     row = jnp.where(exists, row_of(token), -1)
     _store(ref, row, rotation + first + is_second * half, rotated)
-
-
-def _neighbour(block: jax.Array) -> jax.Array:
-    """Returns the other number of each thread's pair."""
-
-    @inline(LAYOUT, returns=PER_THREAD)
-    def exchange(block: Registers) -> Registers:
-        return per_thread(exchanged(only(block), 1))
-
-    return exchange(block)
 
 
 def _store(ref: Ref, row: jax.Array, column: jax.Array, values: jax.Array) -> None:

@@ -14,7 +14,8 @@ through it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +23,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.hopper import Ref
-from pallas_kernels.hopper.ir import REF, SCALAR, Registers, const, i32, inline, value_of
+from pallas_kernels.hopper.ir import (
+    INT32,
+    REF,
+    SCALAR,
+    Registers,
+    const,
+    i32,
+    inline,
+    scalar,
+    value_of,
+)
 from pallas_kernels.hopper.launch import Index
 from pallas_kernels.hopper.registers import last_lane, prefix_sums, warp_sum
 
@@ -64,23 +74,20 @@ class GroupTiles:
         if not self.on_gpu:
             return jnp.sum(self._tiles(self.sizes[:]))
 
-        @_inline(REF)
-        def add(sizes: ir.Value) -> tuple[Any, ...]:
+        @inline(REF, returns=INT32)
+        def add(sizes: ir.Value) -> Registers:
             tiles = [self._tiles_of(size) for _, size in self._groups_of_lane(sizes)]
-            total = tiles[0]
-            for more in tiles[1:]:
-                total = arith.addi(total, more)
-            return (warp_sum(total),)
+            return scalar(warp_sum(functools.reduce(arith.addi, tiles)))
 
-        return add(self.sizes)[0]
+        return add(self.sizes)
 
     def locate(self, tile: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a tile's group, first row and number of rows. All are 0 past the last tile."""
         if not self.on_gpu:
             return self._locate(self.sizes[:], tile)
 
-        @_inline(REF, SCALAR, results=3)
-        def search(sizes: ir.Value, number: Registers) -> tuple[Any, ...]:
+        @inline(REF, SCALAR, returns=(INT32,) * 3)
+        def search(sizes: ir.Value, number: Registers) -> tuple[Registers, ...]:
             tile, before = value_of(number), const(0)
             groups = self._groups_of_lane(sizes)
             tiles = [self._tiles_of(size) for _, size in groups]
@@ -108,7 +115,7 @@ class GroupTiles:
             rows = arith.minsi(arith.subi(size, offset), const(self.tile_m))
             result = group, arith.addi(rows_before, offset), rows
             exists = arith.cmpi(arith.CmpIPredicate.ult, group, const(self.sizes.shape[0]))
-            return tuple(arith.select(exists, x, const(0)) for x in result)
+            return tuple(scalar(arith.select(exists, x, const(0))) for x in result)
 
         return search(self.sizes, tile)
 
@@ -143,23 +150,6 @@ class GroupTiles:
 
     def _tiles_of(self, size: ir.Value) -> ir.Value:
         return arith.divui(arith.addi(size, const(self.tile_m - 1)), const(self.tile_m))
-
-
-def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
-    """Decorates functions that return int32 scalars, as :func:`ir.inline`."""
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-
-    def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:
-        @inline(*arguments, returns=(scalar,) * results)
-        def inlined(*args: Any) -> tuple[Registers, ...]:
-            layout = SCALAR.to_mgpu()
-            return tuple(
-                mgpu.FragmentedArray.splat(x, (), layout, is_signed=True) for x in function(*args)
-            )
-
-        return inlined
-
-    return decorate
 
 
 class Tile(NamedTuple):

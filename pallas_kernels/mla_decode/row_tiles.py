@@ -284,7 +284,12 @@ class TileResults:
             values = acc[:, part.columns].astype(jnp.bfloat16)
             if part.staging is None:
                 target = self.out.at[b, pl.ds(self.first_row(), ROWS), part.out_columns]
-                _store_sectors(target, values, self.interpret)
+                if self.interpret is None and hasattr(plgpu, "store"):
+                    # jax 0.12 refuses pieces of less than a 32-byte sector unless requested.
+                    store: Any = plgpu.store  # pyright: ignore[reportAttributeAccessIssue]
+                    store(target, values, optimized=False)
+                else:
+                    target[...] = values
             else:
                 part.staging(slice(None))[...] = values
         staged = [part for part in parts if part.staging is not None]
@@ -314,15 +319,6 @@ class TileResults:
         def _():
             target = self.partial_lse.at[partial, pl.ds(self.first_row(), ROWS)]
             plgpu.copy_smem_to_gmem(self.lse_staging, target)
-
-
-def _store_sectors(ref: Ref, value: jax.Array, interpret: Any) -> None:
-    """Stores to global memory in pieces of less than a 32-byte sector. jax 0.12 refuses such stores
-    unless they are requested."""
-    if interpret is None and hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        ref[...] = value
 
 
 # ---- a warpgroup that computes both S and P V ----------------------------------------------------

@@ -189,9 +189,14 @@ class _Part:
             self.keys = [self.load(self.first + j) for j in range(most)]
 
     def load(self, chunk: Index) -> jax.Array:
+        """Loads a chunk as integers in the order of the scores; -0 becomes 0. The constant must not
+        be the first operand of a select: see ``lanes.select``."""
         start = jnp.minimum(chunk, self.chunks - 1) * CHUNK
         scores = self.scores_g[self.row, pl.ds(start, CHUNK)]
-        return _ordered(plgpu.layout_cast(scores, _layout_of(CHUNK)))
+        scores = plgpu.layout_cast(scores, _layout_of(CHUNK))
+        bits = lax.bitcast_convert_type(scores, jnp.int32)
+        bits = jnp.where(scores != 0.0, bits, jnp.zeros_like(bits))
+        return jnp.where(bits < 0, bits ^ _LARGEST, bits)
 
     def for_chunks(self, use: Callable[..., Any], carry: Any, smallest: jax.Array) -> None:
         """Calls ``use(chunk, keys, smallest, carry)`` for the part's chunks. For chunks past its
@@ -404,14 +409,6 @@ def _iota(size: int) -> jax.Array:
 
 def _filled(size: int, value: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full((size,), value, jnp.int32), _layout_of(size))
-
-
-def _ordered(scores: jax.Array) -> jax.Array:
-    """Maps floats to integers in the same order; -0 becomes 0. The constant must not be the first
-    operand of a select: see ``lanes.select``."""
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where(scores != 0.0, bits, jnp.zeros_like(bits))
-    return jnp.where(bits < 0, bits ^ (2**31 - 1), bits)
 
 
 def _add_to_histogram(histogram: Ref, digits: jax.Array, *, interpret: Any) -> None:
