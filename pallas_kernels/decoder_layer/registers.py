@@ -339,12 +339,8 @@ def _multiply_in_interpreter(
     for half, (ref, before) in enumerate(zip(halves, sums, strict=True)):
         first = operand.columns if operand.is_split and half else 0
         at = first + step * operand.step
-        x = jnp.stack(
-            [
-                rows.memory[pl.ds(rows.start + t * rows.stride + at, operand.step)]
-                for t in range(rows.count)
-            ]
-        )
+        starts = [rows.start + t * rows.stride + at for t in range(rows.count)]
+        x = jnp.stack([rows.memory[pl.ds(start, operand.step)] for start in starts])
         if operand.is_scaled:
             x = lax.bitcast_convert_type(x, jnp.float16)
         x = x.astype(jnp.float32)

@@ -271,24 +271,16 @@ class _Stages:
         max_tokens = plan.config.max_tokens
         if plan.on_gpu:
             # Two views of the same memory for each width: tiled for wgmma, untiled for TMA.
-            x_scratch = plgpu.RefUnion(
-                *(
-                    plgpu.SMEM(
-                        (plan.slots * (max_tokens // width), plan.x_blocks, width, 64),
-                        jnp.bfloat16,
-                        transforms=transforms,
-                    )
-                    for width in plan.config.token_widths
-                    for transforms in (tiling, swizzle)
-                )
-            )
+            views = []
+            for width in plan.config.token_widths:
+                shape = plan.slots * (max_tokens // width), plan.x_blocks, width, 64
+                views += [plgpu.SMEM(shape, jnp.bfloat16, transforms=t) for t in (tiling, swizzle)]
+            x_scratch = plgpu.RefUnion(*views)
         else:
             x_scratch = plgpu.SMEM((plan.slots, plan.x_blocks, max_tokens, 64), jnp.bfloat16)
-        weights = plgpu.SMEM(
-            (plan.slots, plan.config.features, plan.weights.step_bytes),
-            dtype,
-            transforms=swizzle if plan.weights.column_blocks == 2 and plan.on_gpu else (),
-        )
+        shape = plan.slots, plan.config.features, plan.weights.step_bytes
+        transforms = swizzle if plan.weights.column_blocks == 2 and plan.on_gpu else ()
+        weights = plgpu.SMEM(shape, dtype, transforms=transforms)
         copies_per_step = 1 + (plan.x_blocks if plan.config.tokens_in_order else 1)
         copies = copies_per_step * plan.config.k_warpgroups
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages)
@@ -396,17 +388,16 @@ class _Consumer:
             total, step_scales = carry
             stage = lax.rem(first_fill + k, jnp.int32(plan.stages))
             step = first_step + k * k_warpgroups
-            next_scales = (
-                step_scales
-                if weights.is_scaled_last
-                else self.load_scales(tile.group, tile.matrix, feature, step + k_warpgroups)
-            )
+            next_scales = step_scales
+            if not weights.is_scaled_last:
+                later = step + k_warpgroups
+                next_scales = self.load_scales(tile.group, tile.matrix, feature, later)
             plgpu.barrier_wait(ring.full.at[stage])
             slot = stage * k_warpgroups + self.k_part
             firsts = range(0, weights.column_blocks, weights.blocks_per_scale)
             for j, first in enumerate(firsts):
                 product = self.multiply(n, width, slot, first)
-                if not plan.k_divides_evenly:
+                if fills * k_warpgroups * plan.config.split_k > weights.k_steps:
                     product = product * jnp.where(step < weights.k_steps, 1.0, 0.0)
                 if not weights.is_scaled_last:
                     product = _scaled(product, step_scales[j])
@@ -480,12 +471,9 @@ class _Consumer:
             packed = [values[:, 64 * b : 64 * b + 64] for b in blocks]
             unpacked = [registers.unpack_in_interpreter(b, form, in_order=in_order) for b in packed]
             x_end = weights.block_columns // 64 * (first + weights.blocks_per_scale)
-            return jnp.einsum(
-                "nbk,bmk->nm",
-                jnp.concatenate(unpacked, axis=1),
-                ring.x[slot][x_first:x_end, :width].astype(jnp.float32),
-                precision="highest",
-            )
+            tokens = ring.x[slot][x_first:x_end, :width].astype(jnp.float32)
+            weights = jnp.concatenate(unpacked, axis=1)
+            return jnp.einsum("nbk,bmk->nm", weights, tokens, precision="highest")
 
         packed, column_blocks = ring.weights.at[slot, rows], weights.column_blocks
         if not config.uses_wgmma(width):

@@ -180,12 +180,6 @@ class Plan:
         return -(-self.weights.k_steps // (self.config.k_warpgroups * self.config.split_k))
 
     @property
-    def k_divides_evenly(self) -> bool:
-        """Whether no warpgroup takes a K step past the end."""
-        steps = self.fills * self.config.k_warpgroups * self.config.split_k
-        return steps == self.weights.k_steps
-
-    @property
     def x_blocks(self) -> int:
         """Blocks of 64 columns of the tokens per K step."""
         return self.weights.step_columns // 64

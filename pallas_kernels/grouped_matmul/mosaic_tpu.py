@@ -261,20 +261,16 @@ def matmul(
         lhs = even_columns_first(lhs)
     operands = [lhs, rhs]
     in_specs = [
-        pl.BlockSpec((plan.rows, K), lambda n, v, groups, tiles, ends: (tiles[v], 0)),
-        pl.BlockSpec(
-            (None, plan.columns, width), lambda n, v, groups, tiles, ends: (groups[v], n, 0)
-        ),
+        pl.BlockSpec((plan.rows, K), lambda n, v, groups, tiles, _: (tiles[v], 0)),
+        pl.BlockSpec((None, plan.columns, width), lambda n, v, groups, *_: (groups[v], n, 0)),
     ]
     if scale is not None:
         by_columns = plan.block_shape[0] == 1
         # XLA stores such arrays with the longer dimension last, so this moves nothing.
         operands.append(scale.swapaxes(1, 2) if by_columns else scale)
+        block = None, *plan.scale_block(scale)
         in_specs.append(
-            pl.BlockSpec(
-                (None, *plan.scale_block(scale)),
-                lambda n, v, groups, tiles, ends: (groups[v], 0, n if by_columns else 0),
-            )
+            pl.BlockSpec(block, lambda n, v, groups, *_: (groups[v], 0, n if by_columns else 0))
         )
     return pl.pallas_call(
         functools.partial(_kernel, plan),
@@ -284,7 +280,7 @@ def matmul(
             grid=(blocks, visits.total),
             in_specs=in_specs,
             out_specs=pl.BlockSpec(
-                (plan.rows, plan.columns), lambda n, v, groups, tiles, ends: (tiles[v], n)
+                (plan.rows, plan.columns), lambda n, v, _, tiles, *__: (tiles[v], n)
             ),
             scratch_shapes=[pltpu.VMEM((plan.columns, K), lhs.dtype)] * expands,
         ),

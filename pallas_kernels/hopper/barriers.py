@@ -276,13 +276,8 @@ class Barriers:
                 copy.interpret(self.memory.at[i])
             return
         bytes_, starts = sum(copy.bytes for copy in copies), [copy.starts for copy in copies]
-        types = (
-            REF,
-            SCALAR,
-            [REF for _ in copies],
-            [copy.target_type for copy in copies],
-            [[SCALAR] * len(each) for each in starts],
-        )
+        targets = [copy.target_type for copy in copies]
+        types = REF, SCALAR, [REF] * len(copies), targets, [[SCALAR] * len(each) for each in starts]
 
         def start(context: Any, words: Any, i: Any, sources: Any, targets: Any, starts: Any):
             barrier, leader = _barrier(words, value_of(i)), mgpu.single_thread_predicate(scope)

@@ -141,11 +141,8 @@ class GridBarrier:
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory)
             return jnp.int32(0)
-        amount = jnp.where(
-            lax.axis_index("cta") == 0,
-            jnp.int32(arrival(0, self.ctas)),
-            jnp.int32(arrival(1, self.ctas)),
-        )
+        first, other = (jnp.int32(arrival(cta, self.ctas)) for cta in range(2))
+        amount = jnp.where(lax.axis_index("cta") == 0, first, other)
 
         @inline(REF, SCALAR, returns=INT32)
         def arrive(counter: ir.Value, amount: Registers) -> Registers:

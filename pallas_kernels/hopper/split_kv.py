@@ -78,12 +78,11 @@ def whole_sequences(lengths: Int[Array, " B"], *, max_pages: int) -> Schedule:
     sequence, zero = jnp.arange(B, dtype=i32), jnp.zeros(B, i32)
     partition_entries = [sequence, sequence, zero, blocks]
     sequence_entries = [blocks, zero + 1, -sequence, lengths.astype(i32)]
-    return Schedule(
-        table=jnp.concatenate(
-            [jnp.stack(partition_entries, axis=1), jnp.stack(sequence_entries, axis=1)]
-        ),
-        split_sequences=jnp.zeros((B, 4), i32),
-    )
+    return Schedule(_table(partition_entries, sequence_entries), jnp.zeros((B, 4), i32))
+
+
+def _table(*entries: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([jnp.stack(each, axis=1) for each in entries])
 
 
 def schedule(
@@ -132,12 +131,8 @@ def schedule(
         jnp.any(is_assigned, axis=0), B - 1 - jnp.argmax(is_assigned[::-1], axis=0).astype(i32), -1
     )
     partition = jnp.arange(partitions)
-    partition_entries = [
-        first_sequence,
-        last_sequence,
-        low[first_sequence, partition],
-        high[last_sequence, partition],
-    ]
+    ends = low[first_sequence, partition], high[last_sequence, partition]
+    partition_entries = [first_sequence, last_sequence, *ends]
 
     partial_count = jnp.where(segments > 1, segments, 0)
     before = sequence[None] < sequence[:, None]
@@ -150,12 +145,8 @@ def schedule(
     count = jnp.full((partitions, 1), jnp.sum(partial_count > 0), i32)
     first_partition = jnp.argmax(is_assigned, axis=1).astype(i32)
     sequence_entries = [blocks, segments, first_partial - first_partition, lengths.astype(i32)]
-    return Schedule(
-        table=jnp.concatenate(
-            [jnp.stack(partition_entries, axis=1), jnp.stack(sequence_entries, axis=1)]
-        ),
-        split_sequences=jnp.concatenate([split_entries, count], axis=1),
-    )
+    table = _table(partition_entries, sequence_entries)
+    return Schedule(table, jnp.concatenate([split_entries, count], axis=1))
 
 
 class Parts(NamedTuple):

@@ -380,12 +380,8 @@ class Consumer:
 
         above = softmax.exceeds_slack(p)
         new_total = total + softmax.thread_sums(p)
-        acc, total, maximum = cond(
-            above,
-            raise_maximum,
-            lambda acc, _, new_total, maximum: (acc, new_total, maximum),
-            *(acc, total, new_total, maximum),
-        )
+        state = acc, total, new_total, maximum
+        acc, total, maximum = cond(above, raise_maximum, lambda a, _, t, m: (a, t, m), *state)
         tokens = length - block * BLOCK
         # The same stages, recomputed so that they need no registers until here.
         stages = rings.stages_of(r + lax.shift_right_logical(length, jnp.int32(31)))

@@ -83,11 +83,9 @@ def fetch_half(page: Ref, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def times_half(address: Any, bytes_: int, half: tuple[Any, ...]) -> Any:
         """Adds ``half * bytes_`` to an address. A constant half is added in the instructions."""
-        return (
-            _offset_pointer(address, arith.muli(value_of(*half), const(bytes_)))
-            if half
-            else address
-        )
+        if not half:
+            return address
+        return _offset_pointer(address, arith.muli(value_of(*half), const(bytes_)))
 
     @inline(REF, *[SCALAR for _ in scalars], returns=(_words(_PAIRS), scale_words))
     def fetch(page: ir.Value, *half: Any):
@@ -123,10 +121,8 @@ def prefetch_rope(page: Ref) -> None:
     def _(page: ir.Value):
         base = global_address(page)
         thread = _low(mgpu.utils.thread_idx(), 7)
-        token, end = (
-            arith.shrui(thread, const(1)),
-            arith.muli(_low(thread, 1), const(2 * ROPE - 16)),
-        )
+        token = arith.shrui(thread, const(1))
+        end = arith.muli(_low(thread, 1), const(2 * ROPE - 16))
         address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), end))
         asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", address, effects=True)
 
@@ -287,11 +283,8 @@ def with_rounded_scales(tokens: jax.Array) -> jax.Array:
     words = tokens[..., SCALES_AT:ROPE_AT].reshape(*tokens.shape[:-1], -1, 4)
     # Not by a pair of casts, which XLA may elide.
     scales = lax.reduce_precision(lax.bitcast_convert_type(words, jnp.float32), 8, 7)
-    fields = (
-        tokens[..., :SCALES_AT],
-        lax.bitcast_convert_type(scales, jnp.uint8),
-        tokens[..., ROPE_AT:],
-    )
+    scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    fields = tokens[..., :SCALES_AT], scales, tokens[..., ROPE_AT:]
     return jnp.concatenate([field.reshape(*tokens.shape[:-1], -1) for field in fields], axis=-1)
 
 

@@ -54,13 +54,9 @@ class TileMemory:
 
     @staticmethod
     def scratch() -> list[Any]:
-        return [
-            tiles_of(2, TILE, HALF),
-            tiles_of(1, TILE, ROPE),
-            tiles_of(SLOTS, 2, BLOCK, HALF),
-            tiles_of(SLOTS, BLOCK, ROPE),
-            plgpu.SMEM((9, TILE), jnp.float32),
-        ]
+        queries = tiles_of(2, TILE, HALF), tiles_of(1, TILE, ROPE)
+        keys = tiles_of(SLOTS, 2, BLOCK, HALF), tiles_of(SLOTS, BLOCK, ROPE)
+        return [*queries, *keys, plgpu.SMEM((9, TILE), jnp.float32)]
 
     def copy_queries(
         self, full: Barriers, sources: tuple[Any, Any], b: Index, first_row: Index, rows: int

@@ -170,11 +170,8 @@ class Signals:
 
     @staticmethod
     def types(plan: Plan) -> list[Any]:
-        count = 2 * plan.stages + 3 * SCORERS + 1
-        return [
-            Barriers.scratch(count, 1, plan.interpret),
-            Barriers.scratch(1, SCORERS, plan.interpret),
-        ]
+        counts = (2 * plan.stages + 3 * SCORERS + 1, 1), (1, SCORERS)
+        return [Barriers.scratch(*each, plan.interpret) for each in counts]
 
     @classmethod
     def of(cls, plan: Plan, scratch: Sequence[Any]) -> Signals:
@@ -256,9 +253,8 @@ def attend(
         signals = Signals.of(plan, barriers)
         signals.initialise()
         q_barriers = (Barriers(each, interpret) for each in (q_full, q_free))
-        query_buffer = QueryBuffer(
-            (ql_g, qr_g), (ql_s, qr_s), *q_barriers, first_row=first_query_row
-        )
+        arrays = (ql_g, qr_g), (ql_s, qr_s)
+        query_buffer = QueryBuffer(*arrays, *q_barriers, first_row=first_query_row)
         query_buffer.initialise(consumers=SCORERS)
         overlap_preceding_kernel(interpret=interpret)
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
@@ -556,12 +552,6 @@ class ValueWarpgroup:
         def release():
             self.cta.signals.blocks.arrive(self.cta.signals.free(slot))
 
-        tiles = LATENT // BLOCK
-        return [
-            Values(
-                BLOCK * tile,
-                self.cta.memory.values.at[slot, tile],
-                release if tile == tiles - 1 else None,
-            )
-            for tile in range(tiles)
-        ]
+        values, tiles = self.cta.memory.values, LATENT // BLOCK
+        releases = [None] * (tiles - 1) + [release]
+        return [Values(BLOCK * n, values.at[slot, n], releases[n]) for n in range(tiles)]

@@ -200,14 +200,8 @@ def choose_and_sort(
         needed = {name: results[name] for name in ("experts", "counts", "all_members")}
         arrays = needed | {name: x for name, x in optional.items() if name == "valid"}
         results |= run(_route_place, arrays, placed, bases)
-    return (
-        results["scores"].reshape(M, E),
-        results["experts"].reshape(M, K),
-        results["weights"].reshape(M, K),
-        results["order"],
-        results["inverse"],
-        results["sizes"],
-    )
+    scores, *pairs = (results[name].reshape(M, -1) for name in ("scores", "experts", "weights"))
+    return scores, *pairs, *(results[name] for name in ("order", "inverse", "sizes"))
 
 
 def _run(
@@ -448,14 +442,10 @@ class _Cta:
         def add(i: Index, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             total, before = sums
             numbers = [i * together + j for j in range(together)]
-            counts = [
-                self._load_rows(
-                    self.refs["counts"],
-                    jnp.minimum(n, ctas - 1) * columns + self._needed(chunk) * LANES,
-                    LANES,
-                )
-                for n in numbers
-            ]
+            counts = []
+            for n in numbers:
+                at = jnp.minimum(n, ctas - 1) * columns + self._needed(chunk) * LANES
+                counts.append(self._load_rows(self.refs["counts"], at, LANES))
             for n, count in zip(numbers, counts, strict=True):
                 total += count if ctas % together == 0 else select(count, n < ctas, 0)
                 before += select(count, filled(0) + n < self.cta, 0)
@@ -560,16 +550,11 @@ def mask_groups(
     # For each group: the chunks that contain it, with a mask of its columns, or None for all.
     members = []
     for low in range(0, E, size):
-        high = low + size
-        chunks_of_group = range(low // LANES, -(-high // LANES))
-        members.append(
-            {
-                c: None
-                if low <= c * LANES and (c + 1) * LANES <= high
-                else (columns[c] >= low) & (columns[c] < high)
-                for c in chunks_of_group
-            }
-        )
+        high, masks = low + size, {}
+        for c in range(low // LANES, -(-high // LANES)):
+            is_whole = low <= c * LANES and (c + 1) * LANES <= high
+            masks[c] = None if is_whole else (columns[c] >= low) & (columns[c] < high)
+        members.append(masks)
     values = []
     for masks in members:
         values_of_group = [

@@ -296,12 +296,11 @@ class _Part:
         some = min(self.ctas, _ADDED_TOGETHER)
 
         def add_some(i, counts):
-            loaded = [
-                plgpu.layout_cast(
-                    self.counts_g[self.row, number, i * some + r, self.bins_of_wg], layout
-                )
-                for r in range(some)
-            ]
+            def load(cta):
+                counts = self.counts_g[self.row, number, cta, self.bins_of_wg]
+                return plgpu.layout_cast(counts, layout)
+
+            loaded = [load(i * some + r) for r in range(some)]
             return functools.reduce(jnp.add, loaded, counts)
 
         return lax.fori_loop(0, self.ctas // some, add_some, _filled(self.width, 0))
@@ -311,14 +310,10 @@ class _Part:
         self.send(_PASSES, _LARGER, larger)
         self.send(_PASSES, _EQUAL, equal)
         self.sync_cta()
-        pairs = list(
-            zip(self.receive(_PASSES, _LARGER), self.receive(_PASSES, _EQUAL), strict=True)
-        )
+        both = [self.receive(_PASSES, kind) for kind in (_LARGER, _EQUAL)]
         before = tuple(
-            functools.reduce(
-                jnp.add, [jnp.where(w < self.wg, pair[i], 0) for w, pair in enumerate(pairs)]
-            )
-            for i in range(2)
+            functools.reduce(jnp.add, [jnp.where(w < self.wg, n, 0) for w, n in enumerate(numbers)])
+            for numbers in both
         )
         if self.ctas == 1:
             return before
@@ -327,7 +322,7 @@ class _Part:
         def _() -> None:
             numbers = _filled(CHUNK, 0)
             for i in range(2):
-                sum_of_cta = functools.reduce(jnp.add, [pair[i] for pair in pairs])
+                sum_of_cta = functools.reduce(jnp.add, both[i])
                 numbers = jnp.where(self.index == i, _filled(CHUNK, sum_of_cta), numbers)
             self.counts_g[self.row, _PASSES, self.cta, pl.ds(0, CHUNK)] = numbers
 
