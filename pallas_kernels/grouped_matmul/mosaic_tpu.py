@@ -83,8 +83,8 @@ class Plan:
     rows: int  # per tile of lhs and of the result
     columns: int  # per block of the result: rows of a matrix
     conversion: Literal["none", "slices", "expand"]
-    """Of quantized matrices to the dtype of the rows: slices of K in the matmul, or the whole block
-    in advance."""
+    """Conversion of quantized matrices to the rows' dtype: slices of K in the matmul, or a whole
+    block in advance."""
     slice_width: int  # columns of such a slice, in stored numbers (bytes for int4)
     # Value of 1 in the dtype to which registers convert stored numbers: 16 for float8 on chips that
     # do not have float8_e4m3fn, otherwise 1.
