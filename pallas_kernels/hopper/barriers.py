@@ -225,7 +225,7 @@ class Barriers:
             else:
                 instruction("bar.sync 0;")
 
-    def wait(self, i: Index, use: Index) -> None:
+    def wait(self, i: Index, use: Any) -> None:
         """Waits until use ``use`` of barrier i is complete. The hardware compares only the parity,
         so use + 1 must not complete before this returns."""
         if self.interpret is not None:

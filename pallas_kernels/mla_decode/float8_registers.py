@@ -408,7 +408,7 @@ def load_rope(ring: Ref, stage: jax.Array) -> jax.Array:
     return load(ring, stage)
 
 
-def store_values(slot: Index, operand: jax.Array, unit: int) -> None:
+def store_values(slot: Ref, operand: jax.Array, unit: int) -> None:
     """Stores operand ``unit`` in a slot for values, [8, 64, 64] in shared memory."""
 
     @inline(TILES, WGMMA).on(slot, operand)
