@@ -294,7 +294,7 @@ def order_of_piece(dtype: Any) -> list[int]:
     return [n // 2 + half * (n % 2) for n in range(PIECE)]
 
 
-def position(column: ir.Value, dtype: ir.Value) -> ir.Value:
+def position(column: ir.Value, dtype: Any) -> ir.Value:
     """Returns the position of a column in the order of :func:`permute`, both in registers."""
     pieces = _pieces(dtype)
     bits = pieces.bit_length() - 1
