@@ -109,9 +109,16 @@ def mla_decode_parts(
 def make_schedule(
     lengths: Int[Array, " B"], *, queries: int, heads: int, max_pages: int
 ) -> Schedule:
-    """Makes the schedule of ``queries`` query tokens per sequence whose partitions fill the default
-    device once. It depends only on the lengths, queries included, so one schedule serves all layers
-    of a step."""
+    """Makes the schedule whose partitions fill the default device once.
+
+    It depends only on the lengths, so one schedule serves all layers of a step.
+
+    Args:
+      lengths: cached tokens per sequence, including its queries.
+      queries: number of query tokens T per sequence.
+      heads: number of heads H.
+      max_pages: width of the block table.
+    """
     tiles = -(-queries * heads // TILE)
     partitions = max(1, multiprocessors() // tiles)
     costs = FEW_ROWS_COSTS if queries * heads <= FEW_ROWS else Costs()
