@@ -33,19 +33,10 @@ def dispatch(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls the back-end of ``op`` that ``implementation`` selects.
-
-    Args:
-      op: name of the operation, for messages.
-      backends: functions by name, in the order in which ``None`` tries them. All take the same
-        arguments.
-      implementation: ``None``, a name, or a sequence of names.
-
-    Raises:
-      ValueError: a name is not among ``backends``.
-      NotImplementedError: no selected back-end accepts the arguments. The message has the reason of
-        each.
-    """
+    """Calls the back-end of ``op`` that ``implementation`` selects: a name, several in order of
+    preference, or None for all of ``backends`` in their order. All take the same arguments. Raises
+    ValueError for a name that is not among them, and NotImplementedError, with the reason of each,
+    if no selected back-end takes the arguments."""
     refusals: list[str] = []
     if implementation is None:
         names = tuple(backends)
@@ -78,10 +69,8 @@ def dispatch(
 
 
 def with_gradients_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Any:
-    """Makes a kernel differentiable. Its gradients are the reference's.
-
-    Both take the same arrays as positional arguments, or None. Integers have no gradient.
-    """
+    """Makes a kernel differentiable. Its gradients are the reference's. Both take the same arrays
+    as positional arguments, or None. Integers have no gradient."""
 
     @jax.custom_vjp
     def call(*inputs: Any) -> Any:
@@ -98,10 +87,8 @@ def with_gradients_of(reference: Callable[..., Any], kernel: Callable[..., Any])
 
 
 def _auto_devices() -> int:
-    """Returns the number of devices over which XLA may shard an array at this point.
-
-    It is the size of the mesh in use, or the number of all devices. Inside shard_map it is 1.
-    """
+    """Returns the number of devices over which XLA may shard an array at this point. It is the size
+    of the mesh in use, or the number of all devices. Inside shard_map it is 1."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
         return jax.device_count()

@@ -25,11 +25,8 @@ def device_kind() -> str:
 
 
 def compute_capability() -> str:
-    """Returns the compute capability of a GPU, such as ``9.0``.
-
-    It is ``unknown`` for other devices, and for GPUs of a topology description that are not of the
-    Hopper generation.
-    """
+    """Returns the compute capability of a GPU, such as ``9.0``. It is ``unknown`` for other
+    devices, and for GPUs of a topology description that are not of the Hopper generation."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return getattr(jax.devices()[0], "compute_capability", "unknown")

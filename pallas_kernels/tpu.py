@@ -70,14 +70,9 @@ _INTERPRETED = CHIPS["v5p"]  # has the least VMEM
 
 
 def require_tpu(interpret: Any = None) -> Chip:
-    """Returns the chip that the program is traced for; see :mod:`pallas_kernels.target`.
-
-    Args:
-      interpret: the argument of pallas_call. An interpreted kernel runs anywhere, as for a v5p.
-
-    Raises:
-      NotImplementedError: it is no TPU, or one that is not in CHIPS.
-    """
+    """Returns the chip that the program is traced for, see :mod:`pallas_kernels.target`, or a v5p
+    for an interpreted kernel, which runs anywhere. Raises NotImplementedError for no TPU, or one
+    that is not in CHIPS."""
     if interpret:
         return _INTERPRETED
     if platform() != "tpu":
@@ -88,11 +83,9 @@ def require_tpu(interpret: Any = None) -> Chip:
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Returns an upper bound of the bytes of a block in VMEM.
-
-    The last two dimensions are padded to whole tiles of 8 x 128 words of 32 bits. Narrower elements
-    share a word with those of neighbouring rows.
-    """
+    """Returns an upper bound of the bytes of a block in VMEM. The last two dimensions are padded to
+    whole tiles of 8 x 128 words of 32 bits. Narrower elements share a word with those of
+    neighbouring rows."""
     *batch, rows, columns = (1, 1, *shape)
     tiles = math.prod(batch) * -(-rows // tile_rows(dtype)) * -(-columns // LANES)
     return tiles * SUBLANES * LANES * 4
@@ -105,14 +98,8 @@ def tile_rows(dtype: DTypeLike) -> int:
 
 
 def require_vmem(chip: Chip, blocks: Mapping[str, int]) -> None:
-    """Raises if the blocks of a kernel do not fit in VMEM together.
-
-    Args:
-      blocks: bytes by name. A double-buffered block counts twice.
-
-    Raises:
-      NotImplementedError: the sum exceeds ``chip.budget``. The message lists the blocks in MiB.
-    """
+    """Raises NotImplementedError if the blocks of a kernel, bytes by name, do not fit in VMEM
+    together. A double-buffered block counts twice. The message lists the blocks in MiB."""
     if (total := sum(blocks.values())) > chip.budget:
         parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in blocks.items())
         raise NotImplementedError(
@@ -125,10 +112,7 @@ def dot(
     a: Float[Array, "M K"], b: Float[Array, "rows columns"], *, transposed: bool = False
 ) -> Float32[Array, "M N"]:
     """Multiplies inside a kernel, in full precision: float32 is not rounded to bfloat16 first.
-
-    Args:
-      b: [K, N], or [N, K] if ``transposed``.
-    """
+    ``b`` is [K, N], or [N, K] if ``transposed``."""
     return jax.lax.dot_general(
         a,
         b,
@@ -184,14 +168,8 @@ class OnlineSoftmax(NamedTuple):
 
 
 def softmax_bytes(rows: int, columns: int, chunk: int, width: int) -> dict[str, int]:
-    """Returns bytes of VMEM, by name, of the state and of one chunk's scores.
-
-    Args:
-      rows: query rows.
-      columns: V, the width of a value.
-      chunk: keys per chunk.
-      width: largest width of a key or value.
-    """
+    """Returns bytes of VMEM, by name, of the state of ``rows`` query rows with ``columns`` of
+    values, and of the scores of one chunk of keys. ``width`` is that of the widest key or value."""
     f32 = jnp.float32
     return {
         "sums": tiled_bytes((rows, columns), f32) + 2 * tiled_bytes((rows, 1), f32),

@@ -59,7 +59,7 @@ from pallas_kernels.decoder_layer.stream import (
     weight_dtype_of,
     with_flat_scales,
 )
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.hopper.lanes import LANES, load
 from pallas_kernels.hopper.ring import PipelineState
@@ -136,7 +136,6 @@ class Plan:
 
     @property
     def activations(self) -> int:
-        """Numbers in the activations' memory."""
         return self.tokens * max(self.stride(self.width), self.stride(self.q_rank))
 
     @property
@@ -280,23 +279,25 @@ class BeforeAttention(Cta):
 
     alternates_by_exchange = True
 
-    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+    def __init__(
+        self, plan: Plan, refs: dict[str, Any], memory: dict[str, Any], counter: Any, interpret: Any
+    ):
         super().__init__(plan, refs, memory, counter, interpret)
         self.producer_waits = plan.waits
         (self.queries,), (self.partials,) = memory["queries"], memory["partials"]
         (self.piece_stages,) = memory.get("pieces", self.stages.refs)
 
-    def halves(self, phase: Phase, i: Any) -> tuple[Half, Half]:
+    def halves(self, phase: Phase, i: Index) -> tuple[Half, Half]:
         projection = getattr(self.refs.weights, phase.name)
         _, row = self.locate(phase, i)
         left, right = (self.half(phase, n, row, *projection) for n in range(2))
         return left, right
 
-    def unit(self, phase: Phase, i: Any) -> Any:
+    def unit(self, phase: Phase, i: Index) -> Any:
         """Returns this CTA's i-th unit, or any unit if it has none."""
         return jnp.minimum(self.first_unit(phase) + i * self.plan.ctas, phase.units - 1)
 
-    def piece(self, phase: Phase, i: Any) -> tuple[Any, Any]:
+    def piece(self, phase: Phase, i: Index) -> tuple[Any, Any]:
         """Returns the head and the first column of this CTA's i-th piece of W_UK."""
         unit, per_head = self.unit(phase, i), jnp.int32(self.plan.pieces.per_head)
         return lax.div(unit, per_head), lax.rem(unit, per_head) * self.plan.pieces.width
@@ -368,7 +369,7 @@ class BeforeAttention(Cta):
         self.multiply_units(phase, rows, functools.partial(self.store_features, phase))
 
     def store_features(
-        self, phase: Phase, i: Any, matrix: Any, row: Any, left: Any, right: Any
+        self, phase: Phase, i: Index, matrix: Any, row: Any, left: jax.Array, right: jax.Array
     ) -> None:
         """Stores a projection's output features, in blocks of eight."""
         _, row = self.locate(phase, i)  # again, which takes no register during the multiplication
@@ -396,17 +397,11 @@ class BeforeAttention(Cta):
 
         @when(feature >= plain)
         def _() -> None:
-            store_rotated(
-                refs.q_rope if is_query else refs.pages,
-                (lambda t: t * plan.heads + head) if is_query else self.slot,
-                0 if is_query else plain,
-                lax.div(feature - plain, jnp.int32(2)),
-                block,
-                refs.cos,
-                refs.sin,
-                tokens,
-                interpret,
-            )
+            target = refs.pages, self.slot, plain
+            if is_query:
+                target = refs.q_rope, lambda t: t * plan.heads + head, 0
+            pair = lax.div(feature - plain, jnp.int32(2))
+            store_rotated(*target, pair, block, refs.cos, refs.sin, tokens, interpret)
 
     def slot(self, token: Any) -> Any:
         """Returns the slots of each thread's token, or in the interpreter of one token."""
@@ -459,14 +454,8 @@ class BeforeAttention(Cta):
 
             @when((slot >= 0) & (self.wg == 0))
             def _() -> None:
-                norm_row(
-                    refs.latents.at[pl.ds(t * C, C)],
-                    load_weight(refs.weights.kv_a_norm),
-                    refs.pages.at[slot, pl.ds(0, C)],
-                    self.norms.at[self.wg],
-                    eps=plan.latent_eps,
-                    dtype=plan.dtype,
-                    interpret=self.interpret,
-                )
+                row, weight = refs.latents.at[pl.ds(t * C, C)], load_weight(refs.weights.kv_a_norm)
+                target, norms = refs.pages.at[slot, pl.ds(0, C)], self.norms.at[self.wg]
+                norm_row(row, weight, target, norms, plan.latent_eps, plan.dtype, self.interpret)
 
         lax.fori_loop(0, self.count(phase), token, None)

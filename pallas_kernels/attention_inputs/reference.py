@@ -63,13 +63,8 @@ def attention_inputs(
         "hnc,mhn->mhc", weights.w_uk, q[..., :N], preferred_element_type=jnp.float32
     ).astype(dtype)
     latent = multiply(normed, *weights.kv_a_proj).astype(dtype)
-    stored = jnp.concatenate(
-        [
-            rms_norm.rms_norm(latent[:, :C], weights.kv_a_norm, eps=latent_eps),
-            _rotate(latent[:, C:], cos, sin),
-        ],
-        axis=-1,
-    )
+    normed_latent = rms_norm.rms_norm(latent[:, :C], weights.kv_a_norm, eps=latent_eps)
+    stored = jnp.concatenate([normed_latent, _rotate(latent[:, C:], cos, sin)], axis=-1)
     flat = pages.reshape(-1, pages.shape[-1])
     rows = jnp.where(slots < 0, len(flat), slots)  # out of bounds and therefore dropped
     flat = flat.at[rows, : stored.shape[1]].set(stored.astype(pages.dtype), mode="drop")

@@ -25,28 +25,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from pallas_kernels.decoder_layer.activations import (
-    PER_THREAD,
-    only,
-    per_thread,
-    token_and_number,
-)
+from pallas_kernels.decoder_layer.activations import PER_THREAD, token_and_number
 from pallas_kernels.decoder_layer.registers import ROWS
 from pallas_kernels.decoder_layer.stream import CONSUMERS, STEP_BYTES, WARPGROUP
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     const,
+    element,
+    f32,
+    global_address,
     i32,
     i64,
     inline,
     item,
     value_of,
 )
-from pallas_kernels.hopper.lanes import LANES, LAYOUT, filled, load, thread_index
-from pallas_kernels.hopper.registers import advance
+from pallas_kernels.hopper.lanes import LANES, LAYOUT, filled, load, only, per_thread, thread_index
+from pallas_kernels.hopper.registers import advance, exchanged
 from pallas_kernels.hopper.warpgroup import when
 
 _COLUMNS = 8  # of a lane
@@ -117,7 +117,7 @@ def no_sums(pieces: Pieces, interpret: Any) -> jax.Array:
 
 
 def add_products(
-    pieces: Pieces, stage: Any, row_bytes: int, queries_s: Any, step: jax.Array, sums: jax.Array,
+    pieces: Pieces, stage: Ref, row_bytes: int, queries_s: Ref, step: jax.Array, sums: jax.Array,
     interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """Adds the products of the rows of a piece's ``step``-th stage to the warpgroup's sums.
@@ -141,8 +141,7 @@ def add_products(
     result = plgpu.ShapeDtypeStruct(_shape(pieces), jnp.float32, layout=layout)
 
     @inline(REF, REF, SCALAR, layout, returns=result)
-    def add(weights: Any, queries: Any, step: Any, sums: Any) -> Any:
-        f32 = ir.F32Type.get()
+    def add(weights: ir.Value, queries: ir.Value, step: Registers, sums: Registers) -> Registers:
         warp, lane = _warp_and_lane()
         groups = const(pieces.groups)
         group, part = arith.remui(warp, groups), arith.divui(warp, groups)
@@ -155,7 +154,7 @@ def add_products(
         first = arith.muli(first, const(weight_bytes))
         memory = mgpu.utils.memref_ptr(weights)
         query = arith.addi(row, arith.muli(value_of(step), const(rows)))
-        query = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(queries), [query], f32)
+        query = element(mgpu.utils.memref_ptr(queries), query, f32())
         totals = [[item(r, c) for c in range(_COLUMNS)] for r in sums.registers.flat]
         for i in range(_ROWS):
             is_second = arith.cmpi(
@@ -166,17 +165,17 @@ def add_products(
             offset = arith.addi(arith.addi(first, const(distance)), offset)
             numbers = _load_bfloat16(advance(memory, offset))
             for t, of_token in enumerate(totals):
-                at = mgpu.utils.getelementptr(query, [const(t * pieces.query_stride + 4 * i)], f32)
-                q = llvm.load(f32, at)
+                at = element(query, const(t * pieces.query_stride + 4 * i), f32())
+                q = llvm.load(f32(), at)
                 for c, number in enumerate(numbers):
                     of_token[c] = llvm.intr_fma(q, number, of_token[c])
-        kind = ir.VectorType.get((_COLUMNS,), f32)
+        kind = ir.VectorType.get((_COLUMNS,), f32())
         return array([vector.from_elements(kind, each) for each in totals], _shape(pieces), layout)
 
     return add(stage, queries_s, jnp.asarray(step, jnp.int32), sums)
 
 
-def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any) -> None:
+def store_sums(pieces: Pieces, partials_s: Ref, sums: jax.Array, interpret: Any) -> None:
     """Stores the sums of a warpgroup's warps for :func:`store_totals`, flat float32 in shared
     memory: [warps, M, 64], or in the interpreter [warpgroups, M, columns]."""
     if interpret is not None:
@@ -184,34 +183,30 @@ def store_sums(pieces: Pieces, partials_s: Any, sums: jax.Array, interpret: Any)
         partials_s[pl.ds(lax.axis_index("wg") * size, size)] = sums.reshape(-1)
         return
 
-    @inline(REF, layout_of(pieces))
-    def store(partials: Any, sums: Any) -> None:
-        f32 = ir.F32Type.get()
+    @inline(REF, layout_of(pieces)).on(partials_s, sums)
+    def _(partials: ir.Value, sums: Registers) -> None:
         warp, lane = _warp_and_lane()
         totals = [[item(r, c) for c in range(_COLUMNS)] for r in sums.registers.flat]
         for distance in (8, 16):
-            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
             for of_token in totals:
-                others = [asm(text, "=f,f", x, result=f32, effects=True) for x in of_token]
+                others = [exchanged(x, distance) for x in of_token]
                 of_token[:] = [arith.addf(x, y) for x, y in zip(of_token, others, strict=True)]
         is_first = arith.cmpi(arith.CmpIPredicate.ult, lane, const(8))
         with ir.InsertionPoint(scf.IfOp(is_first).then_block):
             start = arith.muli(warp, const(pieces.tokens * _GROUP))
             start = arith.addi(start, arith.muli(lane, const(_COLUMNS)))
-            pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(partials), [start], f32)
-            four = ir.VectorType.get((4,), f32)
+            pointer = element(mgpu.utils.memref_ptr(partials), start, f32())
+            four = ir.VectorType.get((4,), f32())
             for t, of_token in enumerate(totals):
                 for c in range(0, _COLUMNS, 4):
-                    at = mgpu.utils.getelementptr(pointer, [const(t * _GROUP + c)], f32)
+                    at = element(pointer, const(t * _GROUP + c), f32())
                     values = vector.from_elements(four, of_token[c : c + 4])
                     llvm.store(values, at, alignment=16)
             scf.yield_([])
 
-    store(partials_s, sums)
-
 
 def store_totals(
-    pieces: Pieces, partials_s: Any, out_g: Any, start: jax.Array, interpret: Any
+    pieces: Pieces, partials_s: Ref, out_g: Ref, start: jax.Array, interpret: Any
 ) -> None:
     """Stores a piece's results, rounded, in flat [M H C] in global memory, the first token's first
     column at ``start``. Both consumer warpgroups call it."""
@@ -226,10 +221,9 @@ def store_totals(
             out_g[pl.ds(start + t * stride + first, half)] = total.astype(out_g.dtype)
         return
 
-    @inline(REF, REF, SCALAR)
-    def store(partials: Any, out: Any, start: Any) -> None:
-        f32 = ir.F32Type.get()
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out))
+    @inline(REF, REF, SCALAR).on(partials_s, out_g, jnp.asarray(start, jnp.int32))
+    def _(partials: ir.Value, out: ir.Value, start: Registers) -> None:
+        address = global_address(out)
         pairs, of_token = pieces.tokens * pieces.width // 2, pieces.width // 2
         for first in range(0, pairs, CONSUMERS * WARPGROUP):
             pair = arith.addi(mgpu.utils.thread_idx(), const(first))
@@ -242,13 +236,12 @@ def store_totals(
                 index = arith.addi(
                     arith.muli(index, const(_GROUP)), arith.remui(column, const(_GROUP))
                 )
-                pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(partials), [index], f32)
-                two = ir.VectorType.get((2,), f32)
+                pointer = element(mgpu.utils.memref_ptr(partials), index, f32())
+                two = ir.VectorType.get((2,), f32())
                 total: Any = None
                 for part in range(4 * CONSUMERS // pieces.groups):
                     distance = const(part * pieces.groups * pieces.tokens * _GROUP)
-                    at = mgpu.utils.getelementptr(pointer, [distance], f32)
-                    number = llvm.load(two, at, alignment=8)
+                    number = llvm.load(two, element(pointer, distance, f32()), alignment=8)
                     total = number if total is None else arith.addf(total, number)
                 low, high = (llvm.extractelement(total, const(i)) for i in range(2))
                 text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
@@ -258,8 +251,6 @@ def store_totals(
                 at = arith.addi(address, arith.extui(i64(), offset))
                 asm("st.global.b32 [$0], $1;", "l,r,~{memory}", at, packed, effects=True)
                 scf.yield_([])
-
-    store(partials_s, out_g, jnp.asarray(start, jnp.int32))
 
 
 def _shape(pieces: Pieces) -> tuple[int]:
@@ -271,27 +262,26 @@ def layout_of(pieces: Pieces) -> Any:
     return plgpu.Layout.WG_STRIDED(_shape(pieces), vec_size=_COLUMNS)
 
 
-def _warp_and_lane() -> tuple[Any, Any]:
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """Returns the thread's warp, of all consumers', and its lane."""
     thread = mgpu.utils.thread_idx()
     return mgpu.utils.warp_idx(), arith.andi(thread, const(31))
 
 
-def _load_bfloat16(pointer: Any) -> list[Any]:
+def _load_bfloat16(pointer: ir.Value) -> list[ir.Value]:
     """Loads eight bfloat16 from shared memory as float32."""
-    f32 = ir.F32Type.get()
     loaded = llvm.load(ir.VectorType.get((4,), i32()), pointer, alignment=16)
     numbers = []
     for i in range(4):
         two = llvm.extractelement(loaded, const(i))
         halves = arith.shli(two, const(16)), arith.andi(two, const(-65536))
-        numbers += [llvm.bitcast(f32, half) for half in halves]
+        numbers += [llvm.bitcast(f32(), half) for half in halves]
     return numbers
 
 
 def store_rotated(
-    ref: Any, row_of: Callable[[Any], Any], first: int, pair: jax.Array, block: jax.Array,
-    cos_g: Any, sin_g: Any, tokens: int, interpret: Any,
+    ref: Ref, row_of: Callable[[Any], Any], first: int, pair: jax.Array, block: jax.Array,
+    cos_g: Ref, sin_g: Ref, tokens: int, interpret: Any,
 ) -> None:  # fmt: skip
     """Rotates a block's pairs, from number ``pair`` on, and stores them in [rows, columns] in
     global memory: the first numbers of all pairs come first, at column ``first``. A whole warpgroup
@@ -306,7 +296,7 @@ def store_rotated(
             row = row_of(t)
 
             @when(row >= 0)
-            def _(row: Any = row, one: Any = one, two: Any = two, cos: Any = cos, sin: Any = sin):
+            def _(row: Index = row, one: Any = one, two: Any = two, cos: Any = cos, sin: Any = sin):
                 ref[row, pl.ds(first + pair, 4)] = (one * cos - two * sin).astype(ref.dtype)
                 ref[row, pl.ds(first + half + pair, 4)] = (two * cos + one * sin).astype(ref.dtype)
 
@@ -317,41 +307,26 @@ def store_rotated(
     rotation = lax.shift_right_logical(number, filled(1)) + pair
     is_second = jnp.bitwise_and(number, 1)
     cos, sin = (load(each, token * half + rotation, LANES, None) for each in (cos_g, sin_g))
-    other = _neighbour(block)
+    other = inline(LAYOUT, returns=PER_THREAD)(lambda x: per_thread(exchanged(only(x), 1)))(block)
     rotated = block * cos + jnp.where(is_second == 1, other, -other) * sin
     row = jnp.where(exists, row_of(token), -1)
     _store(ref, row, rotation + first + is_second * half, rotated)
 
 
-def _neighbour(block: jax.Array) -> jax.Array:
-    """Returns the other number of each thread's pair."""
-
-    @inline(LAYOUT, returns=PER_THREAD)
-    def exchange(block: Any) -> Any:
-        f32, text = ir.F32Type.get(), "shfl.sync.bfly.b32 $0, $1, 1, 31, 0xffffffff;"
-        other = asm(text, "=f,f", only(block), result=f32, effects=True)
-        return per_thread(other)
-
-    return exchange(block)
-
-
-def _store(ref: Any, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
+def _store(ref: Ref, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
     """Sets ``ref[row, column]`` where the row is not negative. A cache may have 2^31 numbers."""
     itemsize, width = jnp.dtype(ref.dtype).itemsize, ref.shape[1]
 
-    @inline(REF, LAYOUT, LAYOUT, LAYOUT)
-    def store(ref: Any, row: Any, column: Any, values: Any) -> None:
+    @inline(REF, LAYOUT, LAYOUT, LAYOUT).on(ref, row, column, values)
+    def _(ref: ir.Value, row: Registers, column: Registers, values: Registers) -> None:
         text = """{
             .reg .pred there; .reg .b16 low;
             setp.ge.s32 there, $1, 0;
             cvt.rn.bf16.f32 low, $2;
             @there st.global.b16 [$0], low;
         }"""
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
+        address = global_address(ref)
         for index, size in ((row, width * itemsize), (column, itemsize)):
-            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), size))
-            offset = arith.muli(arith.extsi(i64(), only(index)), step)
-            address = arith.addi(address, offset)
+            step = const(size, 64)
+            address = arith.addi(address, arith.muli(arith.extsi(i64(), only(index)), step))
         asm(text, "l,r,f,~{memory}", address, only(row), only(values), effects=True)
-
-    store(ref, row, column, values)

@@ -30,11 +30,36 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.decoder_layer.reference import columns_per_element, is_integer
-from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, item
+from pallas_kernels.hopper import Index, Ref
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    Registers,
+    asm,
+    const,
+    element,
+    f32,
+    global_address,
+    i32,
+    i64,
+    inline,
+    item,
+    numbers_of,
+)
 from pallas_kernels.hopper.ir import value_of as register
-from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, WARPS, filled, thread_index
+from pallas_kernels.hopper.lanes import (
+    LANES,
+    LAYOUT,
+    SHAPE,
+    WARPS,
+    filled,
+    only,
+    per_thread,
+    thread_index,
+)
 from pallas_kernels.hopper.online_softmax import NO_SCORE
-from pallas_kernels.hopper.split_kv import Parts
+from pallas_kernels.hopper.registers import exchanged
+from pallas_kernels.hopper.split_kv import Parts, add_parts
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import sync_warpgroup, when
 
@@ -55,43 +80,22 @@ PER_THREAD = plgpu.ShapeDtypeStruct(SHAPE, jnp.float32, layout=LAYOUT)
 """A float32 for each thread of a warpgroup."""
 
 
-def per_thread(number: Any) -> mgpu.FragmentedArray:
-    """Returns an array of type :data:`PER_THREAD` from each thread's register."""
-    return array(
-        [vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), number)], SHAPE, LAYOUT
-    )
-
-
-def only(values: Any) -> Any:
-    """Returns the register of a thread's only number."""
-    return llvm.extractelement(values.registers.item(), const(0))
-
-
 def strided(length: int) -> Any:
     """Returns the layout of a row of ``length`` numbers, in vectors of up to eight."""
     return plgpu.Layout.WG_STRIDED((length,), vec_size=math.gcd(length // _THREADS, 8))
 
 
-def _numbers_of_thread(row: mgpu.FragmentedArray) -> list[Any]:
-    return [
-        item(register, i)
-        for register in row.registers.flat
-        for i in range(ir.VectorType(register.type).shape[0])
-    ]
-
-
 # ---- rows to shared memory. A whole warpgroup calls each of these. ----
 
 
-def load_weight(weight_g: Any) -> jax.Array:
+def load_weight(weight_g: Ref) -> jax.Array:
     """Loads a norm's weights, in the layout of :func:`norm_row`."""
     return load_with_layout(weight_g, strided(weight_g.shape[0]))
 
 
 def norm_row(
-    row_g: Any, weight: jax.Array, target: Any, sums_s: Any, *, eps: float, dtype: Any,
-    interpret: Any,
-) -> jax.Array:  # fmt: skip
+    row_g: Ref, weight: jax.Array, target: Ref, sums_s: Ref, eps: float, dtype: Any, interpret: Any
+) -> jax.Array:
     """Returns the RMS norm of a row in global memory, rounded to ``dtype``, and stores it to
     ``target`` if there is one. ``sums_s`` are float32 [4, 32] in shared memory, of this
     warpgroup."""
@@ -115,19 +119,16 @@ def _warp_sums(row: jax.Array, layout: Any, interpret: Any) -> jax.Array:
         return jnp.full(SHAPE, jnp.sum(row) / WARPS)
 
     @inline(layout, returns=PER_THREAD)
-    def add(row: Any) -> Any:
-        f32 = ir.F32Type.get()
-        total = functools.reduce(arith.addf, _numbers_of_thread(row))
+    def add(row: Registers) -> Registers:
+        total = functools.reduce(arith.addf, numbers_of(row))
         for distance in (16, 8, 4, 2, 1):
-            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-            other = asm(text, "=f,f", total, result=f32, effects=True)
-            total = arith.addf(total, other)
+            total = arith.addf(total, exchanged(total, distance))
         return per_thread(total)
 
     return add(row)
 
 
-def copy_row(source: Any, target: Any) -> None:
+def copy_row(source: Ref, target: Ref) -> None:
     """Copies a row from global memory, where other CTAs may have written it, to shared memory, in
     equal pieces that fit the registers."""
     (length,) = target.shape
@@ -142,7 +143,7 @@ def copy_row(source: Any, target: Any) -> None:
             target[window] = loaded.astype(target.dtype)
 
 
-def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) -> None:
+def merge_row(parts: Parts, sequence: int, row: Index, columns: Any, target: Ref) -> None:
     """Stores columns of a row of attention's output, merged from its parts, in shared memory. Every
     CTA merges the rows of the heads that it needs, which saves the kernel :mod:`mla_decode.merge`.
     The parts are in the L2 cache. ``columns`` is a ``pl.ds`` of a multiple of 128."""
@@ -150,7 +151,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
     layout = strided(length)
     first, count = parts.of_sequence(sequence)
 
-    def store(values: Any) -> None:
+    def store(values: jax.Array) -> None:
         target[...] = values.astype(parts.out.dtype).astype(target.dtype)
 
     @when(count == 0)
@@ -159,10 +160,9 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
 
     @when(count > 0)
     def _() -> None:
-        def add(i: Any, carry: Any) -> Any:
+        def add(i: Index, carry: Any) -> Any:
             """Issues all loads before the first use. Past the last part it loads that one again,
             with weight 0."""
-            total, weight, maximum = carry
             numbers = [i * _PARALLEL_LOADS + j for j in range(_PARALLEL_LOADS)]
             indices = [first + jnp.minimum(n, count - 1) for n in numbers]
             lses = [parts.lse[index, row] for index in indices]
@@ -170,13 +170,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
                 load_with_layout(parts.partials.at[index, row, columns], layout)
                 for index in indices
             ]
-            raised = functools.reduce(jnp.maximum, lses, maximum)
-            rescale = jnp.exp(maximum - raised)
-            total, weight = total * rescale, weight * rescale
-            for n, lse, value in zip(numbers, lses, values, strict=True):
-                factor = jnp.where(n < count, jnp.exp(lse - raised), 0.0)
-                total, weight = total + factor * value, weight + factor
-            return total, weight, raised
+            return add_parts(carry, numbers, count, lses, values)
 
         zeros = plgpu.layout_cast(jnp.zeros((length,), jnp.float32), layout)
         carry = zeros, jnp.float32(0.0), jnp.float32(NO_SCORE)
@@ -189,7 +183,7 @@ def merge_row(parts: Parts, sequence: int, row: Any, columns: Any, target: Any) 
 
 
 def pack_rows(
-    rows: Sequence[tuple[Any, Any, Any]], weights: Any, maxima_s: Any, interpret: Any
+    rows: Sequence[tuple[Any, Any, Any]], weights: Any, maxima_s: Ref, interpret: Any
 ) -> None:
     """Copies rows of the same length from global memory to shared memory, in float16: each is its
     source, target, and the reference to its factor. ``maxima_s`` are float32 [4, 32] in shared
@@ -203,7 +197,7 @@ def pack_rows(
 
 
 def pack(
-    rows: Sequence[jax.Array], targets: Sequence[tuple[Any, Any]], weights: Any, maxima_s: Any,
+    rows: Sequence[jax.Array], targets: Sequence[tuple[Any, Any]], weights: Any, maxima_s: Ref,
     interpret: Any,
 ) -> None:  # fmt: skip
     """Stores rows, which a warpgroup has in registers, in float16 as :func:`pack_rows`. ``targets``
@@ -233,13 +227,13 @@ def _warp_maximum(row: jax.Array, interpret: Any) -> jax.Array:
         return jnp.full(SHAPE, jnp.max(row))
 
     @inline(strided(row.shape[0]), returns=PER_THREAD)
-    def find(row: Any) -> Any:
-        largest = functools.reduce(arith.maximumf, _numbers_of_thread(row))
+    def find(row: Registers) -> Registers:
+        largest = functools.reduce(arith.maximumf, numbers_of(row))
         # Magnitudes are ordered as their bits, whose sign is 0. This is one instruction.
         text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
         bits = llvm.bitcast(i32(), largest)
         largest = asm(text, "=r,r", bits, result=i32(), effects=True)
-        return per_thread(llvm.bitcast(ir.F32Type.get(), largest))
+        return per_thread(llvm.bitcast(f32(), largest))
 
     return find(row)
 
@@ -258,14 +252,14 @@ def _powers(largest: jax.Array, interpret: Any) -> tuple[jax.Array, jax.Array]:
     number = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
 
     @inline(SCALAR, returns=(number, number))
-    def powers(largest: Any) -> Any:
-        smallest = llvm.bitcast(ir.F32Type.get(), const(least << _SIGNIFICAND))
+    def powers(largest: Registers) -> tuple[Registers, ...]:
+        smallest = llvm.bitcast(f32(), const(least << _SIGNIFICAND))
         bits = llvm.bitcast(i32(), arith.maximumf(register(largest), smallest))
         exponent = arith.shrui(bits, const(_SIGNIFICAND))
         inverse = arith.subi(exponent, const(_LARGEST))
         both = [arith.subi(const(sum_of_both), inverse), inverse]
         shifted = [arith.shli(n, const(_SIGNIFICAND)) for n in both]
-        floats = [llvm.bitcast(ir.F32Type.get(), n) for n in shifted]
+        floats = [llvm.bitcast(f32(), n) for n in shifted]
         return tuple(mgpu.FragmentedArray.splat(x, (), SCALAR.to_mgpu()) for x in floats)
 
     return powers(largest)
@@ -300,7 +294,7 @@ def order_of_piece(dtype: Any) -> list[int]:
     return [n // 2 + half * (n % 2) for n in range(PIECE)]
 
 
-def position(column: Any, dtype: Any) -> Any:
+def position(column: ir.Value, dtype: Any) -> ir.Value:
     """Returns the position of a column in the order of :func:`permute`, both in registers."""
     pieces = _pieces(dtype)
     bits = pieces.bit_length() - 1
@@ -316,15 +310,15 @@ def position(column: Any, dtype: Any) -> Any:
     return arith.addi(arith.addi(first, arith.muli(piece, const(PIECE))), within)
 
 
-def _store_permuted(target: Any, row: jax.Array, weights: Any, interpret: Any) -> None:
+def _store_permuted(target: Ref, row: jax.Array, weights: Any, interpret: Any) -> None:
     """Stores a row in the order of :func:`permute`."""
     (length,) = row.shape
     if interpret is not None:
         target[...] = lax.bitcast_convert_type(permute(row, weights), target.dtype)
         return
 
-    @inline(REF, strided(length))
-    def store(target: Any, row: Any) -> None:
+    @inline(REF, strided(length)).on(target, row)
+    def _(target: ir.Value, row: Registers) -> None:
         f16 = ir.F16Type.get()
         thread = arith.andi(mgpu.utils.thread_idx(), const(_THREADS - 1))
         registers = list(row.registers.flat)
@@ -336,18 +330,15 @@ def _store_permuted(target: Any, row: jax.Array, weights: Any, interpret: Any) -
             mask = ir.DenseI64ArrayAttr.get(order)
             for n, numbers in enumerate(registers):
                 shuffled = vector.shuffle(numbers, numbers, mask)
-                pointer = mgpu.utils.getelementptr(memory, [at], f16)
-                pointer = mgpu.utils.getelementptr(pointer, [const(n * size)], f16)
+                pointer = element(element(memory, at, f16), const(n * size), f16)
                 llvm.store(shuffled, pointer, alignment=16)
             return
         for i in range(count):
             at = position(arith.addi(first, const(i)), weights)
-            pointer = mgpu.utils.getelementptr(memory, [at], f16)
+            pointer = element(memory, at, f16)
             for n, numbers in enumerate(registers):
-                target_of_n = mgpu.utils.getelementptr(pointer, [const(n * size)], f16)
+                target_of_n = element(pointer, const(n * size), f16)
                 llvm.store(item(numbers, i), target_of_n)
-
-    store(target, row)
 
 
 # ---- blocks of results in global memory ----
@@ -360,7 +351,7 @@ def token_and_number() -> tuple[jax.Array, jax.Array]:
     return token, jnp.bitwise_and(lane, 7)
 
 
-def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: Any) -> jax.Array:
+def load_block(ref: Ref, start: Index, stride: int, tokens: int, interpret: Any) -> jax.Array:
     """Loads a block of a flat bfloat16 array in global memory as float32. Token t's numbers begin
     at ``start + t * stride``. Threads of absent tokens read the last one's."""
     if interpret is not None:
@@ -371,7 +362,7 @@ def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: 
     index = start + jnp.minimum(token, tokens - 1) * stride + number
 
     @inline(REF, LAYOUT, returns=PER_THREAD)
-    def load(ref: Any, index: Any) -> Any:
+    def load(ref: ir.Value, index: Registers) -> Registers:
         text = """{
                 .reg .b16 low, zero;
                 mov.b16 zero, 0;
@@ -379,13 +370,13 @@ def load_block(ref: Any, start: jax.Array, stride: int, tokens: int, interpret: 
                 mov.b32 $0, {zero, low};
             }"""
         address = _address(ref, index, 2)
-        return per_thread(asm(text, "=f,l", address, result=ir.F32Type.get(), effects=True))
+        return per_thread(asm(text, "=f,l", address, result=f32(), effects=True))
 
     return load(ref, index)
 
 
 def store_block(
-    ref: Any, start: jax.Array, stride: int, block: jax.Array, tokens: int, interpret: Any
+    ref: Ref, start: Index, stride: int, block: jax.Array, tokens: int, interpret: Any
 ) -> None:
     """Stores the first ``tokens`` tokens of a block, rounded, where :func:`load_block` loads it."""
     if interpret is not None:
@@ -398,8 +389,8 @@ def store_block(
     index = jnp.where(exists, start + token * stride + number, -1)
     itemsize = jnp.dtype(ref.dtype).itemsize
 
-    @inline(REF, LAYOUT, LAYOUT)
-    def write(ref: Any, index: Any, block: Any) -> None:
+    @inline(REF, LAYOUT, LAYOUT).on(ref, index, block)
+    def _(ref: ir.Value, index: Registers, block: Registers) -> None:
         if itemsize == 2:
             text = """{
                 .reg .pred there; .reg .b16 low;
@@ -416,10 +407,7 @@ def store_block(
         address = _address(ref, index, itemsize)
         asm(text, "l,r,f,~{memory}", address, only(index), only(block), effects=True)
 
-    write(ref, index, block)
 
-
-def _address(ref: Any, index: Any, itemsize: int) -> Any:
-    base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
-    size = arith.constant(i64(), ir.IntegerAttr.get(i64(), itemsize))
+def _address(ref: ir.Value, index: Registers, itemsize: int) -> ir.Value:
+    base, size = global_address(ref), const(itemsize, 64)
     return arith.addi(base, arith.muli(arith.extsi(i64(), only(index)), size))

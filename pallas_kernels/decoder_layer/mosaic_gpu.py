@@ -72,7 +72,7 @@ from pallas_kernels.decoder_layer.stream import (
     weight_dtype_of,
     with_flat_scales,
 )
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.grid_barrier import new_counter
 from pallas_kernels.hopper.lanes import LAYOUT, SHAPE, filled, thread_index
 from pallas_kernels.hopper.split_kv import Parts
@@ -192,7 +192,9 @@ class FeedForward(Cta):
 
     first_arrival = _CHOSEN + 1
 
-    def __init__(self, plan: Plan, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+    def __init__(
+        self, plan: Plan, refs: dict[str, Any], memory: dict[str, Any], counter: Any, interpret: Any
+    ):
         super().__init__(plan, refs, memory, counter, interpret)
         (self.sums,) = memory["sums"]
 
@@ -206,11 +208,11 @@ class FeedForward(Cta):
             return jnp.clip(left, 0, self.plan.w_uv_units)
         return super().count(phase)
 
-    def output_units(self) -> Any:
+    def output_units(self) -> jax.Array:
         """Returns the number of this CTA's units of a D-wide output."""
         return count_units(self.cta, self.plan.width // self.plan.output_rows, self.plan.ctas)
 
-    def locate(self, phase: Phase, i: Any) -> tuple[Any, Any]:
+    def locate(self, phase: Phase, i: Index) -> tuple[Any, Any]:
         if phase.name == "routed_down":
             pair, output = self._pair_and_output(i)
             unit = self.cta + output * self.plan.ctas
@@ -219,7 +221,7 @@ class FeedForward(Cta):
             return self.matrix_and_row(phase, self.cta * self.plan.w_uv_units + i)
         return super().locate(phase, i)
 
-    def _pair_and_output(self, i: Any) -> tuple[Any, Any]:
+    def _pair_and_output(self, i: Index) -> tuple[Any, Any]:
         """Returns the pair and the number of the output unit of the i-th unit of routed_down. A
         batch of pairs has all output units, and each of these all pairs of the batch."""
         pairs, batch = self.plan.choices, self.plan.batch
@@ -231,7 +233,7 @@ class FeedForward(Cta):
         i -= first * outputs
         return first + lax.rem(i, in_batch), lax.div(i, in_batch)
 
-    def halves(self, phase: Phase, i: Any) -> tuple[Half, Half]:
+    def halves(self, phase: Phase, i: Index) -> tuple[Half, Half]:
         refs, (matrix, row) = self.refs, self.locate(phase, i)
         index: tuple[Any, ...] = ()
         if phase.name in ("router", "w_uv"):
@@ -250,7 +252,7 @@ class FeedForward(Cta):
         left, right = (self.half(phase, n, row, *side, index) for n, side in enumerate(sides))
         return left, right
 
-    def first_pair(self) -> Any:
+    def first_pair(self) -> jax.Array:
         """Returns where this CTA's choice of experts begins."""
         return self.cta * self.plan.choices
 
@@ -297,8 +299,8 @@ class FeedForward(Cta):
         if plan.rule is not None:
             self.choose_experts(bias)
         if plan.ffn:
-            self.copy_rows(refs.hidden, plan.ffn, plan.ffn_start, factor=plan.ffn_factor)
-            rows = self.rows(plan.ffn_start, plan.ffn, plan.ffn_factor)
+            self.copy_rows(refs.hidden, plan.ffn, plan.ffn_start, factor=plan.tokens)
+            rows = self.rows(plan.ffn_start, plan.ffn, first_factor=plan.tokens)
             self.multiply("down", rows, self.store_sums)
         else:
             self.clear_sums()
@@ -317,7 +319,7 @@ class FeedForward(Cta):
         stride = plan.stride(width)
         return Rows(self.activations, start, stride, plan.tokens, self.factors, first_factor)
 
-    def row_of_pair(self, pair: Any) -> Rows:
+    def row_of_pair(self, pair: Index) -> Rows:
         """Returns the normed row of the token of a pair."""
         plan = self.plan
         token = lax.div(pair, jnp.int32(plan.rule.num_experts_per_tok))
@@ -326,7 +328,7 @@ class FeedForward(Cta):
 
     # ---- attention's output ----
 
-    def first_head(self) -> Any:
+    def first_head(self) -> jax.Array:
         """Returns the first of the heads, ``w_uv_heads``, that have this CTA's units of w_uv."""
         plan = self.plan
         head = lax.div(self.cta * plan.w_uv_units, jnp.int32(plan.phases[0].units))
@@ -362,14 +364,19 @@ class FeedForward(Cta):
             merge_row(self.refs.parts, sequence, row, pl.ds(self.wg * half, half), target)
         self.sync_consumers()
 
-    def copy_rows(self, source: Any, width: int, start: int = 0, factor: int = 0) -> None:
+    def copy_rows(self, source: Ref, width: int, start: int = 0, factor: int = 0) -> None:
         """Copies the tokens' rows for matrices of the plan's weight dtype."""
         stride = self.plan.stride(width)
         starts = [start + t * stride for t in range(self.plan.tokens)]
         self.copy_to(starts, source, width, 0, factor)
 
     def copy_to(
-        self, starts: Sequence[int], source: Any, width: int, first: Any, factor: int | None = None
+        self,
+        starts: Sequence[int],
+        source: Ref,
+        width: int,
+        first: Index,
+        factor: int | None = None,
     ) -> None:
         """Copies rows of ``source``, from its ``first`` on, to the activations' memory, alternately
         by both warpgroups; in float16 with factors from index ``factor`` on, unless that is
@@ -416,35 +423,47 @@ class FeedForward(Cta):
 
     # ---- the results of units: what one warpgroup does with the totals of a unit's halves ----
 
-    def store_values(self, i: Any, head: Any, row: Any, first: Any, second: Any) -> None:
+    def store_values(
+        self, i: Index, head: Index, row: Index, first: jax.Array, second: jax.Array
+    ) -> None:
         plan = self.plan
         start = head * (plan.attention // plan.heads) + row
         for n, block in enumerate((first, second)):
             self.store(self.refs.values, start + n * ROWS, plan.attention, block)
 
-    def store_residual(self, i: Any, matrix: Any, row: Any, left: Any, right: Any) -> None:
+    def store_residual(
+        self, i: Index, matrix: Index, row: Index, left: jax.Array, right: jax.Array
+    ) -> None:
         plan = self.plan
         for n, block in enumerate(output_blocks(self.phase("o_proj"), left, right)):
             attended, start = block.astype(plan.dtype).astype(jnp.float32), row + n * ROWS
             h = load_block(self.refs.flat_h, start, plan.width, plan.tokens, self.interpret)
             self.store(self.refs.residual, start, plan.width, h + attended)
 
-    def store_logits(self, i: Any, matrix: Any, row: Any, left: Any, right: Any) -> None:
+    def store_logits(
+        self, i: Index, matrix: Index, row: Index, left: jax.Array, right: jax.Array
+    ) -> None:
         self.store(self.refs.logits, row, self.plan.experts, left + right)
 
-    def store_hidden(self, i: Any, matrix: Any, row: Any, gate: Any, up: Any) -> None:
+    def store_hidden(
+        self, i: Index, matrix: Index, row: Index, gate: jax.Array, up: jax.Array
+    ) -> None:
         self.store(self.refs.hidden, row, self.plan.ffn, gate / (1 + jnp.exp(-gate)) * up)
 
-    def store_routed_hidden(self, i: Any, pair: Any, row: Any, gate: Any, up: Any) -> None:
+    def store_routed_hidden(
+        self, i: Index, pair: Index, row: Index, gate: jax.Array, up: jax.Array
+    ) -> None:
         hidden, start = gate / (1 + jnp.exp(-gate)) * up, pair * self.plan.expert_ffn + row
         store_block(self.refs.routed_hidden, start, 0, hidden, 1, self.interpret)
 
-    def store_sums(self, i: Any, matrix: Any, row: Any, left: Any, right: Any) -> None:
+    def store_sums(
+        self, i: Index, matrix: Index, row: Index, left: jax.Array, right: jax.Array
+    ) -> None:
         blocks = output_blocks(self.phase("down"), left, right)
         for n, block in enumerate(blocks):
             self.sums.at[i * len(blocks) + n][...] = block
 
-    def store(self, ref: Any, start: Any, stride: int, block: Any) -> None:
+    def store(self, ref: Ref, start: Index, stride: int, block: jax.Array) -> None:
         store_block(ref, start, stride, block, self.plan.tokens, self.interpret)
 
     # ---- the routed experts' downs, and the output ----
@@ -538,5 +557,5 @@ def output_blocks(phase: Phase, left: jax.Array, right: jax.Array) -> list[jax.A
     return [left + right] if phase.operand.is_split else [left, right]
 
 
-def _set(ref: Any, values: jax.Array) -> None:
+def _set(ref: Ref, values: jax.Array) -> None:
     ref[...] = values

@@ -27,12 +27,10 @@ _MOST_EXPERTS, _MOST_CHOICES = 384, 16
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of the layer, and what follows from them. :meth:`of` makes and checks it.
-
-    The activations' memory has, one after the other, the rows that gate and up need (the norm), the
+    """Sizes of the layer, and what follows from them. :meth:`of` makes and checks it. The
+    activations' memory has, one after the other, the rows that gate and up need (the norm), the
     hidden rows of the MLP, and the router's rows if the norm's are in float16. Earlier phases'
-    rows, and later those of the routed experts, take the place of all of them.
-    """
+    rows, and later those of the routed experts, take the place of all of them."""
 
     ctas: int
     tokens: int
@@ -88,14 +86,9 @@ class Plan:
         return self.output_rows // ROWS
 
     @property
-    def most_outputs(self) -> int:
-        """The most units of a D-wide output that a CTA has."""
-        return -(-(self.width // self.output_rows) // self.ctas)
-
-    @property
     def total_blocks(self) -> int:
-        """Blocks of the sums of these units, which stay in shared memory."""
-        return self.most_outputs * self.output_blocks
+        """The most blocks of such units that a CTA has. Their sums stay in shared memory."""
+        return -(-(self.width // self.output_rows) // self.ctas) * self.output_blocks
 
     @property
     def signals(self) -> int:
@@ -137,13 +130,9 @@ class Plan:
         return self.ffn_start + self.tokens * self.stride(self.ffn) * bool(self.ffn)
 
     @property
-    def ffn_factor(self) -> int:
-        """Index of the factor of the MLP's first hidden row, after those of the tokens' rows."""
-        return self.tokens
-
-    @property
     def routed_factor(self) -> int:
-        """Index of the factor of the first routed expert's hidden row."""
+        """Index of the factor of the first routed expert's hidden row, after those of the tokens'
+        rows and of the MLP's hidden rows."""
         return 2 * self.tokens
 
     @property
@@ -161,7 +150,6 @@ class Plan:
 
     @property
     def activations(self) -> int:
-        """Numbers in the activations' memory."""
         late = self.batch * self.stride(self.expert_ffn) if self.choices else 0
         return max(self._early, late)
 

@@ -34,31 +34,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from pallas_kernels.decoder_layer.activations import (
-    PER_THREAD,
-    PIECE,
-    THREADS_PER_ROW,
-    only,
-    per_thread,
-    permute,
-)
+from pallas_kernels.decoder_layer.activations import PER_THREAD, PIECE, THREADS_PER_ROW, permute
 from pallas_kernels.decoder_layer.reference import SCALE_BLOCK, columns_per_element, is_integer
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
+    asm_numbers,
     const,
+    element,
+    f32,
+    float_const,
     float_pair,
     i32,
     i64,
     inline,
     item,
+    numbers_of,
     scalar,
 )
 from pallas_kernels.hopper.ir import value_of as register
-from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, thread_index
-from pallas_kernels.hopper.registers import advance, load_words
+from pallas_kernels.hopper.lanes import LANES, LAYOUT, SHAPE, only, per_thread, thread_index
+from pallas_kernels.hopper.registers import MMA, advance, load_words
 
 ROWS = 8  # matrix rows of a half
 MOST_TOKENS = 8
@@ -75,9 +76,7 @@ SUMS: Any = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 
-_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
-_MMA_FLOAT16 = _MMA.replace("bf16.bf16", "f16.f16")
+_MMA_FLOAT16 = MMA.replace("bf16.bf16", "f16.f16")
 # Four float8_e4m3fn to two pairs of float16, exactly: one machine instruction for each pair.
 _UNPACK_FLOAT8 = """{
     .reg .b16 low, high;
@@ -181,14 +180,14 @@ class Operand:
 class Rows:
     """Activation rows in shared memory, one per token."""
 
-    memory: Any
+    memory: Ref
     """Reference to a flat array: bfloat16, the bits of float16, or in the interpreter float32."""
     start: jax.Array | int  # index of the first row's first number
     stride: int  # distance of the rows
     count: int  # 1 to MOST_TOKENS
     factors: Any = None
     """Reference to the factors of rows in float16, by which results are multiplied, or None."""
-    first_factor: Any = 0  # index of the first row's factor
+    first_factor: Index = 0  # index of the first row's factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +195,10 @@ class Half:
     """Half a unit: eight rows of a matrix in global memory."""
 
     matrix: Any  # reference to a matrix, or to a stack of them
-    row: jax.Array  # the first row
+    row: Index  # the first row
     column: int = 0  # the first column
     index: tuple[jax.Array, ...] = ()  # index of the matrix in a stack
-    scales: Any = None
+    scales: Ref = None
     """Reference to all float32 scales of a matrix or stack, flat; None if it has none."""
     scales_start: jax.Array | int = 0  # index of the scale of the first row's first column
 
@@ -228,7 +227,6 @@ def multiply(
 
     @inline(*types, returns=(plgpu.ShapeDtypeStruct(SUMS_SHAPE, jnp.float32, layout=SUMS),) * 2)
     def add(first_w: Any, second_w: Any, x: Any, x_start: Any, step: Any, scales: Any, *sums: Any):
-        f32 = ir.F32Type.get()
         row, quarter = _row_and_quarter()
         warp = mgpu.utils.warp_idx()
         first_block = arith.divui(arith.muli(warp, const(blocks)), const(WARPS))
@@ -240,8 +238,7 @@ def multiply(
         token = arith.andi(row, const(MOST_SPLIT_TOKENS - 1)) if is_twice else row
         token = arith.minui(token, const(rows.count - 1))
         column = arith.addi(
-            arith.muli(register(step), const(operand.step)),
-            arith.muli(first_block, const(columns)),
+            arith.muli(register(step), const(operand.step)), arith.muli(first_block, const(columns))
         )
         columns_at_once = PIECE if operand.is_integer else columns // THREADS_PER_ROW
         x_column = arith.addi(column, arith.muli(quarter, const(columns_at_once)))
@@ -252,12 +249,12 @@ def multiply(
         x_offset = arith.addi(x_offset, arith.muli(register(x_start), const(2)))
         x_pointer = advance(mgpu.utils.memref_ptr(x), x_offset)
 
-        def load_block(weight: Any, block: int) -> list[Any]:
+        def load_block(weight: ir.Value, block: int) -> list[ir.Value]:
             return load_words(advance(weight, const(BLOCK_BYTES * block)))
 
         # Each of these returns the four sums after a block: two of each half.
 
-        def of_integers(block: int, before: list[Any]) -> list[Any]:
+        def of_integers(block: int, before: list[ir.Value]) -> list[ir.Value]:
             pieces = range(0, columns, THREADS_PER_ROW * PIECE)
             x_words = [
                 load_words(advance(x_pointer, const(2 * (block * columns + n)))) for n in pieces
@@ -270,7 +267,7 @@ def multiply(
                 for n, (p, s) in enumerate(zip(products, before, strict=True))
             ]
 
-        def of_float8(block: int, before: list[Any]) -> list[Any]:
+        def of_float8(block: int, before: list[ir.Value]) -> list[ir.Value]:
             products = _float8_products(
                 load_words(advance(x_pointer, const(2 * block * columns)))
                 + load_words(advance(x_pointer, const(2 * block * columns + 16))),
@@ -287,7 +284,7 @@ def multiply(
                 after += [llvm.intr_fma(p, scale, s) for p, s in pairs]
             return after
 
-        def of_bfloat16(block: int, before: list[Any]) -> list[Any]:
+        def of_bfloat16(block: int, before: list[ir.Value]) -> list[ir.Value]:
             after: list[Any] = []
             x_words: list[Any] = []
             for half in range(2):
@@ -301,7 +298,7 @@ def multiply(
         row_scales = _of_stage(scales, register(step)) if operand.is_integer else None
         of_block = of_float8 if operand.is_scaled else of_bfloat16
         of_block = of_integers if operand.is_integer else of_block
-        numbers = [item(s.registers.flat[0], i) for s in sums for i in range(2)]
+        numbers = [number for each in sums for number in numbers_of(each)]
         end = arith.divui(arith.muli(arith.addi(warp, const(1)), const(blocks)), const(WARPS))
         for block in range(-(-blocks // WARPS)):
             if blocks % WARPS == 0 or block < blocks // WARPS:
@@ -309,7 +306,7 @@ def multiply(
                 continue
             index = arith.addi(first_block, const(block))
             exists = arith.cmpi(arith.CmpIPredicate.ult, index, end)
-            branch: Any = scf.IfOp(exists, [f32] * 4, has_else=True)
+            branch: Any = scf.IfOp(exists, [f32()] * 4, has_else=True)
             with ir.InsertionPoint(branch.then_block):
                 scf.yield_(of_block(block, numbers))
             with ir.InsertionPoint(branch.else_block):
@@ -325,7 +322,12 @@ def multiply(
 
 
 def _multiply_in_interpreter(
-    operand: Operand, halves: Sequence[Any], rows: Rows, step: Any, scales: Sequence[Any], sums: Any
+    operand: Operand,
+    halves: Sequence[Any],
+    rows: Rows,
+    step: Index,
+    scales: Sequence[Any],
+    sums: Any,
 ) -> Any:
     """Does :func:`multiply` for the warpgroup's columns. The first warp's sums are all of them."""
     wg = lax.axis_index("wg")
@@ -337,12 +339,8 @@ def _multiply_in_interpreter(
     for half, (ref, before) in enumerate(zip(halves, sums, strict=True)):
         first = operand.columns if operand.is_split and half else 0
         at = first + step * operand.step
-        x = jnp.stack(
-            [
-                rows.memory[pl.ds(rows.start + t * rows.stride + at, operand.step)]
-                for t in range(rows.count)
-            ]
-        )
+        starts = [rows.start + t * rows.stride + at for t in range(rows.count)]
+        x = jnp.stack([rows.memory[pl.ds(start, operand.step)] for start in starts])
         if operand.is_scaled:
             x = lax.bitcast_convert_type(x, jnp.float16)
         x = x.astype(jnp.float32)
@@ -381,8 +379,8 @@ def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
     if interpret is not None:
         return 0
 
-    @inline([layout] * len(sums), returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def compare(sums: Any) -> Any:
+    @inline([layout] * len(sums), returns=INT32)
+    def compare(sums: Any) -> Registers:
         numbers = [llvm.bitcast(i32(), item(each.registers.flat[0], 0)) for each in sums]
         # No arithmetic gives this signalling NaN.
         tests = [f"setp.eq.and.b32 p, ${n}, 0x7F812345, p;" for n in range(1, len(sums) + 1)]
@@ -394,44 +392,41 @@ def zero_after(sums: Sequence[jax.Array], layout: Any, interpret: Any) -> Any:
     return compare(list(sums))
 
 
-def _row_and_quarter() -> tuple[Any, Any]:
+def _row_and_quarter() -> tuple[ir.Value, ir.Value]:
     """Returns a thread's matrix row, and which quarter it has of the row's bytes in a block."""
     thread = mgpu.utils.thread_idx()
     return arith.andi(arith.shrui(thread, const(2)), const(7)), arith.andi(thread, const(3))
 
 
-def _zero() -> Any:
-    f32 = ir.F32Type.get()
-    return arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-
-
-def _mma(text: str, sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any], count: int) -> Any:
+def _mma(
+    text: str, sums: Sequence[ir.Value], a: Sequence[ir.Value], b: Sequence[ir.Value], count: int
+) -> list[ir.Value]:
     """Returns the first ``count`` of a thread's four sums after an mma instruction."""
-    f32 = ir.F32Type.get()
-    four = llvm.StructType.get_literal([f32] * 4)
+    four = llvm.StructType.get_literal([f32()] * 4)
     result = asm(text, "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r", *sums, *a, *b, result=four)
-    return [llvm.extractvalue(f32, result, [j]) for j in range(count)]
+    return [llvm.extractvalue(f32(), result, [j]) for j in range(count)]
 
 
-def _unpack(text: str, count: int, word: Any) -> list[Any]:
+def _unpack(text: str, count: int, word: ir.Value) -> list[ir.Value]:
     """Returns the ``count`` registers of float16 pairs that instructions make of a word."""
-    kinds, words = ",".join(["=r"] * count + ["r"]), llvm.StructType.get_literal([i32()] * count)
-    unpacked = asm(text, kinds, word, result=words)
-    return [llvm.extractvalue(i32(), unpacked, [n]) for n in range(count)]
+    kinds = ",".join(["=r"] * count + ["r"])
+    return asm_numbers(text, kinds, word, kind=i32(), count=count, effects=False)
 
 
-def _bfloat16_products(x: Sequence[Any], weights: Sequence[Any], sums: list[Any]) -> list[Any]:
+def _bfloat16_products(
+    x: Sequence[ir.Value], weights: Sequence[ir.Value], sums: list[ir.Value]
+) -> list[ir.Value]:
     """Adds the products of pairs of bfloat16. An instruction takes two pairs of each operand."""
     for i in range(0, len(weights), 2):
-        sums = [*sums, _zero(), _zero()]
+        sums = [*sums, float_const(0.0), float_const(0.0)]
         a = x[i], const(0), x[i + 1], const(0)
-        sums = _mma(_MMA, sums, a, weights[i : i + 2], 2)
+        sums = _mma(MMA, sums, a, weights[i : i + 2], 2)
     return sums
 
 
-def _float8_products(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
+def _float8_products(x: Sequence[ir.Value], *weights: Sequence[ir.Value]) -> list[ir.Value]:
     """Returns the products of a block's float8 weights, two sums of each half."""
-    sums = [_zero()] * 4
+    sums = [float_const(0.0)] * 4
     for i, words in enumerate(zip(*weights, strict=True)):
         of_halves = [_unpack(_UNPACK_FLOAT8, 2, word) for word in words]
         a = [half[j] for j in range(2) for half in of_halves]
@@ -440,11 +435,14 @@ def _float8_products(x: Sequence[Any], *weights: Sequence[Any]) -> list[Any]:
 
 
 def _integer_products(
-    x: Sequence[Sequence[Any]], first: Sequence[Any], second: Sequence[Any], dtype: Any
-) -> list[Any]:
+    x: Sequence[Sequence[ir.Value]],
+    first: Sequence[ir.Value],
+    second: Sequence[ir.Value],
+    dtype: Any,
+) -> list[ir.Value]:
     """Does :func:`_float8_products` for integers; ``x`` has the words of each piece of
     activations."""
-    zero = _zero()
+    zero = float_const(0.0)
     text, count = (UNPACK_INT4, 4) if columns_per_element(dtype) == 2 else (UNPACK_INT8, 2)
     of_halves = [
         [pair for word in words for pair in _unpack(text, count, word)] for words in (first, second)
@@ -505,8 +503,9 @@ def _load_row_scales(
     stages = operand.steps if columns_per_element(operand.dtype) == 2 else 1
 
     @inline(REF, REF, SCALAR, SCALAR, returns=(PER_THREAD,) * stages)
-    def load(left: Any, right: Any, left_start: Any, right_start: Any) -> Any:
-        f32 = ir.F32Type.get()
+    def load(
+        left: ir.Value, right: ir.Value, left_start: Registers, right_start: Registers
+    ) -> tuple[Registers, ...]:
         row, quarter = _row_and_quarter()
         is_right = arith.cmpi(arith.CmpIPredicate.uge, quarter, const(2))
         memory = [mgpu.utils.memref_ptr(ref) for ref in (left, right)]
@@ -519,22 +518,21 @@ def _load_row_scales(
             # A warp may have no second block.
             group = arith.minui(arith.addi(first, const(stage * blocks)), const(groups - 1))
             index = arith.addi(start, group)
-            of_halves = [mgpu.utils.getelementptr(each, [index], f32) for each in memory]
+            of_halves = [element(each, index, f32()) for each in memory]
             pointer = arith.select(is_right, of_halves[1], of_halves[0])
-            numbers.append(per_thread(llvm.load(f32, pointer)))
+            numbers.append(per_thread(llvm.load(f32(), pointer)))
         return tuple(numbers)
 
     return list(load(*(half.scales for half in halves), *starts))
 
 
-def _load(ref: Any, index: jax.Array) -> jax.Array:
+def _load(ref: Ref, index: jax.Array) -> jax.Array:
     """Returns ``ref[index]`` of float32 weights in global memory, which the kernel never writes."""
 
     @inline(REF, LAYOUT, returns=PER_THREAD)
-    def load(ref: Any, index: Any) -> Any:
-        f32 = ir.F32Type.get()
-        pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [only(index)], f32)
-        return per_thread(llvm.load(f32, pointer))
+    def load(ref: ir.Value, index: Registers) -> Registers:
+        pointer = element(mgpu.utils.memref_ptr(ref), only(index), f32())
+        return per_thread(llvm.load(f32(), pointer))
 
     return load(ref, index)
 
@@ -549,21 +547,18 @@ def prefetch_scales(operand: Operand, half: Half, interpret: Any) -> None:
         count = -(-operand.columns // SCALE_BLOCK)
     sector = 8  # float32 in the 32 bytes that a prefetch brings
 
-    @inline(REF, SCALAR)
-    def prefetch(scales: Any, start: Any) -> None:
+    @inline(REF, SCALAR).on(half.scales, jnp.asarray(start, jnp.int32))
+    def _(scales: ir.Value, start: Registers) -> None:
         lane = arith.andi(mgpu.utils.thread_idx(), const(LANES - 1))
         for first in range(0, count, LANES * sector):
             index = arith.addi(arith.muli(lane, const(sector)), const(first))
             index = arith.addi(arith.minui(index, const(count - 1)), register(start))
-            pointer = mgpu.utils.memref_ptr(scales)
-            pointer = mgpu.utils.getelementptr(pointer, [index], ir.F32Type.get())
+            pointer = element(mgpu.utils.memref_ptr(scales), index, f32())
             address = llvm.ptrtoint(i64(), pointer)
             asm("prefetch.global.L2 [$0];", "l", address, effects=True)
 
-    prefetch(half.scales, jnp.asarray(start, jnp.int32))
 
-
-def _of_stage(chunks: Sequence[Any], step: Any) -> Any:
+def _of_stage(chunks: Sequence[Registers], step: ir.Value) -> ir.Value:
     """Returns a stage's register, of registers for each stage of a unit or for all of them."""
     result, *later = [only(chunk) for chunk in chunks]
     for n, value in enumerate(later, 1):
@@ -572,20 +567,19 @@ def _of_stage(chunks: Sequence[Any], step: Any) -> Any:
     return result
 
 
-def _of_quarter(value: Any, quarter: int) -> Any:
+def _of_quarter(value: Any, quarter: int) -> ir.Value:
     """Returns the register that one of the four threads with the same matrix row has."""
     text = f"shfl.sync.idx.b32 $0, $1, {quarter}, 0x1C1F, 0xffffffff;"
-    return asm(text, "=f,f", value, result=ir.F32Type.get(), effects=True)
+    return asm(text, "=f,f", value, result=f32(), effects=True)
 
 
-def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
+def _of_lane(chunks: Sequence[Registers], index: ir.Value) -> Any:
     """Returns number ``index`` of arrays with one number per lane."""
-    f32 = ir.F32Type.get()
     lane = arith.andi(index, const(LANES - 1))
     result = None
     for n, chunk in enumerate(chunks):
         text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-        value = asm(text, "=f,f,r", only(chunk), lane, result=f32, effects=True)
+        value = asm(text, "=f,f,r", only(chunk), lane, result=f32(), effects=True)
         if result is None:
             result = value
         else:
@@ -598,7 +592,7 @@ def _of_lane(chunks: Sequence[Any], index: Any) -> Any:
 
 
 def load_totals(
-    operand: Operand, sums: Any, tokens: int, interpret: Any, factors: Any = None, first: Any = 0
+    operand: Operand, sums: Ref, tokens: int, interpret: Any, factors: Any = None, first: Index = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a unit's totals of both halves, one number per thread of a warpgroup: thread i has
     the total of token ``i // 8 % 8`` and row ``i % 8``, or of the only token. ``sums`` are
@@ -616,8 +610,7 @@ def load_totals(
         return left, right
 
     @inline(REF, [REF] * (factors is not None), SCALAR, returns=(PER_THREAD, PER_THREAD))
-    def load(sums: Any, factors: Any, first: Any) -> Any:
-        f32 = ir.F32Type.get()
+    def load(sums: ir.Value, factors: Any, first: Registers) -> tuple[Registers, ...]:
         thread = arith.andi(mgpu.utils.thread_idx(), const(7 if tokens == 1 else 63))
         token = arith.shrui(thread, const(3))
         # The right columns' tokens come after four others.
@@ -625,13 +618,11 @@ def load_totals(
         if operand.is_scaled:
             token = arith.minui(token, const(tokens - 1))
             thread = arith.addi(arith.muli(arith.andi(thread, const(7)), const(8)), token)
-        start = mgpu.utils.memref_ptr(sums)
-        start = mgpu.utils.getelementptr(start, [thread], f32)
+        start = element(mgpu.utils.memref_ptr(sums), thread, f32())
         factor = None
         for memory in factors:
             index = arith.addi(token, register(first))
-            pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [index], f32)
-            factor = llvm.load(f32, pointer)
+            factor = llvm.load(f32(), element(mgpu.utils.memref_ptr(memory), index, f32()))
         totals = []
         for half in range(2):
             numbers = []
@@ -639,8 +630,7 @@ def load_totals(
                 for warp in range(4):
                     index = (2 * warpgroup + half) * SUMS_SHAPE[0] * 8 + warp * MOST_TOKENS * 8
                     index += half * right
-                    pointer = mgpu.utils.getelementptr(start, [const(index)], f32)
-                    numbers.append(llvm.load(f32, pointer))
+                    numbers.append(llvm.load(f32(), element(start, const(index), f32())))
             total = functools.reduce(arith.addf, numbers)
             if factor is not None:
                 total = arith.mulf(total, factor)

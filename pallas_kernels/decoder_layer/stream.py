@@ -35,10 +35,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.decoder_layer.activations import norm_row, pack
@@ -60,21 +59,22 @@ from pallas_kernels.decoder_layer.registers import (
     prefetch_scales,
     zero_after,
 )
-from pallas_kernels.hopper.barriers import Barriers, TmaCopy
+from pallas_kernels.hopper import Index
+from pallas_kernels.hopper.barriers import BULK_COPY, Barriers, TmaCopy
 from pallas_kernels.hopper.grid_barrier import GridBarrier
 from pallas_kernels.hopper.ir import (
-    SCALAR,
+    INT32,
+    Registers,
     asm,
+    const,
     i32,
-    i64,
     inline,
     instruction,
     scalar,
     shared_address,
-    value_of,
 )
 from pallas_kernels.hopper.lanes import SHAPE
-from pallas_kernels.hopper.launch import overlap_preceding_kernel
+from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.warpgroup import WARPS, first_warp, when
 
@@ -95,10 +95,8 @@ _EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy encodes
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Work that is divided among the CTAs, between the same grid barriers.
-
-    A phase's units are numbered matrix by matrix, and CTA c has the units c, c + CTAs, and so on.
-    """
+    """Work that is divided among the CTAs, between the same grid barriers. A phase's units are
+    numbered matrix by matrix, and CTA c has the units c, c + CTAs, and so on."""
 
     name: str
     units: int  # units of a matrix, or of a gate and its up
@@ -208,7 +206,7 @@ def check(tokens: int, dtype: Any, weight_dtype: Any, widths: dict[str, tuple[in
         )
 
 
-def count_units(cta: Any, units: int, ctas: int) -> Any:
+def count_units(cta: Index, units: int, ctas: int) -> jax.Array:
     """Returns how many of ``units`` units a CTA has. Unit u is of CTA u % CTAs."""
     return lax.div(units - cta + (ctas - 1), jnp.int32(ctas))
 
@@ -222,8 +220,7 @@ class Cta:
     A kernel's plan has ``ctas``, ``tokens``, ``dtype`` of the activations, ``weight_dtype`` of the
     matrices that may be quantized, ``phases``, ``stages``, ``signals`` (barriers of the consumers
     that the producer waits for), ``activations`` (numbers in the activations' memory), ``factors``
-    (of rows in float16; 0 if there are none) and ``stride(columns)`` of activation rows.
-    """
+    (of rows in float16; 0 if there are none) and ``stride(columns)`` of activation rows."""
 
     first_arrival = 0
     """Index of the first of the signals that the consumers have arrived at a grid barrier."""
@@ -234,7 +231,9 @@ class Cta:
     """Whether consecutive exchanges are stored by different warpgroups, even across phases.
     Otherwise warpgroup ``i % 2`` stores unit i of each phase."""
 
-    def __init__(self, plan: Any, refs: dict[str, Any], memory: Any, counter: Any, interpret: Any):
+    def __init__(
+        self, plan: Any, refs: dict[str, Any], memory: dict[str, Any], counter: Any, interpret: Any
+    ):
         self.plan, self.refs, self.interpret = plan, SimpleNamespace(**refs), interpret
         self.ring = Ring.of(plan.stages.count, CONSUMERS, memory["ring"], interpret)
         self.stages = dataclasses.replace(plan.stages, refs=tuple(memory["stages"]))
@@ -242,13 +241,8 @@ class Cta:
         self.signals = Barriers(memory["signals"][0], interpret)
         (self.activations,), (self.norms,) = memory["activations"], memory["norms"]
         self.factors = next(iter(memory["factors"]), None)
-        self.grid = GridBarrier(
-            counter if interpret is None else memory["grid"][0],
-            plan.ctas,
-            CONSUMERS,
-            axis="cta",
-            interpret=interpret,
-        )
+        grid_memory = counter if interpret is None else memory["grid"][0]
+        self.grid = GridBarrier(grid_memory, plan.ctas, CONSUMERS, interpret=interpret)
         self.cta = lax.axis_index("cta")
         self.wg = lax.axis_index("wg")
         # Progress of the consumers' code: in the ring, exchanges of sums, and grid barriers.
@@ -260,10 +254,7 @@ class Cta:
         self.ring.initialise()
         self.signals.initialise([CONSUMERS * WARPS] * self.plan.signals, cluster=False)
         overlap_preceding_kernel(interpret=self.interpret)
-
-        @when(self.wg == CONSUMERS)
-        def _() -> None:
-            when(first_warp(self.interpret is None))(self.produce)
+        when(self.wg == CONSUMERS)(lambda: when(first_warp(self.interpret is None))(self.produce))
 
         @when(self.wg < CONSUMERS)
         def _() -> None:
@@ -284,34 +275,32 @@ class Cta:
 
     # ---- the units of this CTA ----
 
-    def first_unit(self, phase: Phase) -> Any:
+    def first_unit(self, phase: Phase) -> jax.Array:
         if phase.shift is None:
             return self.cta
-        ctas = self.plan.ctas
-        return lax.rem(self.cta + phase.shift % ctas, jnp.int32(ctas))
+        return lax.rem(self.cta + phase.shift % self.plan.ctas, jnp.int32(self.plan.ctas))
 
-    def count(self, phase: Phase) -> Any:
-        """Returns the number of this CTA's units."""
+    def count(self, phase: Phase) -> jax.Array:
         return count_units(self.first_unit(phase), phase.units * phase.matrices, self.plan.ctas)
 
-    def locate(self, phase: Phase, i: Any) -> tuple[Any, Any]:
+    def locate(self, phase: Phase, i: Index) -> tuple[jax.Array, jax.Array]:
         """Returns the matrix and the first output feature of this CTA's i-th unit, or of any unit
         if it has none."""
         return self.matrix_and_row(phase, self.first_unit(phase) + i * self.plan.ctas)
 
-    def matrix_and_row(self, phase: Phase, unit: Any) -> tuple[Any, Any]:
+    def matrix_and_row(self, phase: Phase, unit: Index) -> tuple[jax.Array, jax.Array]:
         unit = jnp.minimum(unit, phase.units * phase.matrices - 1)
         if phase.matrices == 1:
             return jnp.int32(0), unit * phase.rows
         units = jnp.int32(phase.units)
         return lax.div(unit, units), lax.rem(unit, units) * phase.rows
 
-    def halves(self, phase: Phase, i: Any) -> tuple[Half, Half]:
+    def halves(self, phase: Phase, i: Index) -> tuple[Half, Half]:
         """Returns the weights of this CTA's i-th unit."""
         raise NotImplementedError
 
     def half(
-        self, phase: Phase, n: int, row: Any, matrix: Any, scales: Sequence[Any],
+        self, phase: Phase, n: int, row: Index, matrix: Any, scales: Sequence[Any],
         index: tuple[Any, ...] = (),
     ) -> Half:  # fmt: skip
         """Returns half ``n`` of a unit that begins at ``row`` of a matrix."""
@@ -362,8 +351,8 @@ class Cta:
         if self.interpret is not None:
             return count
 
-        @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-        def steps() -> Any:
+        @inline(returns=INT32)
+        def steps() -> Registers:
             return scalar(asm(f"mov.b32 $0, {count};", "=r", result=i32(), effects=True))
 
         return steps()
@@ -400,7 +389,7 @@ class Cta:
         carry = self.state, self.exchanges, self.scales(phase, jnp.int32(0), count)
         self.state, self.exchanges, _ = lax.fori_loop(0, count, unit, carry)
 
-    def scales(self, phase: Phase, i: Any, count: Any) -> list[Any]:
+    def scales(self, phase: Phase, i: Index, count: Index) -> list[Any]:
         """Loads the scales of unit i of ``count`` units, or past the end of a unit that exists."""
         assert phase.operand is not None
         if not phase.operand.is_scaled:
@@ -433,7 +422,12 @@ class Cta:
         self.sync_consumers()
 
     def totals(
-        self, operand: Operand, number: jax.Array, tokens: int, factors: Any = None, first: Any = 0
+        self,
+        operand: Operand,
+        number: jax.Array,
+        tokens: int,
+        factors: Any = None,
+        first: Index = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the totals of both halves after exchange ``number``, see :func:`load_totals`."""
         sums = self.partial_sums.at[lax.rem(number, 2)]
@@ -463,8 +457,8 @@ class Cta:
                 unpacked = target if self.factors is None else None
                 if self.factors is not None and bfloat16_start is not None:
                     unpacked = self.activations.at[pl.ds(bfloat16_start + start, width)]
-                options = {"eps": eps, "dtype": plan.dtype, "interpret": self.interpret}
-                normed = norm_row(row_of(t), weight, unpacked, norms, **options)
+                options = eps, plan.dtype, self.interpret
+                normed = norm_row(row_of(t), weight, unpacked, norms, *options)
                 if self.factors is not None:
                     targets = [(target, self.factors.at[t])]
                     pack([normed], targets, plan.weight_dtype, norms, self.interpret)
@@ -506,7 +500,7 @@ def launch(
         **{key: [each] for key, each in memory.items()},
         "norms": [plgpu.SMEM((CONSUMERS, *SHAPE), f32)],
         "factors": [plgpu.SMEM((plan.factors,), f32)] if plan.factors else [],
-        "grid": GridBarrier.scratch(CONSUMERS, interpret, axis="cta"),
+        "grid": GridBarrier.scratch(CONSUMERS, interpret),
     }
 
     def run(*given: Any) -> None:
@@ -526,16 +520,14 @@ def launch(
         cta(plan, by_name, allocated, counters[0] if counters else None, interpret).run()
 
     run.__name__ = name
-    kernel = plgpu.kernel(
+    kernel = grid_kernel(
         run,
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in existing.values()],
-        scratch_types=[each for types in scratch.values() for each in types],
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        **GridBarrier.launch(plan.ctas, interpret, axis="cta"),
+        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in existing.values()],
+        [each for types in scratch.values() for each in types],
+        warpgroups=CONSUMERS + 1,
+        **GridBarrier.launch(plan.ctas, interpret),
+        interpret=interpret,
+        lowering_semantics=LANE,
     )
     made = kernel(*leaves, *([counter] if interpret is None else []))
     return dict(zip(existing, made, strict=True))
@@ -560,21 +552,19 @@ class RowCopies(TmaCopy):
     def interpret(self, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(self.source.at[self.window], self.target, barrier)
 
-    def issue(
-        self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
+    def _issue_contiguous(
+        self,
+        source: ir.Value,
+        starts: Sequence[Registers],
+        target: ir.Value,
+        barrier: Any,
         leader: Any,
-    ) -> None:  # fmt: skip
-        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
-        itemsize = jnp.dtype(self.source.dtype).itemsize
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
-        for start, stride in zip(starts, strides, strict=True):
-            step = arith.constant(i64(), ir.IntegerAttr.get(i64(), stride * itemsize))
-            address = arith.addi(address, arith.muli(arith.extui(i64(), value_of(start)), step))
+    ) -> None:
+        address, strides = self.address_and_strides(source, starts)
         rows = self.sizes[-2]
         # A loop: unrolled, the copies of all phases were half of the kernel's instructions, and the
         # first execution of an instruction waits for the memory. Weights leave the L2 cache first,
         # because a step reads them once.
-        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         text = f"""{{
             .reg .pred more; .reg .b32 to, left; .reg .b64 from;
             mov.b32 to, $0;
@@ -582,14 +572,14 @@ class RowCopies(TmaCopy):
             mov.b32 left, {rows};
         ROW:
             .pragma "nounroll";
-            @$3 {copy} [to], [from], {self.bytes // rows}, [$2], $4;
+            @$3 {BULK_COPY}.L2::cache_hint [to], [from], {self.bytes // rows}, [$2], $4;
             add.u32 to, to, {self.row_bytes};
-            add.u64 from, from, {strides[-2] * itemsize};
+            add.u64 from, from, {strides[-2]};
             sub.u32 left, left, 1;
             setp.ne.u32 more, left, 0;
             @more bra ROW;
         }}"""
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
-        policy = arith.constant(i64(), ir.IntegerAttr.get(i64(), _EVICT_FIRST))
+        policy = const(_EVICT_FIRST, 64)
         operands = shared_address(target), address, mbarrier, leader, policy
         asm(text, "r,l,r,b,l,~{memory}", *operands, effects=True)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Num
 
 from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.gather_rows import reference
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import load_with_layout
@@ -66,7 +66,7 @@ def copy_rows(
     per_cta = min(most, max(1, N // (4 * multiprocessors())))
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=vector_size(D, x.dtype.itemsize))
 
-    def gather_rows(x_g: Any, rows_g: Any, out_g: Any) -> None:
+    def gather_rows(x_g: Ref, rows_g: Ref, out_g: Ref) -> None:
         overlap_preceding_kernel(interpret=interpret)
         first = jax.lax.axis_index("cta") * per_cta
         # The last CTA copies its last row several times.

@@ -49,14 +49,5 @@ def grouped_matmul(
       NotImplementedError: the named back-end does not support these arguments.
     """
     reference.check_scales(lhs, rhs, lhs_scale, rhs_scale, block_shape)
-    return dispatch(
-        "grouped_matmul",
-        BACKENDS,
-        implementation,
-        lhs,
-        rhs,
-        group_sizes,
-        lhs_scale,
-        rhs_scale,
-        block_shape=block_shape,
-    )
+    arrays = lhs, rhs, group_sizes, lhs_scale, rhs_scale
+    return dispatch("grouped_matmul", BACKENDS, implementation, *arrays, block_shape=block_shape)

@@ -133,6 +133,5 @@ def _to_blocks(
 
 
 def _from_blocks(blocks: Float[Array, "blocks rows N"], padding: _Padding) -> Float[Array, "M N"]:
-    """Gathers rows from their slots."""
     flat = blocks.reshape(-1, blocks.shape[-1])
     return flat.at[padding.slots].get(mode="fill", fill_value=0)

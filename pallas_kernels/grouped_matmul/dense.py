@@ -53,7 +53,7 @@ from pallas_kernels.grouped_matmul.dense_plan import (
     check_shapes,
 )
 from pallas_kernels.grouped_matmul.schedule import GroupTiles, Tile, TileScheduler
-from pallas_kernels.hopper import multiprocessors, wgmma
+from pallas_kernels.hopper import Index, Ref, multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
@@ -73,26 +73,26 @@ _INTERPRETED_CTAS = 2  # the interpreter starts a thread of the host for each of
 class Views(NamedTuple):
     """Both views of a buffer in shared memory. In the interpreter they are the same."""
 
-    tiled: Any
-    untiled: Any
+    tiled: Ref
+    untiled: Ref
 
 
 class Buffers(NamedTuple):
     """References to everything that the kernel reads and writes, except the rings' barriers."""
 
     # in global memory
-    lhs: Any  # [M, K]
+    lhs: Ref  # [M, K]
     matrices: tuple[Any, ...]  # [G, N, K], one or two
-    group_sizes: Any  # int32 [G]
-    lhs_scale: Any  # float32 [M, K / 128], or its padded transpose for TMA. None for bfloat16.
+    group_sizes: Ref  # int32 [G]
+    lhs_scale: Ref  # float32 [M, K / 128], or its padded transpose for TMA. None for bfloat16.
     matrix_scales: tuple[Any, ...]  # float32 [G, N / 128, K / 128], or empty for bfloat16
-    out: Any  # [M, N]
+    out: Ref  # [M, N]
     lhs_stages: Views  # [stages, tile_m, tile_k]
     rhs_stages: Views  # [stages, tile_n, tile_k]
-    scale_stages: Any  # float32 [stages, scale_copy_rows] for row scales that TMA copies, or None
+    scale_stages: Ref  # float32 [stages, scale_copy_rows] for row scales that TMA copies, or None
     # float32 [2, matrices, 2, K / 128]: for this tile and the next one, the scales of the two
     # blocks of columns that a tile may touch. None unless the loop is unrolled.
-    matrix_scale_tiles: Any
+    matrix_scale_tiles: Ref
     staging: Views  # [CONSUMERS * staging_buffers, 64, staging_width]: results on their way out
 
     @classmethod
@@ -123,7 +123,6 @@ class Buffers(NamedTuple):
 
 
 def _scratch(plan: Plan) -> list[Any]:
-    """Returns the types of the buffers in shared memory."""
     config = plan.config
 
     def views(*shape: int, dtype: Any = plan.dtype) -> Any:
@@ -221,7 +220,7 @@ def _produce(
     """Copies the operands of every K step of this CTA's tiles to the ring. One warp calls it."""
     config, tile_k = plan.config, plan.tile_k
 
-    def copy_stage(tile: Tile, step: Any, state: PipelineState, rows: int) -> None:
+    def copy_stage(tile: Tile, step: Index, state: PipelineState, rows: int) -> None:
         k = pl.ds(step * jnp.int32(tile_k), tile_k)
         copies = []
         for matrix, column, width, stage_row in plan.rhs_copies:
@@ -336,7 +335,7 @@ class _Consumer:
         row, column = self.plan.stage_offset(self.warpgroup)
         rows, columns = self.plan.warpgroup_tile
 
-        def accumulate(accumulator: Any) -> tuple[jax.Array, Tile, PipelineState]:
+        def accumulate(accumulator: Ref) -> tuple[jax.Array, Tile, PipelineState]:
             def step(k: jax.Array, state: PipelineState, carry: tuple[PipelineState, Tile]) -> Any:
                 previous, next_tile = carry
                 self.ring.wait_full(state)
@@ -366,7 +365,7 @@ class _Consumer:
             sums, scales, next_tile = carry
             self.ring.wait_full(state)
 
-            def multiply_and_scale(accumulator: Any) -> Any:
+            def multiply_and_scale(accumulator: Ref) -> Any:
                 a = self.buffers.lhs_stages.tiled.at[state.stage, pl.ds(row, ROWS)]
                 b = self.buffers.rhs_stages.tiled.at[state.stage, pl.ds(column, columns)]
                 plgpu.wgmma(accumulator, a, b.T)
@@ -407,7 +406,7 @@ class _Consumer:
                 offsets = stage * plan.config.tile_m * ATOM, stage * plan.config.tile_n * ATOM
                 return wgmma.start_product(a, b, *offsets, previous)
 
-            def multiply(accumulator: Any) -> jax.Array:  # in the interpreter it is complete
+            def multiply(accumulator: Ref) -> jax.Array:  # in the interpreter it is complete
                 row, _ = plan.stage_offset(self.warpgroup)
                 rows = self.buffers.lhs_stages.tiled.at[stage, pl.ds(row, ROWS)]
                 plgpu.wgmma(accumulator, rows, self.buffers.rhs_stages.tiled.at[stage].T)
@@ -415,7 +414,7 @@ class _Consumer:
 
             return pl.run_scoped(multiply, ACC((ROWS, columns), jnp.float32))
 
-        def matrix_scales(k: Any) -> list[jax.Array]:
+        def matrix_scales(k: Index) -> list[jax.Array]:
             scales = []
             for matrix in range(plan.matrices):
                 in_smem = self.buffers.matrix_scale_tiles
@@ -428,7 +427,7 @@ class _Consumer:
                         scales.append(jnp.where(is_second, second, first))
             return scales
 
-        def lap(n: Any, carry: Any, is_last: bool) -> tuple[Any, Tile]:
+        def lap(n: Index, carry: Any, is_last: bool) -> tuple[Any, Tile]:
             (sums, product), phase, next_tile = carry, first_phase ^ (n & 1), tile
             for stage in range(stages):
                 k, state = n * stages + stage, PipelineState(jnp.int32(stage), phase)
@@ -474,7 +473,7 @@ class _Consumer:
         rows: Any = {"rows": plan.M, "on_gpu": plan.on_gpu}
         return _Scales(load_column(buffers.lhs_scale, tile.row + row, k, **rows), rhs)
 
-    def staged_row_scales(self, stage: Any, tile: Tile) -> jax.Array:
+    def staged_row_scales(self, stage: Index, tile: Tile) -> jax.Array:
         """Returns the scales that TMA copied for the warpgroup's 64 rows, in the layout of rows."""
         row, _ = self.plan.stage_offset(self.warpgroup)
         rows = self.buffers.scale_stages[stage, pl.ds(row + (tile.row & 3), ROWS)]
@@ -497,14 +496,11 @@ class _Consumer:
         for n in range(0, len(corners), staging_buffers):
             batch = corners[n : n + staging_buffers]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            indices = [
-                warpgroup * jnp.int32(staging_buffers) + jnp.int32(j) for j in range(len(batch))
-            ]
+            each = jnp.int32(staging_buffers)
+            indices = [warpgroup * each + jnp.int32(j) for j in range(len(batch))]
             for index, (r, c) in zip(indices, batch, strict=True):
-                start = c % width
-                buffers.staging.tiled[index] = values[c // width][
-                    r : r + ROWS, start : start + step
-                ]
+                value, start = values[c // width], c % width
+                buffers.staging.tiled[index] = value[r : r + ROWS, start : start + step]
             plgpu.commit_smem()
             for index, (r, c) in zip(indices, batch, strict=True):
                 count = jnp.clip(tile.rows - row - r, 0, ROWS)
@@ -542,13 +538,10 @@ def _swiglu(plan: Plan, sums: _Sums, columns: int) -> _Sums:
     return tuple(gate * up / (1 + jnp.exp(-gate)) for gate, up in zip(gates, ups, strict=True))
 
 
-def store_rows(staged: Any, out: Any, count: jax.Array, row: jax.Array, columns: Any) -> None:
+def store_rows(staged: Ref, out: Ref, count: jax.Array, row: jax.Array, columns: Any) -> None:
     """Stores the first ``count`` rows of a staging buffer to ``out``, from ``row`` on: a full one
     by one TMA store, otherwise by one per bit of ``count``, all in one group."""
-
-    @when(count == ROWS)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, ROWS), columns])
+    when(count == ROWS)(lambda: plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, ROWS), columns]))
 
     @when((count > 0) & (count < ROWS))
     def _() -> None:
@@ -556,7 +549,7 @@ def store_rows(staged: Any, out: Any, count: jax.Array, row: jax.Array, columns:
         for rows in _STORE_HEIGHTS:
 
             @when((count & rows) != 0)
-            def _(first: Any = first, rows: int = rows) -> None:
+            def _(first: Index = first, rows: int = rows) -> None:
                 plgpu.copy_smem_to_gmem(
                     staged.at[pl.ds(first, rows)],
                     out.at[pl.ds(row + first, rows), columns],

@@ -43,8 +43,7 @@ class Config:
     tile_n: int
     """Rows of rhs per tile, over all matrices of a group. With two matrices, a tile has tile_n / 2
     rows of each and as many columns of the result."""
-    stages: int
-    """Stages of the ring buffer. A stage holds the operands of one K step."""
+    stages: int  # Stages of the ring buffer. A stage holds the operands of one K step.
     consumer_split: Literal["m", "n"]
     """Dimension along which the two consumer warpgroups divide a tile."""
     staging_buffers: int = 1
@@ -102,11 +101,7 @@ MANY_TOKENS_FLOAT8 = (
 UNROLLED_FLOAT8 = dataclasses.replace(MANY_TOKENS_FLOAT8[0], unrolled=True)
 """Preferred to them where N and K allow it, in pairs if :func:`pairs_pay`."""
 
-MANY_TOKENS_BFLOAT16 = (
-    Config(128, 256, 4, "m"),
-    Config(128, 128, 6, "m"),
-    Config(128, 64, 6, "m"),
-)
+MANY_TOKENS_BFLOAT16 = (Config(128, 256, 4, "m"), Config(128, 128, 6, "m"), Config(128, 64, 6, "m"))
 FEW_TOKENS = {
     1: (
         Config(64, 256, 4, "n", staging_buffers=2, few_rows=True),
@@ -152,12 +147,10 @@ def choose_tile_width(widths: Sequence[int], M: int, G: int, N: int) -> int:
 
 
 def pairs_pay(M: int, G: int, K: int) -> bool:
-    """Returns whether ``Config.paired`` is faster for M rows in G groups.
-
-    On an H100 pairs take 6 % less time with K 7168 and 4,096 rows per group, the same with 1,024
-    and 256 rows, and from 1 % less to 5 % more with K 2048. An odd number of M tiles costs a group
-    half a tile on average, 64 rows: 3 % of 2,048 rows.
-    """
+    """Returns whether ``Config.paired`` is faster for M rows in G groups. On an H100 pairs take 6 %
+    less time with K 7168 and 4,096 rows per group, the same with 1,024 and 256 rows, and from 1 %
+    less to 5 % more with K 2048. An odd number of M tiles costs a group half a tile on average, 64
+    rows: 3 % of 2,048 rows."""
     return K >= _PAIRED_K and M >= _PAIRED_ROWS * G
 
 
@@ -206,12 +199,10 @@ class Plan:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the operands."""
         return FLOAT8 if self.float8 else jnp.bfloat16
 
     @property
     def tma_scales(self) -> bool:
-        """Whether TMA copies the row scales."""
         return self.float8 and not self.config.few_rows
 
     @property

@@ -48,7 +48,7 @@ from pallas_kernels.grouped_matmul.few_tokens_plan import (
 )
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.tiles import ACC, WGMMA, when_computed
@@ -99,17 +99,10 @@ def grouped_matmuls(
         tokens = jnp.pad(lhs, ((0, rows - M), (0, 0)))
     else:
         tokens = permute_columns(lhs, weights, rows)
-    partial_results = _matmul(
-        tokens,
-        tuple(matrices),
-        tuple(scales),
-        group_sizes,
-        M=M,
-        weights=weights,
-        config=config,
-        ctas=multiprocessors() if interpret is None else 2,
-        interpret=interpret,
-    )
+    arrays = tokens, tuple(matrices), tuple(scales), group_sizes
+    ctas = multiprocessors() if interpret is None else 2
+    options: Any = {"weights": weights, "config": config, "interpret": interpret}
+    partial_results = _matmul(*arrays, M=M, ctas=ctas, **options)
     if len(partial_results) == 1:
         return partial_results[0]
     return jnp.sum(partial_results, axis=0).astype(lhs.dtype)
@@ -159,7 +152,7 @@ def _matmul(
     gpu, consumers, matrix_count = plan.on_gpu, config.warpgroups, plan.matrices
     ring_scratch = _Stages.scratch(plan, matrices[0].dtype)
 
-    def few_tokens(x_g: Any, *refs: Any) -> None:
+    def few_tokens(x_g: Ref, *refs: Any) -> None:
         w_g, scale_g = refs[:matrix_count], refs[matrix_count : 2 * matrix_count]
         sizes_g, out_g, *scratch = refs[2 * matrix_count :]
         ring = _Stages(plan, *scratch[: len(ring_scratch)])
@@ -200,13 +193,13 @@ def _matmul(
 class _Tile(NamedTuple):
     """A number of output features by the tokens of a group. All fields are int32."""
 
-    group: Any
-    token: Any  # first token
-    tokens: Any  # number of tokens
+    group: Index
+    token: Index  # first token
+    tokens: Index  # number of tokens
     matrix: Any  # index of the matrix in its group
-    k_slice: Any  # index of the slice of K, with split-K
-    feature: Any
-    first_new_feature: Any  # first feature that the tile before it does not have
+    k_slice: Index  # index of the slice of K, with split-K
+    feature: Index
+    first_new_feature: Index  # first feature that the tile before it does not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,17 +208,16 @@ class _Tiles:
 
     plan: Plan
     groups: GroupTiles
-    cta: Any
+    cta: Index
 
-    def count(self) -> Any:
+    def count(self) -> jax.Array:
         """Returns the number of the CTA's tiles. Each role computes it for itself, so that it takes
         no register meanwhile."""
         plan = self.plan
         total = self.groups.count() * (plan.matrices * plan.feature_tiles * plan.config.split_k)
         return lax.div(total - self.cta + (plan.ctas - 1), jnp.int32(plan.ctas))
 
-    def locate(self, i: Any) -> _Tile:
-        """Returns the CTA's i-th tile."""
+    def locate(self, i: Index) -> _Tile:
         plan, N, features = self.plan, self.plan.weights.N, self.plan.config.features
         t, indices = self.cta + i * plan.ctas, []
         for choices in (plan.config.split_k, plan.feature_tiles, plan.matrices):
@@ -246,7 +238,7 @@ def _for_matrix(plan: Plan, matrix: Any, body: Callable[[int], None]) -> None:
             when(matrix == n)(functools.partial(body, n))
 
 
-def _for_width(plan: Plan, tokens: Any, body: Callable[[int, int], None]) -> None:
+def _for_width(plan: Plan, tokens: Index, body: Callable[[int, int], None]) -> None:
     """Runs ``body(n, width)`` for the narrowest of the token widths that holds a tile."""
     widths, max_tokens, low = plan.config.token_widths, plan.config.max_tokens, 0
     for n, width in enumerate(widths):
@@ -266,8 +258,8 @@ class _Stages:
     """The ring buffer: K steps of tokens and weights in shared memory, and their barriers."""
 
     plan: Plan
-    x: Any  # [slots, blocks of x, tokens, 64]; on a GPU with two views for each width
-    weights: Any  # [slots, features, bytes of a step]
+    x: Ref  # [slots, blocks of x, tokens, 64]; on a GPU with two views for each width
+    weights: Ref  # [slots, features, bytes of a step]
     full: Any  # one barrier per stage; each copy arrives at it
     empty: Any  # one barrier per stage; each consumer warpgroup arrives at it
 
@@ -279,31 +271,23 @@ class _Stages:
         max_tokens = plan.config.max_tokens
         if plan.on_gpu:
             # Two views of the same memory for each width: tiled for wgmma, untiled for TMA.
-            x_scratch = plgpu.RefUnion(
-                *(
-                    plgpu.SMEM(
-                        (plan.slots * (max_tokens // width), plan.x_blocks, width, 64),
-                        jnp.bfloat16,
-                        transforms=transforms,
-                    )
-                    for width in plan.config.token_widths
-                    for transforms in (tiling, swizzle)
-                )
-            )
+            views = []
+            for width in plan.config.token_widths:
+                shape = plan.slots * (max_tokens // width), plan.x_blocks, width, 64
+                views += [plgpu.SMEM(shape, jnp.bfloat16, transforms=t) for t in (tiling, swizzle)]
+            x_scratch = plgpu.RefUnion(*views)
         else:
             x_scratch = plgpu.SMEM((plan.slots, plan.x_blocks, max_tokens, 64), jnp.bfloat16)
-        weights = plgpu.SMEM(
-            (plan.slots, plan.config.features, plan.weights.step_bytes),
-            dtype,
-            transforms=swizzle if plan.weights.column_blocks == 2 and plan.on_gpu else (),
-        )
+        shape = plan.slots, plan.config.features, plan.weights.step_bytes
+        transforms = swizzle if plan.weights.column_blocks == 2 and plan.on_gpu else ()
+        weights = plgpu.SMEM(shape, dtype, transforms=transforms)
         copies_per_step = 1 + (plan.x_blocks if plan.config.tokens_in_order else 1)
         copies = copies_per_step * plan.config.k_warpgroups
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages)
         empty = plgpu.Barrier(num_arrivals=plan.config.warpgroups, num_barriers=plan.stages)
         return [x_scratch, weights, full, empty]
 
-    def tokens(self, n: int, width: int, slot: Any, tiled: bool) -> Any:
+    def tokens(self, n: int, width: int, slot: Index, tiled: bool) -> Any:
         """Returns the tokens of a slot, [blocks of x, width, 64], in the view of width n."""
         if not self.plan.on_gpu:
             return self.x.at[slot, :, pl.ds(0, width)]
@@ -311,29 +295,26 @@ class _Stages:
         return view.at[slot * (self.plan.config.max_tokens // width)]
 
 
-def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[Any]) -> None:
+def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Ref, w_g: Sequence[Any]) -> None:
     """Copies weights and tokens of every K step of this CTA's tiles to the ring."""
     k_warpgroups, stages, features = plan.config.k_warpgroups, plan.stages, plan.config.features
     step_bytes, x_blocks = plan.weights.step_bytes, plan.x_blocks
 
-    def copy(source: Any, target: Any, stage: Any) -> None:
+    def copy(source: Ref, target: Ref, stage: Index) -> None:
         plgpu.copy_gmem_to_smem(source, target, ring.full.at[stage])
 
-    def copy_tile(i: Any, fill: Any) -> Any:
+    def copy_tile(i: Index, fill: Index) -> Any:
         tile = tiles.locate(i)
 
-        def copy_step(k: Any, fill: Any) -> Any:
+        def copy_step(k: Index, fill: Index) -> Any:
             stage = lax.rem(fill, jnp.int32(stages))
+            when(fill >= stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
 
-            @when(fill >= stages)
-            def _() -> None:
-                plgpu.barrier_wait(ring.empty.at[stage])
-
-            def copy_weights(step: Any, slot: Any, n: int) -> None:
+            def copy_weights(step: Index, slot: Index, n: int) -> None:
                 window = pl.ds(tile.feature, features), pl.ds(step * step_bytes, step_bytes)
                 copy(w_g[n].at[tile.group, *window], ring.weights.at[slot], stage)
 
-            def copy_tokens(step: Any, slot: Any, n: int, width: int) -> None:
+            def copy_tokens(step: Index, slot: Index, n: int, width: int) -> None:
                 rows, target = pl.ds(tile.token, width), ring.tokens(n, width, slot, tiled=False)
                 if not plan.config.tokens_in_order:
                     copy(x_g.at[pl.ds(step * x_blocks, x_blocks), rows], target, stage)
@@ -355,7 +336,7 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Stages, x_g: Any, w_g: Sequence[A
 
     fill = lax.fori_loop(0, tiles.count(), copy_tile, jnp.int32(0))
 
-    def drain(j: Any, carry: Any) -> Any:
+    def drain(j: Index, carry: Any) -> Any:
         @when(fill + j >= stages)
         def _() -> None:
             plgpu.barrier_wait(ring.empty.at[lax.rem(fill + j, jnp.int32(stages))])
@@ -376,14 +357,14 @@ class _Consumer:
     tiles: _Tiles
     ring: _Stages
     scales: Sequence[Any]  # float32 [G, Nb, Kb] in global memory, one per matrix
-    out: Any
+    out: Ref
     reduction: _Reduction | None
-    warpgroup: Any
-    k_part: Any  # index among the warpgroups that share a tile
-    first_row: Any  # first of its features in the tile
+    warpgroup: Index
+    k_part: Index  # index among the warpgroups that share a tile
+    first_row: Index  # first of its features in the tile
 
     def run(self) -> None:
-        def consume_tile(i: Any, carry: Any) -> Any:
+        def consume_tile(i: Index, carry: Any) -> Any:
             tile = self.tiles.locate(i)
             body = functools.partial(self.compute_tile, i, tile)
             _for_width(self.plan, tile.tokens, body)
@@ -393,7 +374,7 @@ class _Consumer:
         if self.reduction is not None:
             self.reduction.drain(self.k_part, self.tiles.count)
 
-    def compute_tile(self, i: Any, tile: _Tile, n: int, width: int) -> None:
+    def compute_tile(self, i: Index, tile: _Tile, n: int, width: int) -> None:
         """Computes a tile of at most ``width`` tokens, the n-th of the token widths."""
         plan, weights, ring = self.plan, self.plan.weights, self.ring
         k_warpgroups, fills = plan.config.k_warpgroups, plan.fills
@@ -403,21 +384,20 @@ class _Consumer:
         first_fill = i * fills
         first_step = tile.k_slice * (fills * k_warpgroups) + self.k_part
 
-        def k_step(k: Any, carry: Any) -> Any:
+        def k_step(k: Index, carry: Any) -> Any:
             total, step_scales = carry
             stage = lax.rem(first_fill + k, jnp.int32(plan.stages))
             step = first_step + k * k_warpgroups
-            next_scales = (
-                step_scales
-                if weights.is_scaled_last
-                else self.load_scales(tile.group, tile.matrix, feature, step + k_warpgroups)
-            )
+            next_scales = step_scales
+            if not weights.is_scaled_last:
+                later = step + k_warpgroups
+                next_scales = self.load_scales(tile.group, tile.matrix, feature, later)
             plgpu.barrier_wait(ring.full.at[stage])
             slot = stage * k_warpgroups + self.k_part
             firsts = range(0, weights.column_blocks, weights.blocks_per_scale)
             for j, first in enumerate(firsts):
                 product = self.multiply(n, width, slot, first)
-                if not plan.k_divides_evenly:
+                if fills * k_warpgroups * plan.config.split_k > weights.k_steps:
                     product = product * jnp.where(step < weights.k_steps, 1.0, 0.0)
                 if not weights.is_scaled_last:
                     product = _scaled(product, step_scales[j])
@@ -440,15 +420,18 @@ class _Consumer:
             total = _scaled(total, last_scales[0])
 
         def finish(total: jax.Array) -> None:
-            column = tile.matrix * weights.N + feature
-            _store(plan, self.out, total, tile.k_slice, tile.token, tokens, column)
+            at = tile.k_slice, tile.token, tile.matrix * weights.N + feature
+            result, blocks = total.astype(self.out.dtype), weights.column_blocks
+            registers.store_transposed(self.out, at, result, tokens, blocks, on_gpu=plan.on_gpu)
 
         if self.reduction is None:
             finish(total)
         else:
             self.reduction.reduce(total, i, self.warpgroup, self.k_part, finish, on_gpu=plan.on_gpu)
 
-    def load_scales(self, group: Any, matrix: Any, feature: Any, step: Any) -> tuple[Any, ...]:
+    def load_scales(
+        self, group: Index, matrix: Any, feature: Index, step: Index
+    ) -> tuple[Any, ...]:
         """Returns the scales of a K step, one per ``blocks_per_scale`` column blocks: vectors over
         the 64 features, or scalars."""
         plan, weights = self.plan, self.plan.weights
@@ -476,7 +459,7 @@ class _Consumer:
 
         return choose(0)
 
-    def multiply(self, n: int, width: int, slot: Any, first: int) -> jax.Array:
+    def multiply(self, n: int, width: int, slot: Index, first: int) -> jax.Array:
         """Returns the product of column blocks ``first`` to ``first + blocks_per_scale`` of 64
         features with the tokens: float32 [64, width], not scaled."""
         weights, ring, config = self.plan.weights, self.ring, self.plan.config
@@ -485,19 +468,12 @@ class _Consumer:
         x_first = weights.block_columns // 64 * first
         if not self.plan.on_gpu:
             values = ring.weights[slot, rows]
-            unpacked = [
-                registers.unpack_in_interpreter(
-                    values[:, 64 * b : 64 * b + 64], form, in_order=in_order
-                )
-                for b in blocks
-            ]
+            packed = [values[:, 64 * b : 64 * b + 64] for b in blocks]
+            unpacked = [registers.unpack_in_interpreter(b, form, in_order=in_order) for b in packed]
             x_end = weights.block_columns // 64 * (first + weights.blocks_per_scale)
-            return jnp.einsum(
-                "nbk,bmk->nm",
-                jnp.concatenate(unpacked, axis=1),
-                ring.x[slot][x_first:x_end, :width].astype(jnp.float32),
-                precision="highest",
-            )
+            tokens = ring.x[slot][x_first:x_end, :width].astype(jnp.float32)
+            weights = jnp.concatenate(unpacked, axis=1)
+            return jnp.einsum("nbk,bmk->nm", weights, tokens, precision="highest")
 
         packed, column_blocks = ring.weights.at[slot, rows], weights.column_blocks
         if not config.uses_wgmma(width):
@@ -506,16 +482,15 @@ class _Consumer:
                 packed, tokens, form, blocks, column_blocks, width, in_order=in_order
             )
 
-        def multiply_with_wgmma(accumulator: Any) -> jax.Array:
+        def multiply_with_wgmma(accumulator: Ref) -> jax.Array:
             unpacked = [registers.unpack(packed, form, b, column_blocks) for b in blocks]
             operands = [a for block in unpacked for a in block]
             tokens = ring.tokens(n, width, slot, tiled=True)
             for b, a in enumerate(operands):
                 plgpu.wgmma(accumulator, a, tokens.at[x_first + b].T)
             product = accumulator[...]
-            keep_live(
-                *operands
-            )  # ptxas before 13.3 may reuse the registers before wgmma is complete
+            # ptxas before 13.3 may reuse the registers before wgmma is complete.
+            keep_live(*operands)
             return product
 
         return pl.run_scoped(multiply_with_wgmma, ACC((64, width), jnp.float32))
@@ -527,23 +502,21 @@ def _scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
     return product * scale
 
 
-def _unknown_zero(i: Any) -> Any:
+def _unknown_zero(i: Index) -> jax.Array:
     """Returns 0, which no compiler knows. A CTA's tile ``i`` is one of fewer than 2^24."""
     return lax.shift_right_logical(i, jnp.int32(24))
 
 
-# ---- epilogue ------------------------------------------------------------------------------------
+# ---- sums of several warpgroups ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reduction:
-    """The sum over the warpgroups that share a tile's features, through shared memory.
-
-    The first of them adds the others' sums to its own.
-    """
+    """The sum over the warpgroups that share a tile's features, through shared memory. The first of
+    them adds the others' sums to its own."""
 
     k_warpgroups: int  # that share a tile
-    partial_sums: Any  # float32 [partial warpgroups, 64 * tokens] in shared memory
+    partial_sums: Ref  # float32 [partial warpgroups, 64 * tokens] in shared memory
     written: Any  # completes when all partial sums of a tile are in shared memory
     read: Any  # completes when all of them have been read
 
@@ -560,7 +533,7 @@ class _Reduction:
         )
 
     def reduce(
-        self, total: jax.Array, i: Any, warpgroup: Any, k_part: Any,
+        self, total: jax.Array, i: Index, warpgroup: Index, k_part: Index,
         finish: Callable[[jax.Array], None], *, on_gpu: bool,
     ) -> None:  # fmt: skip
         """Calls ``finish`` with the whole sum in the first of the warpgroups that share the CTA's
@@ -569,10 +542,7 @@ class _Reduction:
 
         @when(k_part > 0)
         def _() -> None:
-            @when(i > 0)
-            def _() -> None:
-                plgpu.barrier_wait(self.read)
-
+            when(i > 0)(lambda: plgpu.barrier_wait(self.read))
             target = self.partial_sums.at[first + k_part - 1]
             registers.store_partial_sum(target, total, on_gpu=on_gpu)
             plgpu.barrier_arrive(self.written)
@@ -590,26 +560,6 @@ class _Reduction:
             when(zero == 0)(lambda: plgpu.barrier_arrive(self.read))
             finish(whole)
 
-    def drain(self, k_part: Any, tile_count: Callable[[], Any]) -> None:
+    def drain(self, k_part: Index, tile_count: Callable[[], Any]) -> None:
         """Waits until the last partial sums have been read. A CTA may exit only then."""
-
-        @when((k_part > 0) & (tile_count() > 0))
-        def _() -> None:
-            plgpu.barrier_wait(self.read)
-
-
-def _store(
-    plan: Plan, out: Any, total: jax.Array, k_slice: Any, token: Any, tokens: Any, column: Any
-) -> None:
-    """Stores the transpose of ``total`` [64, width], its first ``tokens`` columns."""
-    width = total.shape[1]
-    result = total.astype(out.dtype)
-    if plan.on_gpu:
-        target = out.at[k_slice, pl.ds(token, width), pl.ds(column, 64)]
-        registers.store_transposed(target, result, tokens, plan.weights.column_blocks)
-        return
-    for j in range(width):
-
-        @when(j < tokens)
-        def _(j: int = j) -> None:
-            out[k_slice, token + j, pl.ds(column, 64)] = result[:, j]
+        when((k_part > 0) & (tile_count() > 0))(lambda: plgpu.barrier_wait(self.read))

@@ -74,8 +74,7 @@ class Weights:
     format: Format
     N: int  # output features
     K: int
-    scale_columns: int
-    """Columns of K that share a scale. K itself if each row has a single scale."""
+    scale_columns: int  # Columns of K that share a scale. K itself if each row has a single scale.
     scale_rows: int  # rows that share a scale: 1 for integers, a multiple of 64 for float8
     column_blocks: int
     """Number of column blocks in one K step (1 or 2): a copy is 64 or 128 bytes wide."""
@@ -163,7 +162,6 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring buffer."""
         return self.config.stages or stages_that_fit(self.weights, self.config)
 
     @property
@@ -180,12 +178,6 @@ class Plan:
     def fills(self) -> int:
         """Times that a stage is filled for one tile."""
         return -(-self.weights.k_steps // (self.config.k_warpgroups * self.config.split_k))
-
-    @property
-    def k_divides_evenly(self) -> bool:
-        """Whether no warpgroup takes a K step past the end."""
-        steps = self.fills * self.config.k_warpgroups * self.config.split_k
-        return steps == self.weights.k_steps
 
     @property
     def x_blocks(self) -> int:
@@ -210,22 +202,12 @@ def default_config(M: int, G: int, weights: Weights, matrices: int = 1) -> Confi
         for features in warpgroups
         if features <= min(max_features, weights.N)
     }
-    features, split_k = choose_tile_and_split_k(
-        {width: max(1, weights.k_steps // shares) for width, shares in k_warpgroups.items()},
-        M,
-        G,
-        matrices * weights.N,
-        weight_row_bytes=weights.K * weights.bits // 8,
-        token_bytes=2 * weights.K,
-    )
+    k_steps = {width: max(1, weights.k_steps // shares) for width, shares in k_warpgroups.items()}
+    row_bytes = {"weight_row_bytes": weights.K * weights.bits // 8, "token_bytes": 2 * weights.K}
+    features, split_k = choose_tile_and_split_k(k_steps, M, G, matrices * weights.N, **row_bytes)
     in_order = weights.format == "int8" and token_widths[-1] <= _MAX_TOKENS_IN_ORDER
-    return Config(
-        warpgroups[features],
-        token_widths,
-        k_warpgroups[features],
-        split_k,
-        tokens_in_order=in_order,
-    )
+    tile = warpgroups[features], token_widths, k_warpgroups[features]
+    return Config(*tile, split_k, tokens_in_order=in_order)
 
 
 # ---- cost model: output features per tile, and K slices ------------------------------------------

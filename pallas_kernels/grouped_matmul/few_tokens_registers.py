@@ -11,6 +11,7 @@ thread loads 16 bytes of a token, eight columns, which are those of twice four o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,22 +20,40 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.grouped_matmul.few_tokens_plan import Format
-from pallas_kernels.hopper.ir import REF, SCALAR, array, asm, const, i32, i64, inline, warp_and_lane
-from pallas_kernels.hopper.registers import advance, load_words
+from pallas_kernels.hopper import Index, Ref
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    Registers,
+    array,
+    asm,
+    asm_numbers,
+    const,
+    f32,
+    float_const,
+    float_pair,
+    i32,
+    i64,
+    inline,
+    shared_address,
+    single,
+    value_of,
+    warp_and_lane,
+)
+from pallas_kernels.hopper.registers import MMA, advance, load_words
 from pallas_kernels.hopper.tiles import ROW, WGMMA
+from pallas_kernels.hopper.warpgroup import when
 
-_MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 _LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 # Spread bytes 0 and 1, or 2 and 3, over both halves of a word.
 _NEIGHBOURS = ("prmt.b32 $0, $1, 0, 0x4140;", "prmt.b32 $0, $1, 0, 0x4342;")
 
 
-def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
+def row_of_thread(column_blocks: int) -> tuple[ir.Value, ir.Value]:
     """Returns the first of a thread's two rows, of 64, and ``lane % 4``. Rows of 128 bytes are
     swizzled by the low three bits of their index. A quarter of a warp reads 64 bytes of two rows at
     once, in different banks if they are rows r and r + 4: bits 0 and 2 are swapped."""
@@ -49,12 +68,10 @@ def row_of_thread(column_blocks: int) -> tuple[Any, Any]:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def to_bfloat16(word: Any, form: Format) -> list[Any]:
-    """Converts all values of a 32-bit word to pairs of bfloat16.
-
-    int8 and float8_e4m3fn give the pairs of bytes (0, 2) and (1, 3); int4 the pairs of half bytes
-    (0, 4), (1, 5), (2, 6) and (3, 7).
-    """
+def to_bfloat16(word: ir.Value, form: Format) -> list[ir.Value]:
+    """Converts all values of a 32-bit word to pairs of bfloat16. int8 and float8_e4m3fn give the
+    pairs of bytes (0, 2) and (1, 3); int4 the pairs of half bytes (0, 4), (1, 5), (2, 6) and (3,
+    7)."""
     # The constants are pairs of bfloat16. 0x4300 is 128, whose last mantissa bit is worth 1, so
     # that OR with an integer below 128 adds it.
     if form == "int8":
@@ -93,14 +110,14 @@ def to_bfloat16(word: Any, form: Format) -> list[Any]:
     return [asm(text.replace("SHIFT", str(n)), "=r,r", word, result=i32()) for n in shifts]
 
 
-def neighbours_to_bfloat16(word: Any, form: Format) -> list[Any]:
+def neighbours_to_bfloat16(word: ir.Value, form: Format) -> list[ir.Value]:
     """Converts the bytes of a word, int8 or float8_e4m3fn, to the pairs (0, 1) and (2, 3)."""
     return [to_bfloat16(asm(text, "=r,r", word, result=i32()), form)[0] for text in _NEIGHBOURS]
 
 
 def load_operands(
-    packed: Any, form: Format, block: int, column_blocks: int, *, in_order: bool = False
-) -> list[list[Any]]:
+    packed: ir.Value, form: Format, block: int, column_blocks: int, *, in_order: bool = False
+) -> list[list[ir.Value]]:
     """Loads and unpacks a thread's weights of one column block of its two rows. For each 16 columns
     it returns the operand's registers: upper row, lower row, and both again 8 columns further on.
     ``in_order`` makes pairs of neighbouring columns, for tokens that are not permuted."""
@@ -119,14 +136,14 @@ def load_operands(
     return [[upper[i], lower[i], upper[i + 1], lower[i + 1]] for i in range(0, len(upper), 2)]
 
 
-def unpack(packed: Any, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
+def unpack(packed: Ref, form: Format, block: int, column_blocks: int) -> tuple[jax.Array, ...]:
     """Unpacks a column block of 64 weight rows in shared memory to operands of wgmma: bfloat16 [64,
     64], one array of int8 and float8, two of int4."""
     count = 2 if form == "int4" else 1
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=WGMMA)
 
     @inline(plgpu.RefType(_swizzle(column_blocks)), returns=(result,) * count)
-    def load(packed: Any) -> Any:
+    def load(packed: ir.Value) -> tuple[Registers, ...]:
         bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
         operands = load_operands(packed, form, block, column_blocks)
         flat = [llvm.bitcast(bf16x2, pair) for operand in operands for pair in operand]
@@ -153,22 +170,20 @@ def unpack_in_interpreter(packed: jax.Array, form: Format, *, in_order: bool) ->
     return values.transpose(0, 2, 3, 5, 6, 1, 4).reshape(64, 2, 64)
 
 
-def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
+def load_row_scales(scales: Ref, column_blocks: int) -> jax.Array:
     """Loads the scales of 64 weight rows, float32 [64], from a strided array in global memory."""
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=ROW))
-    def load(ref: Any) -> Any:
+    def load(ref: ir.Value) -> Registers:
         (stride,), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
         row, _ = row_of_thread(column_blocks)
-        f32 = ir.F32Type.get()
         registers = []
         for half in range(2):
             at = arith.muli(arith.addi(row, const(8 * half)), const(4 * stride))
             address = llvm.ptrtoint(i64(), advance(base, at))
             text = "ld.global.nc.f32 $0, [$1];"
-            loaded = asm(text, "=f,l", address, result=f32, effects=True)
-            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), loaded))
+            registers.append(single(asm(text, "=f,l", address, result=f32(), effects=True)))
         return array(registers, (64,), ROW)
 
     return load(scales)
@@ -178,31 +193,23 @@ def load_row_scales(scales: Any, column_blocks: int) -> jax.Array:
 
 
 def multiply(
-    packed: Any, x: Any, form: Format, blocks: range, column_blocks: int, tokens: int, *,
+    packed: Ref, x: Ref, form: Format, blocks: range, column_blocks: int, tokens: int, *,
     in_order: bool,
 ) -> jax.Array:  # fmt: skip
-    """Multiplies column blocks of 64 packed weight rows with the tokens. Each warp has 16 rows.
-
-    Args:
-      packed: the weights of a K step in shared memory.
-      x: [blocks, tokens, 64] in shared memory: the columns of the whole step.
-      blocks: consecutive column blocks, which are summed.
-      in_order: whether the columns of the tokens are in their own order.
-
-    Returns:
-      float32 [64, tokens].
-    """
+    """Multiplies consecutive column ``blocks`` of 64 packed weight rows in shared memory with the
+    tokens ``x`` of the whole K step, [blocks, tokens, 64] in shared memory, and returns the sum,
+    float32 [64, tokens]. Each warp has 16 rows. ``in_order``: the tokens' columns are in their own
+    order."""
 
     @inline(
         plgpu.RefType(_swizzle(column_blocks)),
         plgpu.RefType(_swizzle(2)),
         returns=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=WGMMA),
     )
-    def product(packed: Any, x: Any) -> Any:
-        f32 = ir.F32Type.get()
-        address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(x))
+    def product(packed: ir.Value, x: ir.Value) -> Registers:
+        address = shared_address(x)
         addresses = _addresses_in_order(address) if in_order else _matrix_addresses(address)
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        zero = float_const(0.0)
         sums: list[list[Any]] = [[zero] * 4 for _ in range(tokens // 8)]
         operands = [
             a
@@ -210,28 +217,23 @@ def multiply(
             for a in load_operands(packed, form, b, column_blocks, in_order=in_order)
         ]
         first = blocks.start * (8 if form == "int4" else 4)
-        four_words = llvm.StructType.get_literal([i32()] * 4)
-        four_sums = llvm.StructType.get_literal([f32] * 4)
         for s in range(0, len(operands), 2):  # 32 columns
             x_block, which = divmod((first + s) // 2, 2)
             for n in range(tokens // 8):
                 source = arith.addi(addresses[which], const((x_block * tokens + 8 * n) * 128))
                 text = _LOAD if in_order else _LDMATRIX
-                loaded = asm(text, "=r,=r,=r,=r,r", source, result=four_words, effects=True)
-                b = [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)]
+                b = asm_numbers(text, "=r,=r,=r,=r,r", source, kind=i32(), count=4)
                 for d in range(2):
                     numbers = *sums[n], *operands[s + d], *b[2 * d : 2 * d + 2]
                     kinds = "=f,=f,=f,=f,0,1,2,3,r,r,r,r,r,r"
-                    result = asm(_MMA, kinds, *numbers, result=four_sums)
-                    sums[n] = [llvm.extractvalue(f32, result, [i]) for i in range(4)]
-        pair = ir.VectorType.get((2,), f32)
-        flat = [vector.from_elements(pair, r[i : i + 2]) for r in sums for i in (0, 2)]
+                    sums[n] = asm_numbers(MMA, kinds, *numbers, kind=f32(), count=4, effects=False)
+        flat = [float_pair(*r[i : i + 2]) for r in sums for i in (0, 2)]
         return array(flat, (64, tokens), WGMMA)
 
     return product(packed, x)
 
 
-def _matrix_addresses(x: Any) -> list[Any]:
+def _matrix_addresses(x: ir.Value) -> list[ir.Value]:
     """Returns a lane's addresses for ldmatrix, for each half of a block of 64 columns from x on.
     Lane l provides 16 bytes of token l % 8: columns 8 (l // 8) to 8 (l // 8) + 8 of 32."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
@@ -241,7 +243,7 @@ def _matrix_addresses(x: Any) -> list[Any]:
     return [arith.addi(x, chunk), arith.addi(x, arith.xori(chunk, const(64)))]
 
 
-def _addresses_in_order(x: Any) -> list[Any]:
+def _addresses_in_order(x: ir.Value) -> list[ir.Value]:
     """Returns a lane's addresses of 16 bytes of token l // 4, in the order of its operands: it has
     the weights of a quarter l % 4 of a column block. Rows of 128 bytes are swizzled."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
@@ -255,37 +257,35 @@ def _addresses_in_order(x: Any) -> list[Any]:
 # ---- partial sums and results --------------------------------------------------------------------
 
 
-def store_partial_sum(target: Any, values: jax.Array, *, on_gpu: bool) -> None:
+def store_partial_sum(target: Ref, values: jax.Array, *, on_gpu: bool) -> None:
     """Stores float32 [64, width] to shared memory, for :func:`load_partial_sum`, in the order of
     the registers, so that no bank conflicts arise."""
     if not on_gpu:
         target[pl.ds(0, values.size)] = values.reshape(-1)
         return
 
-    @inline(REF, WGMMA)
-    def write(ref: Any, values: Any) -> None:
+    @inline(REF, WGMMA).on(target, values)
+    def _(ref: ir.Value, values: Registers) -> None:
         pointers = _pair_pointers(ref, values.registers.size)
         for pointer, pair in zip(pointers, values.registers.flat, strict=True):
             llvm.store(pair, pointer)
 
-    write(target, values)
 
-
-def load_partial_sum(source: Any, width: int, *, on_gpu: bool) -> jax.Array:
+def load_partial_sum(source: Ref, width: int, *, on_gpu: bool) -> jax.Array:
     """Loads float32 [64, width] that another warpgroup's :func:`store_partial_sum` has stored."""
     if not on_gpu:
         return source[pl.ds(0, 64 * width)].reshape(64, width)
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=WGMMA))
-    def read(ref: Any) -> Any:
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
+    def read(ref: ir.Value) -> Registers:
+        pair = ir.VectorType.get((2,), f32())
         pairs = [llvm.load(pair, pointer) for pointer in _pair_pointers(ref, width // 4)]
         return array(pairs, (64, width), WGMMA)
 
     return read(source)
 
 
-def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
+def _pair_pointers(ref: ir.Value, pairs: int) -> list[ir.Value]:
     """Returns the addresses of a thread's float32 pairs. Those of a warp are adjacent."""
     warp, lane = warp_and_lane()
     thread = arith.addi(arith.muli(warp, const(32)), lane)
@@ -293,16 +293,29 @@ def _pair_pointers(ref: Any, pairs: int) -> list[Any]:
     return [advance(base, const(1024 * j)) for j in range(pairs)]
 
 
-def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_blocks: int) -> None:
-    """Stores the first ``tokens`` columns of [64, width] to rows of [width, 64] in global memory.
-    Both are bfloat16 or float32."""
-    size = values.dtype.itemsize
+def store_transposed(
+    out: Ref, at: Sequence[Any], values: jax.Array, tokens: Index, column_blocks: int, *,
+    on_gpu: bool,
+) -> None:  # fmt: skip
+    """Stores the first ``tokens`` columns of [64, width] to rows of ``out`` in global memory, from
+    row and column ``at`` on. Both are bfloat16 or float32."""
+    size, width, (*slices, first_row, first_column) = values.dtype.itemsize, values.shape[1], at
+    columns = pl.ds(first_column, 64)
+    if not on_gpu:
+        for n in range(width):
 
-    @inline(REF, WGMMA, SCALAR)
-    def write(ref: Any, values: Any, tokens: Any) -> None:
+            @when(n < tokens)
+            def _(n: int = n) -> None:
+                out[*slices, first_row + n, columns] = values[:, n]
+
+        return
+    target = out.at[*slices, pl.ds(first_row, width), columns]
+
+    @inline(REF, WGMMA, SCALAR).on(target, values, tokens)
+    def _(ref: ir.Value, values: Registers, tokens: Registers) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         base = mgpu.utils.memref_ptr(ref)
-        tokens = tokens.registers.item()
+        end = value_of(tokens)
         row, quarter = row_of_thread(column_blocks)
         first = arith.muli(quarter, const(2))
         column = advance(base, arith.muli(row, const(size)))
@@ -327,6 +340,4 @@ def store_transposed(out: Any, values: jax.Array, tokens: jax.Array, column_bloc
                         {split}
                         @p {text}
                     }}"""
-                    asm(text, f"l,{kind},r,r", address, value, token, tokens, effects=True)
-
-    write(out, values, tokens)
+                    asm(text, f"l,{kind},r,r", address, value, token, end, effects=True)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +82,9 @@ class Plan:
 
     rows: int  # per tile of lhs and of the result
     columns: int  # per block of the result: rows of a matrix
-    expands: bool
-    converts_slices: bool
+    conversion: Literal["none", "slices", "expand"]
+    """Conversion of quantized matrices to the rows' dtype: slices of K in the matmul, or a whole
+    block in advance."""
     slice_width: int  # columns of such a slice, in stored numbers (bytes for int4)
     # Value of 1 in the dtype to which registers convert stored numbers: 16 for float8 on chips that
     # do not have float8_e4m3fn, otherwise 1.
@@ -96,7 +97,7 @@ class Plan:
     @property
     def step(self) -> int:
         """Columns of the result per matmul in the kernel."""
-        return _STEP if self.columns % _STEP == 0 and not self.converts_slices else LANES
+        return _STEP if self.columns % _STEP == 0 and self.conversion != "slices" else LANES
 
     def scale_block(self, scale: Shaped) -> tuple[int, int]:
         """Returns the shape of one group's scales that a block reads: [Kb, columns] if each row of
@@ -106,11 +107,7 @@ class Plan:
 
 
 def choose_plan(
-    chip: Chip,
-    lhs: Shaped,
-    rhs: Shaped,
-    scale: Shaped | None,
-    block_shape: tuple[int, int],
+    chip: Chip, lhs: Shaped, rhs: Shaped, scale: Shaped | None, block_shape: tuple[int, int]
 ) -> Plan:
     """Chooses block sizes: tiles of about half a group's rows, and equal blocks of columns, as wide
     as fit in VMEM and the same number for each core. Small tiles have smaller blocks, so that
@@ -130,29 +127,17 @@ def choose_plan(
     half = 1 << max(M // (2 * G), 1).bit_length() - 1
     rows = min(M, most, max(_MIN_ROWS, half))
     one_scale_per_row = scale is not None and block_shape[0] == 1 and scale.shape[2] == 1
-    slice_width = (
-        _UNSCALED_SLICE
-        if scale is None or one_scale_per_row
-        else block_shape[1] // (2 if packed else 1)
-    )
-    converts = rhs.dtype != lhs.dtype
+    slice_width = block_shape[1] // (2 if packed else 1)
+    if scale is None or one_scale_per_row:
+        slice_width = _UNSCALED_SLICE
     # Slices must be whole registers, or registers whole slices. So must the halves of int4.
     aligned = slice_width % LANES == 0 or slice_width in (32, 64)
     aligned = aligned and not (packed and K % (2 * LANES))
-    converts_slices = converts and aligned and rows <= _SMALL_TILE_ROWS
-    plan = Plan(
-        rows=rows,
-        columns=LANES,
-        expands=converts and not converts_slices,
-        converts_slices=converts_slices,
-        slice_width=slice_width,
-        unit=16.0 if rhs.dtype == FLOAT8 and not chip.float8 else 1.0,
-        packed=packed,
-        one_scale_per_row=one_scale_per_row,
-        block_shape=block_shape,
-        vmem=0,
-    )
-    blocks = {}
+    conversion = "slices" if aligned and rows <= _SMALL_TILE_ROWS else "expand"
+    conversion = "none" if rhs.dtype == lhs.dtype else conversion
+    unit = 16.0 if rhs.dtype == FLOAT8 and not chip.float8 else 1.0
+    stored = slice_width, unit, packed, one_scale_per_row, block_shape
+    plan, blocks = Plan(rows, LANES, conversion, *stored, vmem=0), {}
     for count in range(chip.cores, -(-N // LANES) + chip.cores, chip.cores):
         # All blocks are equal; the last may extend past N.
         columns = -(-N // (count * LANES)) * LANES
@@ -177,7 +162,7 @@ def block_bytes(plan: Plan, lhs: Shaped, rhs: Shaped, scale: Shaped | None) -> d
     }
     if lhs.dtype == jnp.float32:
         sizes["parts of float32"] = 3 * tiled_bytes((plan.rows + plan.step, K), lhs.dtype)
-    if plan.expands:
+    if plan.conversion == "expand":
         sizes["expanded matrix"] = tiled_bytes((plan.columns, K), lhs.dtype)
     if scale is not None:
         sizes["scales"] = 2 * tiled_bytes(plan.scale_block(scale), jnp.float32)
@@ -200,9 +185,8 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """grouped_matmul on a TPU, with rows in bfloat16 or float32. float32 has full precision. float8
     rows are first multiplied by their scales and rounded to bfloat16. With many rows per group, so
-    are quantized matrices. Gradients are the reference's.
-
-    Raises NotImplementedError for no TPU, other dtypes, or what :func:`choose_plan` refuses."""
+    are quantized matrices. Gradients are the reference's. Raises NotImplementedError for no TPU,
+    other dtypes, or what :func:`choose_plan` refuses."""
     chip = require_tpu(interpret)
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
@@ -272,24 +256,21 @@ def matmul(
     """Computes ``out[m] = rhs[g(m)] @ lhs[m]`` in lhs's dtype, in blocks of ``plan``'s sizes."""
     (M, K), (G, N, width) = lhs.shape, rhs.shape
     visits, blocks = visits_of(group_sizes, M, plan.rows), -(-N // plan.columns)
+    expands = plan.conversion == "expand"
     if plan.packed:
         lhs = even_columns_first(lhs)
     operands = [lhs, rhs]
     in_specs = [
-        pl.BlockSpec((plan.rows, K), lambda n, v, groups, tiles, ends: (tiles[v], 0)),
-        pl.BlockSpec(
-            (None, plan.columns, width), lambda n, v, groups, tiles, ends: (groups[v], n, 0)
-        ),
+        pl.BlockSpec((plan.rows, K), lambda n, v, groups, tiles, _: (tiles[v], 0)),
+        pl.BlockSpec((None, plan.columns, width), lambda n, v, groups, *_: (groups[v], n, 0)),
     ]
     if scale is not None:
         by_columns = plan.block_shape[0] == 1
         # XLA stores such arrays with the longer dimension last, so this moves nothing.
         operands.append(scale.swapaxes(1, 2) if by_columns else scale)
+        block = None, *plan.scale_block(scale)
         in_specs.append(
-            pl.BlockSpec(
-                (None, *plan.scale_block(scale)),
-                lambda n, v, groups, tiles, ends: (groups[v], 0, n if by_columns else 0),
-            )
+            pl.BlockSpec(block, lambda n, v, groups, *_: (groups[v], 0, n if by_columns else 0))
         )
     return pl.pallas_call(
         functools.partial(_kernel, plan),
@@ -299,9 +280,9 @@ def matmul(
             grid=(blocks, visits.total),
             in_specs=in_specs,
             out_specs=pl.BlockSpec(
-                (plan.rows, plan.columns), lambda n, v, groups, tiles, ends: (tiles[v], n)
+                (plan.rows, plan.columns), lambda n, v, _, tiles, *__: (tiles[v], n)
             ),
-            scratch_shapes=[pltpu.VMEM((plan.columns, K), lhs.dtype)] if plan.expands else [],
+            scratch_shapes=[pltpu.VMEM((plan.columns, K), lhs.dtype)] * expands,
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=plan.vmem
@@ -321,12 +302,12 @@ def matmul(
 def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, *rest: Any) -> None:
     """Computes one visit of one block of columns. ``rest`` has the scales if any, ``out`` [rows,
     columns], and scratch [columns, K] if matrices are expanded."""
-    *others, dense = rest if plan.expands else (*rest, rhs)
+    *others, dense = rest if plan.conversion == "expand" else (*rest, rhs)
     *scales, out = others
     block, visit = pl.program_id(0), pl.program_id(1)
     group = groups[visit]
 
-    if plan.expands:
+    if plan.conversion == "expand":
 
         @pl.when((visit == 0) | (group != groups[jnp.maximum(visit - 1, 0)]))
         def _() -> None:
@@ -337,7 +318,7 @@ def _kernel(plan: Plan, groups: Any, tiles: Any, ends: Any, lhs: Any, rhs: Any, 
 
     def compute_columns(i: Any, _: None) -> None:
         columns = pl.ds(pl.multiple_of(i * plan.step, plan.step), plan.step)
-        if plan.converts_slices:
+        if plan.conversion == "slices":
             first = block * plan.columns + i * plan.step
             sums = multiply_slices(plan, first, lhs, rhs, scales, columns)
         else:

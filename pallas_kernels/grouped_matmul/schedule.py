@@ -14,7 +14,8 @@ through it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +23,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.hopper.ir import REF, SCALAR, const, i32, inline
+from pallas_kernels.hopper import Ref
+from pallas_kernels.hopper.ir import (
+    INT32,
+    REF,
+    SCALAR,
+    Registers,
+    const,
+    i32,
+    inline,
+    scalar,
+    value_of,
+)
+from pallas_kernels.hopper.launch import Index
 from pallas_kernels.hopper.registers import last_lane, prefix_sums, warp_sum
 
 MULTIPROCESSORS = 132  # of an H100 SXM and an H200; a choice that suits them suits others
@@ -53,33 +66,29 @@ def panel_height(M: int, G: int, tile_m: int, row_bytes: int) -> int:
 class GroupTiles:
     """The tiles along M of all groups. All lanes of a warp call its methods together."""
 
-    sizes: Any  # int32 [G] in global memory: rows of each group
+    sizes: Ref  # int32 [G] in global memory: rows of each group
     tile_m: int  # rows per tile
     on_gpu: bool  # False in the interpreter
 
     def count(self) -> jax.Array:
-        """Returns the number of tiles of all groups."""
         if not self.on_gpu:
             return jnp.sum(self._tiles(self.sizes[:]))
 
-        @_inline(REF)
-        def add(sizes: Any) -> tuple[Any, ...]:
+        @inline(REF, returns=INT32)
+        def add(sizes: ir.Value) -> Registers:
             tiles = [self._tiles_of(size) for _, size in self._groups_of_lane(sizes)]
-            total = tiles[0]
-            for more in tiles[1:]:
-                total = arith.addi(total, more)
-            return (warp_sum(total),)
+            return scalar(warp_sum(functools.reduce(arith.addi, tiles)))
 
-        return add(self.sizes)[0]
+        return add(self.sizes)
 
-    def locate(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def locate(self, tile: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a tile's group, first row and number of rows. All are 0 past the last tile."""
         if not self.on_gpu:
             return self._locate(self.sizes[:], tile)
 
-        @_inline(REF, SCALAR, results=3)
-        def search(sizes: Any, tile: Any) -> tuple[Any, ...]:
-            tile, before = tile.registers.item(), const(0)
+        @inline(REF, SCALAR, returns=(INT32,) * 3)
+        def search(sizes: ir.Value, number: Registers) -> tuple[Registers, ...]:
+            tile, before = value_of(number), const(0)
             groups = self._groups_of_lane(sizes)
             tiles = [self._tiles_of(size) for _, size in groups]
             # The tile's group is the number of groups that end at or before it.
@@ -106,14 +115,14 @@ class GroupTiles:
             rows = arith.minsi(arith.subi(size, offset), const(self.tile_m))
             result = group, arith.addi(rows_before, offset), rows
             exists = arith.cmpi(arith.CmpIPredicate.ult, group, const(self.sizes.shape[0]))
-            return tuple(arith.select(exists, x, const(0)) for x in result)
+            return tuple(scalar(arith.select(exists, x, const(0))) for x in result)
 
         return search(self.sizes, tile)
 
     def _tiles(self, sizes: jax.Array) -> jax.Array:
         return -(-sizes // self.tile_m)
 
-    def _locate(self, sizes: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _locate(self, sizes: jax.Array, tile: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         tiles = self._tiles(sizes)
         tile_ends, row_ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
         group = jnp.sum((tile_ends <= tile).astype(jnp.int32))
@@ -124,7 +133,7 @@ class GroupTiles:
         rows = jnp.minimum(sizes[index] - offset, self.tile_m)
         return jnp.where(exists, group, 0), jnp.where(exists, row, 0), jnp.where(exists, rows, 0)
 
-    def _groups_of_lane(self, sizes: Any) -> list[tuple[Any, Any]]:
+    def _groups_of_lane(self, sizes: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
         """Returns number and size of every 32nd group from this lane's on; 0 past the last
         group."""
         groups = self.sizes.shape[0]
@@ -139,25 +148,8 @@ class GroupTiles:
             result.append((group, arith.select(exists, size, const(0))))
         return result
 
-    def _tiles_of(self, size: Any) -> Any:
+    def _tiles_of(self, size: ir.Value) -> ir.Value:
         return arith.divui(arith.addi(size, const(self.tile_m - 1)), const(self.tile_m))
-
-
-def _inline(*arguments: Any, results: int = 1) -> Callable[[Callable[..., tuple[Any, ...]]], Any]:
-    """Decorates functions that return int32 scalars, as :func:`ir.inline`."""
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-
-    def decorate(function: Callable[..., tuple[Any, ...]]) -> Any:
-        @inline(*arguments, returns=(scalar,) * results)
-        def inlined(*args: Any) -> Any:
-            layout = SCALAR.to_mgpu()
-            return tuple(
-                mgpu.FragmentedArray.splat(x, (), layout, is_signed=True) for x in function(*args)
-            )
-
-        return inlined
-
-    return decorate
 
 
 class Tile(NamedTuple):
@@ -186,7 +178,6 @@ class TileScheduler:
     member: jax.Array | None = None  # index of this CTA in its cluster of two
 
     def count(self) -> jax.Array:
-        """Returns the number of this CTA's tiles."""
         clusters = jnp.int32(self.clusters)
         total = self.m_tiles * pl.cdiv(self.N, self.columns)
         return lax.div(total - self.cluster + (clusters - 1), clusters)

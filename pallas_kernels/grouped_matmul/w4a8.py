@@ -40,14 +40,16 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int, UInt8
 from pallas_kernels.block_quant.reference import FLOAT8
 from pallas_kernels.grouped_matmul.few_tokens_registers import store_transposed
 from pallas_kernels.grouped_matmul.schedule import GroupTiles
-from pallas_kernels.hopper import multiprocessors, wgmma
+from pallas_kernels.hopper import Index, Ref, multiprocessors, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     const,
+    f32,
     float_pair,
     i32,
     inline,
@@ -148,18 +150,12 @@ def matmul(
     # A tile's rows are copied whole. TMA fills with zeros past the end; the interpreter does not.
     padding = max(0, tokens - M) if interpret is None else tokens
     scale_padding = max(-M % 4, scale_copy - M) if interpret is None else scale_copy
-    return _kernel(
-        jnp.pad(permute_columns(lhs), ((0, padding), (0, 0))),
-        rhs,
-        group_sizes,
-        jnp.pad(lhs_scale, ((0, scale_padding), (0, 0))).T,
-        jnp.swapaxes(rhs_scale, 1, 2),
-        M=M,
-        tokens=tokens,
-        stages=stages or _SHARED_BYTES // stage_bytes,
-        ctas=multiprocessors() if interpret is None else _INTERPRETED_CTAS,
-        interpret=interpret,
-    )
+    x = jnp.pad(permute_columns(lhs), ((0, padding), (0, 0)))
+    x_scales = jnp.pad(lhs_scale, ((0, scale_padding), (0, 0))).T
+    arrays = x, rhs, group_sizes, x_scales, jnp.swapaxes(rhs_scale, 1, 2)
+    ctas = multiprocessors() if interpret is None else _INTERPRETED_CTAS
+    stages = stages or _SHARED_BYTES // stage_bytes
+    return _kernel(*arrays, M=M, tokens=tokens, stages=stages, ctas=ctas, interpret=interpret)
 
 
 @lowered_once("M", "tokens", "stages", "ctas", "interpret")
@@ -176,10 +172,8 @@ def _kernel(
     ctas: int,
     interpret: Any,
 ) -> BFloat16[Array, "M N"]:
-    """Launches the kernel on padded and permuted tokens, and transposed scales."""
     N, on_gpu, scale_copy = values.shape[1], interpret is None, _scale_copy(tokens)
-    copies = 4
-    ring_scratch = Ring.scratch(stages, copies, _CONSUMERS, interpret)
+    ring_scratch = Ring.scratch(stages, 4, _CONSUMERS, interpret)
     swizzle = (plgpu.SwizzleTransform(128),) if on_gpu else ()
 
     def w4a8(*refs: Any) -> None:
@@ -230,14 +224,14 @@ class _Tiles:
 
     groups: GroupTiles
     feature_tiles: int  # tiles along N
-    cta: Any
+    cta: Index
     ctas: int
 
-    def count(self) -> Any:
+    def count(self) -> jax.Array:
         total = self.groups.count() * self.feature_tiles
         return lax.div(total - self.cta + (self.ctas - 1), jnp.int32(self.ctas))
 
-    def locate(self, i: Any) -> tuple[Any, Any, Any, Any]:
+    def locate(self, i: Index) -> tuple[jax.Array, ...]:
         """Returns the group, first token, number of tokens and first feature of the i-th tile."""
         t = self.cta + i * self.ctas
         feature_tile = lax.rem(t, jnp.int32(self.feature_tiles))
@@ -252,23 +246,23 @@ class _Stages:
     ring: Ring
     tokens: int
     steps: int  # K steps
-    x: Any  # float8 [stages, tokens, 128]
-    weights: Any  # uint8 [stages, features, 64]
-    x_scales: Any  # float32 [stages, tokens + 32]
-    scales: Any  # float32 [stages, features]
+    x: Ref  # float8 [stages, tokens, 128]
+    weights: Ref  # uint8 [stages, features, 64]
+    x_scales: Ref  # float32 [stages, tokens + 32]
+    scales: Ref  # float32 [stages, features]
 
 
 def _produce(
-    memory: _Stages, tiles: _Tiles, x_g: Any, w_g: Any, x_scale_g: Any, scale_g: Any
+    memory: _Stages, tiles: _Tiles, x_g: Ref, w_g: Ref, x_scale_g: Ref, scale_g: Ref
 ) -> None:
     """Copies the operands of every K step of this CTA's tiles to the ring. One warp calls it."""
     ring = memory.ring
 
-    def copy_tile(i: Any, state: PipelineState) -> PipelineState:
+    def copy_tile(i: Index, state: PipelineState) -> PipelineState:
         group, token, _, feature = tiles.locate(i)
         features, tokens = pl.ds(feature, _FEATURES), pl.ds(token, memory.tokens)
 
-        def fill(step: Any, state: PipelineState, carry: tuple[()]) -> tuple[()]:
+        def fill(step: Index, state: PipelineState, carry: tuple[()]) -> tuple[()]:
             stage, columns = state.stage, pl.ds(step * jnp.int32(BLOCK), BLOCK)
             half = pl.ds(step * jnp.int32(_ROW_BYTES), _ROW_BYTES)
             of_tokens = step, pl.ds(token - (token & 3), _scale_copy(memory.tokens))
@@ -289,7 +283,7 @@ def _produce(
 # ---- the consumers -------------------------------------------------------------------------------
 
 
-def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu: bool) -> None:
+def _consume(memory: _Stages, tiles: _Tiles, out: Ref, warpgroup: Index, *, on_gpu: bool) -> None:
     """Computes and stores 64 features of every tile of the CTA."""
     ring, width = memory.ring, memory.tokens
     ring.release_all()
@@ -298,19 +292,18 @@ def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu
     if on_gpu:
         zeros = plgpu.layout_cast(zeros, WGMMA)
 
-    def compute_tile(i: Any, state: PipelineState) -> PipelineState:
+    def compute_tile(i: Index, state: PipelineState) -> PipelineState:
         _, token, tokens, feature = tiles.locate(i)
 
-        def step(i: Any, state: PipelineState, carry: Any) -> Any:
+        def step(i: Index, state: PipelineState, carry: Any) -> Any:
             ring.wait_full(state)
             stage = state.stage
             packed = memory.weights.at[stage, pl.ds(first_row, ROWS)]
             x_scales = memory.x_scales.at[stage]
             if not on_gpu:
                 weights = _unpack_in_interpreter(packed[...])
-                product = jnp.dot(
-                    weights, memory.x[stage].astype(jnp.float32).T, precision="highest"
-                )
+                x = memory.x[stage].astype(jnp.float32)
+                product = jnp.dot(weights, x.T, precision="highest")
                 columns = x_scales[pl.ds(token & 3, width)]
                 factors = memory.scales[stage, pl.ds(first_row, ROWS)][:, None] * columns[None]
                 sums, previous = carry
@@ -333,35 +326,24 @@ def _consume(memory: _Stages, tiles: _Tiles, out: Any, warpgroup: Any, *, on_gpu
 
         carry = (zeros, zeros, state) if on_gpu else (zeros, state)
         state, carry = ring.loop(memory.steps, step, state, carry)
-        store_tile(carry[0].astype(jnp.bfloat16), token, tokens, feature + first_row)
+        sums, at = carry[0].astype(jnp.bfloat16), (token, feature + first_row)
+        store_transposed(out, at, sums, tokens, column_blocks=1, on_gpu=on_gpu)
         ring.release(carry[-1])
         return state
-
-    def store_tile(sums: jax.Array, token: Any, tokens: Any, column: Any) -> None:
-        if on_gpu:
-            target = out.at[pl.ds(token, width), pl.ds(column, ROWS)]
-            store_transposed(target, sums, tokens, column_blocks=1)
-            return
-        for n in range(width):
-
-            @when(n < tokens)
-            def _(n=n):
-                out[token + n, pl.ds(column, ROWS)] = sums[:, n]
 
     lax.fori_loop(0, tiles.count(), compute_tile, ring.start())
 
 
-def _unpack(packed: Any) -> jax.Array:
+def _unpack(packed: Ref) -> jax.Array:
     """Unpacks 64 weight rows of 128 columns, as they are stored, to float8_e4m3fn: the operand of
     :func:`wgmma.start_product_of_registers`, in the order of :func:`permute_columns`."""
 
     @inline(REF, returns=plgpu.ShapeDtypeStruct((ROWS, ROWS), jnp.bfloat16, layout=WGMMA))
-    def load(packed: Any) -> Any:
+    def load(packed: ir.Value) -> Registers:
         _, lane = warp_and_lane()
         quarter = arith.andi(lane, const(3))
-        offset = arith.addi(
-            arith.muli(wgmma_row(), const(_ROW_BYTES)), arith.muli(quarter, const(16))
-        )
+        offset = arith.muli(wgmma_row(), const(_ROW_BYTES))
+        offset = arith.addi(offset, arith.muli(quarter, const(16)))
         rows = []
         for half in range(2):
             at = arith.addi(offset, const(8 * _ROW_BYTES * half))
@@ -377,17 +359,16 @@ def _unpack(packed: Any) -> jax.Array:
     return load(packed)
 
 
-def _load_columns(numbers: Any, first: jax.Array, count: int) -> jax.Array:
+def _load_columns(numbers: Ref, first: jax.Array, count: int) -> jax.Array:
     """Loads ``count`` float32 numbers from ``first`` on, in the layout of a product's columns."""
 
     @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=COLUMN))
-    def load(ref: Any, first: Any) -> Any:
-        f32 = ir.F32Type.get()
+    def load(ref: ir.Value, first: Registers) -> Registers:
         _, lane = warp_and_lane()
         column = arith.addi(value_of(first), arith.muli(arith.andi(lane, const(3)), const(2)))
         address = arith.addi(shared_address(ref), arith.muli(column, const(4)))
         numbers = [
-            asm(f"ld.shared.f32 $0, [$1 + {4 * i}];", "=f,r", address, result=f32, effects=True)
+            asm(f"ld.shared.f32 $0, [$1 + {4 * i}];", "=f,r", address, result=f32(), effects=True)
             for block in range(0, count, 8)
             for i in (block, block + 1)
         ]

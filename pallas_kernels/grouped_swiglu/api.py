@@ -8,10 +8,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.grouped_matmul.reference import Matrices, check_scales
 from pallas_kernels.grouped_swiglu import mosaic_gpu, reference
 
-BACKENDS = {
-    "mosaic_gpu": mosaic_gpu.grouped_swiglu,
-    "reference": reference.grouped_swiglu,
-}
+BACKENDS = {"mosaic_gpu": mosaic_gpu.grouped_swiglu, "reference": reference.grouped_swiglu}
 
 
 def grouped_swiglu(
@@ -52,16 +49,5 @@ def grouped_swiglu(
         )
     for matrices, scale in ((gate, gate_scale), (up, up_scale)):
         check_scales(lhs, matrices, lhs_scale, scale, block_shape)
-    return dispatch(
-        "grouped_swiglu",
-        BACKENDS,
-        implementation,
-        lhs,
-        gate,
-        up,
-        group_sizes,
-        lhs_scale,
-        gate_scale,
-        up_scale,
-        block_shape=block_shape,
-    )
+    arrays = lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale
+    return dispatch("grouped_swiglu", BACKENDS, implementation, *arrays, block_shape=block_shape)

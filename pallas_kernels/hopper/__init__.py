@@ -10,6 +10,6 @@ running maximum. Each has a form for Pallas' interpreter, which has whole arrays
 no threads. An argument ``interpret`` has the interpreter's parameters, or is None on a GPU.
 """
 
-from pallas_kernels.hopper.launch import H200_SMS, multiprocessors, require_hopper
+from pallas_kernels.hopper.launch import H200_SMS, Index, Ref, multiprocessors, require_hopper
 
-__all__ = ["H200_SMS", "multiprocessors", "require_hopper"]
+__all__ = ["H200_SMS", "Index", "Ref", "multiprocessors", "require_hopper"]

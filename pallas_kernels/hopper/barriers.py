@@ -25,8 +25,10 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     asm,
     const,
+    global_address,
     i32,
     i64,
     inline,
@@ -35,27 +37,28 @@ from pallas_kernels.hopper.ir import (
     value_of,
     warp_and_lane,
 )
+from pallas_kernels.hopper.launch import Index, Ref
 from pallas_kernels.hopper.tiles import TILED, TILES, TILING
 from pallas_kernels.hopper.warpgroup import WARPS, when
+
+BULK_COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+"""The instruction that copies contiguous bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TmaCopy:
     """A copy of a window of an array in global memory to shared memory."""
 
-    source: Any
+    source: Ref
     """Array in global memory. One of uint8 has the bytes of the target's numbers, 128 per row, if
     the target is tiled."""
-
     window: tuple[Any, ...]  # an index or a ``pl.ds`` for each dimension of the source
-    target: Any  # reference to shared memory
+    target: Ref  # reference to shared memory
     tiled: bool = True  # whether the target is in tiles, as tiles.tiles_of makes them
     swizzle: int | None = 128  # Swizzle of the target in bytes, or None. Of tiles it is 128.
-
     contiguous: bool = False
     """Whether the window is contiguous, starts at a multiple of 16 bytes and has a multiple of 16
     bytes. It needs no tensor map, and no window of 128 bytes. The target is not tiled."""
-
     multicast: str | None = None
     """Cluster axis to multicast over. Every CTA along it copies a share for all of them."""
 
@@ -76,7 +79,6 @@ class TmaCopy:
 
     @property
     def target_type(self) -> Any:
-        """Type of the target in inlined code."""
         if self.contiguous:
             return REF
         if self.tiled:
@@ -90,8 +92,8 @@ class TmaCopy:
         plgpu.copy_gmem_to_smem(source, self.target, barrier, collective_axes=self.multicast)
 
     def issue(
-        self, context: Any, source: Any, starts: Sequence[Any], target: Any, barrier: Any,
-        leader: Any,
+        self, context: Any, source: ir.Value, starts: Sequence[Registers], target: ir.Value,
+        barrier: Any, leader: Any,
     ) -> None:  # fmt: skip
         """Starts the copy in inlined code, from the thread whose predicate is ``leader``. Its bytes
         have been announced to the barrier."""
@@ -117,25 +119,33 @@ class TmaCopy:
         )
 
     def _issue_contiguous(
-        self, source: Any, starts: Sequence[Any], target: Any, barrier: Any, leader: Any
+        self,
+        source: ir.Value,
+        starts: Sequence[Registers],
+        target: ir.Value,
+        barrier: Any,
+        leader: Any,
     ) -> None:
-        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
-        itemsize = jnp.dtype(self.source.dtype).itemsize
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(source))
-        for start, stride in zip(starts, strides, strict=True):
-            step = const(stride * itemsize, 64)
-            offset = arith.muli(arith.extui(i64(), value_of(start)), step)
-            address = arith.addi(address, offset)
-        text = (
-            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            f" [$0], [$1], {self.bytes}, [$2];"
-        )
+        address, _ = self.address_and_strides(source, starts)
+        text = f"@$3 {BULK_COPY} [$0], [$1], {self.bytes}, [$2];"
         mbarrier = llvm.ptrtoint(i32(), barrier.get_ptr())
         operands = shared_address(target), address, mbarrier, leader
         asm(text, "r,l,r,b,~{memory}", *operands, effects=True)
 
+    def address_and_strides(
+        self, source: ir.Value, starts: Sequence[Registers]
+    ) -> tuple[ir.Value, list[int]]:
+        """Returns the window's address, and the strides of the source in bytes."""
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        strides = [stride * jnp.dtype(self.source.dtype).itemsize for stride in strides]
+        address = global_address(source)
+        for start, stride in zip(starts, strides, strict=True):
+            step = const(stride, 64)
+            address = arith.addi(address, arith.muli(arith.extui(i64(), value_of(start)), step))
+        return address, strides
 
-def _bytes_of(tiles: Any, shape: Sequence[int]) -> Any:
+
+def _bytes_of(tiles: ir.Value, shape: Sequence[int]) -> ir.Value:
     """Returns tiles in shared memory, 64 bfloat16 wide, as bytes of shape [rows, 128]."""
     memory_space = ir.MemRefType(tiles.type).memory_space
     kind = ir.MemRefType.get(shape, ir.IntegerType.get_signless(8), memory_space=memory_space)
@@ -162,19 +172,15 @@ _ARRIVE_AT_ALL = """{
 class Barriers:
     """An array of barriers."""
 
-    memory: Any  # the reference that scratch allocates
+    memory: Ref  # the reference that scratch allocates
     interpret: Any  # interpreter parameters, or None on a GPU
     first: int = 0  # index in ``memory`` of barrier 0, on a GPU
 
     @staticmethod
     def scratch(count: int, arrivals: int, interpret: Any, axis: str | None = None) -> Any:
-        """Returns the scratch type of ``count`` barriers.
-
-        Args:
-          arrivals: arrivals per use in the interpreter, where a warpgroup or a copy arrives once.
-            On a GPU, :meth:`initialise` sets them.
-          axis: cluster axis whose CTAs all arrive at each other's barriers, if any.
-        """
+        """Returns the scratch type of ``count`` barriers. In the interpreter they have ``arrivals``
+        per use, where a warpgroup or a copy arrives once, or those of all CTAs along a cluster
+        ``axis``. On a GPU, :meth:`initialise` sets them."""
         if interpret is not None and axis is not None:
             return plgpu.ClusterBarrier(
                 collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
@@ -184,19 +190,15 @@ class Barriers:
         return plgpu.SMEM((2 * count,), jnp.int32)
 
     def initialise(self, arrivals: Sequence[int], *, cluster: bool = True, warps: int = 1) -> None:
-        """Initialises the barriers. Every thread calls it before any other use.
-
-        Args:
-          arrivals: arrivals per phase of each barrier in ``memory``. A warpgroup's count as
-            ``warpgroup.WARPS``, the copies of one :meth:`fill` as 1.
-          cluster: whether to wait for the threads of the whole cluster, or only of the block.
-          warps: the warps that share the work, from the first one of the block.
-        """
+        """Initialises the barriers with ``arrivals`` per use, as many as barriers in ``memory``:
+        WARPS for a warpgroup, 1 for the copies of one :meth:`fill`. Every thread calls it before
+        any other use, and waits for those of the ``cluster``, or only of the CTA. The first
+        ``warps`` share the work."""
         if self.interpret is not None:
             return
 
-        @inline(REF)
-        def make(words: Any) -> None:
+        @inline(REF).on(self.memory)
+        def _(words: ir.Value) -> None:
             if warps == 1:
                 leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.BLOCK)
                 for i, count in enumerate(arrivals):
@@ -223,33 +225,27 @@ class Barriers:
             else:
                 instruction("bar.sync 0;")
 
-        make(self.memory)
-
-    def wait(self, i: Any, use: Any) -> None:
-        """Waits until use ``use`` of barrier i is complete.
-
-        The hardware compares only the parity, so use + 1 must not complete before this returns.
-        """
+    def wait(self, i: Index, use: Any) -> None:
+        """Waits until use ``use`` of barrier i is complete. The hardware compares only the parity,
+        so use + 1 must not complete before this returns."""
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory.at[i])
             return
 
-        @inline(REF, SCALAR, SCALAR)
-        def wait(words: Any, barrier: Any, use: Any) -> None:
+        @inline(REF, SCALAR, SCALAR).on(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
+        def _(words: ir.Value, barrier: Registers, use: Registers) -> None:
             odd = arith.trunci(ir.IntegerType.get_signless(1), value_of(use))
             _barrier(words, value_of(barrier)).wait_parity(odd)
 
-        wait(self.memory, self._index(i), jnp.asarray(use, jnp.int32))
-
-    def arrive(self, i: Any, ctas: int = 1) -> None:
+    def arrive(self, i: Index, ctas: int = 1) -> None:
         """Arrives at barrier i once per warp, when all lanes of the warp have come here. In a
         cluster of ``ctas`` CTAs it arrives at the barriers of all."""
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory.at[i])
             return
 
-        @inline(REF, SCALAR)
-        def arrive(words: Any, barrier: Any) -> None:
+        @inline(REF, SCALAR).on(self.memory, self._index(i))
+        def _(words: ir.Value, barrier: Registers) -> None:
             instruction("bar.warp.sync 0xffffffff;")
             if ctas > 1:
                 lane = warp_and_lane()[1]
@@ -259,21 +255,16 @@ class Barriers:
             lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
             _barrier(words, value_of(barrier)).arrive(predicate=lane)
 
-        arrive(self.memory, self._index(i))
-
-    def wait_for_arrivals(self, first: Any, stages: int, fills: Any) -> None:
+    def wait_for_arrivals(self, first: Index, stages: int, fills: Index) -> None:
         """Waits for all releases of a ring's stages after ``fills`` fills; a CTA may exit only
         then. ``first`` is the barrier at which stage 0 is released."""
         for stage in range(stages):
             uses = lax.div(fills + (stages - 1 - stage), jnp.int32(stages))
-
-            @when(uses > 0)
-            def _(stage=stage, uses=uses):
-                self.wait(first + stage, uses - 1)
+            when(uses > 0)(lambda stage=stage, uses=uses: self.wait(first + stage, uses - 1))
 
     def fill(
         self,
-        i: Any,
+        i: Index,
         copies: Sequence[TmaCopy],
         *,
         scope: mgpu.ThreadSubset = mgpu.ThreadSubset.WARP,
@@ -285,13 +276,8 @@ class Barriers:
                 copy.interpret(self.memory.at[i])
             return
         bytes_, starts = sum(copy.bytes for copy in copies), [copy.starts for copy in copies]
-        types = (
-            REF,
-            SCALAR,
-            [REF for _ in copies],
-            [copy.target_type for copy in copies],
-            [[SCALAR] * len(each) for each in starts],
-        )
+        targets = [copy.target_type for copy in copies]
+        types = REF, SCALAR, [REF] * len(copies), targets, [[SCALAR] * len(each) for each in starts]
 
         def start(context: Any, words: Any, i: Any, sources: Any, targets: Any, starts: Any):
             barrier, leader = _barrier(words, value_of(i)), mgpu.single_thread_predicate(scope)
@@ -304,16 +290,16 @@ class Barriers:
         inlined(self.memory, self._index(i), sources, targets, starts)
 
     def copy(
-        self, i: Any, source: Any, window: tuple[Any, ...], target: Any, axis: Any = None
+        self, i: Index, source: Ref, window: tuple[Any, ...], target: Ref, axis: Any = None
     ) -> None:
         """Starts one TMA copy to tiles, see :class:`TmaCopy`. One warp calls it."""
         self.fill(i, [TmaCopy(source, window, target, multicast=axis)])
 
-    def _index(self, i: Any) -> Any:
+    def _index(self, i: Index) -> jax.Array:
         return jnp.asarray(i + self.first if self.first else i, jnp.int32)
 
 
-def _barrier(words: Any, i: Any) -> mgpu.BarrierRef:
+def _barrier(words: ir.Value, i: ir.Value) -> mgpu.BarrierRef:
     """Returns the i-th mbarrier of an array in shared memory, of two words each. It does not track
     phases: the caller passes the parity to each wait."""
     phases: Any = None
@@ -335,26 +321,20 @@ _SEND = """{
 }"""
 
 
-def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Any) -> None:
-    """Sends a warp's quarter of a buffer, signalled on barrier ``i`` of the other CTA.
+def send_quarter(tiles: Any, quarter_bytes: int, barriers: Barriers, i: Index) -> None:
+    """Sends a warp's quarter of a buffer of bfloat16 tiles, contiguous and at the same address in
+    both CTAs, signalled on barrier ``i`` of the other CTA. Not for the interpreter, in which a CTA
+    has no access to another's memory.
 
-    The quarter of the calling warp must be published (:func:`warpgroup.publish`) by all its lanes,
-    which have met since. The copies of four warps are ``WARPS`` arrivals. The buffer may be written
-    again when the other CTA has waited for the barrier. Not for the interpreter, in which a
-    CTA has no access to another's memory.
+    All lanes must have fenced their writes (:func:`fence_async_proxy`) and met since. The copies of
+    four warps are ``WARPS`` arrivals. The buffer may be written again when the other CTA has waited
+    for the barrier. ``quarter_bytes`` is a multiple of 16."""
 
-    Args:
-      tiles: bfloat16 tiles, contiguous in shared memory, at the same address in both CTAs.
-      quarter_bytes: a multiple of 16.
-    """
-
-    @inline(TILES, REF, SCALAR)
-    def send(tiles: Any, words: Any, barrier: Any) -> None:
+    @inline(TILES, REF, SCALAR).on(tiles, barriers.memory, jnp.asarray(i, jnp.int32))
+    def _(tiles: ir.Value, words: ir.Value, i: Registers) -> None:
         warp = arith.remui(mgpu.utils.warp_idx(), const(WARPS))
         source = arith.addi(shared_address(tiles), arith.muli(warp, const(quarter_bytes)))
-        barrier = arith.addi(shared_address(words), arith.shli(value_of(barrier), const(3)))
+        barrier = arith.addi(shared_address(words), arith.shli(value_of(i), const(3)))
         leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARP)
         text = _SEND.replace("BYTES", str(quarter_bytes))
         asm(text, "r,r,b,~{memory}", source, barrier, leader, effects=True)
-
-    send(tiles, barriers.memory, jnp.asarray(i, jnp.int32))

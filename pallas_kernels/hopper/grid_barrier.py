@@ -23,22 +23,24 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxlib.mlir.dialects import arith, gpu, scf
 from jaxtyping import Array, Int32
 
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
     SCALAR,
+    Registers,
     asm,
     const,
+    global_address,
     i32,
-    i64,
     inline,
     instruction,
     scalar,
     value_of,
 )
-from pallas_kernels.hopper.launch import multiprocessors
+from pallas_kernels.hopper.launch import Index, Ref, multiprocessors
 
 FLIP = 1 << 31  # sum of all arrivals of one use of the barrier
 
@@ -102,35 +104,31 @@ def check_ctas(ctas: int, interpret: Any = None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GridBarrier:
-    """A barrier across the CTAs of a grid of one dimension, whose name is ``axis``."""
+    """A barrier across the CTAs of a grid of one dimension, ``cta``."""
 
-    memory: Any
+    memory: Ref
     """Reference to a counter in global memory, or in the interpreter to a cluster barrier."""
-
     ctas: int
     warpgroups: int  # consecutive warpgroups of each CTA that take part
-    axis: str = "program"
     most_polls: int = MOST_POLLS
-
     interpret: Any = None
 
     @staticmethod
-    def launch(ctas: int, interpret: Any, axis: str = "program") -> dict[str, Any]:
-        """Returns the arguments of ``plgpu.kernel`` for the grid; see :func:`check_ctas`. The
+    def launch(ctas: int, interpret: Any) -> dict[str, dict[str, int]]:
+        """Returns the arguments of :func:`grid_kernel` for the grid; see :func:`check_ctas`. The
         interpreter runs only the CTAs of one cluster at the same time, so there the grid is a
         cluster."""
         check_ctas(ctas, interpret)
         if interpret is None:
-            return {"grid": (ctas,), "grid_names": (axis,)}
-        cluster = {"cluster": (ctas,), "cluster_names": (axis,)}
-        return {"grid": (1,), "grid_names": ("one",), "interpret": interpret, **cluster}
+            return {"grid": {"cta": ctas}}
+        return {"grid": {"one": 1}, "cluster": {"cta": ctas}}
 
     @staticmethod
-    def scratch(warpgroups: int, interpret: Any, axis: str = "program") -> list[Any]:
+    def scratch(warpgroups: int, interpret: Any) -> list[Any]:
         """Returns the scratch types: ``memory`` in the interpreter, nothing on a GPU."""
         if interpret is None:
             return []
-        return [plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=warpgroups)]
+        return [plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=warpgroups)]
 
     def sync(self) -> None:
         """Waits until all threads that take part have come here, in all CTAs. They then see what
@@ -143,48 +141,40 @@ class GridBarrier:
         if self.interpret is not None:
             plgpu.barrier_arrive(self.memory)
             return jnp.int32(0)
-        amount = jnp.where(
-            lax.axis_index(self.axis) == 0,
-            jnp.int32(arrival(0, self.ctas)),
-            jnp.int32(arrival(1, self.ctas)),
-        )
+        first, other = (jnp.int32(arrival(cta, self.ctas)) for cta in range(2))
+        amount = jnp.where(lax.axis_index("cta") == 0, first, other)
 
-        @inline(REF, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-        def arrive(counter: Any, amount: Any) -> Any:
+        @inline(REF, SCALAR, returns=INT32)
+        def arrive(counter: ir.Value, amount: Registers) -> Registers:
             self._meet()
-            operands = self._address(counter), value_of(amount), self._is_leader()
+            operands = global_address(counter), value_of(amount), self._is_leader()
             constraints = "=&r,l,r,r,~{memory}"
             return scalar(asm(_ARRIVE, constraints, *operands, result=i32(), effects=True))
 
         return arrive(self.memory, amount)
 
-    def wait(self, token: Any) -> None:
+    def wait(self, token: Index) -> None:
         """Waits for the CTAs' arrivals. Threads then see what was written before these."""
         if self.interpret is not None:
             plgpu.barrier_wait(self.memory)
             return
 
-        @inline(REF, SCALAR)
-        def wait(counter: Any, token: Any) -> None:
-            operands = self._address(counter), value_of(token), self._is_leader()
+        @inline(REF, SCALAR).on(self.memory, token)
+        def _(counter: ir.Value, token: Registers) -> None:
+            operands = global_address(counter), value_of(token), self._is_leader()
             operands = *operands, const(self.most_polls)
             constraints = "=&r,l,r,r,r,~{memory}"
             self._trap_if(asm(_WAIT, constraints, *operands, result=i32(), effects=True))
             self._meet()
 
-        wait(self.memory, token)
-
     def _meet(self) -> None:
         instruction(f"bar.sync {_BARRIER}, {128 * self.warpgroups};")
 
-    def _address(self, counter: Any) -> Any:
-        return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(counter))
-
-    def _is_leader(self) -> Any:
+    def _is_leader(self) -> ir.Value:
         thread = mgpu.utils.thread_idx()
         return arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.eq, thread, const(0)))
 
-    def _trap_if(self, late: Any) -> None:
+    def _trap_if(self, late: ir.Value) -> None:
         """Ends the kernel with a message in threads where ``late`` is not zero."""
         is_late = arith.cmpi(arith.CmpIPredicate.ne, late, const(0))
         with ir.InsertionPoint(scf.IfOp(is_late).then_block):

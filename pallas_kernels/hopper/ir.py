@@ -6,9 +6,10 @@ thread which hold it, in the order that its layout defines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,40 +18,60 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 SCALAR = plgpu.Layout.WG_SPLAT(())  # layout of a scalar, which every thread has
 
+Registers = mgpu.FragmentedArray  # a thread's registers of a scalar or an array
+INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)  # type of a result
 REF = plgpu.RefType()  # type of a reference to memory, without transforms
 
 
-def inline(*arguments: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
+class Inline:
+    """A decorator, see :func:`inline`."""
+
+    def __init__(self, arguments: Sequence[Any], returns: Any):
+        self._inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
+
+    def __call__(self, function: Callable[..., Any]) -> Any:
+        return self._inlined(lambda _, *args: function(*args))
+
+    def on(self, *values: Any) -> Callable[[Callable[..., None]], None]:
+        """Returns a decorator that calls the function at once, as ``pl.when`` does."""
+        return lambda function: self(function)(*values)
+
+
+def inline(*arguments: Any, returns: Any = None) -> Inline:
     """Decorates a function as plgpu.inline_mgpu does, but without the launch context argument.
     ``arguments`` are types or layouts, ``returns`` is a type or a tuple of types."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
-        return inlined(lambda _, *args: function(*args))
-
-    return decorate
+    return Inline(arguments, returns)
 
 
-def i32() -> Any:
+def i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
 
 
-def i64() -> Any:
+def i64() -> ir.Type:
     return ir.IntegerType.get_signless(64)
 
 
-def const(number: int, bits: int = 32) -> Any:
-    """Returns an integer constant."""
+def f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+def const(number: int, bits: int = 32) -> ir.Value:
     kind = ir.IntegerType.get_signless(bits)
     return arith.constant(kind, ir.IntegerAttr.get(kind, number))
 
 
-def value_of(scalar: Any) -> Any:
+def float_const(number: float) -> ir.Value:
+    return arith.constant(f32(), ir.FloatAttr.get(f32(), number))
+
+
+def value_of(scalar: Registers) -> ir.Value:
     """Returns the register of a scalar."""
     return scalar.registers.flat[0]
 
 
-def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bool = False) -> Any:
+def asm(
+    text: str, constraints: str, *args: ir.Value, result: Any = None, effects: bool = False
+) -> Any:
     """Emits inline PTX, with operands $0, $1, ... of LLVM's ``constraints``, and returns its result
     of an MLIR type or None. With ``effects`` the compiler must neither move nor remove it."""
     return llvm.inline_asm(
@@ -58,21 +79,23 @@ def asm(text: str, constraints: str, *args: Any, result: Any = None, effects: bo
     )
 
 
-def asm_numbers(text: str, constraints: str, *args: Any, kind: Any, count: int) -> list[Any]:
-    """Emits inline PTX with ``count`` results of one type, which stays in its place."""
+def asm_numbers(
+    text: str, constraints: str, *args: ir.Value, kind: ir.Type, count: int, effects: bool = True
+) -> list[Any]:
+    """Does :func:`asm` with ``count`` results of one type."""
     struct = llvm.StructType.get_literal([kind] * count)
-    struct = asm(text, constraints, *args, result=struct, effects=True)
+    struct = asm(text, constraints, *args, result=struct, effects=effects)
     return [llvm.extractvalue(kind, struct, [i]) for i in range(count)]
 
 
-def instruction(text: str, *args: Any) -> None:
+def instruction(text: str, *args: ir.Value) -> None:
     """Emits inline PTX without a result, which is also a compiler fence for memory."""
     constraints = ",".join(["r"] * len(args) + ["~{memory}"])
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, list(args), text, constraints, has_side_effects=True)
 
 
-def warp_and_lane() -> tuple[Any, Any]:
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """Returns the index of the thread's warp in its warpgroup, and of its lane in the warp."""
     thread = mgpu.utils.thread_idx()
     return arith.andi(arith.shrui(thread, const(5)), const(3)), arith.andi(thread, const(31))
@@ -93,15 +116,18 @@ def warp_prefix_sum(total: ir.Value) -> ir.Value:
     return total
 
 
-def wgmma_row() -> Any:
+def wgmma_row() -> ir.Value:
     """Returns the first of the thread's two rows of a wgmma tile. The second is 8 further on."""
     warp, lane = warp_and_lane()
     return arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
 
 
 def array(
-    registers: list[Any], shape: tuple[int, ...], layout: Any, is_signed: bool | None = None
-) -> mgpu.FragmentedArray:
+    registers: Sequence[ir.Value],
+    shape: tuple[int, ...],
+    layout: Any,
+    is_signed: bool | None = None,
+) -> Registers:
     """Makes an array of a thread's registers, which are in the layout's order."""
     layout = layout.to_mgpu()
     flat = np.empty(len(registers), dtype=object)
@@ -111,22 +137,50 @@ def array(
     )
 
 
-def shared_address(ref: Any) -> Any:
+def shared_address(ref: ir.Value) -> ir.Value:
     """Returns the i32 address of an array in shared memory."""
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
 
 
-def item(register: Any, i: int) -> Any:
+def global_address(ref: ir.Value) -> ir.Value:
+    """Returns the i64 address of an array in global memory."""
+    return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
+
+
+def element(pointer: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    """Returns a pointer to an element of that type, from one to the first element."""
+    return mgpu.utils.getelementptr(pointer, [index], kind)
+
+
+def item(register: ir.Value, i: int) -> ir.Value:
     """Returns element ``i`` of a register that is a vector."""
     position = ir.DenseI64ArrayAttr.get([i])
     return vector.extract(register, dynamic_position=[], static_position=position)
 
 
-def float_pair(first: Any, second: Any) -> Any:
-    """Returns a register of two float32."""
-    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first, second])
+def numbers_of(values: Registers) -> list[ir.Value]:
+    """Returns a thread's numbers, in the order of its registers."""
+    return [
+        item(register, i)
+        for register in values.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
 
 
-def scalar(register: Any) -> mgpu.FragmentedArray:
+def words_of(values: Registers) -> list[ir.Value]:
+    """Returns a thread's registers of 32 bits as integers."""
+    return [llvm.bitcast(i32(), register) for register in values.registers.flat]
+
+
+def single(number: ir.Value) -> ir.Value:
+    """Returns a register that is a vector of one number."""
+    return vector.broadcast(ir.VectorType.get((1,), number.type), number)
+
+
+def float_pair(first: ir.Value, second: ir.Value) -> ir.Value:
+    return vector.from_elements(ir.VectorType.get((2,), f32()), [first, second])
+
+
+def scalar(register: ir.Value) -> Registers:
     """Makes an int32 scalar of a register that is equal in all threads."""
     return mgpu.FragmentedArray.splat(register, (), SCALAR.to_mgpu(), is_signed=True)

@@ -15,9 +15,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.hopper.ir import REF, array, asm, i32, i64, inline, warp_prefix_sum
+from pallas_kernels.hopper.ir import (
+    REF,
+    Registers,
+    array,
+    asm,
+    const,
+    f32,
+    global_address,
+    i32,
+    inline,
+    shared_address,
+    single,
+    warp_prefix_sum,
+)
+from pallas_kernels.hopper.launch import Ref
 from pallas_kernels.hopper.warpgroup import when
 
 WARPS, LANES = 4, 32
@@ -48,8 +62,8 @@ def prefix_sums(values: jax.Array, interpret: Any) -> jax.Array:
         return jnp.cumsum(values, axis=1, dtype=jnp.int32)
 
     @inline(LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.int32, layout=LAYOUT))
-    def scan(values: Any) -> Any:
-        return _numbers(warp_prefix_sum(_only(values)), i32(), is_signed=True)
+    def scan(values: Registers) -> Registers:
+        return per_thread(warp_prefix_sum(only(values)), is_signed=True)
 
     return scan(values)
 
@@ -60,14 +74,14 @@ def ones_of(words: jax.Array, interpret: Any) -> jax.Array:
         return lax.population_count(words)
 
     @inline(LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, jnp.int32, layout=LAYOUT))
-    def count(words: Any) -> Any:
-        ones = asm("popc.b32 $0, $1;", "=r,r", _only(words), result=i32())
-        return _numbers(ones, i32(), is_signed=True)
+    def count(words: Registers) -> Registers:
+        ones = asm("popc.b32 $0, $1;", "=r,r", only(words), result=i32())
+        return per_thread(ones, is_signed=True)
 
     return count(words)
 
 
-def select(values: jax.Array, mask: jax.Array, other: int) -> jax.Array:
+def select(values: jax.Array, mask: jax.Array | bool, other: int) -> jax.Array:
     """Returns ``values`` where ``mask``, and ``other`` elsewhere: a constant must be the second
     operand. If it is the first, Mosaic GPU drops the result's sign, and later comparisons are
     unsigned."""
@@ -89,7 +103,7 @@ def add_if(mask: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(mask, count + 1, count)
 
 
-def load(ref: Any, index: jax.Array, n: int, interpret: Any) -> jax.Array:
+def load(ref: Ref, index: jax.Array, n: int, interpret: Any) -> jax.Array:
     """Returns ``ref[index]`` in the first n lanes of each warp, undefined in others. The index must
     be valid in all lanes."""
     if interpret is not None:
@@ -97,19 +111,19 @@ def load(ref: Any, index: jax.Array, n: int, interpret: Any) -> jax.Array:
         return jnp.pad(jnp.stack(rows), ((0, 0), (0, LANES - n)))
 
     @inline(REF, LAYOUT, returns=plgpu.ShapeDtypeStruct(SHAPE, ref.dtype, layout=LAYOUT))
-    def read(ref: Any, index: Any) -> Any:
+    def read(ref: ir.Value, index: Registers) -> Registers:
         integer = isinstance(ir.MemRefType(ref.type).element_type, ir.IntegerType)
-        kind, letter = (i32(), "r") if integer else (ir.F32Type.get(), "f")
+        kind, letter = (i32(), "r") if integer else (f32(), "f")
         space, start, start_letter, address = _memory(ref, "$1", "$2")
         text = f"{{ {address} ld.{space}.b32 $0, [at]; }}"
         kinds = f"={letter},{start_letter},r"
-        result = asm(text, kinds, start, _only(index), result=kind, effects=True)
-        return _numbers(result, kind, is_signed=True if integer else None)
+        result = asm(text, kinds, start, only(index), result=kind, effects=True)
+        return per_thread(result, is_signed=True if integer else None)
 
     return read(ref, index)
 
 
-def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
+def load_rows(ref: Ref, first: jax.Array, n: int, interpret: Any) -> jax.Array:
     """Loads ``ref[first:][:n]`` in each warp, where n is LANES, or 1 for the same number in all
     lanes. ``first`` is equal in all lanes of a warp."""
     if interpret is not None:
@@ -118,7 +132,7 @@ def load_rows(ref: Any, first: jax.Array, n: int, interpret: Any) -> jax.Array:
     return load(ref, first if n == 1 else first + thread_index(1), LANES, interpret)
 
 
-def load_padded(ref: Any, first: jax.Array, n: int, padding: float, interpret: Any) -> jax.Array:
+def load_padded(ref: Ref, first: jax.Array, n: int, padding: float, interpret: Any) -> jax.Array:
     """Loads ``ref[first:][:n]`` in each warp, for n up to LANES; later lanes have ``padding``.
     ``first`` is equal in all lanes of a warp."""
     if n == LANES:
@@ -127,7 +141,7 @@ def load_padded(ref: Any, first: jax.Array, n: int, padding: float, interpret: A
     return jnp.where(lane < n, load(ref, first + jnp.minimum(lane, n - 1), n, interpret), padding)
 
 
-def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interpret: Any) -> None:
+def store(ref: Ref, index: jax.Array, values: jax.Array, mask: jax.Array, interpret: Any) -> None:
     """Sets ``ref[index] = values``, in the threads where ``mask``."""
     if interpret is not None:
         for warp in range(WARPS):
@@ -142,7 +156,7 @@ def store(ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array, interp
 
 
 def set_bits(
-    ref: Any, index: jax.Array, bits: jax.Array, n: int, mask: jax.Array, interpret: Any
+    ref: Ref, index: jax.Array, bits: jax.Array, n: int, mask: jax.Array, interpret: Any
 ) -> None:
     """Sets ``bits`` in ``ref[index]`` in the first n lanes of each warp, where ``mask``. Threads of
     a warpgroup may set bits of the same word."""
@@ -159,10 +173,10 @@ def set_bits(
 
 
 def _write(
-    instruction: str, ref: Any, index: jax.Array, values: jax.Array, mask: jax.Array
+    instruction: str, ref: Ref, index: jax.Array, values: jax.Array, mask: jax.Array
 ) -> None:
-    @inline(REF, LAYOUT, LAYOUT)
-    def write(ref: Any, index: Any, values: Any) -> None:
+    @inline(REF, LAYOUT, LAYOUT).on(ref, jnp.where(mask, index, -1), values)
+    def _(ref: ir.Value, index: Registers, values: Registers) -> None:
         space, start, letter, address = _memory(ref, "$0", "$1")
         operation = instruction.format(space=space)
         text = f"""{{
@@ -171,14 +185,12 @@ def _write(
             {address}
             @there {operation}.b32 [at], $2;
         }}"""
-        value = llvm.bitcast(i32(), _only(values))
-        asm(text, f"{letter},r,r,~{{memory}}", start, _only(index), value, effects=True)
-
-    write(ref, jnp.where(mask, index, -1), values)
+        value = llvm.bitcast(i32(), only(values))
+        asm(text, f"{letter},r,r,~{{memory}}", start, only(index), value, effects=True)
 
 
 def store_rows(
-    ref: Any, first: jax.Array, values: jax.Array, n: int, mask: jax.Array, interpret: Any
+    ref: Ref, first: jax.Array, values: jax.Array, n: int, mask: jax.Array, interpret: Any
 ) -> None:
     """Sets ``ref[first:][:n] = values[:n]`` in each warp where ``mask``. ``first`` and ``mask`` are
     equal in all lanes of a warp."""
@@ -198,23 +210,21 @@ def maximum(values: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, values)
 
 
-def _memory(ref: Any, start: str, index: str) -> tuple[str, Any, str, str]:
+def _memory(ref: Ref, start: str, index: str) -> tuple[str, Any, str, str]:
     """Describes a ref for inline PTX: its state space; the address of the first element and the
     letter of its kind; and PTX that sets a register ``at`` to the address of an element."""
-    pointer = mgpu.utils.memref_ptr(ref)
     if mgpu.utils.is_smem_ref(ref):
         address = f".reg .b32 at; mad.lo.s32 at, {index}, 4, {start};"
-        return "shared", llvm.ptrtoint(i32(), pointer), "r", address
+        return "shared", shared_address(ref), "r", address
     address = f".reg .b64 at; mad.wide.s32 at, {index}, 4, {start};"
-    return "global", llvm.ptrtoint(i64(), pointer), "l", address
+    return "global", global_address(ref), "l", address
 
 
-def _only(register: Any) -> Any:
+def only(values: Registers) -> ir.Value:
     """Returns the register of a thread's only number."""
-    return llvm.extractelement(register.registers.item(), mgpu.utils.c(0, i32()))
+    return llvm.extractelement(values.registers.item(), const(0))
 
 
-def _numbers(register: Any, kind: Any, is_signed: bool | None) -> Any:
-    """Inverts :func:`_only`."""
-    vector_register = vector.broadcast(ir.VectorType.get((1,), kind), register)
-    return array([vector_register], SHAPE, LAYOUT, is_signed=is_signed)
+def per_thread(number: ir.Value, is_signed: bool | None = None) -> Registers:
+    """Inverts :func:`only`."""
+    return array([single(number)], SHAPE, LAYOUT, is_signed=is_signed)

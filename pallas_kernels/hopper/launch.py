@@ -17,6 +17,12 @@ H200_SMS = 132
 LANE = plgpu.LoweringSemantics.Lane
 """Code for single lanes."""
 
+Index = jax.Array | int
+"""A number in a kernel: traced, or known when the kernel is traced."""
+
+Ref = Any
+"""A reference to memory in a kernel, or a window of one, for which Pallas has no public type."""
+
 
 def require_hopper(interpret: Any = None) -> None:
     """Raises NotImplementedError unless the program is for a GPU of compute capability 9.0, see
@@ -38,14 +44,10 @@ def multiprocessors() -> int:
 
 
 def overlap_preceding_kernel(early: bool = True, *, interpret: Any = None) -> None:
-    """Lets the following kernel launch, and waits for the preceding one's results.
-
-    A kernel calls it once, before it reads global memory. What it does before, such as initialising
-    barriers, overlaps with the end of the preceding kernel.
-
-    Args:
-      early: False leaves both out. So do the interpreter and jax 0.10, which has no such operation.
-    """
+    """Lets the following kernel launch, and waits for the preceding one's results. A kernel calls
+    it once, before it reads global memory. What it does before, such as initialising barriers,
+    overlaps with the end of the preceding kernel. It does nothing without ``early``, in the
+    interpreter, and in jax 0.10, which has no such operation."""
     if early and interpret is None and hasattr(plgpu, "griddepcontrol_wait"):
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()

@@ -107,13 +107,10 @@ def _transformable(call: Callable[..., Any], plain: Callable[..., Any]) -> Calla
 def lowered_once(
     *static: str, platform: str = "cuda"
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Compiles the decorated function as ``jax.jit`` does, but lowers it once per process.
-
-    Args:
-      static: names of the static arguments. All others are trees of arrays. A static argument
-        ``interpret`` that is not None runs the kernel in Pallas' interpreter, without an export.
-      platform: the only one that the function can be lowered for.
-    """
+    """Compiles the decorated function as ``jax.jit`` does, but lowers it once per process, for
+    ``platform`` only. ``static`` names its static arguments; all others are trees of arrays. If the
+    static argument ``interpret`` is not None, the kernel runs in Pallas' interpreter, without an
+    export."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)

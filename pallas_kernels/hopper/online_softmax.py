@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from pallas_kernels.hopper.ir import inline, item
+from pallas_kernels.hopper.ir import float_const, inline, numbers_of
 from pallas_kernels.hopper.tiles import ROW, WGMMA
 from pallas_kernels.hopper.warpgroup import any_thread
 
@@ -66,25 +66,18 @@ def reciprocal(total: jax.Array) -> jax.Array:
 
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """Returns ``x * factors[:, None]`` for a float32 tile in WGMMA layout.
-
-    It skips the multiplication when all factors are 1, as they usually are. Mosaic can branch only
-    on scalars, but the factors are distributed over threads. So the threads of the warpgroup vote,
-    by one instruction: a barrier with a reduction. A whole warpgroup calls it.
-    """
+    """Returns ``x * factors[:, None]`` for a float32 tile in WGMMA layout. A whole warpgroup calls
+    it. It skips the multiplication when all factors are 1, as they usually are. Mosaic can branch
+    only on scalars, but the factors are distributed over threads. So the threads of the warpgroup
+    vote, by one instruction: a barrier with a reduction."""
     if interpret is not None:
         return x * lax.broadcast_in_dim(factors, x.shape, [0])
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
 
     @inline(WGMMA, ROW, returns=result)
     def scaled(x: mgpu.FragmentedArray, factors: mgpu.FragmentedArray):
-        one = mgpu.utils.c(1.0, ir.F32Type.get())
-        registers = [
-            item(register, i)
-            for register in factors.registers.flat
-            for i in range(ir.VectorType(register.type).shape[0])
-        ]
-        differs = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in registers]
+        one = float_const(1.0)
+        differs = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in numbers_of(factors)]
         any_differs: Any = functools.reduce(arith.ori, differs)
         must_scale = any_thread(any_differs)
         unscaled = list(x.registers.flat)

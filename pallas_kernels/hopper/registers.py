@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.hopper.ir import array, asm, const, float_pair, i32, inline, item
+from pallas_kernels.hopper.ir import array, asm, const, element, f32, float_pair, i32, inline, item
 from pallas_kernels.hopper.tiles import WGMMA
 
+MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"""
 _ALL_LANES = "0xffffffff"
 # Adds the number of the lane DISTANCE before this one, if there is one.
 _SCAN_STEP = f"""{{
@@ -33,59 +32,59 @@ _SIGMOID = """{
 }"""  # the constants are -log2(e) and 1
 
 
-def advance(pointer: Any, count: Any) -> Any:
+def advance(pointer: ir.Value, count: ir.Value) -> ir.Value:
     """Returns ``pointer`` advanced by ``count`` bytes."""
-    return mgpu.utils.getelementptr(pointer, [count], ir.IntegerType.get_signless(8))
+    return element(pointer, count, ir.IntegerType.get_signless(8))
 
 
-def load_words(pointer: Any) -> list[Any]:
+def load_words(pointer: ir.Value) -> list[ir.Value]:
     """Loads four 32-bit words from a multiple of 16 bytes."""
     loaded = llvm.load(ir.VectorType.get((4,), i32()), pointer, alignment=16)
     return [llvm.extractelement(loaded, const(i)) for i in range(4)]
 
 
-def warp_sum(number: Any) -> Any:
+def warp_sum(number: ir.Value) -> ir.Value:
     """Returns the sum of an int32 of each lane of the warp."""
     return _of_warp(f"redux.sync.add.s32 $0, $1, {_ALL_LANES};", number)
 
 
-def last_lane(number: Any) -> Any:
+def exchanged(number: ir.Value, distance: int) -> ir.Value:
+    """Returns the float32 of the lane whose number differs in the bit ``distance``."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, {_ALL_LANES};"
+    return asm(text, "=f,f", number, result=f32(), effects=True)
+
+
+def last_lane(number: ir.Value) -> ir.Value:
     """Returns the number of the warp's last lane."""
     return _of_warp(f"shfl.sync.idx.b32 $0, $1, 31, 31, {_ALL_LANES};", number)
 
 
-def prefix_sums(values: list[Any]) -> list[Any]:
-    """Returns inclusive prefix sums over the lanes, of each value separately.
-
-    The scans are interleaved, because one step has a long latency.
-    """
+def prefix_sums(values: list[ir.Value]) -> list[ir.Value]:
+    """Returns inclusive prefix sums over the lanes, of each value separately. The scans are
+    interleaved, because one step has a long latency."""
     for distance in (1, 2, 4, 8, 16):
         values = [_of_warp(_SCAN_STEP.replace("DISTANCE", str(distance)), x) for x in values]
     return values
 
 
-def _of_warp(text: str, number: Any) -> Any:
+def _of_warp(text: str, number: ir.Value) -> ir.Value:
     return asm(text, "=r,r", number, result=i32(), effects=True)
 
 
 def approximate_sigmoid(x: jax.Array, *, on_gpu: bool) -> jax.Array:
-    """Returns ``1 / (1 + exp(-x))`` in four instructions, with a relative error of some 2^-21.
-
-    The exact exponential and division take about twenty. Two of the four are those of special
-    function units, which take eight cycles for a warp, as many as all others together.
-
-    Args:
-      x: float32 [64, columns] in the WGMMA layout.
-    """
+    """Returns ``1 / (1 + exp(-x))`` in four instructions, with a relative error of some 2^-21, for
+    float32 [64, columns] in the WGMMA layout. The exact exponential and division take about twenty.
+    Two of the four are those of special function units, which take eight cycles for a warp, as many
+    as all others together."""
     if not on_gpu:
         return 1 / (1 + jnp.exp(-x))
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
 
     @inline(WGMMA, returns=result)
     def sigmoid(x):
-        f32, pairs = ir.F32Type.get(), x.registers.flat
         results = [
-            [asm(_SIGMOID, "=f,f", item(pair, i), result=f32) for i in range(2)] for pair in pairs
+            [asm(_SIGMOID, "=f,f", item(pair, i), result=f32()) for i in range(2)]
+            for pair in x.registers.flat
         ]
         return array([float_pair(*both) for both in results], x.shape, WGMMA)
 

@@ -20,6 +20,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.barriers import Barriers, TmaCopy
+from pallas_kernels.hopper.launch import Index
 from pallas_kernels.hopper.warpgroup import WARPS, when
 
 
@@ -38,7 +39,6 @@ class Ring:
     consumers: int  # consumer warpgroups
     full: Barriers  # one barrier per stage
     empty: Barriers  # one barrier per stage
-
     ctas: int = 1
     """Programs of a cluster whose consumers release each stage, because each copies to all."""
 
@@ -59,15 +59,9 @@ class Ring:
         cls, stages: int, consumers: int, memory: Sequence[Any], interpret: Any, ctas: int = 1
     ) -> Ring:
         """Returns the ring whose barriers are the references that :meth:`scratch` allocated."""
-        first_empty = stages if interpret is None else 0
-        full, empty = memory[0], memory[-1]
-        return cls(
-            stages,
-            consumers,
-            Barriers(full, interpret),
-            Barriers(empty, interpret, first=first_empty),
-            ctas,
-        )
+        full = Barriers(memory[0], interpret)
+        empty = Barriers(memory[-1], interpret, first=stages if interpret is None else 0)
+        return cls(stages, consumers, full, empty, ctas)
 
     def initialise(self, *, warps: int = 1) -> None:
         """Initialises the barriers, see :meth:`Barriers.initialise`. Every thread of the cluster
@@ -99,7 +93,6 @@ class Ring:
         self.empty.arrive(state.stage, self.ctas)
 
     def start(self) -> PipelineState:
-        """Returns the first state."""
         return PipelineState(jnp.int32(0), jnp.int32(0))
 
     def next(self, state: PipelineState) -> PipelineState:
@@ -143,28 +136,24 @@ class CountedRing:
     stages: int
     barriers: Barriers
     """The full barriers of every stage of all rings, then the free ones. Others may follow."""
-
-    number: Any = 0  # number of this ring
+    number: Index = 0  # number of this ring
     rings: int = 1  # number of rings
 
-    def position(self, fill: Any) -> tuple[jax.Array, jax.Array]:
+    def position(self, fill: Index) -> tuple[jax.Array, jax.Array]:
         """Returns the stage of a fill, and which use of the stage it is."""
         use = lax.div(fill, jnp.int32(self.stages))
         return fill - use * self.stages, use
 
-    def full(self, stage: Any) -> Any:
+    def full(self, stage: Index) -> Index:
         return self.number * self.stages + stage
 
-    def free(self, stage: Any) -> Any:
+    def free(self, stage: Index) -> Index:
         return (self.rings + self.number) * self.stages + stage
 
-    def wait_until_free(self, stage: Any, use: Any) -> None:
+    def wait_until_free(self, stage: Index, use: Index) -> None:
         """Waits until a stage's use before ``use`` has been released."""
+        when(use > 0)(lambda: self.barriers.wait(self.free(stage), use - 1))
 
-        @when(use > 0)
-        def _():
-            self.barriers.wait(self.free(stage), use - 1)
-
-    def wait_for_arrivals(self, fills: Any) -> None:
+    def wait_for_arrivals(self, fills: Index) -> None:
         """Waits for all releases after ``fills`` fills. The CTA may exit only then."""
         self.barriers.wait_for_arrivals(self.free(0), self.stages, fills)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
+from pallas_kernels.hopper.launch import Index, Ref
 from pallas_kernels.hopper.tiles import ROWS
 from pallas_kernels.hopper.warpgroup import cond
 
@@ -44,7 +45,6 @@ class Schedule:
     number of partitions that it falls into; it is split if that exceeds 1, and then partition p
     writes the sequence's partial result at index ``partial offset + p``: the offset is the index of
     the sequence's first partial result less the number of its first partition."""
-
     split_sequences: Int[Array, "partitions 4"]
     """Sequences that are split, as (sequence, index of its first partial result, number of its
     partial results, number of split sequences). The last column is the same in every entry.
@@ -52,7 +52,6 @@ class Schedule:
 
     @property
     def partitions(self) -> int:
-        """Number of partitions."""
         return self.split_sequences.shape[0]
 
 
@@ -61,37 +60,29 @@ class Costs:
     """Cost model of the scheduler, in units of the time that one key block takes. The defaults are
     for tiles of 64 query rows."""
 
-    sequence: ClassVar[int] = 2
-    """Prologue and epilogue of a sequence in a partition."""
-
-    merge: int = 3
-    """Fixed cost of merging, paid once if any sequence is split."""
-
+    sequence: ClassVar[int] = 2  # prologue and epilogue of a sequence in a partition
+    merge: int = 3  # fixed cost of merging, paid once if any sequence is split
     partials: int = 7
     """Cost of writing and reading the partial results if every partition boundary splits."""
-
     min_blocks: int = 4
     """Least cost of a partition's share: smaller parts cost more to merge than they save."""
 
 
 def whole_sequences(lengths: Int[Array, " B"], *, max_pages: int) -> Schedule:
-    """Makes one partition per sequence, with arguments as :func:`schedule` takes them.
-
-    The result for a sequence then depends on no other one, to the last bit. With fewer long
-    sequences than multiprocessors it takes longer than :func:`schedule`, which splits them.
-    """
+    """Makes one partition per sequence, with arguments as :func:`schedule` takes them. The result
+    for a sequence then depends on no other one, to the last bit. With fewer long sequences than
+    multiprocessors it takes longer than :func:`schedule`, which splits them."""
     i32 = jnp.int32
     (B,) = lengths.shape
     blocks = jnp.clip((lengths.astype(i32) + BLOCK - 1) // BLOCK, 1, max_pages)
     sequence, zero = jnp.arange(B, dtype=i32), jnp.zeros(B, i32)
     partition_entries = [sequence, sequence, zero, blocks]
     sequence_entries = [blocks, zero + 1, -sequence, lengths.astype(i32)]
-    return Schedule(
-        table=jnp.concatenate(
-            [jnp.stack(partition_entries, axis=1), jnp.stack(sequence_entries, axis=1)]
-        ),
-        split_sequences=jnp.zeros((B, 4), i32),
-    )
+    return Schedule(_table(partition_entries, sequence_entries), jnp.zeros((B, 4), i32))
+
+
+def _table(*entries: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([jnp.stack(each, axis=1) for each in entries])
 
 
 def schedule(
@@ -140,12 +131,8 @@ def schedule(
         jnp.any(is_assigned, axis=0), B - 1 - jnp.argmax(is_assigned[::-1], axis=0).astype(i32), -1
     )
     partition = jnp.arange(partitions)
-    partition_entries = [
-        first_sequence,
-        last_sequence,
-        low[first_sequence, partition],
-        high[last_sequence, partition],
-    ]
+    ends = low[first_sequence, partition], high[last_sequence, partition]
+    partition_entries = [first_sequence, last_sequence, *ends]
 
     partial_count = jnp.where(segments > 1, segments, 0)
     before = sequence[None] < sequence[:, None]
@@ -158,20 +145,14 @@ def schedule(
     count = jnp.full((partitions, 1), jnp.sum(partial_count > 0), i32)
     first_partition = jnp.argmax(is_assigned, axis=1).astype(i32)
     sequence_entries = [blocks, segments, first_partial - first_partition, lengths.astype(i32)]
-    return Schedule(
-        table=jnp.concatenate(
-            [jnp.stack(partition_entries, axis=1), jnp.stack(sequence_entries, axis=1)]
-        ),
-        split_sequences=jnp.concatenate([split_entries, count], axis=1),
-    )
+    table = _table(partition_entries, sequence_entries)
+    return Schedule(table, jnp.concatenate([split_entries, count], axis=1))
 
 
 class Parts(NamedTuple):
-    """Attention's results before the parts of split sequences are merged.
-
-    Query rows are all heads of a sequence's first query, then of the next. What a field does not
-    define may be anything, NaN included.
-    """
+    """Attention's results before the parts of split sequences are merged. Query rows are all heads
+    of a sequence's first query, then of the next. What a field does not define may be anything, NaN
+    included."""
 
     out: Float[Array, "B rows C"]
     """The results of sequences that are not split. There may be more rows than query rows."""
@@ -179,14 +160,11 @@ class Parts(NamedTuple):
     """The results of the parts: softmax attention to some of a split sequence's tokens."""
     lse: Float32[Array, "parts rows"]
     """Their log-sum-exps, -inf of a query that sees none of a part's tokens."""
-    split_sequences: Int[Array, "partitions 4"]
-    """See :class:`Schedule`."""
+    split_sequences: Int[Array, "partitions 4"]  # see :class:`Schedule`
 
     def of_sequence(self, b: int) -> tuple[Any, Any]:
         """Returns the first part of sequence b, and the number of its parts, 0 if it is not split.
-
-        A kernel may call it: the fields are then references.
-        """
+        A kernel may call it: the fields are then references."""
         first, count = jnp.int32(0), jnp.int32(0)
         # A split sequence is in one of the first entries: there is one for each.
         for i in range(min(b + 1, self.split_sequences.shape[0])):
@@ -227,13 +205,9 @@ the partial results and their log-sum-exps, written for those that are."""
 def output_types(
     B: int, rows: int, columns: int, partitions: int, *, part_rows: int | None = None
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of :data:`Outputs`.
-
-    There are two partial results per partition: only its first and its last sequence can be split.
-
-    Args:
-      part_rows: query rows of a part, by default ``rows`` rounded up to whole tiles.
-    """
+    """Returns the types of :data:`Outputs`. There are two partial results per partition, because
+    only its first and its last sequence can be split. They have ``part_rows`` query rows, by
+    default ``rows`` rounded up to whole tiles."""
     f32, part_rows = jnp.float32, part_rows or -(-rows // ROWS) * ROWS
     return [
         jax.ShapeDtypeStruct((B, rows, columns), jnp.bfloat16),
@@ -244,18 +218,13 @@ def output_types(
 
 
 def add_parts(
-    row: tuple[Any, Any, Any], numbers: Sequence[Any], count: Any, lses: Sequence[Any],
+    row: tuple[Any, Any, Any], numbers: Sequence[Any], count: Index, lses: Sequence[Any],
     values: Sequence[Any],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Adds parts of one query row in a kernel. Returns ``row`` with them.
-
-    Args:
-      row: weighted sum of the outputs, sum of the weights, and the maximum of the log-sum-exps, to
-        which both are relative. Their quotient is the output.
-      numbers: numbers of the parts. A part counts only if its number is below ``count``.
-      lses: the log-sum-exp of each part, in registers.
-      values: the output of each part, in registers.
-    """
+    """Adds parts of one query row in a kernel, and returns the row with them. A row is the weighted
+    sum of the outputs, the sum of the weights, and the maximum of the log-sum-exps, to which both
+    are relative; the output is their quotient. A part has a number, which counts only if it is
+    below ``count``, a log-sum-exp, and values in registers."""
     total, weight, maximum = row
     new_maximum = functools.reduce(jnp.maximum, lses, maximum)
     rescale = jnp.exp(maximum - new_maximum)
@@ -270,18 +239,10 @@ def add_parts(
 class Partition:
     """The partition of a CTA, read from the schedule in global memory."""
 
-    table: Any
-    """:attr:`Schedule.table`, [partitions + B, 4]."""
-
-    block_tables: Any
-    """Block tables, [B, max_pages]."""
-
-    partitions: int
-    """Number of partitions."""
-
-    index: Any
-    """Index of this partition."""
-
+    table: Ref  # :attr:`Schedule.table`, [partitions + B, 4]
+    block_tables: Ref  # block tables, [B, max_pages]
+    partitions: int  # number of partitions
+    index: Index  # index of this partition
     pages: int
     """Number of pages in the pool. Table entries past a sequence's length may be anything, and are
     clipped to the pool."""
@@ -294,26 +255,23 @@ class Partition:
         """Returns the partition's entry of the schedule, read in one memory latency."""
         return tuple(self.table[self.index, k] for k in range(4))
 
-    def first_sequence(self) -> Any:
+    def first_sequence(self) -> jax.Array:
         return self.table[self.index, 0]
 
-    def sequence_count(self) -> Any:
+    def sequence_count(self) -> jax.Array:
         """Returns the number of sequences in the partition. Each has one segment."""
         return self.table[self.index, 1] - self.table[self.index, 0] + 1
 
-    def segment(self, i: Any, entry: tuple[Any, ...] | None = None) -> tuple[Any, Any, Any]:
-        """Returns the partition's i-th sequence, its first block here, and how many are here.
-
-        Args:
-          entry: what :meth:`entry` has returned, to read it only once.
-        """
+    def segment(self, i: Index, entry: tuple[Any, ...] | None = None) -> tuple[Any, Any, Any]:
+        """Returns the partition's i-th sequence, its first block here, and how many are here. A
+        caller that has read the :meth:`entry` passes it."""
         first_sequence, last_sequence, first_block, end_block = entry or self.entry()
         b = first_sequence + i
         begin = jnp.where(i == 0, first_block, 0)
         return b, begin, jnp.where(b == last_sequence, end_block, self.blocks(b)) - begin
 
     def segment_and_end(
-        self, i: Any, entry: tuple[Any, ...] | None = None
+        self, i: Index, entry: tuple[Any, ...] | None = None
     ) -> tuple[Any, Any, Any, Any]:
         """Returns :meth:`segment`, and whether it has the sequence's last block."""
         first_sequence, last_sequence, first_block, end_block = entry or self.entry()
@@ -323,37 +281,32 @@ class Partition:
         end = jnp.where(b == last_sequence, end_block, blocks)
         return b, begin, end - begin, end == blocks
 
-    def segment_and_length(self, i: Any, first: Any, last: Any) -> tuple[Any, Any, Any, Any]:
+    def segment_and_length(self, i: Index, first: Index, last: Any) -> tuple[Any, Any, Any, Any]:
         """Returns the i-th sequence, its length, its first block here, and how many are here.
-
-        It reads half of the entry again each time, which takes fewer registers.
-
-        Args:
-          first: the partition's first sequence.
-          last: its last sequence.
-        """
+        ``first`` and ``last`` are the partition's. It reads the blocks of the entry again each
+        time, which takes fewer registers."""
         b = first + i
         begin = jnp.where(i == 0, self.table[self.index, 2], 0)
         end = jnp.where(b == last, self.table[self.index, 3], self.blocks(b))
         return b, self.length(b), begin, end - begin
 
-    def blocks(self, b: Any) -> Any:
+    def blocks(self, b: Index) -> jax.Array:
         """Returns the number of key blocks of a sequence, in all partitions."""
         return self.table[self.partitions + b, 0]
 
-    def length(self, b: Any) -> Any:
+    def length(self, b: Index) -> jax.Array:
         """Returns the cached tokens of a sequence."""
         return self.table[self.partitions + b, 3]
 
-    def segments(self, b: Any) -> Any:
+    def segments(self, b: Index) -> jax.Array:
         """Returns the number of partitions into which a sequence falls."""
         return self.table[self.partitions + b, 1]
 
-    def partial(self, b: Any) -> Any:
+    def partial(self, b: Index) -> jax.Array:
         """Returns the index of this partition's partial result of a sequence."""
         return self.table[self.partitions + b, 2] + self.index
 
-    def page(self, b: Any, block: Any) -> Any:
+    def page(self, b: Index, block: Index) -> jax.Array:
         """Returns the page of a key block; of the table's last entry if the block is past it."""
         page = self.block_tables[b, jnp.minimum(block, self.max_pages - 1)]
         return jnp.clip(page, 0, self.pages - 1)
@@ -362,7 +315,7 @@ class Partition:
 NO_BLOCK = -1
 """Sequence of a block that the partition does not have."""
 
-Position = tuple[Any, Any, Any]
+Position = tuple[jax.Array, jax.Array, jax.Array]
 """(sequence, block of the sequence, end of the sequence's blocks in the partition)."""
 
 Block = tuple[Any, Any, Any]
@@ -374,17 +327,17 @@ class BlockWalk:
     """The key blocks of a partition one after the other, for a producer that looks ahead."""
 
     partition: Partition
-    first_sequence: Any
-    last_sequence: Any
-    first_block: Any
-    end_block: Any
+    first_sequence: jax.Array
+    last_sequence: jax.Array
+    first_block: jax.Array
+    end_block: jax.Array
 
     @classmethod
     def of(cls, partition: Partition) -> BlockWalk:
         return cls(partition, *partition.entry())
 
     @property
-    def sequence_count(self) -> Any:
+    def sequence_count(self) -> jax.Array:
         return self.last_sequence - self.first_sequence + 1
 
     def start(self) -> Position:
@@ -399,12 +352,12 @@ class BlockWalk:
             lambda: (b, index + 1, end),
         )
 
-    def block_at(self, position: Position, other_page: Any) -> Block:
+    def block_at(self, position: Position, other_page: Index) -> Block:
         """Returns the block there. If there is none, its page is ``other_page``."""
         b, index, end = position
         exists = index < end
         page = jnp.where(exists, self.partition.page(b, index), other_page)
         return jnp.where(exists, b, NO_BLOCK), page, self.partition.length(b) - index * BLOCK
 
-    def _end_of(self, b: Any) -> Any:
+    def _end_of(self, b: Index) -> jax.Array:
         return jnp.where(b == self.last_sequence, self.end_block, self.partition.blocks(b))

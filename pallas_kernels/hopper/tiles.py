@@ -19,20 +19,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
     SCALAR,
+    Registers,
     array,
     const,
+    element,
+    f32,
     i32,
     inline,
     item,
     scalar,
+    single,
     value_of,
     wgmma_row,
 )
+from pallas_kernels.hopper.launch import Ref
 
 ROWS = 64  # the M of a wgmma instruction
 
@@ -86,18 +92,15 @@ _ALL_OF_IT: dict[str, Any] = (
 
 
 def load_column(
-    numbers: Any, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
+    numbers: Ref, first: jax.Array, column: jax.Array | int, *, rows: int, on_gpu: bool
 ) -> jax.Array:
-    """Loads 64 numbers of one column, from row ``first`` on, in the ROW layout.
+    """Loads 64 numbers of one column of float32 [rows, columns] in global memory, from row
+    ``first`` on, in the ROW layout; past the end, the last row's number. A whole warpgroup calls
+    it.
 
     The numbers are not contiguous, so TMA could copy them only from a transposed array, which takes
     another kernel before each matmul. Loading them directly takes two loads per thread and K step,
-    which overlap with wgmma. A whole warpgroup calls this.
-
-    Args:
-      numbers: float32 [rows, columns] in global memory.
-      rows: number of rows. Past the end, the last row's number is returned.
-    """
+    which overlap with wgmma."""
     column = jnp.asarray(column, jnp.int32)
     if not on_gpu:
         available = min(rows, ROWS)
@@ -106,11 +109,8 @@ def load_column(
             jnp.minimum(first - start + jnp.arange(ROWS), available - 1)
         ]
 
-    result = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW)
-
-    @inline(REF, SCALAR, SCALAR, returns=result)
-    def load(numbers: Any, first: Any, column: Any) -> Any:
-        f32 = ir.F32Type.get()
+    @inline(REF, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=ROW))
+    def load(numbers: ir.Value, first: Registers, column: Registers) -> Registers:
         columns = ir.MemRefType(numbers.type).shape[1]
         row, start = wgmma_row(), mgpu.utils.memref_ptr(numbers)
         registers = []
@@ -118,8 +118,7 @@ def load_column(
             r = arith.addi(arith.addi(value_of(first), row), const(8 * half))
             r = arith.minui(r, const(rows - 1))
             index = arith.addi(arith.muli(r, const(columns)), value_of(column))
-            value = llvm.load(f32, mgpu.utils.getelementptr(start, [index], f32))
-            registers.append(vector.broadcast(ir.VectorType.get((1,), f32), value))
+            registers.append(single(llvm.load(f32(), element(start, index, f32()))))
         return array(registers, (ROWS,), ROW)
 
     return load(numbers, first, column)
@@ -127,17 +126,15 @@ def load_column(
 
 def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Array:
     """Returns ``number`` when ``sums`` have been computed, float32 in the layout of an accumulator.
+    ``zero`` is 0, which the compiler does not know.
 
     An arrival at a barrier does not wait for loads whose results have not been used yet. If its
     index depends on sums of what was loaded, a copy that waits for the barrier cannot overwrite it
-    first. One of two neighbouring sums is waited for, which depends on the same loads as the other.
+    first. One of two neighbouring sums is waited for, which depends on the same loads as the
+    other."""
 
-    Args:
-      zero: 0, which the compiler does not know.
-    """
-
-    @inline(SCALAR, SCALAR, WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def add_nothing(number: Any, zero: Any, sums: Any) -> Any:
+    @inline(SCALAR, SCALAR, WGMMA, returns=INT32)
+    def add_nothing(number: Registers, zero: Registers, sums: Registers) -> Registers:
         words = [arith.bitcast(i32(), item(each, 0)) for each in sums.registers.flat]
         nothing = arith.andi(functools.reduce(arith.ori, words), value_of(zero))
         return scalar(arith.addi(value_of(number), nothing))
@@ -145,6 +142,6 @@ def when_computed(number: jax.Array, zero: jax.Array, sums: jax.Array) -> jax.Ar
     return add_nothing(number, zero, sums)
 
 
-def load_with_layout(ref: Any, layout: Any) -> jax.Array:
+def load_with_layout(ref: Ref, layout: Any) -> jax.Array:
     """Loads all of a reference to memory in a layout, in any version of JAX."""
     return plgpu.load(ref, layout=layout, **_ALL_OF_IT)

@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
-from pallas_kernels.hopper.ir import SCALAR, asm, const, i32, inline, instruction
+from pallas_kernels.hopper.ir import SCALAR, Registers, asm, const, i32, inline, instruction
 
 
 def when(condition: jax.Array | bool) -> Callable[[Callable[[], None]], None]:
@@ -34,7 +34,10 @@ def when(condition: jax.Array | bool) -> Callable[[Callable[[], None]], None]:
 
 
 def cond(
-    condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *operands: Any
+    condition: jax.Array | bool,
+    if_true: Callable[..., Any],
+    if_false: Callable[..., Any],
+    *operands: Any,
 ) -> Any:
     """Returns the result of one of two functions of the operands, as ``lax.cond`` does."""
     return lax.switch(jnp.where(condition, 1, 0), [if_false, if_true], *operands)
@@ -62,7 +65,7 @@ def warp_is(number: int) -> jax.Array:
     """Returns whether the thread is in warp ``number`` of its warpgroup."""
 
     @inline(returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
-    def compare() -> Any:
+    def compare() -> Registers:
         warp = arith.remui(mgpu.utils.warp_idx(), const(4))
         equal = arith.cmpi(arith.CmpIPredicate.eq, warp, const(number))
         return mgpu.FragmentedArray.splat(equal, (), is_signed=False)
@@ -96,11 +99,9 @@ def fence_async_proxy(interpret: Any = None) -> None:
         plgpu.commit_smem()
         return
 
-    @inline()
-    def fence():
+    @inline().on()
+    def _():
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-
-    fence()
 
 
 def sync_cta(barriers: Sequence[Any], interpret: Any) -> None:

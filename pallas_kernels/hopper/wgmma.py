@@ -18,23 +18,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.hopper.ir import (
+    INT32,
     SCALAR,
+    Registers,
     array,
     asm,
     asm_numbers,
     const,
+    f32,
     float_pair,
     i32,
     i64,
     inline,
-    item,
+    numbers_of,
     scalar,
     shared_address,
     value_of,
+    words_of,
 )
+from pallas_kernels.hopper.launch import Ref
 from pallas_kernels.hopper.tiles import ROWS, WGMMA
 
 _UNTILED = plgpu.RefType((plgpu.SwizzleTransform(128),))
@@ -46,12 +51,12 @@ _PANEL = 64 * _ATOM  # bytes: 64 rows of 64 bfloat16 columns
 _ROWS_BYTES = 16 * _ATOM  # 16 rows, the K of one instruction with transposed bfloat16 operands
 
 
-def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
+def operand_base(ref: Ref, offset: jax.Array | int) -> jax.Array:
     """Returns the base of an operand's descriptors, an int32 that is uniform in a warp. ``ref`` has
     rows of 128 bytes, swizzled and not tiled; ``offset`` is a multiple of 1,024 bytes."""
 
-    @inline(_UNTILED, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def base(ref: Any, offset: Any) -> Any:
+    @inline(_UNTILED, SCALAR, returns=INT32)
+    def base(ref: ir.Value, offset: Registers) -> Registers:
         address = arith.shrui(arith.addi(shared_address(ref), value_of(offset)), const(4))
         # The maximum over a warp is in a uniform register.
         text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
@@ -63,22 +68,11 @@ def operand_base(ref: Any, offset: jax.Array | int) -> jax.Array:
 def start_product(
     a: jax.Array, b: jax.Array, a_offset: int, b_offset: int, previous: jax.Array
 ) -> jax.Array:
-    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands.
-
-    Returns:
-      float32 [64, columns], which :func:`wait_for_product` must return before any other use.
-
-    Args:
-      a: base from :func:`operand_base`.
-      b: base from :func:`operand_base`.
-      a_offset: bytes from ``a`` to the operand, a multiple of 1,024.
-      b_offset: likewise for ``b``.
-      previous: float32 [64, columns], whose registers the product takes. Its value is not used, and
-        nothing may use it afterwards.
-    """
-    columns = previous.shape[1]
-    count = columns // 2  # registers per thread
-    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands, at ``a_offset`` and
+    ``b_offset`` bytes, multiples of 1,024, from their bases (:func:`operand_base`). Returns float32
+    [64, columns] in the registers of ``previous``, which nothing may use afterwards;
+    :func:`wait_for_product` must return it before any other use."""
+    columns, count, registers = _registers_of(previous)
     text = ["{ .reg .b64 a, b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
     for k in range(0, _ATOM, _K_BYTES):
         text += [
@@ -91,27 +85,17 @@ def start_product(
     text.append("wgmma.commit_group.sync.aligned; }")
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
-    def start(a: Any, b: Any, previous: Any) -> Any:
-        return _issue(text, _numbers(previous), "l,l", _descriptor(a), _descriptor(b))
+    def start(a: Registers, b: Registers, previous: Registers) -> Registers:
+        return _issue(text, numbers_of(previous), "l,l", _descriptor(a), _descriptor(b))
 
     return start(a, b, previous)
 
 
 def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) -> jax.Array:
-    """Starts ``A B^T`` over 128 columns of K, of float8_e4m3fn operands, with A in registers.
-
-    A must stay in its registers until the product is complete: see :func:`keep_live`.
-
-    Returns:
-      float32 [64, columns], as :func:`start_product` does.
-
-    Args:
-      a: 16 words per thread, as a bfloat16 array [64, 64]. Four of them are the operand of one
-        instruction, 32 columns: columns 4q to 4q + 3 of the thread's two rows, then 16 + 4q to
-        16 + 4q + 3, where q is the lane's index modulo 4.
-      b: base from :func:`operand_base`.
-      previous: as for :func:`start_product`.
-    """
+    """Does :func:`start_product` with A in registers, which must stay there until the product is
+    complete: see :func:`keep_live`. ``a`` has 16 words per thread, as bfloat16 [64, 64]. Four of
+    them are the operand of one instruction, 32 columns: columns 4q to 4q + 3 of the thread's two
+    rows, then 16 + 4q to 16 + 4q + 3, where q is the lane's index modulo 4."""
     columns, count, registers = _registers_of(previous)
     words, base = 2 * count, 2 * count + 16
     text = ["{ .reg .b64 b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
@@ -126,9 +110,9 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
     text.append("wgmma.commit_group.sync.aligned; }")
 
     @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
-    def start(a: Any, b: Any, previous: Any) -> Any:
-        a_words = [llvm.bitcast(i32(), pair) for pair in a.registers.flat]
-        return _issue(text, _numbers(previous), "r," * 16 + "l", *a_words, _descriptor(b))
+    def start(a: Registers, b: Registers, previous: Registers) -> Registers:
+        a_words, numbers = words_of(a), numbers_of(previous)
+        return _issue(text, numbers, "r," * 16 + "l", *a_words, _descriptor(b))
 
     return start(a, b, previous)
 
@@ -136,18 +120,10 @@ def start_product_of_registers(a: jax.Array, b: jax.Array, previous: jax.Array) 
 def add_bfloat16_product(
     a: jax.Array, b: jax.Array, sums: jax.Array, *, transposed_a: bool, depth: int
 ) -> jax.Array:
-    """Starts ``sums + A B`` over ``depth`` rows of B, of bfloat16 operands.
-
-    Returns:
-      float32 [64, columns], which :func:`wait_for_product` must return before any use other than
-      as ``sums`` of the next product.
-
-    Args:
-      a: base of [64, depth] (64 at most), or with ``transposed_a`` of its transpose [depth, 64].
-      b: base of [depth, columns], as panels of 64 columns and 64 rows.
-      sums: float32 [64, columns], whose registers the result takes.
-      depth: a multiple of 16, at most 64.
-    """
+    """Starts ``sums + A B``, float32 [64, columns], of bfloat16 operands at their bases: A [64,
+    depth], or with ``transposed_a`` its transpose, and B [depth, columns] as panels of 64 columns
+    and 64 rows. ``depth`` is a multiple of 16, at most 64. The result takes the registers of
+    ``sums``; only the next product may use it before :func:`wait_for_product` returns it."""
     columns, count, registers = _registers_of(sums)
     a_bytes = _ROWS_BYTES if transposed_a else _K_BYTES
     text = [
@@ -165,8 +141,9 @@ def add_bfloat16_product(
     text.append("wgmma.commit_group.sync.aligned; }")
 
     @inline(SCALAR, SCALAR, WGMMA, returns=_product_type(columns))
-    def start(a: Any, b: Any, sums: Any) -> Any:
-        return _issue(text, _numbers(sums), "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
+    def start(a: Registers, b: Registers, sums: Registers) -> Registers:
+        numbers = numbers_of(sums)
+        return _issue(text, numbers, "l,l", _descriptor(a, _PANEL), _descriptor(b, _PANEL))
 
     return start(a, b, sums)
 
@@ -177,13 +154,13 @@ def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
     text = [f"wgmma.wait_group.sync.aligned {later};"]
 
     @inline(WGMMA, returns=_product_type(product.shape[1]))
-    def wait(product: Any) -> Any:
-        return _issue(text, _numbers(product), "")
+    def wait(product: Registers) -> Registers:
+        return _issue(text, numbers_of(product), "")
 
     return wait(product)
 
 
-def _descriptor(base: Any, panel: int = 0) -> Any:
+def _descriptor(base: Registers, panel: int = 0) -> ir.Value:
     """Returns the i64 descriptor of an operand that starts at its base. The panels of a transposed
     operand are ``panel`` bytes apart."""
     bits = (_LAYOUT << 32) | (panel >> 4 << 16)
@@ -201,16 +178,13 @@ def _registers_of(product: jax.Array) -> tuple[int, int, str]:
     return columns, columns // 2, "{" + ",".join(f"${i}" for i in range(columns // 2)) + "}"
 
 
-def _numbers(product: Any) -> list[Any]:
-    return [item(pair, i) for pair in product.registers.flat for i in range(2)]
-
-
-def _issue(text: list[str], numbers: list[Any], constraints: str, *operands: Any) -> Any:
+def _issue(
+    text: list[str], numbers: list[ir.Value], constraints: str, *operands: ir.Value
+) -> Registers:
     """Emits instructions that overwrite a product's numbers, and returns the new product."""
-    count, f32 = len(numbers), ir.F32Type.get()
+    count, operands = len(numbers), (*numbers, *operands)
     kinds = [*["=f"] * count, *map(str, range(count)), *([constraints] if constraints else [])]
-    operands = *numbers, *operands
-    numbers = asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32, count=count)
+    numbers = asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32(), count=count)
     pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, count, 2)]
     return array(pairs, (ROWS, 2 * count), WGMMA)
 
@@ -220,9 +194,9 @@ def keep_live(*operands: jax.Array) -> None:
     but that ptxas cannot prove dead. wgmma uses registers in groups of four, and so do the
     stores."""
 
-    @inline(*(plgpu.Layout.WGMMA for _ in operands))
-    def use(*operands):
-        words = [llvm.bitcast(i32(), r) for a in operands for r in a.registers.flat]
+    @inline(*(plgpu.Layout.WGMMA for _ in operands)).on(*operands)
+    def _(*operands):
+        words = [word for operand in operands for word in words_of(operand)]
         fours = range(0, len(words), 4)
         stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
         text = [
@@ -235,5 +209,3 @@ def keep_live(*operands: jax.Array) -> None:
             "HELD: }",
         ]
         asm("\n".join(text), ",".join(["r"] * len(words)), *words, effects=True)
-
-    use(*operands)

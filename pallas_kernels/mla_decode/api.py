@@ -81,18 +81,10 @@ def mla_decode(
       ValueError: ``implementation`` names no back-end.
       NotImplementedError: no selected back-end takes these arguments.
     """
-    mosaic_gpu_scheduled = functools.partial(mosaic_gpu.mla_decode, schedule=schedule)
-    return dispatch(
-        "mla_decode",
-        BACKENDS | {"mosaic_gpu": mosaic_gpu_scheduled},
-        implementation,
-        q_latent,
-        q_rope,
-        pages,
-        block_tables,
-        lengths,
-        scale=scale,
-    )
+    scheduled = functools.partial(mosaic_gpu.mla_decode, schedule=schedule)
+    backends = BACKENDS | {"mosaic_gpu": scheduled}
+    arrays = q_latent, q_rope, pages, block_tables, lengths
+    return dispatch("mla_decode", backends, implementation, *arrays, scale=scale)
 
 
 def mla_decode_parts(

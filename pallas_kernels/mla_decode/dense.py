@@ -36,12 +36,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
@@ -110,23 +112,17 @@ class Signals:
     for the second depend on them. So a wait may compare the parities of uses.
     """
 
-    q_full: Barriers
-    """Use i is the partition's i-th segment."""
-
+    q_full: Barriers  # use i is the partition's i-th segment
     blocks: Barriers
     """Barriers at :func:`kv_full`, :func:`max_ready` and :func:`p_ready`. Key block n of the
     partition is use n // 2 of its slot's barriers."""
-
     sequences: Barriers
     """Use i is the partition's i-th segment. For Q_FREE it means that the queries *before* it have
     been read: the score warpgroups arrive when a segment begins, also the first one."""
-
-    kv_free: Any
-    """Half h of slot s is at index 2 s + h. Pallas tracks its phase."""
+    kv_free: Any  # Half h of slot s is at index 2 s + h. Pallas tracks its phase.
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
-        """Returns the scratch types of the four arrays of barriers."""
         free = plgpu.ClusterBarrier(
             collective_axes=("pair",), num_arrivals=2, num_barriers=2 * SLOTS
         )
@@ -146,16 +142,16 @@ class Signals:
         self.sequences.initialise([2 * WARPS] * 3)
 
 
-def kv_full(slot: Any, half: int) -> Any:
+def kv_full(slot: Index, half: int) -> Index:
     """Index in :attr:`Signals.blocks`. Half 2 is the rope keys."""
     return slot * 3 + half
 
 
-def max_ready(slot: Any) -> Any:
+def max_ready(slot: Index) -> Index:
     return 3 * SLOTS + slot
 
 
-def p_ready(slot: Any) -> Any:
+def p_ready(slot: Index) -> Index:
     return 4 * SLOTS + slot
 
 
@@ -164,10 +160,8 @@ class Cta:
     """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: TilePlan
-    queries: tuple[Any, Any]
-    """Latent and rope parts in global memory."""
-
-    pages: Any
+    queries: tuple[Any, Any]  # latent and rope parts in global memory
+    pages: Ref
     memory: TileMemory
     signals: Signals
     partition: Partition
@@ -178,7 +172,7 @@ class Cta:
         registers cannot."""
         return self.plan.rows < TILE
 
-    def first_query_row(self) -> Any:
+    def first_query_row(self) -> jax.Array:
         """Returns the tile's first query row, recomputed at each use to save a register."""
         return (lax.axis_index("tile") * self.plan.pair + lax.axis_index("pair")) * TILE
 
@@ -234,14 +228,10 @@ class ScoreWarpgroup:
     """Copies every other key block of a partition, and computes its S and P."""
 
     cta: Cta
+    slot: Index  # parity of this warpgroup's key blocks, and their slot
+    other: Index  # that of the other score warpgroup
 
-    slot: Any
-    """Parity of this warpgroup's key blocks, and their slot."""
-
-    other: Any
-    """That of the other score warpgroup."""
-
-    def run(self, sequence_count: Any) -> None:
+    def run(self, sequence_count: Index) -> None:
         cta, signals, slot = self.cta, self.cta.signals, self.slot
         done = lax.fori_loop(0, sequence_count, self.run_segment, jnp.int32(0))
 
@@ -259,7 +249,7 @@ class ScoreWarpgroup:
 
         when(sequence_count > 0)(lambda: signals.sequences.wait(SUM_FREE, sequence_count - 1))
 
-    def copy_queries(self, i: Any, b: Any) -> None:
+    def copy_queries(self, i: Index, b: Index) -> None:
         """Copies the queries of sequence b, the partition's i-th, when the buffer is free."""
         cta, signals = self.cta, self.cta.signals
 
@@ -270,10 +260,8 @@ class ScoreWarpgroup:
             cta.memory.copy_queries(signals.q_full, cta.queries, b, first_row, rows)
 
     def copy_block(self, page: Any, *, wait: bool) -> None:
-        """Copies a page into this warpgroup's slot.
-
-        With ``wait``, each half is copied when the slot's previous block releases it.
-        """
+        """Copies a page into this warpgroup's slot. With ``wait``, each half is copied when the
+        slot's previous block releases it."""
         signals, memory, slot = self.cta.signals, self.cta.memory, self.slot
         pages, axis = self.cta.pages, "pair" if self.cta.plan.pair == 2 else None
 
@@ -288,12 +276,10 @@ class ScoreWarpgroup:
             window = page, pl.ds(0, BLOCK), pl.ds(LATENT, ROPE)
             signals.blocks.copy(kv_full(slot, 2), pages, window, memory.rope.at[slot], axis)
 
-    def run_segment(self, i: Any, done: Any) -> Any:
-        """Processes the i-th segment. ``done`` counts the partition's blocks before it.
-
-        Block j of the segment is block ``done + j`` of the partition. This warpgroup's k-th block
-        is ``j = first + 2 k``. It may have none.
-        """
+    def run_segment(self, i: Index, done: Index) -> Index:
+        """Processes the i-th segment. ``done`` counts the partition's blocks before it. Block j of
+        the segment is block ``done + j`` of the partition. This warpgroup's k-th block is ``j =
+        first + 2 k``. It may have none."""
         plan, signals, partition = self.cta.plan, self.cta.signals, self.cta.partition
         first = (self.slot + done) & 1
         first_sequence, _, first_block, _ = entry = partition.entry()
@@ -350,7 +336,7 @@ class ScoreWarpgroup:
         self.store_sums(i, *carry)
         return done + count
 
-    def scores(self, k: Any, use: Any) -> Any:
+    def scores(self, k: Index, use: Index) -> jax.Array:
         """Returns Q K^T, not scaled yet, of this warpgroup's k-th block of a segment."""
         signals, memory = self.cta.signals, self.cta.memory
         # Always zero, but the compiler cannot tell. Otherwise it would compute all 72 descriptors
@@ -369,16 +355,10 @@ class ScoreWarpgroup:
 
         return pl.run_scoped(multiply, ACC((TILE, BLOCK), jnp.float32))
 
-    def softmax(self, s: Any, use: Any, j: Any, n: Any) -> tuple[Any, Any]:
+    def softmax(self, s: jax.Array, use: Index, j: Index, n: Index) -> tuple[jax.Array, jax.Array]:
         """Stores P, the running maximum, and the factor that rescales earlier results to it.
-
-        Returns P and the running maximum.
-
-        Args:
-          use: the block's use of its slot.
-          j: the block's number in the segment.
-          n: the block's number in the partition.
-        """
+        Returns P and the running maximum. The block is number j of the segment, n of the partition,
+        and use ``use`` of its slot."""
         signals, memory, slot, other = self.cta.signals, self.cta.memory, self.slot, self.other
         interpret, to_log2 = self.cta.plan.interpret, self.cta.plan.scale * LOG2E
         block_max = s.max(axis=1) * to_log2
@@ -406,7 +386,7 @@ class ScoreWarpgroup:
         signals.blocks.arrive(p_ready(slot))
         return p, running
 
-    def store_sums(self, i: Any, maximum: Any, partial_sums: Any) -> None:
+    def store_sums(self, i: Index, maximum: jax.Array, partial_sums: Ref) -> None:
         """Stores the row sums of the i-th segment, when those of the one before have been read."""
         signals, memory = self.cta.signals, self.cta.memory
         when(i > 0)(lambda: signals.sequences.wait(SUM_FREE, i - 1))
@@ -423,11 +403,9 @@ class ValueWarpgroup:
     """Accumulates P V of every key block for 256 output columns, and stores the results."""
 
     cta: Cta
-
-    index: Any
+    index: Index
     """0 or 1. Of each half of the latents, it computes the first or the second 128 columns, so that
     both value warpgroups release half 0 after half of their work."""
-
     outputs: TileResults
 
     def run(self) -> None:
@@ -438,11 +416,11 @@ class ValueWarpgroup:
         """This warpgroup's columns of each half."""
         return pl.ds(self.index * _VALUE_COLUMNS, _VALUE_COLUMNS)
 
-    def run_segment(self, i: Any, done: Any) -> Any:
+    def run_segment(self, i: Index, done: Index) -> Index:
         """Processes the i-th segment. ``done`` counts the partition's blocks before it."""
         partition, is_staged = self.cta.partition, self.cta.is_staged
         b, begin, count, has_last_block = partition.segment_and_end(i)
-        acc: Any = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
+        acc: jax.Array = plgpu.layout_cast(jnp.full((TILE, HALF), 0.0, jnp.float32), WGMMA)
         acc = lax.fori_loop(0, count - 1, lambda j, acc: self.add_block(done + j, acc), acc)
         last = done + count - 1
         slot = last & 1
@@ -457,16 +435,11 @@ class ValueWarpgroup:
         return done + count
 
     def add_block(
-        self, block: Any, acc: Any, *, valid_tokens: Any = None, releases: bool = True
+        self, block: Index, acc: jax.Array, *, valid_tokens: Any = None, releases: bool = True
     ) -> Any:
-        """Rescales ``acc`` to the block's maximum, and adds P V of the block.
-
-        Args:
-          block: its number in the partition.
-          valid_tokens: number of cached tokens in the block. The values of the others are zeroed.
-            Passed only for the last block of a segment.
-          releases: whether to release the slot.
-        """
+        """Rescales ``acc`` to the maximum of the partition's block, and adds P V of the block. With
+        ``valid_tokens``, for the last block of a segment, the values of later tokens are zeroed.
+        ``releases``: whether to release the slot."""
         signals, memory, interpret = self.cta.signals, self.cta.memory, self.cta.plan.interpret
         columns, slot = self.columns, block & 1
         use = lax.shift_right_logical(block, jnp.int32(1))
@@ -501,17 +474,15 @@ class ValueWarpgroup:
             self.release(slot, 1)
         return acc
 
-    def release(self, slot: Any, half: int) -> None:
+    def release(self, slot: Index, half: int) -> None:
         """Releases half of a slot in both CTAs, because each CTA copies to both."""
         sync_warpgroup(self.cta.plan.interpret)  # one thread arrives for all warps
         plgpu.barrier_arrive(self.cta.signals.kv_free.at[slot * 2 + half])
 
-    def store(self, i: Any, b: Any, slot: Any, acc: Any) -> None:
-        """Stores the result of sequence b, the i-th here, whose last block is in ``slot``.
-
-        The running maximum never falls. So the greater one of the score warpgroups' maxima is that
-        of the segment's last block, to which ``acc`` is relative.
-        """
+    def store(self, i: Index, b: Index, slot: Index, acc: jax.Array) -> None:
+        """Stores the result of sequence b, the i-th here, whose last block is in ``slot``. The
+        running maximum never falls. So the greater one of the score warpgroups' maxima is that of
+        the segment's last block, to which ``acc`` is relative."""
         memory, partition, signals = self.cta.memory, self.cta.partition, self.cta.signals
         columns, outputs = self.columns, self.outputs
         signals.sequences.wait(SUM_READY, i)

@@ -42,12 +42,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math
 from jaxtyping import Array, BFloat16, Int
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.ir import (
+    Registers,
     array,
     asm,
     asm_numbers,
     const,
+    f32,
     float_pair,
     inline,
     instruction,
@@ -129,12 +132,12 @@ class Layout:
 Stages = list[tuple[jax.Array, jax.Array]]  # (stage, use of the stage) of each slice of a key block
 
 
-def consumer_of(n: Any) -> Any:
+def consumer_of(n: jax.Array) -> jax.Array:
     """Returns the consumer of a partition's block n. It is block ``index_of(n)`` of its ring."""
     return n & (CONSUMERS - 1)
 
 
-def index_of(n: Any) -> Any:
+def index_of(n: Index) -> Index:
     return lax.shift_right_logical(n, jnp.int32(CONSUMERS - 1))
 
 
@@ -143,26 +146,25 @@ class Rings:
     """One ring buffer of stages per consumer, and the barriers of every stage."""
 
     layout: Layout
-    memory: Any  # stages of both rings, [CONSUMERS * stages, 64, width], in shared memory
+    memory: Ref  # stages of both rings, [CONSUMERS * stages, 64, width], in shared memory
     barriers: Barriers  # for each stage "full" and "free", then one "handover" per consumer
 
     def initialise(self) -> None:
         stages = CONSUMERS * self.layout.stages
         self.barriers.initialise([1] * stages + [WARPS] * (stages + CONSUMERS))
 
-    def of(self, w: Any) -> CountedRing:
-        """Returns the ring of consumer w."""
+    def of(self, w: Index) -> CountedRing:
         return CountedRing(self.layout.stages, self.barriers, w, CONSUMERS)
 
-    def handover(self, w: Any) -> Any:
+    def handover(self, w: Index) -> Index:
         """Returns the index of the barrier at which consumer w hands over its results."""
         return 2 * CONSUMERS * self.layout.stages + w
 
-    def stage_ref(self, w: Any, stage: Any) -> Any:
+    def stage_ref(self, w: Index, stage: Index) -> Any:
         """Returns a stage of ring w, [64, width]."""
         return self.memory.at[w * self.layout.stages + stage]
 
-    def stages_of(self, r: Any) -> Stages:
+    def stages_of(self, r: Index) -> Stages:
         """Returns the stages of a ring's r-th block. They wrap around at most once."""
         stages, count = self.layout.stages, len(self.layout.slices)
         first = r * count
@@ -176,7 +178,7 @@ class Rings:
             for k in range(count)
         ]
 
-    def wait_for_arrivals(self, done: Any) -> None:
+    def wait_for_arrivals(self, done: Index) -> None:
         """Waits for all releases of a partition's ``done`` blocks."""
         for w in range(CONSUMERS):
             blocks = index_of(done + (CONSUMERS - 1 - w))
@@ -271,7 +273,7 @@ def attend(
 
 
 def copy_block(
-    pages: Any, rings: Rings, block: tuple[Any, Any], count: Any, page: Any, next_page: Any
+    pages: Ref, rings: Rings, block: tuple[Any, Any], count: Index, page: Index, next_page: Index
 ) -> None:
     """Copies a block of a partition to its ring, slice by slice. See :class:`Producer`."""
     del count, next_page
@@ -292,10 +294,10 @@ class Consumer:
     """Attends to every other key block of a partition, and stores results of its sequences."""
 
     cta: Cta
-    index: Any  # 0 or 1
+    index: Index  # 0 or 1
     softmax: Softmax
-    p: Any  # P, bfloat16 [CONSUMERS, 2, N, 64] in shared memory
-    scratch: Any  # for reductions over threads, float32 [CONSUMERS, 4 N] in shared memory
+    p: Ref  # P, bfloat16 [CONSUMERS, 2, N, 64] in shared memory
+    scratch: Ref  # for reductions over threads, float32 [CONSUMERS, 4 N] in shared memory
     handover: Handover
     outputs: Results
 
@@ -307,7 +309,7 @@ class Consumer:
         i32, sequence_count = jnp.int32, self.cta.partition.sequence_count()
         lax.fori_loop(0, sequence_count, self.run_segment, (i32(0), i32(0)))
 
-    def run_segment(self, i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def run_segment(self, i: Index, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         """Processes a segment. The carry is the blocks before it, and how often this consumer has
         merged."""
         done, handovers = carry
@@ -350,26 +352,16 @@ class Consumer:
 
         must_merge = has_last_block & (count > 1)
         state = cond(must_merge, merge_other, lambda *same: same, acc, maximum, total)
-
-        @when(has_last_block)
-        def _store():
-            self.outputs.store(partition, b, state, gpu=gpu)
-
+        when(has_last_block)(lambda: self.outputs.store(partition, b, state, gpu=gpu))
         return done + count, handovers + must_merge.astype(jnp.int32)
 
     def process_block(
-        self, r: Any, block: Any, length: Any, carry: tuple[Any, Any, Any], *,
-        is_last: Any, has_last_block: Any,
+        self, r: Index, block: Index, length: Index, carry: tuple[Any, Any, Any], *,
+        is_last: jax.Array | bool, has_last_block: jax.Array | bool,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
-        """Adds a key block of the sequence to O^T, the sums and the running maximum.
-
-        Args:
-          r: the block's number in the ring.
-          block: the block's number in the sequence.
-          is_last: whether it is this consumer's last one of the segment.
-          has_last_block: whether this consumer processes the segment's last block. Otherwise the
-            stages of its own last block will hold its results.
-        """
+        """Adds a key block of the sequence, number r of the ring, to O^T, the sums and the running
+        maximum. ``is_last``: it is this consumer's last one of the segment. Unless this consumer
+        ``has_last_block`` of the segment, the stages of its own last one will hold its results."""
         acc, total, maximum = carry
         softmax, rings = self.softmax, self.cta.rings
         stages = rings.stages_of(r)
@@ -388,12 +380,8 @@ class Consumer:
 
         above = softmax.exceeds_slack(p)
         new_total = total + softmax.thread_sums(p)
-        acc, total, maximum = cond(
-            above,
-            raise_maximum,
-            lambda acc, _, new_total, maximum: (acc, new_total, maximum),
-            *(acc, total, new_total, maximum),
-        )
+        state = acc, total, new_total, maximum
+        acc, total, maximum = cond(above, raise_maximum, lambda a, _, t, m: (a, t, m), *state)
         tokens = length - block * BLOCK
         # The same stages, recomputed so that they need no registers until here.
         stages = rings.stages_of(r + lax.shift_right_logical(length, jnp.int32(31)))
@@ -401,8 +389,7 @@ class Consumer:
         values = self.values(stages, ~is_last | has_last_block)
         return add_values(acc, p_ref, values, gpu=self.gpu), total, maximum
 
-    def scores(self, r: Any, stages: Stages) -> Any:
-        """Returns S^T of the ring's r-th block."""
+    def scores(self, r: Index, stages: Stages) -> jax.Array:
         rings, ring, (q_latent, q_rope) = (
             self.cta.rings, self.cta.rings.of(self.index), self.cta.queries.targets,
         )  # fmt: skip
@@ -423,7 +410,7 @@ class Consumer:
 
         return pl.run_scoped(multiply, ACC((BLOCK, self.softmax.N), jnp.float32))
 
-    def clear_values(self, tokens: Any, stages: Stages) -> None:
+    def clear_values(self, tokens: Index, stages: Stages) -> None:
         """Zeroes values past the sequence's end, after ``tokens`` of the block."""
         rings, interpret = self.cta.rings, self.cta.interpret
 
@@ -460,21 +447,18 @@ class Consumer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Handover:
-    """The exchange of results between two consumers.
-
-    The one that did not process the sequence's last block hands over its results in the stages of
-    its own last block, and the other one releases them. Until then its ring has no room for another
-    block, so it cannot hand over twice before the first results are read.
-    """
+    """The exchange of results between two consumers. The one that did not process the sequence's
+    last block hands over its results in the stages of its own last block, and the other one
+    releases them. Until then its ring has no room for another block, so it cannot hand over twice
+    before the first results are read."""
 
     rings: Rings
-    memory: Any
+    memory: Ref
     """Float32 [514, N] in shared memory for the interpreter, which cannot reinterpret bfloat16
     memory as float32. None on a GPU."""
-
     interpret: Any
 
-    def give(self, wg: Any, block: Stages, state: State) -> None:
+    def give(self, wg: Index, block: Stages, state: State) -> None:
         """Stores a consumer's results in the stages of its last block."""
         acc, maximum, total = state
         sync_warpgroup(self.interpret)  # the matmuls of all four warps have read the block
@@ -485,7 +469,7 @@ class Handover:
             self.memory[LATENT], self.memory[LATENT + 1] = maximum, total
         self.rings.barriers.arrive(self.rings.handover(wg))
 
-    def merge(self, other: Any, block: Stages, use: Any, state: State) -> State:
+    def merge(self, other: Index, block: Stages, use: Index, state: State) -> State:
         """Returns results merged with those of the consumer ``other``, and releases its stages:
         those of its last ``block``. ``use`` is the number of mergers before."""
         acc, maximum, total = state
@@ -509,7 +493,7 @@ class Handover:
             self.rings.barriers.arrive(self.rings.of(other).free(stage))
         return acc, new_maximum, total * factor + other_total * other_factor
 
-    def _refs(self, w: Any, block: Stages) -> list[Any]:
+    def _refs(self, w: Index, block: Stages) -> list[Any]:
         return [self.rings.stage_ref(w, stage) for stage, _ in block]
 
 
@@ -518,7 +502,7 @@ def write_handover(stages: Sequence[Any], acc: jax.Array, *vectors: jax.Array) -
     ``acc`` overwrites the latent columns, and the vectors the rope keys."""
 
     @inline([TILES] * len(stages), WGMMA, *(COLUMN for _ in vectors))
-    def write(stages: Any, acc: Any, *vectors: Any):
+    def write(stages: Any, acc: Registers, *vectors: Any):
         vector_pairs = [pair for each in vectors for pair in each.registers.flat]
         for pairs, addresses in zip([*_tiles(acc), vector_pairs], _addresses(stages), strict=True):
             for (address, offset), some in zip(addresses, batched(pairs, 2), strict=False):
@@ -549,7 +533,7 @@ def add_handover(
     result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=WGMMA)
 
     @inline([TILES] * len(stages), WGMMA, COLUMN, COLUMN, returns=result)
-    def add(stages: Any, acc: Any, factor: Any, other_factor: Any):
+    def add(stages: Any, acc: Registers, factor: Registers, other_factor: Registers):
         results = []
         for tile, (pairs, tile_addresses) in enumerate(
             zip(_tiles(acc), _addresses(stages), strict=False)
@@ -567,22 +551,22 @@ def add_handover(
     return add(list(stages), acc, factor, other_factor)
 
 
-def _tiles(acc: Any) -> list[list[Any]]:
+def _tiles(acc: Registers) -> list[list[Any]]:
     """Groups a thread's register pairs by 64 latent columns."""
     return batched(acc.registers.flat, acc.registers.size * 64 // LATENT)
 
 
-def _load_fours(addresses: Sequence[Any], pairs: int) -> list[Any]:
+def _load_fours(addresses: Sequence[tuple[ir.Value, int]], pairs: int) -> list[ir.Value]:
     results = []
     for address, offset in addresses[: pairs // 2]:
         text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
         kinds = "=f,=f,=f,=f,r,~{memory}"
-        words = asm_numbers(text, kinds, address, kind=ir.F32Type.get(), count=4)
+        words = asm_numbers(text, kinds, address, kind=f32(), count=4)
         results += [float_pair(*words[:2]), float_pair(*words[2:])]
     return results
 
 
-def _addresses(stages: Sequence[Any]) -> list[Any]:
+def _addresses(stages: Sequence[ir.Value]) -> list[list[tuple[ir.Value, int]]]:
     """Returns (address, offset) of a thread's groups of four float32, for each 64 block columns."""
     thread = thread_index()
     results = []

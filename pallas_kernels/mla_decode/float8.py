@@ -34,12 +34,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int, UInt8
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers, send_quarter
 from pallas_kernels.hopper.launch import overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
@@ -91,11 +93,9 @@ sums. Use i is the partition's i-th sequence."""
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SingleSignals:
-    """Barriers of a CTA that unpacks for itself. Slot s has halves 0 and 1.
-
-    They are Pallas' barriers, as :class:`Barriers` uses them in the interpreter: they count their
-    uses themselves. They are few arrays, because each keeps its phases in a register per thread.
-    """
+    """Barriers of a CTA that unpacks for itself. Slot s has halves 0 and 1. They are Pallas'
+    barriers, as :class:`Barriers` uses them in the interpreter: they count their uses themselves.
+    They are few arrays, because each keeps its phases in a register per thread."""
 
     interpret: Any
     q_full: Barriers  # One barrier. The queries of a sequence are filled, by three copies.
@@ -113,13 +113,13 @@ class SingleSignals:
             plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=5 * SLOTS),
         ]
 
-    def kv_full(self, slot: Any, half: int) -> Any:
+    def kv_full(self, slot: Index, half: int) -> Index:
         return slot * 2 + half
 
-    def kv_free(self, slot: Any, half: int) -> Any:
+    def kv_free(self, slot: Index, half: int) -> Index:
         return 4 + slot * 2 + half
 
-    def p_ready(self, slot: Any) -> Any:
+    def p_ready(self, slot: Index) -> Index:
         return 8 + slot
 
     def of_consumer(self, index: int) -> ConsumerSignals:
@@ -134,19 +134,19 @@ class SingleSignals:
             release=lambda slot: self.release(slot, index),
         )
 
-    def use_of(self, block: Any, k: Any) -> Any:
+    def use_of(self, block: Index, k: Index | None) -> Any:
         return k  # of any use: the barriers count
 
-    def wait_max(self, slot: Any, block: Any) -> None:
+    def wait_max(self, slot: Index, block: Index) -> None:
         self.max_ready.wait(slot, block)
 
-    def wait_p(self, slot: Any, block: Any) -> None:
+    def wait_p(self, slot: Index, block: Index) -> None:
         self.blocks.wait(self.p_ready(slot), block)
 
-    def release(self, slot: Any, half: int) -> None:
+    def release(self, slot: Index, half: int) -> None:
         self.arrive_once(self.kv_free(slot, half))
 
-    def arrive_once(self, i: Any) -> None:
+    def arrive_once(self, i: Index) -> None:
         """Arrives at barrier i of ``blocks`` once, after all threads have come here."""
         sync_warpgroup(self.interpret)
         self.blocks.arrive(i)
@@ -160,7 +160,7 @@ class PairSignals:
     blocks: Barriers  # barriers at kv_full, max_ready and p_ready
     sequences: Barriers
     free: Barriers  # half h of slot s has been read by that consumer of both CTAs, see kv_free
-    rank: Any  # the CTA's number in its pair: the half of each block that it unpacks
+    rank: Index  # the CTA's number in its pair: the half of each block that it unpacks
 
     @staticmethod
     def scratch(interpret: Any) -> list[Any]:
@@ -168,7 +168,7 @@ class PairSignals:
         return [Barriers.scratch(n, arrivals, interpret, axis) for n, arrivals, axis in counts]
 
     @classmethod
-    def of(cls, scratch: Sequence[Any], rank: Any, interpret: Any) -> PairSignals:
+    def of(cls, scratch: Sequence[Any], rank: Index, interpret: Any) -> PairSignals:
         q_full, blocks, sequences, free = (Barriers(each, interpret) for each in scratch)
         return cls(q_full, blocks, sequences, free, rank)
 
@@ -179,17 +179,17 @@ class PairSignals:
         self.sequences.initialise([2 * WARPS] * 3, cluster=False)
         self.free.initialise([2 * WARPS] * (2 * SLOTS))
 
-    def kv_full(self, slot: Any, half: Any) -> Any:
+    def kv_full(self, slot: Index, half: Index) -> Index:
         """Index of a filled half; half 2 is the rope keys."""
         return slot * 3 + half
 
-    def max_ready(self, slot: Any) -> Any:
+    def max_ready(self, slot: Index) -> Index:
         return 3 * SLOTS + slot
 
-    def p_ready(self, slot: Any) -> Any:
+    def p_ready(self, slot: Index) -> Index:
         return 4 * SLOTS + slot
 
-    def kv_free(self, slot: Any, half: Any) -> Any:
+    def kv_free(self, slot: Index, half: Index) -> Index:
         """Index in :attr:`free`. The slots of a half are consecutive."""
         return half * SLOTS + slot
 
@@ -197,7 +197,7 @@ class PairSignals:
         """Returns the barriers of the consumer that scores the blocks in slot ``index``."""
         other = 1 - index
 
-        def wait_full(step: int, use: Any) -> None:
+        def wait_full(step: int, use: Index) -> None:
             zero = lax.shift_right_logical(use, jnp.int32(24))  # so that no address is kept
             half = (self.rank ^ step) + zero  # the other CTA's half comes second
             self.blocks.wait(self.kv_full(index, half), use)
@@ -214,17 +214,17 @@ class PairSignals:
             release=lambda slot: self.release(slot, index),
         )
 
-    def use_of(self, block: Any, k: Any) -> Any:
+    def use_of(self, block: Index, k: Index | None) -> Any:
         """Returns the use of a block's slot. The block is the consumer's k-th of the segment."""
         return lax.shift_right_logical(block, jnp.int32(1))
 
-    def wait_max(self, slot: Any, block: Any) -> None:
+    def wait_max(self, slot: Index, block: Index) -> None:
         self.blocks.wait(self.max_ready(slot), self.use_of(block, None))
 
-    def wait_p(self, slot: Any, block: Any) -> None:
+    def wait_p(self, slot: Index, block: Index) -> None:
         self.blocks.wait(self.p_ready(slot), self.use_of(block, None))
 
-    def release(self, slot: Any, half: int) -> None:
+    def release(self, slot: Index, half: int) -> None:
         self.free.arrive(self.kv_free(slot, half), ctas=2)
 
 
@@ -237,11 +237,10 @@ class Cta:
 
     plan: TilePlan
     queries: tuple[Any, Any]  # latent and rope parts in global memory
-    pages: Any
+    pages: Ref
     memory: TileMemory
     signals: Any  # SingleSignals or PairSignals
     partition: Partition
-
     first_query_row: Callable[[], Any]
     bounds: Callable[[], tuple[Any, Any, Any]]
     """Returns the partition's first and last sequence, and their number."""
@@ -318,7 +317,7 @@ class SingleProducer:
     """Fills the two slots with all key blocks of a partition, and copies its sequences' queries."""
 
     cta: Cta
-    first_query_row: Any
+    first_query_row: Index
 
     def run(self) -> None:
         cta, signals = self.cta, self.cta.signals
@@ -336,7 +335,7 @@ class SingleProducer:
             for slot in range(SLOTS):
                 when(done > slot)(functools.partial(self.wait_free, slot))
 
-    def run_segment(self, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def run_segment(self, i: Index, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         """Processes a segment. The carry is the partition's blocks before it, and the next block:
         its bytes in registers, its page, and the valid tokens from the page's first slot on."""
         done, *next_block = carry
@@ -361,19 +360,19 @@ class SingleProducer:
 
         return done + count, *lax.fori_loop(0, count, step, tuple(next_block))
 
-    def page_and_tokens(self, b: Any, block: Any) -> tuple[Any, Any]:
+    def page_and_tokens(self, b: Index, block: Index) -> tuple[Any, Any]:
         page, length = self.cta.partition.page(b, block), self.cta.partition.length(b)
         return page, length - block * BLOCK
 
-    def copy_queries(self, b: Any) -> None:
+    def copy_queries(self, b: Index) -> None:
         cta, first_row = self.cta, self.first_query_row
         cta.memory.copy_queries(cta.signals.q_full, cta.queries, b, first_row, cta.plan.rows)
 
-    def wait_free(self, slot: Any) -> None:
+    def wait_free(self, slot: Index) -> None:
         for half in range(2):
             self.cta.signals.blocks.wait(self.cta.signals.kv_free(slot, half), None)
 
-    def fetch(self, page: Any) -> tuple[Any, ...]:
+    def fetch(self, page: Index) -> tuple[Any, ...]:
         """Loads a page's latents and scales into registers, and its rope keys into the L2 cache."""
         if self.cta.plan.interpret is not None:
             return ()
@@ -381,7 +380,7 @@ class SingleProducer:
         float8_registers.prefetch_rope(page)
         return *float8_registers.fetch_half(page, 0), *float8_registers.fetch_half(page, 1)
 
-    def fill(self, n: Any, registers: Any, page: Any, tokens: Any, next_page: Any) -> Any:
+    def fill(self, n: Index, registers: Any, page: Index, tokens: Index, next_page: Index) -> Any:
         """Stores block n of the partition from registers, and loads the next block."""
         signals, memory, pages = self.cta.signals, self.cta.memory, self.cta.pages
         slot = n & 1
@@ -417,11 +416,10 @@ class PairProducer:
     registers. When both CTAs have released that half of a slot, it unpacks the latents to bfloat16
     and stores them there, and each warp sends what it has stored to the other CTA. Then it loads
     the next block: not earlier, because the fence after the stores waits for loads. One instruction
-    prefetches the page after the next one into the L2 cache. Rope keys are copied by TMA.
-    """
+    prefetches the page after the next one into the L2 cache. Rope keys are copied by TMA."""
 
     cta: Cta
-    first_query_row: Any
+    first_query_row: Index
 
     @property
     def gpu(self) -> bool:
@@ -475,11 +473,11 @@ class PairProducer:
             def _():
                 float8_registers.prefetch_page(self.cta.pages.at[block[1]])
 
-    def wait_free(self, n: Any, half: Any) -> None:
+    def wait_free(self, n: Index, half: Index) -> None:
         signals, use = self.cta.signals, lax.shift_right_logical(n, jnp.int32(1))
         when(use > 0)(lambda: signals.free.wait(signals.kv_free(n & 1, half), use - 1))
 
-    def fill(self, n: Any, block: Block, registers: tuple[Any, ...]) -> None:
+    def fill(self, n: Index, block: Block, registers: tuple[Any, ...]) -> None:
         """Fills block n in both CTAs."""
         signals, memory, pages = self.cta.signals, self.cta.memory, self.cta.pages
         slot, (_, page, tokens) = n & 1, block
@@ -502,7 +500,7 @@ class PairProducer:
             window = page, pl.ds(0, BLOCK), pl.ds(ROPE_AT, 2 * ROPE)
             signals.blocks.copy(signals.kv_full(slot, 2), pages, window, memory.rope.at[slot])
 
-    def interpreted_fill(self, slot: Any, page: Any, tokens: Any) -> None:
+    def interpreted_fill(self, slot: Index, page: Index, tokens: Index) -> None:
         """Unpacks both halves: the interpreter has no stores to another CTA's memory."""
         signals, memory = self.cta.signals, self.cta.memory
         latent, memory.rope[slot] = float8_registers.unpacked_page(self.cta.pages[page], tokens)
@@ -512,11 +510,11 @@ class PairProducer:
         for part in range(3):
             signals.blocks.arrive(signals.kv_full(slot, part))
 
-    def copy_queries(self, walk: BlockWalk, first: Any, end: Any) -> Any:
+    def copy_queries(self, walk: BlockWalk, first: Index, end: Index) -> jax.Array:
         """Copies the queries of the partition's sequences ``first`` to ``end - 1``."""
         cta, signals = self.cta, self.cta.signals
 
-        def copy(i: Any, _: Any) -> None:
+        def copy(i: Index, _: Any) -> None:
             when(i > 0)(lambda: signals.sequences.wait(Q_FREE, i - 1))
             b, first_row = walk.first_sequence + i, self.first_query_row
             cta.memory.copy_queries(signals.q_full, cta.queries, b, first_row, TILE)
@@ -575,7 +573,7 @@ class ConsumerWarpgroup:
         sequence_count = bounds()[2]
         when(sequence_count > 0)(lambda: signals.sequences.wait(SUM_FREE, sequence_count - 1))
 
-    def run_segment(self, i: Any, done: Any) -> Any:
+    def run_segment(self, i: Index, done: Index) -> Index:
         """Processes one segment; ``done`` counts the partition's blocks before it."""
         memory, signals, consumer = self.cta.memory, self.cta.signals, self.consumer
         index, other, few_registers = consumer.index, 1 - consumer.index, self.few_registers
@@ -638,7 +636,7 @@ class ConsumerWarpgroup:
         return done + count
 
     def softmax(
-        self, s: Any, before: Any, length: Any, block: Any, sums: Sequence[Any]
+        self, s: jax.Array, before: jax.Array, length: Index, block: Index, sums: Sequence[Any]
     ) -> tuple[Any, ...]:
         """Stores P of a block, its maximum and factor. Returns the factor, and the row sums."""
         plan, max_pages = self.cta.plan, self.cta.partition.max_pages
@@ -661,7 +659,9 @@ class ConsumerWarpgroup:
         total = total * jnp.exp2(maximum - running) + p.sum(axis=1)
         return alpha, running, total
 
-    def store(self, i: Any, b: Any, slot: Any, acc: Any, maximum: Any, total: Any) -> None:
+    def store(
+        self, i: Index, b: Index, slot: Index, acc: jax.Array, maximum: jax.Array, total: jax.Array
+    ) -> None:
         """Merges the consumers' sums, and stores the result of sequence b, the partition's i-th,
         whose last block is in ``slot``."""
         index, memory, outputs = self.consumer.index, self.cta.memory, self.outputs

@@ -103,10 +103,8 @@ def dequantize_latent(
 
 
 def _rounded_up(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
-    """Rounds up to bfloat16 precision, by bit operations because XLA may elide a pair of casts.
-
-    A value that exceeds a bfloat16 by no more than 3 float32 ulps is rounded down to it: the
-    excess comes from rounding in the division.
-    """
+    """Rounds up to bfloat16 precision, by bit operations because XLA may elide a pair of casts. A
+    value that exceeds a bfloat16 by no more than 3 float32 ulps is rounded down to it: the excess
+    comes from rounding in the division."""
     bits: UInt32[Array, "*n"] = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jax.lax.bitcast_convert_type((bits + 0xFFFC) & jnp.uint32(0xFFFF0000), jnp.float32)

@@ -24,21 +24,28 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, BFloat16
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     asm_numbers,
     const,
+    global_address,
     i32,
     i64,
     inline,
     item,
+    numbers_of,
     scalar,
     shared_address,
+    single,
     value_of,
     warp_and_lane,
+    words_of,
 )
 from pallas_kernels.hopper.split_kv import BLOCK
 from pallas_kernels.hopper.tiles import TILES, WGMMA
@@ -67,7 +74,7 @@ def _words(loads: int) -> Any:
     return plgpu.ShapeDtypeStruct((64, 8 * loads), jnp.int32, layout=_WORDS)
 
 
-def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+def fetch_half(page: Ref, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Loads half 0 or 1 of the latents (256 columns) of a page [64, 656], and their scales. A warp
     loads 256 columns of two tokens at a time, 16 bytes per thread."""
 
@@ -76,15 +83,13 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def times_half(address: Any, bytes_: int, half: tuple[Any, ...]) -> Any:
         """Adds ``half * bytes_`` to an address. A constant half is added in the instructions."""
-        return (
-            _offset_pointer(address, arith.muli(value_of(*half), const(bytes_)))
-            if half
-            else address
-        )
+        if not half:
+            return address
+        return _offset_pointer(address, arith.muli(value_of(*half), const(bytes_)))
 
     @inline(REF, *[SCALAR for _ in scalars], returns=(_words(_PAIRS), scale_words))
-    def fetch(page: Any, *half: Any):
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+    def fetch(page: ir.Value, *half: Any):
+        base = global_address(page)
         warp, lane = warp_and_lane()
         first = arith.muli(warp, const(_TOKENS))
         token = arith.addi(first, _bit(lane, 2))
@@ -103,37 +108,32 @@ def fetch_half(page: Any, half: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         address = times_half(address, _SCALE_BYTES, half)
         offset = SCALES_AT + constant * _SCALE_BYTES
         text = f"ld.global.L1::no_allocate.b32 $0, [$1 + {offset}];"
-        scale = asm(text, "=r,l", address, result=i32(), effects=True)
-        scale_register = vector.broadcast(ir.VectorType.get((1,), i32()), scale)
-        return pack_words(words), array([scale_register], (128,), _SCALE_WORD, is_signed=True)
+        scale = single(asm(text, "=r,l", address, result=i32(), effects=True))
+        return pack_words(words), array([scale], (128,), _SCALE_WORD, is_signed=True)
 
     return fetch(page, *scalars)
 
 
-def prefetch_rope(page: Any) -> None:
+def prefetch_rope(page: Ref) -> None:
     """Prefetches the rope keys of a page [64, 656] into the L2 cache."""
 
-    @inline(REF)
-    def prefetch(page: Any):
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+    @inline(REF).on(page)
+    def _(page: ir.Value):
+        base = global_address(page)
         thread = _low(mgpu.utils.thread_idx(), 7)
-        token, end = (
-            arith.shrui(thread, const(1)),
-            arith.muli(_low(thread, 1), const(2 * ROPE - 16)),
-        )
+        token = arith.shrui(thread, const(1))
+        end = arith.muli(_low(thread, 1), const(2 * ROPE - 16))
         address = _offset_pointer(base, arith.addi(arith.muli(token, const(TOKEN_BYTES)), end))
         asm(f"prefetch.global.L2 [$0 + {ROPE_AT}];", "l", address, effects=True)
 
-    prefetch(page)
 
-
-def copy_rope(tile: Any, page: Any) -> None:
+def copy_rope(tile: Ref, page: Ref) -> None:
     """Starts copying the rope keys of a page [64, 656] to a tile [64, 64] in shared memory, see
     :func:`wait_rope_copies`."""
 
-    @inline(TILES, REF)
-    def copy(tile: Any, page: Any):
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+    @inline(TILES, REF).on(tile, page)
+    def _(tile: ir.Value, page: ir.Value):
+        base = global_address(page)
         warp, lane = warp_and_lane()
         token, chunk = arith.shrui(lane, const(3)), arith.shli(_low(lane, 3), const(4))
         row = arith.addi(arith.muli(warp, const(_TOKENS)), token)
@@ -150,44 +150,37 @@ def copy_rope(tile: Any, page: Any) -> None:
             }}"""
             asm(text, "r,l", address, source, effects=True)
 
-    copy(tile, page)
-
 
 def wait_rope_copies() -> None:
     """Waits for the copies that this thread has started."""
 
-    @inline()
-    def wait():
+    @inline().on()
+    def _():
         asm("cp.async.wait_all;", "", effects=True)
 
-    wait()
 
-
-def prefetch_page(page: Any) -> None:
+def prefetch_page(page: Ref) -> None:
     """Prefetches a page [64, 656] into the L2 cache."""
 
-    @inline(REF)
-    def prefetch(page: Any):
-        address = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(page))
+    @inline(REF).on(page)
+    def _(page: ir.Value):
+        address = global_address(page)
         leader = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
         text = f"@$1 cp.async.bulk.prefetch.L2.global [$0], {BLOCK * TOKEN_BYTES};"
         asm(text, "l,b", address, leader, effects=True)
 
-    prefetch(page)
 
-
-def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array) -> None:
+def store_half(tile: Ref, words: jax.Array, scales: jax.Array, tokens: Index) -> None:
     """Stores ``words`` times their scales as bfloat16 [64, 256] in shared memory.
 
     A quarter of a warp has four threads of an even and four of an odd token. Each stores 16 of its
     32 bytes at a time, so that the eight stores use different banks.
 
     Tokens from index ``tokens`` on are zeroed, whatever they contain. The scale is rounded to
-    bfloat16. A float8 NaN becomes 480 times its scale.
-    """
+    bfloat16. A float8 NaN becomes 480 times its scale."""
 
-    @inline(TILES, _WORDS, _SCALE_WORD, SCALAR)
-    def store(tile: Any, words: Any, scales: Any, tokens: Any):
+    @inline(TILES, _WORDS, _SCALE_WORD, SCALAR).on(tile, words, scales, tokens)
+    def _(tile: ir.Value, words: Registers, scales: Registers, tokens: Registers):
         eight_tokens = HALF * 8 * 2  # bytes
         warp, lane = warp_and_lane()
         column = arith.shli(arith.shrui(lane, const(3)), const(10))
@@ -200,7 +193,7 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
         row = arith.addi(arith.muli(warp, const(2 * eight_tokens)), arith.shli(odd, const(7)))
         chunk = arith.ori(arith.shli(_low(lane, 2), const(5)), arith.shli(odd, const(4)))
         address = arith.addi(address, arith.addi(row, chunk))
-        words = words_of(words)
+        all_words = numbers_of(words)
         for first in range(0, _PAIRS, _TOGETHER):
             stores = []
             for i in range(first, first + _TOGETHER):
@@ -208,33 +201,31 @@ def store_half(tile: Any, words: jax.Array, scales: jax.Array, tokens: jax.Array
                 source = arith.addi(source_lane, const(2 * i))
                 factor = asm(text, "=r,r,r", scale, source, result=i32(), effects=True)
                 for j in range(2):
-                    two = words[4 * i + 2 * j : 4 * i + 2 * j + 2]
+                    two = all_words[4 * i + 2 * j : 4 * i + 2 * j + 2]
                     four = [unpack_pair(each, factor, pair) for each in two for pair in range(2)]
                     offset = (i // 4) * eight_tokens + (i % 4) * 256
                     stores.append((32 * (i % 4) + 16 * j, offset, four))
             store_all(address, stores)
 
-    store(tile, words, scales, tokens)
 
-
-def _low(x: Any, bits: int) -> Any:
+def _low(x: ir.Value, bits: int) -> ir.Value:
     return arith.andi(x, const(2**bits - 1))
 
 
-def _bit(x: Any, number: int) -> Any:
+def _bit(x: ir.Value, number: int) -> ir.Value:
     return _low(arith.shrui(x, const(number)), 1)
 
 
-def _offset_pointer(pointer: Any, bytes_: Any) -> Any:
+def _offset_pointer(pointer: ir.Value, bytes_: ir.Value) -> ir.Value:
     return arith.addi(pointer, arith.extui(i64(), bytes_))
 
 
-def _load(pointer: Any, offset: int) -> list[Any]:
+def _load(pointer: ir.Value, offset: int) -> list[ir.Value]:
     text = f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
     return asm_numbers(text, "=r,=r,=r,=r,l", pointer, kind=i32(), count=4)
 
 
-def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
+def store_all(pointer: ir.Value, stores: list[tuple[int, int, list[ir.Value]]]) -> None:
     """Stores four words at each ``(pointer ^ flipped) + offset``, in one block of assembly. In
     separate ones the compiler assigns the same registers to all stores, and waits for each."""
     text, words = ["{ .reg .b32 p;"], []
@@ -245,7 +236,7 @@ def store_all(pointer: Any, stores: list[tuple[int, int, list[Any]]]) -> None:
     asm(" ".join([*text, "}"]), ",".join("r" * (len(words) + 1)), pointer, *words, effects=True)
 
 
-def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
+def factor_of(scale: ir.Value, token: ir.Value, tokens: Registers) -> ir.Value:
     """Returns two bfloat16 copies of a float32 scale times 2^120, or 0 if ``token >= tokens``.
     float8 bits, placed in a bfloat16, are 2^-120 times their value."""
     text = """{
@@ -259,7 +250,7 @@ def factor_of(scale: Any, token: Any, tokens: Any) -> Any:
     return asm(text, "=r,r,r,r", scale, token, value_of(tokens), result=i32())
 
 
-def unpack_pair(word: Any, factor: Any, pair: int) -> Any:
+def unpack_pair(word: ir.Value, factor: ir.Value, pair: int) -> ir.Value:
     """Converts bytes 2 * pair and 2 * pair + 1 of a word from float8_e4m3fn to bfloat16, times
     ``factor``. A sign-extended byte, shifted left by 4, has its bits where bfloat16 has them, and
     more sign bits, which are masked out."""
@@ -274,18 +265,12 @@ def unpack_pair(word: Any, factor: Any, pair: int) -> Any:
 
 
 def pack_words(words: list[Any]) -> Any:
-    """Makes an array of a thread's words."""
     two = ir.VectorType.get((2,), i32())
     pairs = [vector.from_elements(two, words[i : i + 2]) for i in range(0, len(words), 2)]
     return array(pairs, (64, 2 * len(words)), _WORDS, is_signed=True)
 
 
-def words_of(words: Any) -> list[Any]:
-    """Returns the words of an array that :func:`pack_words` made."""
-    return [item(register, i) for register in words.registers.flat for i in range(2)]
-
-
-def unpacked_page(page: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
+def unpacked_page(page: jax.Array, tokens: Index) -> tuple[jax.Array, jax.Array]:
     """Returns the latents of a page, zero from token ``tokens`` on, and its rope keys, as the
     kernels unpack them. For the interpreter."""
     latent, rope = dequantize_latent(with_rounded_scales(page), jnp.bfloat16)
@@ -298,11 +283,8 @@ def with_rounded_scales(tokens: jax.Array) -> jax.Array:
     words = tokens[..., SCALES_AT:ROPE_AT].reshape(*tokens.shape[:-1], -1, 4)
     # Not by a pair of casts, which XLA may elide.
     scales = lax.reduce_precision(lax.bitcast_convert_type(words, jnp.float32), 8, 7)
-    fields = (
-        tokens[..., :SCALES_AT],
-        lax.bitcast_convert_type(scales, jnp.uint8),
-        tokens[..., ROPE_AT:],
-    )
+    scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    fields = tokens[..., :SCALES_AT], scales, tokens[..., ROPE_AT:]
     return jnp.concatenate([field.reshape(*tokens.shape[:-1], -1) for field in fields], axis=-1)
 
 
@@ -330,11 +312,9 @@ _OPERAND = plgpu.ShapeDtypeStruct((64, COLUMNS), jnp.bfloat16, layout=WGMMA)
 def permute_queries(
     q_latent: BFloat16[Array, "B M C"], q_rope: BFloat16[Array, "B M R"]
 ) -> tuple[BFloat16[Array, "B M C"], BFloat16[Array, "B M R"]]:
-    """Permutes the columns of queries to the order of the keys in a scorer's operands.
-
-    Thread t of four has 32 consecutive columns of each group of 128 latent columns, or 16 of the 64
-    rope columns. A matmul instruction takes four of them from each thread, as two pairs.
-    """
+    """Permutes the columns of queries to the order of the keys in a scorer's operands. Thread t of
+    four has 32 consecutive columns of each group of 128 latent columns, or 16 of the 64 rope
+    columns. A matmul instruction takes four of them from each thread, as two pairs."""
     B, M, C = q_latent.shape
     latent = q_latent.reshape(B, M, C // GROUP, 4, 8, 2, 2).transpose(0, 1, 2, 4, 5, 3, 6)
     rope = q_rope.reshape(B, M, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5)
@@ -344,19 +324,19 @@ def permute_queries(
 def warp_index() -> jax.Array:
     """Returns the number of the thread's warp in its warpgroup."""
 
-    @inline(returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def index() -> Any:
+    @inline(returns=INT32)
+    def index() -> Registers:
         return scalar(arith.remui(mgpu.utils.warp_idx(), const(4)))
 
     return index()
 
 
-def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
+def load_words(ring: Ref, stage: jax.Array, unit: int) -> jax.Array:
     """Loads the float8 latents of operand ``unit`` of eight: 16 bytes of each of two tokens. The
     warp's ``stage`` is one of the ring, uint8 [stages, 16, 656]."""
 
     @inline(REF, SCALAR, returns=_EIGHT_WORDS)
-    def load(ring: Any, stage: Any) -> Any:
+    def load(ring: ir.Value, stage: Registers) -> Registers:
         group, half = divmod(unit, 2)
         address = _token_address(ring, stage)
         return pack_words(_load_rows(address, GROUP * group + 16 * half))
@@ -364,12 +344,12 @@ def load_words(ring: Any, stage: jax.Array, unit: int) -> jax.Array:
     return load(ring, stage)
 
 
-def load_factors(ring: Any, stage: jax.Array, tokens: jax.Array) -> jax.Array:
+def load_factors(ring: Ref, stage: jax.Array, tokens: Index) -> jax.Array:
     """Loads the factors of two tokens, four each, see :func:`factor_of`. Those of tokens from index
     ``tokens`` of the page on are 0."""
 
     @inline(REF, SCALAR, SCALAR, returns=_EIGHT_WORDS)
-    def load(ring: Any, stage: Any, tokens: Any) -> Any:
+    def load(ring: ir.Value, stage: Registers, tokens: Registers) -> Registers:
         warp, lane = warp_and_lane()
         first = arith.addi(arith.shli(warp, const(4)), arith.shrui(lane, const(2)))
         address = _token_address(ring, stage, column_bytes=0)
@@ -388,9 +368,9 @@ def when_loaded(words: jax.Array, zero: jax.Array, number: jax.Array) -> jax.Arr
     not know. A barrier does not wait for the loads before it, so a copy could overwrite what they
     read."""
 
-    @inline(WGMMA, SCALAR, SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def add_nothing(words: Any, zero: Any, number: Any) -> Any:
-        all_words = functools.reduce(arith.ori, words_of(words))
+    @inline(WGMMA, SCALAR, SCALAR, returns=INT32)
+    def add_nothing(words: Registers, zero: Registers, number: Registers) -> Registers:
+        all_words = functools.reduce(arith.ori, numbers_of(words))
         return scalar(arith.addi(value_of(number), arith.andi(all_words, value_of(zero))))
 
     return add_nothing(words, zero, number)
@@ -400,12 +380,12 @@ def unpack(words: jax.Array, factors: jax.Array, unit: int) -> jax.Array:
     """Returns operand ``unit``, bfloat16 [64, 64], of its words and the tokens' factors."""
 
     @inline(WGMMA, WGMMA, returns=_OPERAND)
-    def convert(words: Any, factors: Any) -> Any:
-        words, factors = words_of(words), words_of(factors)
+    def convert(words: Registers, factors: Registers) -> Registers:
+        of_words, of_factors = numbers_of(words), numbers_of(factors)
         rows = [
             [
-                unpack_pair(each, factors[4 * row + unit // 2], pair)
-                for each in words[4 * row : 4 * row + 4]
+                unpack_pair(each, of_factors[4 * row + unit // 2], pair)
+                for each in of_words[4 * row : 4 * row + 4]
                 for pair in range(2)
             ]
             for row in range(2)
@@ -415,11 +395,11 @@ def unpack(words: jax.Array, factors: jax.Array, unit: int) -> jax.Array:
     return convert(words, factors)
 
 
-def load_rope(ring: Any, stage: jax.Array) -> jax.Array:
+def load_rope(ring: Ref, stage: jax.Array) -> jax.Array:
     """Loads the rope keys of a page as an operand, bfloat16 [64, 64]."""
 
     @inline(REF, SCALAR, returns=_OPERAND)
-    def load(ring: Any, stage: Any) -> Any:
+    def load(ring: ir.Value, stage: Registers) -> Registers:
         address = _token_address(ring, stage)
         first, second = (_load_rows(address, ROPE_AT + 16 * half) for half in range(2))
         return _operand([first[4 * row : 4 * row + 4] + second[4 * row : 4 * row + 4]
@@ -428,11 +408,11 @@ def load_rope(ring: Any, stage: jax.Array) -> jax.Array:
     return load(ring, stage)
 
 
-def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
+def store_values(slot: Ref, operand: jax.Array, unit: int) -> None:
     """Stores operand ``unit`` in a slot for values, [8, 64, 64] in shared memory."""
 
-    @inline(TILES, WGMMA)
-    def store(slot: Any, operand: Any) -> None:
+    @inline(TILES, WGMMA).on(slot, operand)
+    def _(slot: ir.Value, operand: Registers) -> None:
         warp, lane = warp_and_lane()
         row, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
         odd_tile = arith.shrui(quarter, const(1))
@@ -445,7 +425,7 @@ def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
             arith.ori(arith.shli(token, const(7)), arith.shli(arith.xori(chunk, row), const(4))),
         )
         address = arith.addi(shared_address(slot), offset)
-        words = [llvm.bitcast(i32(), pair) for pair in operand.registers.flat]
+        words = words_of(operand)
         group, half = divmod(unit, 2)
         stores = []
         for row_half in range(2):
@@ -456,10 +436,8 @@ def store_values(slot: Any, operand: jax.Array, unit: int) -> None:
                 stores.append((flipped, offset, pairs[4 * e : 4 * e + 4]))
         store_all(address, stores)
 
-    store(slot, operand)
 
-
-def _token_address(ring: Any, stage: Any, column_bytes: int = 32) -> Any:
+def _token_address(ring: ir.Value, stage: Registers, column_bytes: int = 32) -> ir.Value:
     """Returns the address of the thread's first token, at ``column_bytes`` times ``lane % 4``."""
     _, lane = warp_and_lane()
     row, quarter = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
@@ -468,7 +446,7 @@ def _token_address(ring: Any, stage: Any, column_bytes: int = 32) -> Any:
     return arith.addi(address, arith.muli(quarter, const(column_bytes)))
 
 
-def _load_rows(address: Any, offset: int) -> list[Any]:
+def _load_rows(address: ir.Value, offset: int) -> list[ir.Value]:
     """Loads 16 bytes at ``offset`` of each of the thread's two tokens, as eight words."""
     words = []
     for row in range(2):

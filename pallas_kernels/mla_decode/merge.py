@@ -39,15 +39,8 @@ def merge_partials(
     *,
     interpret: Any = None,
 ) -> tuple[BFloat16[Array, "B M C"], Float32[Array, "B M"]]:
-    """Returns ``out`` and ``lse`` with the split sequences filled in.
-
-    Args:
-      out: results of the first kernel, valid for sequences that are not split.
-      lse: their log-sum-exps.
-      partials: partial results of split sequences.
-      partial_lse: their log-sum-exps.
-      split_sequences: see :class:`split_kv.Schedule`.
-    """
+    """Returns the outputs and log-sum-exps of the first kernel with those of split sequences filled
+    in. See :class:`split_kv.Parts` for the arguments."""
     B, M, C = out.shape
     partitions = split_sequences.shape[0]
     # The more sequences there are, the fewer parts each split one has, and the more of its query
@@ -69,11 +62,9 @@ def merge_partials(
             b, first, count = (split_g[lax.div(group, groups), k] for k in range(3))
 
             def add(i, carry):
-                """Adds some partial results of the group's query rows.
-
-                All loads are issued before any is used. Past the last partial result the last one
-                is loaded again and gets weight 0.
-                """
+                """Adds some partial results of the group's query rows. All loads are issued before
+                any is used. Past the last partial result the last one is loaded again and gets
+                weight 0."""
                 numbers = [i * parts_per_step + j for j in range(parts_per_step)]
                 partials = [first + jnp.minimum(n, count - 1) for n in numbers]
                 rows = range(rows_per_step)

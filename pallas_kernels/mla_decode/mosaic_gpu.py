@@ -48,11 +48,8 @@ def mla_decode(
     schedule: Schedule | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.mla_decode`.
-
-    The last rounding of a sequence's result may depend on the lengths of the other sequences,
-    because they decide where it is split.
-    """
+    """Implements :func:`pallas_kernels.mla_decode`. Not batch-invariant in the last bit: the
+    lengths of the other sequences decide where a sequence is split."""
     (B, T, H, C), M = q_latent.shape, q_latent.shape[1] * q_latent.shape[2]
     arrays = q_latent, q_rope, pages, block_tables, lengths
     parts, lse = mla_decode_parts(*arrays, scale=scale, schedule=schedule, interpret=interpret)
@@ -101,17 +98,11 @@ def mla_decode_parts(
         kernel = float8.attend if is_float8 else dense.attend
     # Pad to whole tiles of query rows, unless there is only one tile.
     padding = ((0, 0), (0, -M % TILE if M > TILE else 0), (0, 0))
-    out, lse, (partials, partial_lse) = kernel(
-        jnp.pad(q_latent.reshape(B, M, C), padding),
-        jnp.pad(q_rope.reshape(B, M, ROPE), padding),
-        pages,
-        block_tables.astype(jnp.int32),
-        schedule,
-        queries=T,
-        heads=H,
-        scale=max(scale, 1e-30),  # not 0: masked scores are -inf, and 0 * -inf is NaN
-        interpret=interpret,
-    )
+    rows = [jnp.pad(q.reshape(B, M, -1), padding) for q in (q_latent, q_rope)]
+    arrays: Any = *rows, pages, block_tables.astype(jnp.int32), schedule
+    scale = max(scale, 1e-30)  # not 0: masked scores are -inf, and 0 * -inf is NaN
+    options: Any = {"queries": T, "heads": H, "scale": scale, "interpret": interpret}
+    out, lse, (partials, partial_lse) = kernel(*arrays, **options)
     return Parts(out, partials, partial_lse, schedule.split_sequences), lse
 
 

@@ -65,9 +65,7 @@ class Config:
 
     rows: int = 512
     """Maximum query rows (of T * H) per grid step. More query rows take several passes."""
-
     chunk: int = 1024  # cached tokens per chunk, the unit of computation
-
     block: int = 2048
     """Maximum cached tokens per block, the unit of copying. Reduced until it fits in VMEM."""
 
@@ -100,12 +98,7 @@ def mla_decode(
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.mla_decode`.
-
-    Args:
-      config: tile sizes.
-      interpret: ``pallas_call``'s argument, to run without a TPU.
-    """
+    """Implements :func:`pallas_kernels.mla_decode`. Tests select tile sizes with ``config``."""
     chip = require_tpu(interpret)
     B, T, H, C = q_latent.shape
     dtypes = {x.dtype.name for x in (q_latent, q_rope, pages)}

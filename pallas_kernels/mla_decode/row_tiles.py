@@ -17,10 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers
-from pallas_kernels.hopper.ir import SCALAR, asm, const, inline, shared_address, value_of
+from pallas_kernels.hopper.ir import SCALAR, Registers, asm, const, inline, shared_address, value_of
+from pallas_kernels.hopper.launch import grid_kernel
 from pallas_kernels.hopper.online_softmax import log_sum_exp, raised_maximum, scale_rows
 from pallas_kernels.hopper.split_kv import BLOCK, Outputs, Partition, Schedule, output_types
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, TILES, WGMMA, tiles_of
@@ -41,40 +44,25 @@ HALF = LATENT // 2
 class TileMemory:
     """A CTA's buffers in shared memory, in the order of :meth:`scratch`."""
 
-    q_latent: Any
-    """[2, TILE, HALF]."""
-
-    q_rope: Any
+    q_latent: Ref  # [2, TILE, HALF]
+    q_rope: Ref
     """[1, TILE, ROPE]. With an axis of one, so that its descriptor can depend on an index."""
-
-    latents: Any
-    """Latents of the key blocks, both keys and values: [SLOTS, 2, BLOCK, HALF]."""
-
-    rope: Any
-    """Rope keys of the key blocks, later :attr:`p`: [SLOTS, BLOCK, ROPE]."""
-
-    vectors: Any
+    latents: Ref  # latents of the key blocks, both keys and values: [SLOTS, 2, BLOCK, HALF]
+    rope: Ref  # rope keys of the key blocks, later :attr:`p`: [SLOTS, BLOCK, ROPE]
+    vectors: Ref
     """Numbers per query row, float32 [9, TILE]. One array, because each is padded to 1 KiB."""
 
     @staticmethod
     def scratch() -> list[Any]:
-        """Returns the scratch types of the buffers."""
-        return [
-            tiles_of(2, TILE, HALF),
-            tiles_of(1, TILE, ROPE),
-            tiles_of(SLOTS, 2, BLOCK, HALF),
-            tiles_of(SLOTS, BLOCK, ROPE),
-            plgpu.SMEM((9, TILE), jnp.float32),
-        ]
+        queries = tiles_of(2, TILE, HALF), tiles_of(1, TILE, ROPE)
+        keys = tiles_of(SLOTS, 2, BLOCK, HALF), tiles_of(SLOTS, BLOCK, ROPE)
+        return [*queries, *keys, plgpu.SMEM((9, TILE), jnp.float32)]
 
     def copy_queries(
-        self, full: Barriers, sources: tuple[Any, Any], b: Any, first_row: Any, rows: int
+        self, full: Barriers, sources: tuple[Any, Any], b: Index, first_row: Index, rows: int
     ) -> None:
-        """Starts the three copies of a tile's queries. One warp calls it.
-
-        Args:
-          sources: queries' latent and rope parts in global memory.
-        """
+        """Starts the three copies of a tile's queries from their latent and rope parts in global
+        memory. One warp calls it."""
         m, here = pl.ds(first_row, rows), pl.ds(0, rows)
         for half in range(2):
             window = b, m, pl.ds(HALF * half, HALF)
@@ -119,7 +107,6 @@ class TilePlan:
     M: int
     """Query rows per sequence, padded to whole tiles if there are several. Row m is query
     m // heads."""
-
     queries: int
     heads: int
     scale: float
@@ -141,16 +128,16 @@ class TilePlan:
         return 2 if self.tiles % 2 == 0 else 1
 
     def masked(
-        self, s: jax.Array, length: Any, block: Any, max_pages: int, first_row: Callable[[], Any]
+        self,
+        s: jax.Array,
+        length: Index,
+        block: Index,
+        max_pages: int,
+        first_row: Callable[[], Any],
     ) -> jax.Array:
-        """Returns ``s`` with -inf where a query row may not attend to a token.
-
-        Args:
-          s: scores of a tile against a key block, [TILE, BLOCK].
-          length: cached tokens of the sequence.
-          block: index of the key block in the sequence.
-          first_row: returns the tile's first query row.
-        """
+        """Returns the scores of a tile against a sequence's key block number ``block``, [TILE,
+        BLOCK], with -inf where a query row may not attend. ``first_row`` returns the tile's first
+        query row."""
         column = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=WGMMA)
         visible = length - (self.queries - 1) - block * BLOCK
         end = max_pages * BLOCK - block * BLOCK
@@ -164,46 +151,29 @@ def launch(
     kernel: Callable[..., None], plan: TilePlan, arrays: Sequence[jax.Array], schedule: Schedule,
     barriers: Sequence[Any], warpgroups: int,
 ) -> Outputs:  # fmt: skip
-    """Runs a kernel with one CTA per partition and tile.
-
-    Its arguments are references to the arrays and the schedule, to the outputs, to the buffers of
-    :class:`TileMemory`, and to the barriers.
-
-    Args:
-      arrays: latent queries, rope queries, pages and block tables.
-      barriers: their scratch types.
-    """
-    B, interpret = arrays[0].shape[0], plan.interpret
-    out, lse, *partials = plgpu.kernel(
+    """Runs a kernel with one CTA per partition and tile on latent queries, rope queries, pages and
+    block tables. It gets references to these and to the schedule's table, to the outputs, to the
+    buffers of :class:`TileMemory`, and to ``barriers``, given by their scratch types."""
+    B = arrays[0].shape[0]
+    out, lse, *partials = grid_kernel(
         kernel,
-        out_type=output_types(B, plan.M, LATENT, schedule.partitions),
-        scratch_types=[*TileMemory.scratch(), *barriers],
+        output_types(B, plan.M, LATENT, schedule.partitions),
+        [*TileMemory.scratch(), *barriers],
+        warpgroups=warpgroups,
         # The last axis varies fastest, so tiles that read the same pages run concurrently.
-        grid=(schedule.partitions, plan.tiles // plan.pair),
-        grid_names=("partition", "tile"),
-        cluster=(plan.pair,),
-        cluster_names=("pair",),
-        num_threads=warpgroups,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
+        grid={"partition": schedule.partitions, "tile": plan.tiles // plan.pair},
+        cluster={"pair": plan.pair},
+        interpret=plan.interpret,
+        approx_math=True,
+        reduction_scratch_bytes=0,
     )(*arrays, schedule.table)
     return out, lse, (partials[0], partials[1])
 
 
-def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any = None) -> None:
-    """Zeroes the values past a sequence's last token, from index ``token`` on.
-
-    P is zero there, but the page may contain infinities or NaN, and 0 * NaN is NaN.
-
-    A whole warpgroup calls it, and has to fence its writes before the tensor cores read them.
-
-    Args:
-      values: [BLOCK, width] in shared memory, tiled by (8, 64) and swizzled.
-      columns: the columns to clear, a ``pl.ds``.
-    """
+def clear_tokens(values: Ref, columns: Any, token: Index, *, interpret: Any = None) -> None:
+    """Zeroes some ``columns`` of values, [BLOCK, width] in shared memory, from token ``token`` on.
+    P is zero there, but the page may contain infinities or NaN, and 0 * NaN is NaN. A whole
+    warpgroup calls it, and has to fence its writes before the tensor cores read them."""
     tile = 64  # columns of a swizzled tile: 128 contiguous bytes of a token
     width, starts = values.shape[1], range(0, columns.size, tile)
     if interpret is not None:
@@ -235,17 +205,15 @@ def clear_tokens(values: Any, columns: Any, token: jax.Array, *, interpret: Any 
         text.append("add.u32 place, place, 16;")
     text.append("}")
 
-    @inline(TILES, SCALAR, SCALAR)
-    def clear(ref: Any, first_column: Any, token: Any) -> None:
+    @inline(TILES, SCALAR, SCALAR).on(values, jnp.asarray(columns.start, jnp.int32), token)
+    def _(ref: ir.Value, first_column: Registers, token: Registers) -> None:
         base = shared_address(ref)
         # A tile of eight tokens by 64 columns takes 1,024 bytes, so a column takes 16.
         base = arith.addi(base, arith.shli(value_of(first_column), const(4)))
         asm("\n".join(text), "r,r,~{memory}", base, value_of(token), effects=True)
 
-    clear(values, jnp.asarray(columns.start, jnp.int32), token)
 
-
-def load_sums(maxima: Any, sums: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+def load_sums(maxima: Ref, sums: Ref) -> tuple[list[jax.Array], list[jax.Array]]:
     """Loads the maxima and the sums, [2, ROWS] in shared memory, of the warpgroups that score."""
     loaded = [[plgpu.layout_cast(ref[k], ROW) for k in range(2)] for ref in (maxima, sums)]
     return loaded[0], loaded[1]
@@ -255,12 +223,8 @@ def load_sums(maxima: Any, sums: Any) -> tuple[list[jax.Array], list[jax.Array]]
 class Part:
     """Columns of the output that a warpgroup has in registers."""
 
-    columns: slice
-    """Their place in the warpgroup's accumulator."""
-
-    out_columns: Any
-    """Their place in the output, a ``pl.ds``."""
-
+    columns: slice  # their place in the warpgroup's accumulator
+    out_columns: Any  # their place in the output, a ``pl.ds``
     staging: Callable[[Any], Any] | None
     """Returns a window of rows of the part's buffer in shared memory, bfloat16 [ROWS, columns]. If
     None, registers are stored to global memory directly."""
@@ -270,23 +234,14 @@ class Part:
 class TileResults:
     """A tile's outputs in global memory, see :func:`split_kv.output_types`."""
 
-    out: Any
-    lse: Any
-    partial_out: Any
-    partial_lse: Any
-
-    lse_staging: Any
-    """float32 [ROWS] in shared memory."""
-
-    first_row: Callable[[], Any]
-    """Returns the tile's first query row."""
-
-    rows: int
-    """Query rows of the tile that are in ``out``, at most ROWS."""
-
-    rows_per_copy: int
-    """Rows of a staging buffer that are contiguous in shared memory."""
-
+    out: Ref
+    lse: Ref
+    partial_out: Ref
+    partial_lse: Ref
+    lse_staging: Ref  # float32 [ROWS] in shared memory
+    first_row: Callable[[], Any]  # returns the tile's first query row
+    rows: int  # query rows of the tile that are in ``out``, at most ROWS
+    rows_per_copy: int  # rows of a staging buffer that are contiguous in shared memory
     interpret: Any
 
     @classmethod
@@ -294,14 +249,9 @@ class TileResults:
         cls, refs: Sequence[Any], memory: TileMemory, plan: TilePlan, first_row: Callable[[], Any],
         rows_per_copy: int,
     ) -> TileResults:  # fmt: skip
-        return cls(
-            *refs,
-            lse_staging=memory.lse,
-            first_row=first_row,
-            rows=plan.rows,
-            rows_per_copy=rows_per_copy,
-            interpret=plan.interpret,
-        )
+        out, lse, partial_out, partial_lse = refs
+        rows = first_row, plan.rows, rows_per_copy
+        return cls(out, lse, partial_out, partial_lse, memory.lse, *rows, plan.interpret)
 
     def stage_lse(self, maximum: jax.Array, total: jax.Array) -> None:
         """Prepares the log-sum-exp for both kinds of store. One warpgroup calls it."""
@@ -309,34 +259,33 @@ class TileResults:
         plgpu.commit_smem()
 
     def store_sequence(
-        self, partition: Partition, b: Any, acc: jax.Array, sums: tuple[jax.Array, jax.Array],
-        parts: Callable[[], Sequence[Part]], is_first: Any,
+        self, partition: Partition, b: Index, acc: jax.Array, sums: tuple[jax.Array, jax.Array],
+        parts: Callable[[], Sequence[Part]], is_first: jax.Array | bool,
     ) -> None:  # fmt: skip
-        """Stores a sequence's output, or its partial output if it is split.
-
-        Args:
-          sums: the maximum in base 2, and the sum of exponentials.
-          parts: returns the parts of this warpgroup.
-          is_first: whether this warpgroup also stores the log-sum-exp.
-        """
+        """Stores a sequence's output, or its partial output if it is split: this warpgroup's parts,
+        and the log-sum-exp if it ``is_first``. ``sums`` are the maximum in base 2, and the sum of
+        exponentials."""
         segments = partition.segments(b)
         when(is_first)(lambda: self.stage_lse(*sums))
         made = parts()
         when(segments == 1)(lambda: self.store(b, acc, made, is_first))
-
-        @when(segments > 1)
-        def _():
-            self.store_partial(partition.partial(b), acc, made, is_first)
-
+        when(segments > 1)(lambda: self.store_partial(partition.partial(b), acc, made, is_first))
         plgpu.wait_smem_to_gmem(0)
 
-    def store(self, b: Any, acc: jax.Array, parts: Sequence[Part], has_lse: Any) -> None:
+    def store(
+        self, b: Index, acc: jax.Array, parts: Sequence[Part], has_lse: jax.Array | bool
+    ) -> None:
         """Stores a sequence's normalised output, and in one warpgroup its log-sum-exp."""
         for part in parts:
             values = acc[:, part.columns].astype(jnp.bfloat16)
             if part.staging is None:
                 target = self.out.at[b, pl.ds(self.first_row(), ROWS), part.out_columns]
-                _store_sectors(target, values, self.interpret)
+                if self.interpret is None and hasattr(plgpu, "store"):
+                    # jax 0.12 refuses pieces of less than a 32-byte sector unless requested.
+                    store: Any = plgpu.store  # pyright: ignore[reportAttributeAccessIssue]
+                    store(target, values, optimized=False)
+                else:
+                    target[...] = values
             else:
                 part.staging(slice(None))[...] = values
         staged = [part for part in parts if part.staging is not None]
@@ -356,9 +305,8 @@ class TileResults:
             plgpu.copy_smem_to_gmem(self.lse_staging.at[pl.ds(0, self.rows)], target)
 
     def store_partial(
-        self, partial: Any, acc: jax.Array, parts: Sequence[Part], has_lse: Any
+        self, partial: Any, acc: jax.Array, parts: Sequence[Part], has_lse: jax.Array | bool
     ) -> None:
-        """Stores a partial result of a sequence that is split."""
         for part in parts:
             rows = pl.ds(self.first_row(), ROWS)
             self.partial_out[partial, rows, part.out_columns] = acc[:, part.columns]
@@ -367,17 +315,6 @@ class TileResults:
         def _():
             target = self.partial_lse.at[partial, pl.ds(self.first_row(), ROWS)]
             plgpu.copy_smem_to_gmem(self.lse_staging, target)
-
-
-def _store_sectors(ref: Any, value: jax.Array, interpret: Any) -> None:
-    """Stores to global memory in pieces of less than a 32-byte sector.
-
-    jax 0.12 refuses such stores unless they are requested.
-    """
-    if interpret is None and hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        ref[...] = value
 
 
 # ---- a warpgroup that computes both S and P V ----------------------------------------------------
@@ -389,52 +326,33 @@ class ConsumerSignals:
 
     wait_full: Callable[[int, Any], None]
     """Waits until the half of its slot that is scored first (0) or second (1) is filled."""
-
-    max_ready: Callable[[], None]
-    """Arrives when the maximum of its block is in shared memory."""
-
-    p_ready: Callable[[], None]
-    """Arrives when P of its block is in shared memory."""
-
+    max_ready: Callable[[], None]  # arrives when the maximum of its block is in shared memory
+    p_ready: Callable[[], None]  # arrives when P of its block is in shared memory
     wait_other_max: Callable[[Any], None]
     """Waits for the maximum of the other consumer's block: (n)."""
-
-    wait_other_p: Callable[[Any], None]
-    """Waits for P of the other consumer's block: (n)."""
-
-    release: Callable[[int], None]
-    """Releases this consumer's half of a slot: (slot)."""
+    wait_other_p: Callable[[Any], None]  # waits for P of the other consumer's block: (n)
+    release: Callable[[int], None]  # releases this consumer's half of a slot: (slot)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Consumer:
     """A warpgroup that computes the scores of every other key block, and P V of all of them for 256
-    of the 512 output columns.
-
-    The running maximum is passed from one consumer to the other. The tensor cores compute half of a
-    block's scores, then P V of the other consumer's last block, then the other half of the scores,
-    and then, after the softmax, P V of its own block.
-    """
+    of the 512 output columns. The running maximum is passed from one consumer to the other. The
+    tensor cores compute half of a block's scores, then P V of the other consumer's last block, then
+    the other half of the scores, and then, after the softmax, P V of its own block."""
 
     index: int
     """Parity of the blocks that it scores, their slot, and its half of the output: 0 or 1."""
-
     memory: TileMemory
     signals: ConsumerSignals
-
     zero: Callable[[Any], Any]
     """Returns 0 for a block, such that the compiler cannot tell. Otherwise it would compute the
     matmuls' descriptors before the loop and keep them in registers."""
-
     interpret: Any
+    hides_rope: bool = True  # whether ``zero`` also applies to the rope queries
+    first_half: Any = 0  # the half of the latents that is scored first: 0, or a scalar
 
-    hides_rope: bool = True
-    """Whether ``zero`` also applies to the rope queries."""
-
-    first_half: Any = 0
-    """The half of the latents that is scored first: 0, or a scalar."""
-
-    def add_scores(self, acc: Any, n: Any, halves: tuple[int, ...] = (0, 1)) -> None:
+    def add_scores(self, acc: Ref, n: Index, halves: tuple[int, ...] = (0, 1)) -> None:
         """Starts adding the scores of its block n to ``acc``, over the latents' ``halves`` that are
         scored first (0) and second (1)."""
         memory, zero = self.memory, self.zero(n)
@@ -450,8 +368,7 @@ class Consumer:
             q_rope = memory.q_rope.at[zero if self.hides_rope else 0]
             plgpu.wgmma(acc, q_rope, memory.rope.at[slot].transpose((1, 0)))
 
-    def scores(self, n: Any, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
-        """Returns the scores of its block n."""
+    def scores(self, n: Index, halves: tuple[int, ...] = (0, 1)) -> jax.Array:
 
         def multiply(acc):
             self.add_scores(acc, n, halves)
@@ -471,7 +388,7 @@ class Consumer:
         added = pl.run_scoped(multiply, ACC((TILE, HALF), jnp.float32))
         return added if self.interpret is None else acc + added
 
-    def rescaled(self, acc: jax.Array, n: Any) -> jax.Array:
+    def rescaled(self, acc: jax.Array, n: Index) -> jax.Array:
         """Waits for P of the other's block n. Returns ``acc`` relative to that block's maximum."""
         self.signals.wait_other_max(n)
         alpha = plgpu.layout_cast(self.memory.factors[1 - self.index], ROW)
@@ -482,16 +399,10 @@ class Consumer:
     def store_p(
         self, maximum: jax.Array, before: jax.Array, exponents: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Stores a block's maximum, factor and P for both consumers.
-
-        Args:
-          maximum: of the block's scores, per row.
-          before: running maximum before the block.
-          exponents: returns the exponents of P relative to a maximum.
-
-        Returns:
-          P, the running maximum, and the factor that rescales earlier results to it.
-        """
+        """Stores a block's maximum, factor and P for both consumers, from the maximum of its
+        scores, the running maximum before it, and a function that returns the exponents of P
+        relative to a maximum. Returns P, the running maximum, and the factor that rescales earlier
+        results to it."""
         running = raised_maximum(maximum, before)
         alpha = jnp.exp2(before - running)
         self.memory.maxima[self.index] = running
@@ -505,17 +416,15 @@ class Consumer:
         return p, running, alpha
 
     def add_block(
-        self, n: Any, n_other: Any, acc: jax.Array, softmax: Callable[[jax.Array], tuple[Any, ...]]
+        self,
+        n: Index,
+        n_other: Index,
+        acc: jax.Array,
+        softmax: Callable[[jax.Array], tuple[Any, ...]],
     ) -> tuple[Any, ...]:
         """Computes the scores of its block n, meanwhile P V of the other's block, then P V of n.
-
-        Args:
-          softmax: stores P of the scores, and returns the factor that rescales ``acc`` and the
-            row sums' state.
-
-        Returns:
-          ``acc`` and the state.
-        """
+        ``softmax`` stores P of the scores, and returns the factor that rescales ``acc``, and the
+        row sums' state. Returns ``acc`` and the state."""
         index, other, memory = self.index, 1 - self.index, self.memory
 
         def overlapped(s_ref, acc_ref):

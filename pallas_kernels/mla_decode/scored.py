@@ -36,12 +36,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int, UInt8
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers, TmaCopy
 from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
@@ -121,12 +123,12 @@ class Plan:
 class Memory:
     """A CTA's buffers in shared memory, in the order of :meth:`types`. Slot s is scorer s's."""
 
-    ring: Any  # quarters of pages as they are cached, uint8 [stages, 16, 656]
-    values: Any  # unpacked latents, bfloat16 [2, 8, 64, 64]: slot, 64 columns, tokens
-    p: Any  # P, bfloat16 [2, N, 64]
-    vectors: Any  # numbers per query row, float32 [6, N]
-    scratch: Any  # each scorer's scratch for reductions over its threads, float32 [2, 4 N]
-    raised: Any  # whether the maximum was raised at the block in each slot, int32 [2]
+    ring: Ref  # quarters of pages as they are cached, uint8 [stages, 16, 656]
+    values: Ref  # unpacked latents, bfloat16 [2, 8, 64, 64]: slot, 64 columns, tokens
+    p: Ref  # P, bfloat16 [2, N, 64]
+    vectors: Ref  # numbers per query row, float32 [6, N]
+    scratch: Ref  # each scorer's scratch for reductions over its threads, float32 [2, 4 N]
+    raised: Ref  # whether the maximum was raised at the block in each slot, int32 [2]
 
     @staticmethod
     def types(plan: Plan) -> list[Any]:
@@ -162,19 +164,14 @@ class Signals:
 
     ring: CountedRing
     """Fill 4 n + w is the quarter of block n that warp w of its scorer reads and releases."""
-
     blocks: Barriers  # the ring's barriers, then those at the indices below
-
     sums_ready: Barriers
     """One barrier. Both scorers have written the sums of the partition's i-th sequence."""
 
     @staticmethod
     def types(plan: Plan) -> list[Any]:
-        count = 2 * plan.stages + 3 * SCORERS + 1
-        return [
-            Barriers.scratch(count, 1, plan.interpret),
-            Barriers.scratch(1, SCORERS, plan.interpret),
-        ]
+        counts = (2 * plan.stages + 3 * SCORERS + 1, 1), (1, SCORERS)
+        return [Barriers.scratch(*each, plan.interpret) for each in counts]
 
     @classmethod
     def of(cls, plan: Plan, scratch: Sequence[Any]) -> Signals:
@@ -187,19 +184,19 @@ class Signals:
         self.blocks.initialise([1] * (2 * self.ring.stages) + [WARPS] * (3 * SCORERS + 1))
         self.sums_ready.initialise([SCORERS * WARPS])
 
-    def max_ready(self, slot: Any) -> Any:
+    def max_ready(self, slot: Index) -> Index:
         return 2 * self.ring.stages + slot
 
-    def p_ready(self, slot: Any) -> Any:
+    def p_ready(self, slot: Index) -> Index:
         """Index of the barrier at which P and the values of a slot are complete."""
         return 2 * self.ring.stages + SCORERS + slot
 
-    def free(self, slot: Any) -> Any:
+    def free(self, slot: Index) -> Index:
         """Index of the barrier at which P and the values of a slot have been read."""
         return 2 * self.ring.stages + 2 * SCORERS + slot
 
     @property
-    def sums_free(self) -> Any:
+    def sums_free(self) -> Index:
         """Index of the barrier at which a sequence's sums have been read."""
         return 2 * self.ring.stages + 3 * SCORERS
 
@@ -209,7 +206,7 @@ class Cta:
     """Static parameters, references and barriers that all warpgroups of a CTA share."""
 
     plan: Plan
-    pages: Any
+    pages: Ref
     memory: Memory
     signals: Signals
     queries: QueryBuffer
@@ -256,9 +253,8 @@ def attend(
         signals = Signals.of(plan, barriers)
         signals.initialise()
         q_barriers = (Barriers(each, interpret) for each in (q_full, q_free))
-        query_buffer = QueryBuffer(
-            (ql_g, qr_g), (ql_s, qr_s), *q_barriers, first_row=first_query_row
-        )
+        arrays = (ql_g, qr_g), (ql_s, qr_s)
+        query_buffer = QueryBuffer(*arrays, *q_barriers, first_row=first_query_row)
         query_buffer.initialise(consumers=SCORERS)
         overlap_preceding_kernel(interpret=interpret)
         partition, wg = lax.axis_index("partition"), lax.axis_index("wg")
@@ -310,7 +306,9 @@ def attend(
 # ---- producer ------------------------------------------------------------------------------------
 
 
-def copy_page(cta: Cta, block: tuple[Any, Any], count: Any, page: Any, next_page: Any) -> None:
+def copy_page(
+    cta: Cta, block: tuple[Any, Any], count: Index, page: Index, next_page: Index
+) -> None:
     """Copies a block of a partition to the ring, quarter by quarter, and prefetches the next one
     into the L2 cache. See :class:`Producer`."""
     pages, ring, (done, j) = cta.pages, cta.signals.ring, block
@@ -329,7 +327,7 @@ def copy_page(cta: Cta, block: tuple[Any, Any], count: Any, page: Any, next_page
 # ---- scorers -------------------------------------------------------------------------------------
 
 
-def half_of(n: Any) -> Any:
+def half_of(n: Index) -> jax.Array:
     """Returns ``n // 2``, the use of a slot by block n."""
     return lax.shift_right_logical(n, jnp.int32(1))
 
@@ -339,8 +337,8 @@ class Scorer:
     """Unpacks every other key block of a partition, and computes its S^T and P."""
 
     cta: Cta
-    slot: Any  # parity of this warpgroup's key blocks, and their slot
-    other: Any  # that of the other scorer
+    slot: Index  # parity of this warpgroup's key blocks, and their slot
+    other: Index  # that of the other scorer
     softmax: Softmax
 
     def run(self) -> None:
@@ -356,7 +354,7 @@ class Scorer:
         when(done > slot)(lambda: blocks.wait(signals.free(slot), half_of(done - slot - 1)))
         when(sequence_count > 0)(lambda: blocks.wait(signals.sums_free, sequence_count - 1))
 
-    def run_segment(self, i: Any, done: Any) -> Any:
+    def run_segment(self, i: Index, done: Index) -> Index:
         """Processes one segment; ``done`` counts the partition's blocks before it."""
         partition, queries, N = self.cta.partition, self.cta.queries, self.cta.plan.rows
         b, begin, count = partition.segment(i)
@@ -387,7 +385,7 @@ class Scorer:
         self.store_sums(i, block_count, total, maximum)
         return done + count
 
-    def store_p(self, s: Any, j: Any, n: Any) -> tuple[Any, Any]:
+    def store_p(self, s: jax.Array, j: Index, n: Index) -> tuple[jax.Array, jax.Array]:
         """Stores P and maximum of block j of the segment, n of the partition. Returns sums of a
         thread's P, and the maximum."""
         signals, memory, softmax = self.cta.signals, self.cta.memory, self.softmax
@@ -412,7 +410,9 @@ class Scorer:
         signals.blocks.arrive(signals.p_ready(self.slot))
         return sums, maximum
 
-    def store_sums(self, i: Any, block_count: Any, total: Any, maximum: Any) -> None:
+    def store_sums(
+        self, i: Index, block_count: Index, total: jax.Array, maximum: jax.Array
+    ) -> None:
         """Stores the sums of the partition's i-th sequence, when those before have been read."""
         signals, memory = self.cta.signals, self.cta.memory
 
@@ -426,7 +426,7 @@ class Scorer:
         memory.sums[self.slot], memory.sum_maxima[self.slot] = total, maximum
         signals.sums_ready.arrive(0)
 
-    def scores(self, n: Any, k: Any, tokens: Any) -> Any:
+    def scores(self, n: Index, k: Index, tokens: Index) -> jax.Array:
         """Returns S^T of block n, this scorer's k-th of the segment, and stores its ``tokens``
         valid values in the slot."""
         memory, ahead = self.cta.memory, self.cta.plan.ahead
@@ -477,7 +477,7 @@ class Scorer:
 
         return pl.run_scoped(multiply, ACC((BLOCK, self.cta.plan.rows), jnp.float32))
 
-    def interpreted_scores(self, n: Any, tokens: Any) -> Any:
+    def interpreted_scores(self, n: Index, tokens: Index) -> jax.Array:
         """Does :meth:`scores` with whole arrays instead of a thread's registers."""
         signals, memory, ring = self.cta.signals, self.cta.memory, self.cta.signals.ring
         quarters = []
@@ -515,7 +515,7 @@ class ValueWarpgroup:
     def run(self) -> None:
         lax.fori_loop(0, self.cta.partition.sequence_count(), self.run_segment, jnp.int32(0))
 
-    def run_segment(self, i: Any, done: Any) -> Any:
+    def run_segment(self, i: Index, done: Index) -> Index:
         """Processes one segment; ``done`` counts the partition's blocks before it."""
         gpu, N, signals = self.cta.plan.gpu, self.cta.plan.rows, self.cta.signals
         memory, partition = self.cta.memory, self.cta.partition
@@ -546,18 +546,12 @@ class ValueWarpgroup:
         self.outputs.store(partition, b, (acc, maximum, total), gpu=gpu)
         return done + count
 
-    def values(self, slot: Any) -> list[Values]:
+    def values(self, slot: Index) -> list[Values]:
         """Returns the values of a slot, which the last of their matmuls releases."""
 
         def release():
             self.cta.signals.blocks.arrive(self.cta.signals.free(slot))
 
-        tiles = LATENT // BLOCK
-        return [
-            Values(
-                BLOCK * tile,
-                self.cta.memory.values.at[slot, tile],
-                release if tile == tiles - 1 else None,
-            )
-            for tile in range(tiles)
-        ]
+        values, tiles = self.cta.memory.values, LATENT // BLOCK
+        releases = [None] * (tiles - 1) + [release]
+        return [Values(BLOCK * n, values.at[slot, n], releases[n]) for n in range(tiles)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,21 +26,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.hopper import Index, Ref
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
+    Registers,
     array,
     asm,
     asm_numbers,
     const,
+    f32,
+    float_const,
     float_pair,
+    global_address,
     i32,
     i64,
     inline,
     item,
+    numbers_of,
     shared_address,
     warp_and_lane,
+    words_of,
 )
 from pallas_kernels.hopper.online_softmax import (
     LOG2E,
@@ -74,23 +81,19 @@ class QueryBuffer:
 
     sources: tuple[Any, Any]
     """Latent queries [B, N, 512] and rope queries [B, N, 64] in global memory."""
-
     targets: tuple[Any, Any]
     """Latent queries [1, N, 512] and rope queries [1, N, 64] in shared memory."""
-
     full: Barriers
     """One barrier. Its use i is complete when the partition's i-th sequence has been copied."""
-
     free: Barriers
     """One barrier. Its use i is complete when all consumers have read the i-th sequence."""
-
     first_row: Callable[[], Any] = lambda: 0  # returns the first of the query rows in the buffer
 
     def initialise(self, consumers: int) -> None:
         self.full.initialise([2])
         self.free.initialise([consumers * WARPS])
 
-    def fetch(self, i: Any, b: Any) -> None:
+    def fetch(self, i: Index, b: Index) -> None:
         """Copies the partition's i-th sequence, which is sequence b, when the buffer is free. One
         warp calls it."""
         when(i > 0)(lambda: self.free.wait(0, i - 1))
@@ -98,7 +101,7 @@ class QueryBuffer:
             window = b, pl.ds(self.first_row(), target.shape[1]), pl.ds(0, columns)
             self.full.copy(0, source, window, target.at[0], None)
 
-    def wait_for_arrivals(self, sequences: Any) -> None:
+    def wait_for_arrivals(self, sequences: Index) -> None:
         """Waits until the last sequence has been read; the CTA may exit only then."""
         when(sequences > 0)(lambda: self.free.wait(0, sequences - 1))
 
@@ -110,11 +113,9 @@ class Producer:
     queries: QueryBuffer
     partition: Partition
     interpret: Any
-
     copy_block: Callable[[Any, Any, Any, Any], None]
     """Copies block ``done + j`` of the partition: ((done, j), blocks of the segment, page, next
     page). The segment is of one sequence, and ``done`` counts the partition's blocks before it."""
-
     wait_for_arrivals: Callable[[Any], None]
     """Waits for all releases of this number of blocks; the CTA may exit only then."""
 
@@ -139,7 +140,7 @@ class Producer:
             lax.fori_loop(0, sequence_count, lambda i, _: self.copy_queries(i), None)
             self.queries.wait_for_arrivals(sequence_count)
 
-    def copy_blocks(self, i: Any, done: Any) -> Any:
+    def copy_blocks(self, i: Index, done: Index) -> Any:
         """Copies the key blocks of the i-th segment; ``done`` counts the blocks before it."""
         partition = self.partition
         entry = partition.entry()
@@ -154,7 +155,7 @@ class Producer:
         lax.fori_loop(0, count, copy, page)
         return done + count
 
-    def copy_queries(self, i: Any) -> None:
+    def copy_queries(self, i: Index) -> None:
         self.queries.fetch(i, self.partition.first_sequence() + i)
 
 
@@ -168,14 +169,12 @@ class Softmax:
     scale: float
     max_pages: int  # width of the block table
     interpret: Any
-
     first_row: Callable[[], Any] | None = None
     """Returns the CTA's first query row, which is 0 by default."""
-
     padded: bool = False
     """Whether query rows may come after the last query's. They must see no token past the end."""
 
-    def masked(self, s: jax.Array, length: Any, block: Any) -> jax.Array:
+    def masked(self, s: jax.Array, length: Index, block: Index) -> jax.Array:
         """Returns the exponents of a key block's scores: -inf where a row may not attend."""
         s = s * (self.scale * LOG2E)
         token = plgpu.broadcasted_iota(jnp.int32, (BLOCK, self.N), 0, layout=WGMMA)
@@ -188,7 +187,7 @@ class Softmax:
         end = (jnp.minimum(length, end) if self.padded else end) - block * BLOCK
         return jnp.where(token < jnp.minimum(visible, end), s, -jnp.inf)
 
-    def store_p(self, target: Any, s: jax.Array, maximum: jax.Array) -> jax.Array:
+    def store_p(self, target: Ref, s: jax.Array, maximum: jax.Array) -> jax.Array:
         """Returns P and writes it to ``target``; wgmma may read it after a barrier."""
         p = jnp.exp2(s - spread_columns(maximum, BLOCK))
         gpu = self.interpret is None
@@ -202,11 +201,9 @@ class Softmax:
             return jnp.any(p > 2.0**SLACK)
 
         @inline(WGMMA, returns=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR))
-        def vote(p: Any):
-            f32 = ir.F32Type.get()
-            limit = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**SLACK))
-            values = [item(pair, i) for pair in p.registers.flat for i in range(2)]
-            compared = [arith.cmpf(arith.CmpFPredicate.OGT, value, limit) for value in values]
+        def vote(p: Registers):
+            limit = float_const(2.0**SLACK)
+            compared = [arith.cmpf(arith.CmpFPredicate.OGT, x, limit) for x in numbers_of(p)]
             above: Any = functools.reduce(arith.ori, compared)
             return mgpu.FragmentedArray.splat(any_thread(above), (), is_signed=False)
 
@@ -217,7 +214,7 @@ class Softmax:
         return reduce_rows(p, "add", gpu=self.interpret is None)
 
     def raise_maximum(
-        self, target: Any, s: jax.Array, maximum: jax.Array, scratch: Any
+        self, target: Ref, s: jax.Array, maximum: jax.Array, scratch: Ref
     ) -> tuple[jax.Array, jax.Array]:
         """Writes P relative to a raised maximum. Returns the maximum and :meth:`thread_sums`."""
         gpu = self.interpret is None
@@ -234,13 +231,12 @@ class Values:
     """Some latent columns of a key block in shared memory."""
 
     first: int  # first latent column
-    tokens: Any  # bfloat16 [64, columns], or None if there are no latents
-
+    tokens: Ref  # bfloat16 [64, columns], or None if there are no latents
     release: Callable[[], None] | None = None
     """Releases the columns. It is called when they have been read."""
 
 
-def add_values(acc: jax.Array, p: Any, values: Sequence[Values], *, gpu: bool) -> jax.Array:
+def add_values(acc: jax.Array, p: Ref, values: Sequence[Values], *, gpu: bool) -> jax.Array:
     """Returns O^T + V^T P^T, for ``acc`` O^T [512, N] and ``p`` P [N, 64] in shared memory."""
 
     def multiply(acc_ref):
@@ -274,17 +270,15 @@ def add_values(acc: jax.Array, p: Any, values: Sequence[Values], *, gpu: bool) -
 class Results:
     """The kernel's outputs in global memory, see :func:`split_kv.output_types`."""
 
-    out: Any
-    lse: Any
-    partial_out: Any
-    partial_lse: Any
-
+    out: Ref
+    lse: Ref
+    partial_out: Ref
+    partial_lse: Ref
     rows: Callable[[], Any] | None = None
     """Returns the CTA's query rows, a ``pl.ds``. None if it has all."""
-
     swapped: bool = False  # whether O^T is in the order of store_transposed with ``swapped``
 
-    def store(self, partition: Partition, b: Any, state: State, *, gpu: bool) -> None:
+    def store(self, partition: Partition, b: Index, state: State, *, gpu: bool) -> None:
         """Stores a sequence's normalised output, or its partial output if it is split."""
         acc, maximum, total = state
         out = acc * spread_columns(reciprocal(total), LATENT)
@@ -318,14 +312,14 @@ def column_vector(N: int, value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((N,), value, jnp.float32), COLUMN)
 
 
-def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
+def put_transposed(target: Ref, p: jax.Array, *, gpu: bool) -> None:
     """Stores bfloat16 ``p`` [64, N], transposed to [N, 64], in shared memory as wgmma requires."""
     if not gpu:
         target[...] = p.T
         return
 
-    @inline(TILES, WGMMA)
-    def write(target: Any, p: Any):
+    @inline(TILES, WGMMA).on(target, p)
+    def _(target: ir.Value, p: Registers):
         warp, lane = warp_and_lane()
         row, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
         # 8 x 8 matrices in the order of the registers: for each eight query rows, the warp's first
@@ -335,7 +329,7 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
         tile = arith.muli(arith.shrui(matrix, const(1)), const(TILE_BYTES))
         at = arith.addi(shared_address(target), arith.addi(tile, arith.shli(row, const(7))))
         at = arith.addi(at, chunk)
-        words = [llvm.bitcast(i32(), pair) for pair in p.registers.flat]
+        words = words_of(p)
         for first in range(0, len(words), 4):
             some = words[first : first + 4]
             names = ", ".join(f"${1 + i}" for i in range(len(some)))
@@ -345,8 +339,6 @@ def put_transposed(target: Any, p: jax.Array, *, gpu: bool) -> None:
             )
             asm(text, ",".join(["r"] * (1 + len(some))) + ",~{memory}", at, *some, effects=True)
 
-    write(target, p)
-
 
 def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
     """Reduces the columns of ``x`` [64, N] over the rows that a thread holds. ``kind`` is "max" or
@@ -355,7 +347,7 @@ def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
         return x.max(axis=0) if kind == "max" else x.sum(axis=0)
 
     @inline(WGMMA, returns=vector_type(x.shape[1]))
-    def reduce(x: Any):
+    def reduce(x: Registers):
         combine = _REDUCTIONS[kind]
         rows = batched(x.registers.flat, 2)
         results = [
@@ -366,7 +358,7 @@ def reduce_rows(x: jax.Array, kind: str, *, gpu: bool) -> jax.Array:
     return reduce(x)
 
 
-def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.Array:
+def reduce_threads(x: jax.Array, kind: str, scratch: Ref, *, gpu: bool) -> jax.Array:
     """Reduces per-thread results of :func:`reduce_rows` over the threads of each column, through 4
     N float32 in shared memory that a barrier separates from their last use."""
     if not gpu:
@@ -374,7 +366,7 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
     (N,) = x.shape
 
     @inline(COLUMN, REF, returns=vector_type(N))
-    def reduce(x: Any, scratch: Any):
+    def reduce(x: Registers, scratch: ir.Value):
         combine = _REDUCTIONS[kind]
         warp, lane = _warp_and_lane()
         column = arith.shli(arith.andi(lane, const(3)), const(3))
@@ -401,7 +393,7 @@ def reduce_threads(x: jax.Array, kind: str, scratch: Any, *, gpu: bool) -> jax.A
 
 
 def store_transposed(
-    out: Any, lse: Any, acc: jax.Array, lse_values: jax.Array, *, gpu: bool, swapped: bool = False
+    out: Ref, lse: Ref, acc: jax.Array, lse_values: jax.Array, *, gpu: bool, swapped: bool = False
 ) -> None:
     """Stores ``acc`` [512, N] transposed to ``out`` [N, 512] in global memory, and ``lse`` [N]. If
     ``swapped``, each two 16 rows of ``acc`` are exchanged in every second 64."""
@@ -411,12 +403,12 @@ def store_transposed(
         return
     N, bytes_ = acc.shape[1], jnp.dtype(acc.dtype).itemsize
 
-    @inline(REF, REF, WGMMA, COLUMN)
-    def write(out: Any, lse: Any, acc: Any, lse_values: Any):
+    @inline(REF, REF, WGMMA, COLUMN).on(out, lse, acc, lse_values)
+    def _(out: ir.Value, lse: ir.Value, acc: Registers, lse_values: Registers):
         (stride, _), _ = ir.MemRefType(out.type).get_strides_and_offset()
         warp, lane = _warp_and_lane()
         high, low = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(out))
+        base = global_address(out)
         # bfloat16 is transposed first in matrices of 8 x 8, after which a thread has two columns of
         # one row. With float32 it has one column of two rows.
         row, column = (high, arith.shli(low, const(1))) if bytes_ == 2 else (
@@ -443,7 +435,7 @@ def store_transposed(
             for i in range(2):
                 text = f"st.global.f32 [$0 + {first + i * stride * bytes_}], $1;"
                 asm(text, "l,f,~{memory}", at, item(pair, i), effects=True)
-        base = llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(lse))
+        base = global_address(lse)
         at = arith.addi(base, arith.extui(i64(), arith.shli(low, const(3))))
         thread = arith.ori(warp, high)
         for j, pair in enumerate(lse_values.registers.flat):
@@ -455,30 +447,28 @@ def store_transposed(
             asm(text, "l,r,f,f,~{memory}", at, thread, item(pair, 0), item(pair, 1),
                 effects=True)  # fmt: skip
 
-    write(out, lse, acc, lse_values)
-
 
 def vector_type(N: int) -> Any:
     return plgpu.ShapeDtypeStruct((N,), jnp.float32, layout=COLUMN)
 
 
-def thread_index() -> Any:
+def thread_index() -> ir.Value:
     """Returns the thread's number in its warpgroup, read anew at the end of a sequence, so that
     nothing derived from it occupies registers in the main loop."""
     thread = asm("mov.u32 $0, %tid.x;", "=r", result=i32(), effects=True)
     return arith.andi(thread, const(127))
 
 
-def _warp_and_lane() -> tuple[Any, Any]:
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     thread = thread_index()
     return arith.shrui(thread, const(5)), arith.andi(thread, const(31))
 
 
-def _load_two(base: Any, offset: int) -> list[Any]:
+def _load_two(base: ir.Value, offset: int) -> list[ir.Value]:
     text = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-    return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=ir.F32Type.get(), count=2)
+    return asm_numbers(text, "=f,=f,r,~{memory}", base, kind=f32(), count=2)
 
 
-def batched(values: Any, count: int) -> list[list[Any]]:
+def batched(values: Iterable[Any], count: int) -> list[list[Any]]:
     values = list(values)
     return [values[i : i + count] for i in range(0, len(values), count)]

@@ -40,13 +40,5 @@ def quantized_matmul(
       NotImplementedError: the named back-end does not support these arguments.
     """
     reference.check_shapes(x, weight, scale, block_shape)
-    return dispatch(
-        "quantized_matmul",
-        BACKENDS,
-        implementation,
-        x,
-        weight,
-        scale,
-        block_shape=block_shape,
-        out_dtype=x.dtype if out_dtype is None else out_dtype,
-    )
+    options = {"block_shape": block_shape, "out_dtype": x.dtype if out_dtype is None else out_dtype}
+    return dispatch("quantized_matmul", BACKENDS, implementation, x, weight, scale, **options)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import require_hopper
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.rms_norm import reference
@@ -63,7 +64,16 @@ def _normed(
         raise NotImplementedError(
             f"takes a multiple of 256 columns, {_MIN_COLUMNS} or more, got {D}"
         )
-    results: Any = _norm(eps, interpret, tuple(x.reshape(D) for x in addends), weight)
+
+    def exact(*arrays: jax.Array) -> Any:
+        if len(arrays) == 2:
+            return (reference.rms_norm(*arrays, eps=eps),)
+        return reference.add_rms_norm(*arrays, eps=eps)
+
+    def kernel(*arrays: jax.Array) -> Any:
+        return norm_row(arrays[:-1], arrays[-1], eps=eps, interpret=interpret)
+
+    results = with_gradients_of(exact, kernel)(*(x.reshape(D) for x in addends), weight)
     return [x.reshape(*batch, D) for x in results]
 
 
@@ -98,29 +108,3 @@ def norm_row(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
     )(*addends, weight)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(
-    eps: float, interpret: Any, addends: tuple[jax.Array, ...], weight: jax.Array
-) -> tuple[jax.Array, ...]:
-    return norm_row(addends, weight, eps=eps, interpret=interpret)
-
-
-def _forward(eps: float, interpret: Any, addends: Any, weight: jax.Array) -> Any:
-    return _norm(eps, interpret, addends, weight), (addends, weight)
-
-
-def _backward(eps: float, interpret: Any, residuals: Any, cotangents: Any) -> Any:
-    del interpret
-
-    def reference_norm(addends: Any, weight: jax.Array) -> Any:
-        x, *others = addends
-        if not others:
-            return (reference.rms_norm(x, weight, eps=eps),)
-        return reference.add_rms_norm(x, others[0], weight, eps=eps)
-
-    return jax.vjp(reference_norm, *residuals)[1](cotangents)
-
-
-_norm.defvjp(_forward, _backward)

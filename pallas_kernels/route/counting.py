@@ -25,11 +25,8 @@ def route(
     *,
     rule: Rule,
 ) -> Routes:
-    """Implements :func:`pallas_kernels.route`.
-
-    Raises:
-      NotImplementedError: the program is not for a GPU.
-    """
+    """Implements :func:`pallas_kernels.route`. Raises NotImplementedError unless the program is for
+    a GPU."""
     if platform() != "gpu":
         raise NotImplementedError(f"is for GPUs, this is {platform()}")
     return choose_and_count(logits, bias, valid, rule=rule)

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float32, Int
 
-from pallas_kernels.hopper import require_hopper
+from pallas_kernels.hopper import Index, Ref, require_hopper
 from pallas_kernels.hopper.lanes import (
     LANES,
     WARPS,
@@ -82,12 +82,9 @@ def route(
     rule: Rule,
     interpret: Any = None,
 ) -> Routes:
-    """Implements :func:`pallas_kernels.route`. Its gradient is the reference's.
-
-    Raises:
-      NotImplementedError: no Hopper GPU; no tokens or more than 16,384; more than 384 experts;
-        K > 16; or more than 8 groups.
-    """
+    """Implements :func:`pallas_kernels.route`. Its gradient is the reference's. Raises
+    NotImplementedError for no Hopper GPU; no tokens or more than 16,384; more than 384 experts; K >
+    16; or more than 8 groups."""
     require_hopper(interpret)
     (M, E), K = logits.shape, rule.num_experts_per_tok
     if not 0 < M <= MAX_TOKENS:
@@ -141,7 +138,6 @@ class Plan:
     columns: int
     """Columns of a table with one column per expert, and one for the invalid tokens if there may be
     any. A multiple of a CTA's threads."""
-
     one_kernel: bool  # whether the CTAs form a cluster, so that one kernel suffices
 
     @property
@@ -204,14 +200,8 @@ def choose_and_sort(
         needed = {name: results[name] for name in ("experts", "counts", "all_members")}
         arrays = needed | {name: x for name, x in optional.items() if name == "valid"}
         results |= run(_route_place, arrays, placed, bases)
-    return (
-        results["scores"].reshape(M, E),
-        results["experts"].reshape(M, K),
-        results["weights"].reshape(M, K),
-        results["order"],
-        results["inverse"],
-        results["sizes"],
-    )
+    scores, *pairs = (results[name].reshape(M, -1) for name in ("scores", "experts", "weights"))
+    return scores, *pairs, *(results[name] for name in ("order", "inverse", "sizes"))
 
 
 def _run(
@@ -308,7 +298,6 @@ class _Cta:
         self.columns = experts + ("valid" in refs)  # without those that fill up the plan's
 
     def for_steps(self, do: Callable[[Any], Any]) -> None:
-        """Calls ``do(step)`` for each of the warps' tokens."""
 
         def step(i: jax.Array, carry: None) -> None:
             do(i)
@@ -319,7 +308,7 @@ class _Cta:
         else:
             lax.fori_loop(0, self.plan.steps, step, None)
 
-    def token_of(self, step: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def token_of(self, step: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the warp's token, its number among the warpgroup's, and whether it exists."""
         number = step * WARPS + self.warp
         warpgroup = self.cta * self.plan.warpgroups + self.wg
@@ -327,14 +316,13 @@ class _Cta:
         return token, number, token < self.tokens
 
     def clear(self) -> None:
-        """Clears the words of this warpgroup."""
         size = self.plan.words * self.plan.columns
         for i in range(0, size, WARPS * LANES):
             first = self.wg * size + i + self.warp * LANES
             self._store_rows(self.refs["members"], first, filled(0), LANES, self.always)
         sync_warpgroup(self.interpret)
 
-    def choose(self, step: Any) -> jax.Array:
+    def choose(self, step: Index) -> jax.Array:
         """Chooses a token's experts, and sets its bits. Returns the columns of its pairs."""
         K, bias = self.rule.num_experts_per_tok, None
         token, number, exists = self.token_of(step)
@@ -362,7 +350,7 @@ class _Cta:
         set_bits(self.refs["members"], at, self._bit(number), K, sets, self.interpret)
         return columns
 
-    def columns_of(self, step: Any) -> jax.Array:
+    def columns_of(self, step: Index) -> jax.Array:
         """Returns the columns of a token's pairs in the first K lanes."""
         K = self.rule.num_experts_per_tok
         token = jnp.minimum(self.token_of(step)[0], self.tokens - 1)
@@ -451,17 +439,13 @@ class _Cta:
         ctas, columns = self.plan.ctas, self.plan.columns
         together = min(ctas, _TOGETHER)
 
-        def add(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def add(i: Index, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             total, before = sums
             numbers = [i * together + j for j in range(together)]
-            counts = [
-                self._load_rows(
-                    self.refs["counts"],
-                    jnp.minimum(n, ctas - 1) * columns + self._needed(chunk) * LANES,
-                    LANES,
-                )
-                for n in numbers
-            ]
+            counts = []
+            for n in numbers:
+                at = jnp.minimum(n, ctas - 1) * columns + self._needed(chunk) * LANES
+                counts.append(self._load_rows(self.refs["counts"], at, LANES))
             for n, count in zip(numbers, counts, strict=True):
                 total += count if ctas % together == 0 else select(count, n < ctas, 0)
                 before += select(count, filled(0) + n < self.cta, 0)
@@ -472,7 +456,7 @@ class _Cta:
             return add(0, zeros)
         return lax.fori_loop(0, -(-ctas // together), add, zeros)
 
-    def place(self, step: Any, columns: jax.Array, members: str) -> None:
+    def place(self, step: Index, columns: jax.Array, members: str) -> None:
         """Stores the positions of a token's pairs, whose columns are in the first K lanes."""
         E, K, lane = self.experts, self.rule.num_experts_per_tok, self.lane
         token, number, exists = self.token_of(step)
@@ -489,22 +473,14 @@ class _Cta:
 
 
 def choose(
-    logits_g: Any, bias: list[jax.Array] | None, scores_g: Any, experts_g: Any, weights_g: Any, *,
+    logits_g: Ref, bias: list[jax.Array] | None, scores_g: Ref, experts_g: Ref, weights_g: Ref, *,
     token: jax.Array, first: jax.Array | int, is_reporter: jax.Array | None, tokens: int,
     experts: int, rule: Rule, interpret: Any,
 ) -> jax.Array:  # fmt: skip
-    """Chooses the experts of each warp's token, and returns them in the first lanes.
-
-    Args:
-      logits_g: flat float32 array of all tokens' logits.
-      scores_g: flat float32 array of all tokens' scores.
-      bias: what is added to the scores for the choice, from :func:`load_bias`, or None.
-      experts_g: flat array of the chosen experts.
-      weights_g: flat array of their weights.
-      token: the warp's token, in all its lanes. A warp without a token stores nothing.
-      first: where in ``experts_g`` and ``weights_g`` the pairs of the first token begin.
-      is_reporter: whether the warp stores its token's scores. None means that all do.
-    """
+    """Chooses the experts of each warp's ``token``, returns them in the first lanes, and stores
+    them and their weights, the first token's from index ``first`` on. Arrays in global memory are
+    flat. ``bias`` is from :func:`load_bias`. A warp without a token stores nothing. With
+    ``is_reporter``, only those warps store their token's scores."""
     K, lane = rule.num_experts_per_tok, thread_index(1)
     chunks = _chunks(experts)
     exists, row = token < tokens, jnp.minimum(token, tokens - 1)
@@ -532,7 +508,7 @@ def choose(
     return experts_of_token
 
 
-def load_bias(bias_g: Any, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
+def load_bias(bias_g: Ref, zero: jax.Array, experts: int, interpret: Any) -> list[jax.Array]:
     """Loads what is added to the scores, for each chunk of experts one number per lane. ``zero`` is
     0 in all lanes."""
     return [load_padded(bias_g, zero + c, n, 0.0, interpret) for c, n in _chunks(experts)]
@@ -574,16 +550,11 @@ def mask_groups(
     # For each group: the chunks that contain it, with a mask of its columns, or None for all.
     members = []
     for low in range(0, E, size):
-        high = low + size
-        chunks_of_group = range(low // LANES, -(-high // LANES))
-        members.append(
-            {
-                c: None
-                if low <= c * LANES and (c + 1) * LANES <= high
-                else (columns[c] >= low) & (columns[c] < high)
-                for c in chunks_of_group
-            }
-        )
+        high, masks = low + size, {}
+        for c in range(low // LANES, -(-high // LANES)):
+            is_whole = low <= c * LANES and (c + 1) * LANES <= high
+            masks[c] = None if is_whole else (columns[c] >= low) & (columns[c] < high)
+        members.append(masks)
     values = []
     for masks in members:
         values_of_group = [

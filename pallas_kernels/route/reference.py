@@ -14,10 +14,8 @@ SCORINGS = ("sigmoid", "softmax")
 
 
 class Routes(NamedTuple):
-    """Result of routing: K experts per token, and the (token, expert) pairs sorted by expert.
-
-    Pair ``t * K + j`` is token t's j-th choice.
-    """
+    """Result of routing: K experts per token, and the (token, expert) pairs sorted by expert. Pair
+    ``t * K + j`` is token t's j-th choice."""
 
     scores: Float32[Array, "M E"]
     """Scores of all experts, without the bias."""

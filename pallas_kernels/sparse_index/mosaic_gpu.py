@@ -571,7 +571,7 @@ def _sum_heads(
         numbers = [item(pair, i) for pair in products.registers.flat for i in range(2)]
         _, lane = warp_and_lane()
         of_thread = arith.shli(arith.andi(lane, const(3)), const(3))
-        base = None if in_registers else arith.addi(shared_address(weights[0]), of_thread)
+        base: Any = None if in_registers else arith.addi(shared_address(weights[0]), of_thread)
         results = []
         for t in range(count):
             sums = [zero, zero]  # of the thread's two rows

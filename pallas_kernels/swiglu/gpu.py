@@ -48,17 +48,10 @@ def one_kernel(
             f"takes {least} to {_MAX_ROWS} rows by such bfloat16 matrices, got {M}: XLA's matmuls"
             " are as fast"
         )
-    out = grouped_swiglu(
-        x.reshape(M, x.shape[-1]),
-        gate[None],
-        up[None],
-        jnp.full((1,), M, jnp.int32),
-        None,
-        None if gate_scale is None else gate_scale[None],
-        None if up_scale is None else up_scale[None],
-        block_shape=block_shape,
-        interpret=interpret,
-    )
+    rows, sizes = x.reshape(M, x.shape[-1]), jnp.full((1,), M, jnp.int32)
+    scales = [None if scale is None else scale[None] for scale in (gate_scale, up_scale)]
+    options: Any = {"block_shape": block_shape, "interpret": interpret}
+    out = grouped_swiglu(rows, gate[None], up[None], sizes, None, *scales, **options)
     return out.reshape(*x.shape[:-1], gate.shape[0])
 
 
@@ -86,12 +79,10 @@ def two_matmuls(
 def multiply_apart(
     x: Float[Array, "*batch K"], gate: Float[Array, "F K"], up: Float[Array, "F K"]
 ) -> Float[Array, "*batch F"]:
-    """Does :func:`two_matmuls` on any platform.
-
-    XLA merges matmuls that share an operand. For that it joins ``gate`` and ``up`` into one matrix,
-    each time anew, unless it compiles the matmul itself: with 512 rows it calls cuBLAS, and copies
-    the 23 MB of a layer's shared experts first. A barrier keeps it from merging them.
-    """
+    """Does :func:`two_matmuls` on any platform. XLA merges matmuls that share an operand. For that
+    it joins ``gate`` and ``up`` into one matrix, each time anew, unless it compiles the matmul
+    itself: with 512 rows it calls cuBLAS, and copies the 23 MB of a layer's shared experts first. A
+    barrier keeps it from merging them."""
 
     def matmul(x: jax.Array, matrix: jax.Array) -> jax.Array:
         product = jnp.einsum("...k,fk->...f", x, matrix, preferred_element_type=jnp.float32)

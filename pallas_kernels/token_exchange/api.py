@@ -10,10 +10,7 @@ from jaxtyping import Array, Int32, Shaped
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.token_exchange import mosaic_gpu, reference
 
-BACKENDS = {
-    "mosaic_gpu": mosaic_gpu.token_exchange,
-    "reference": reference.token_exchange,
-}
+BACKENDS = {"mosaic_gpu": mosaic_gpu.token_exchange, "reference": reference.token_exchange}
 
 
 def token_exchange(

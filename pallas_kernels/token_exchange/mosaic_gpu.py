@@ -15,8 +15,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int32, Shaped
 
-from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, i64, value_of
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    Registers,
+    asm,
+    const,
+    global_address,
+    i32,
+    i64,
+    value_of,
+)
 from pallas_kernels.hopper.tiles import load_with_layout
 from pallas_kernels.hopper.warpgroup import when
 
@@ -27,12 +37,9 @@ _STORE = 16  # bytes per store instruction of a thread
 def token_exchange(
     rows: Shaped[Array, "n C W"], counts: Int32[Array, " n"], *, axes: tuple[str, ...]
 ) -> tuple[Shaped[Array, "n C W"], Int32[Array, " n"]]:
-    """Implements :func:`pallas_kernels.token_exchange`.
-
-    Raises:
-      NotImplementedError: no Hopper GPU, several processes, a row size that is not a multiple of 16
-        bytes, or C rows of fewer than 2,048 bytes.
-    """
+    """Implements :func:`pallas_kernels.token_exchange`. Raises NotImplementedError for no Hopper
+    GPU, several processes, a row size that is not a multiple of 16 bytes, or C rows of fewer than
+    2,048 bytes."""
     require_hopper()
     if jax.process_count() > 1:
         raise NotImplementedError(
@@ -61,12 +68,11 @@ def _exchange(
     """Runs the kernel on rows flattened to [n, C * W].
 
     Each CTA copies to one destination, then signals its semaphore. A device's first CTA waits for
-    the signals of all CTAs that send to it, so the kernel, and whatever XLA runs after
-    it, completes only when all rows have arrived.
+    the signals of all CTAs that send to it, so the kernel, and whatever XLA runs after it,
+    completes only when all rows have arrived.
 
     Unless CompilerParams disables it, XLA synchronises all devices before the kernel starts. So the
-    buffers that peers write to are no longer in use, and the semaphore is zero.
-    """
+    buffers that peers write to are no longer in use, and the semaphore is zero."""
     n, size = rows.shape
     mesh = jax.sharding.get_abstract_mesh()
     vector_size = _STORE // rows.dtype.itemsize
@@ -75,7 +81,7 @@ def _exchange(
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector_size)
     per_destination = np.int32(ctas)
 
-    def token_exchange(rows_g: Any, counts_g: Any, received_g: Any, received_counts_g: Any) -> None:
+    def token_exchange(rows_g: Ref, counts_g: Ref, received_g: Ref, received_counts_g: Ref) -> None:
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
         cta = lax.axis_index("cta")
         slice_index = lax.rem(cta, per_destination)
@@ -105,10 +111,7 @@ def _exchange(
             plgpu.remote_ref(received_counts_g, peer, logical)[me] = count
 
         pl.semaphore_signal(arrived, device_id=peer, device_id_type=pl.DeviceIdType.LOGICAL)
-
-        @when(cta == 0)
-        def _() -> None:
-            pl.semaphore_wait(arrived, n * ctas)
+        when(cta == 0)(lambda: pl.semaphore_wait(arrived, n * ctas))
 
     return plgpu.kernel(
         token_exchange,
@@ -122,11 +125,10 @@ def _exchange(
     )(rows, counts)
 
 
-def _store(context: Any, target: Any, peer: Any, values: Any) -> None:
+def _store(context: Any, target: ir.Value, peer: Registers, values: Registers) -> None:
     """Stores a chunk at ``target`` on the device ``peer``, 16 bytes at a time: Mosaic GPU does not
     know the alignment of remote addresses, and would store single elements."""
-    base = mgpu.utils.memref_ptr(context.to_remote(target, value_of(peer)))
-    base = llvm.ptrtoint(i64(), base)
+    base = global_address(context.to_remote(target, value_of(peer)))
     thread = arith.extui(i64(), mgpu.utils.thread_idx())
     words = ir.VectorType.get((4,), i32())
     for number, register in enumerate(values.registers.flat):
@@ -147,7 +149,7 @@ def _row_major(coordinates: dict[str, Any], axes: tuple[str, ...], mesh: Any) ->
     return index
 
 
-def _logical(index: Any, axes: tuple[str, ...], mesh: Any) -> Any:
+def _logical(index: Index, axes: tuple[str, ...], mesh: Any) -> Any:
     """Returns the logical mesh index of the peer with index ``index`` along ``axes``, and this
     device's coordinates along the other axes."""
     coordinates = {axis: lax.axis_index(axis) for axis in mesh.axis_names if axis not in axes}

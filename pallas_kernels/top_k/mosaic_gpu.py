@@ -27,17 +27,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float32, Int, Int32
 
-from pallas_kernels.hopper import multiprocessors, require_hopper
+from pallas_kernels.hopper import Index, Ref, multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import (
+    INT32,
     REF,
-    SCALAR,
+    Registers,
     array,
     asm,
     const,
+    global_address,
     i32,
-    i64,
     inline,
-    item,
+    numbers_of,
     shared_address,
     warp_and_lane,
     warp_prefix_sum,
@@ -155,8 +156,8 @@ class _Part:
     """A warpgroup and its part of the row. All warpgroups of a cluster call each method."""
 
     def __init__(
-        self, scores_g: Any, lengths_g: Any, out_g: Any, counts_g: Any, histograms_s: Any,
-        exchange_s: Any, scratch_s: Any, barrier: Any, *cluster_barriers: Any, k: int, ctas: int,
+        self, scores_g: Ref, lengths_g: Ref, out_g: Ref, counts_g: Ref, histograms_s: Ref,
+        exchange_s: Ref, scratch_s: Ref, barrier: Any, *cluster_barriers: Any, k: int, ctas: int,
         warpgroups: int, interpret: Any,
     ) -> None:  # fmt: skip
         self.scores_g, self.out_g, self.counts_g = scores_g, out_g, counts_g
@@ -187,10 +188,15 @@ class _Part:
         if most <= _IN_REGISTERS:
             self.keys = [self.load(self.first + j) for j in range(most)]
 
-    def load(self, chunk: Any) -> jax.Array:
+    def load(self, chunk: Index) -> jax.Array:
+        """Loads a chunk as integers in the order of the scores; -0 becomes 0. The constant must not
+        be the first operand of a select: see ``lanes.select``."""
         start = jnp.minimum(chunk, self.chunks - 1) * CHUNK
         scores = self.scores_g[self.row, pl.ds(start, CHUNK)]
-        return _ordered(plgpu.layout_cast(scores, _layout_of(CHUNK)))
+        scores = plgpu.layout_cast(scores, _layout_of(CHUNK))
+        bits = lax.bitcast_convert_type(scores, jnp.int32)
+        bits = jnp.where(scores != 0.0, bits, jnp.zeros_like(bits))
+        return jnp.where(bits < 0, bits ^ _LARGEST, bits)
 
     def for_chunks(self, use: Callable[..., Any], carry: Any, smallest: jax.Array) -> None:
         """Calls ``use(chunk, keys, smallest, carry)`` for the part's chunks. For chunks past its
@@ -247,7 +253,7 @@ class _Part:
         digit = jnp.where(nothing, 2**size - 1, digit)
         counts = plgpu.layout_cast(self.histogram[...], _layout_of(_BINS))
         counts = jnp.where(self.bins > digit, counts, _filled(_BINS, 0))
-        larger_of_part += _total(counts, self.scratch, interpret=self.interpret)
+        larger_of_part += _prefix_sums(counts, self.scratch, interpret=self.interpret)[1]
         longer = lax.shift_left(prefix, jnp.int32(size)) | digit if number else digit - _BINS // 2
         left = wanted - jnp.where(nothing, 0, larger)
         return (longer, left, larger_of_part), self.histogram[digit], wanted
@@ -290,12 +296,11 @@ class _Part:
         some = min(self.ctas, _ADDED_TOGETHER)
 
         def add_some(i, counts):
-            loaded = [
-                plgpu.layout_cast(
-                    self.counts_g[self.row, number, i * some + r, self.bins_of_wg], layout
-                )
-                for r in range(some)
-            ]
+            def load(cta):
+                counts = self.counts_g[self.row, number, cta, self.bins_of_wg]
+                return plgpu.layout_cast(counts, layout)
+
+            loaded = [load(i * some + r) for r in range(some)]
             return functools.reduce(jnp.add, loaded, counts)
 
         return lax.fori_loop(0, self.ctas // some, add_some, _filled(self.width, 0))
@@ -305,14 +310,10 @@ class _Part:
         self.send(_PASSES, _LARGER, larger)
         self.send(_PASSES, _EQUAL, equal)
         self.sync_cta()
-        pairs = list(
-            zip(self.receive(_PASSES, _LARGER), self.receive(_PASSES, _EQUAL), strict=True)
-        )
+        both = [self.receive(_PASSES, kind) for kind in (_LARGER, _EQUAL)]
         before = tuple(
-            functools.reduce(
-                jnp.add, [jnp.where(w < self.wg, pair[i], 0) for w, pair in enumerate(pairs)]
-            )
-            for i in range(2)
+            functools.reduce(jnp.add, [jnp.where(w < self.wg, n, 0) for w, n in enumerate(numbers)])
+            for numbers in both
         )
         if self.ctas == 1:
             return before
@@ -321,7 +322,7 @@ class _Part:
         def _() -> None:
             numbers = _filled(CHUNK, 0)
             for i in range(2):
-                sum_of_cta = functools.reduce(jnp.add, [pair[i] for pair in pairs])
+                sum_of_cta = functools.reduce(jnp.add, both[i])
                 numbers = jnp.where(self.index == i, _filled(CHUNK, sum_of_cta), numbers)
             self.counts_g[self.row, _PASSES, self.cta, pl.ds(0, CHUNK)] = numbers
 
@@ -405,23 +406,15 @@ def _filled(size: int, value: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full((size,), value, jnp.int32), _layout_of(size))
 
 
-def _ordered(scores: jax.Array) -> jax.Array:
-    """Maps floats to integers in the same order; -0 becomes 0. The constant must not be the first
-    operand of a select: see ``lanes.select``."""
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where(scores != 0.0, bits, jnp.zeros_like(bits))
-    return jnp.where(bits < 0, bits ^ (2**31 - 1), bits)
-
-
-def _add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> None:
+def _add_to_histogram(histogram: Ref, digits: jax.Array, *, interpret: Any) -> None:
     """Adds 1 to ``histogram[digit]`` in shared memory for each digit that is not negative."""
     if interpret is not None:
         counts = histogram[...]
         histogram[...] = counts.at[jnp.where(digits < 0, counts.size, digits)].add(1, mode="drop")
         return
 
-    @inline(REF, _layout_of(digits.size))
-    def add(histogram: Any, digits: Any) -> None:
+    @inline(REF, _layout_of(digits.size)).on(histogram, digits)
+    def _(histogram: ir.Value, digits: Registers) -> None:
         base = shared_address(histogram)
         text = """{
             .reg .pred there;
@@ -431,13 +424,11 @@ def _add_to_histogram(histogram: Any, digits: jax.Array, *, interpret: Any) -> N
             add.u32 at, at, $0;
             @there red.shared.add.u32 [at], 1;
         }"""
-        for digit in _numbers(digits):
+        for digit in numbers_of(digits):
             asm(text, "r,r,~{memory}", base, digit, effects=True)
 
-    add(histogram, digits)
 
-
-def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret: Any) -> None:
+def _scatter(target: Ref, positions: jax.Array, values: jax.Array, *, interpret: Any) -> None:
     """Sets ``target[position] = value`` for positions that are not negative."""
     if interpret is not None:
         old = target[...]
@@ -445,11 +436,10 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
         target[...] = old.at[positions].set(values, mode="drop")
         return
 
-    @inline(REF, _layout_of(values.size), _layout_of(values.size))
-    def store(target: Any, positions: Any, values: Any) -> None:
+    @inline(REF, _layout_of(values.size), _layout_of(values.size)).on(target, positions, values)
+    def _(target: ir.Value, positions: Registers, values: Registers) -> None:
         is_shared = mgpu.utils.is_smem_ref(target)
-        pointer = mgpu.utils.memref_ptr(target)
-        base = llvm.ptrtoint(i32() if is_shared else i64(), pointer)
+        base = shared_address(target) if is_shared else global_address(target)
         space, bits, letter = ("shared", 32, "r") if is_shared else ("global", 64, "l")
         at = "mad.lo.s32 at, $1, 4, $0;" if is_shared else "mad.wide.s32 at, $1, 4, $0;"
         text = f"""{{
@@ -459,39 +449,24 @@ def _scatter(target: Any, positions: jax.Array, values: jax.Array, *, interpret:
             {at}
             @there st.{space}.b32 [at], $2;
         }}"""
-        for position, value in zip(_numbers(positions), _numbers(values), strict=True):
+        for position, value in zip(numbers_of(positions), numbers_of(values), strict=True):
             asm(text, f"{letter},r,r,~{{memory}}", base, position, value, effects=True)
 
-    store(target, positions, values)
 
-
-def _total(values: jax.Array, scratch: Any, *, interpret: Any) -> jax.Array:
-    """Returns the sum of int32 numbers over a warpgroup. All its threads call it, with a
-    ``scratch`` of int32 [4] in shared memory of their own."""
-    if interpret is not None:
-        return jnp.sum(values, dtype=jnp.int32)
-    return _scan(values, scratch)[1]
-
-
-def _prefix_sums(values: jax.Array, scratch: Any, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the numbers before each of ``values``, int32 [512] with four per thread,
-    and the sum of all; see :func:`_total`."""
+def _prefix_sums(values: jax.Array, scratch: Ref, *, interpret: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of the numbers before each of ``values``, correct if threads have four of
+    them, and the sum of all. All threads of a warpgroup call it, with a ``scratch`` of int32 [4] in
+    shared memory of their own."""
     if interpret is not None:
         sums = jnp.cumsum(values, dtype=jnp.int32)
         return sums - values, sums[-1]
-    return _scan(values, scratch)
-
-
-def _scan(values: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns exclusive prefix sums, correct if threads have one register, and the total."""
     layout = _layout_of(values.size)
-    number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
     numbers = plgpu.ShapeDtypeStruct(values.shape, jnp.int32, layout=layout)
 
-    @inline(layout, REF, returns=(numbers, number))
-    def scan(values: Any, scratch: Any) -> Any:
+    @inline(layout, REF, returns=(numbers, INT32))
+    def scan(values: Registers, scratch: ir.Value) -> tuple[Registers, ...]:
         before = [const(0)]
-        for value in _numbers(values):
+        for value in numbers_of(values):
             before.append(arith.addi(before[-1], value))
         warp, lane = warp_and_lane()
         inclusive = warp_prefix_sum(before[-1])
@@ -522,8 +497,3 @@ def _scan(values: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
         )
 
     return scan(values, scratch)
-
-
-def _numbers(values: Any) -> list[Any]:
-    """Returns a thread's numbers, in order."""
-    return [item(register, i) for register in values.registers.flat for i in range(_PER_REGISTER)]

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
 from pallas_kernels.hopper.grid_barrier import MOST_POLLS, GridBarrier
+from pallas_kernels.hopper.launch import LANE, grid_kernel
 
 _WORDS = 256  # words that a round exchanges, a multiple of a warpgroup's threads
 
@@ -55,7 +56,7 @@ def grid_barrier(
         *counter_g, wrong_g, words_g = refs
         memory = counter_g[0] if interpret is None else cluster_barrier
         barrier = GridBarrier(memory, programs, 1, most_polls=most_polls, interpret=interpret)
-        program = lax.axis_index("program")
+        program = lax.axis_index("cta")
         layout = plgpu.Layout.WG_STRIDED((_WORDS,), vec_size=2)
         column = plgpu.broadcasted_iota(jnp.int32, (_WORDS,), 0, layout=layout)
 
@@ -78,16 +79,14 @@ def grid_barrier(
         jax.ShapeDtypeStruct((programs, _WORDS), jnp.int32),
         jax.ShapeDtypeStruct((2, _WORDS), jnp.int32),
     ]
-    kernel = plgpu.kernel(
+    kernel = grid_kernel(
         barriers,
-        out_type=out_type,
-        scratch_types=GridBarrier.scratch(1, interpret),
-        num_threads=1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        out_type,
+        GridBarrier.scratch(1, interpret),
+        warpgroups=1,
         **GridBarrier.launch(programs, interpret),
+        interpret=interpret,
+        lowering_semantics=LANE,
     )
     if interpret is not None:
         return jnp.sum(kernel()[0], axis=1), counter

@@ -158,10 +158,11 @@ def asm(text: str, _: str, *operands: Any, result: Any = None, effects: bool = F
     raise AssertionError(f"an unknown instruction: {text}")
 
 
-def inline(*_: Any, returns: Any = None) -> Any:
-    del returns
+class Inline:
+    def __init__(self, *_: Any, returns: Any = None):
+        del returns
 
-    def decorate(function: Any) -> Any:
+    def __call__(self, function: Any) -> Any:
         def call(*arguments: Any) -> Any:
             is_register = Buffer | Values | list
             wrapped = [x if isinstance(x, is_register) else Values(int(x)) for x in arguments]
@@ -169,7 +170,8 @@ def inline(*_: Any, returns: Any = None) -> Any:
 
         return call
 
-    return decorate
+    def on(self, *arguments: Any) -> Any:
+        return lambda function: self(function)(*arguments)
 
 
 def load(type_: Any, pointer: Pointer, alignment: int | None = None) -> Any:
@@ -210,8 +212,7 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
         "arith": SimpleNamespace(
             addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
             andi=np.bitwise_and, shrui=np.right_shift, minui=np.minimum, addf=np.add,
-            mulf=np.multiply,
-            select=select, constant=lambda _, value: np.float32(value),
+            mulf=np.multiply, select=select,
             CmpIPredicate=SimpleNamespace(ult="ult", uge="uge"),
             cmpi=lambda predicate, a, b: compare[predicate](a, b),
         ),
@@ -226,33 +227,36 @@ def emulate(monkeypatch: Any, *modules: Any) -> None:
                 thread_idx=lambda: thread,
                 warp_idx=lambda: thread // LANES,
                 memref_ptr=lambda buffer: Pointer(buffer.bytes, 0),
-                getelementptr=lambda pointer, index, type_: Pointer(
-                    pointer.memory, pointer.offset + index[0] * size[type_]
-                ),
             )
         ),
+        "element": lambda pointer, index, type_: Pointer(
+            pointer.memory, pointer.offset + index * size[type_]
+        ),
         "ir": SimpleNamespace(
-            F32Type=SimpleNamespace(get=lambda: "f32"),
             F16Type=SimpleNamespace(get=lambda: "f16"),
             DenseI64ArrayAttr=SimpleNamespace(get=list),
             IntegerType=SimpleNamespace(get_signless=lambda bits: f"i{bits}"),
             VectorType=SimpleNamespace(get=lambda shape, _: shape),
-            FloatAttr=SimpleNamespace(get=lambda _, value: value),
             InsertionPoint=insertion_point,
         ),
         "scf": SimpleNamespace(IfOp=Branch, yield_=lambda values: block[-1].extend(values)),
         "vector": SimpleNamespace(
-            broadcast=lambda _, value: Values(value),
             shuffle=lambda a, _, mask: Values(*(a[n] for n in mask)),
         ),
         "array": lambda registers, shape, layout: registers[0],
+        "only": lambda values: values[0],
+        "per_thread": Values,
+        "numbers_of": lambda values: values.numbers,
         "float_pair": Values,
         "item": lambda register, i: register[i],
         "register": lambda scalar: scalar[0],
         "const": np.int64,
+        "float_const": np.float32,
         "i32": lambda: "i32",
+        "f32": lambda: "f32",
         "asm": asm,
-        "inline": inline,
+        "asm_numbers": lambda text, kinds, *operands, **_: asm(text, kinds, *operands),
+        "inline": Inline,
     }  # fmt: skip
     for module in modules:
         for name, fake in fakes.items():

@@ -183,7 +183,7 @@ def test_a_unit_of_integers(dtype, K, most_bytes, tokens, monkeypatch, untyped):
 
 
 @pytest.mark.parametrize("dtype", [INT4, INT8])
-def test_positions_of_activations(dtype, monkeypatch):
+def test_positions_of_activations(dtype, monkeypatch, untyped):
     """Threads store numbers where ``permute`` has them, also those that store a piece at once."""
     permuted = np.asarray(activations.permute(jnp.arange(512), dtype))
     order = activations.order_of_piece(dtype)
@@ -227,6 +227,7 @@ def test_rows_for_integers_are_stored_as_permuted(length, dtype, monkeypatch, un
     emulate(monkeypatch, activations)
     memory = Buffer(np.full(length, -1, np.float16))
     array = SimpleNamespace(shape=(length,), registers=SimpleNamespace(flat=registers_))
-    monkeypatch.setattr(activations, "inline", lambda *_: lambda function: function)
+    on = SimpleNamespace(on=lambda *arguments: lambda function: function(*arguments))
+    monkeypatch.setattr(activations, "inline", lambda *_: on)
     activations._store_permuted(memory, array, dtype, None)
     np.testing.assert_array_equal(memory.bytes.view(np.float16), want)

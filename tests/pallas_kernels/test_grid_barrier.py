@@ -22,7 +22,7 @@ def test_every_program_sees_what_the_others_wrote(programs, rounds):
 def test_more_programs_than_multiprocessors_are_refused():
     with pytest.raises(NotImplementedError, match=f"at most {H200_SMS} programs.* got 133"):
         grid_barrier(new_counter(), programs=H200_SMS + 1, rounds=1)
-    assert GridBarrier.launch(H200_SMS, None)["grid"] == (H200_SMS,)
+    assert GridBarrier.launch(H200_SMS, None)["grid"] == {"cta": H200_SMS}
 
 
 @pytest.mark.parametrize("programs", [1, 2, 132])

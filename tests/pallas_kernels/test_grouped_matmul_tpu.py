@@ -100,7 +100,8 @@ def test_expanded_matrices(rhs_dtype, block_shape):
     x = Inputs.random(
         (37, 0, 4), N=256, K=K, lhs_dtype="bfloat16", rhs_dtype=rhs_dtype, block_shape=block_shape
     )
-    plan = dataclasses.replace(planned(x), converts_slices=False, expands=rhs_dtype != "bfloat16")
+    conversion = "none" if rhs_dtype == "bfloat16" else "expand"
+    plan = dataclasses.replace(planned(x), conversion=conversion)
     out = run(x, functools.partial(back_end, plan=plan))
     check(out, x.expected(), tolerance("bfloat16"))
 
@@ -271,8 +272,8 @@ def test_matrices_are_converted_in_slices_for_few_rows(M, dtype, block_shape, co
     scale = (G, -(-256 // block_shape[0]), -(-256 // block_shape[1]))
     scale = None if dtype == "bfloat16" else jax.ShapeDtypeStruct(scale, jnp.float32)
     plan = choose_plan(CHIPS["v5p"], lhs, rhs, scale, block_shape)
-    assert plan.converts_slices == converts_slices
-    assert plan.expands == (dtype != "bfloat16" and not converts_slices)
+    expected = "none" if dtype == "bfloat16" else "slices" if converts_slices else "expand"
+    assert plan.conversion == expected
 
 
 @pytest.mark.slow
