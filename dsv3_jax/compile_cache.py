@@ -32,11 +32,9 @@ _THRESHOLDS = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 
-_SLOW_SECONDS = 2.0
-"""Compilations that take longer are reported."""
+_SLOW_SECONDS = 2.0  # compilations that take longer are reported
 _XLA_NOTE_SECONDS = 100.0  # after 120, XLA asks for a bug report
-_REPORT_SECONDS = 15.0
-"""Time between two reports of the same compilation."""
+_REPORT_SECONDS = 15.0  # time between two reports of the same compilation
 
 
 def enable(directory: Path | None = None) -> Path | None:

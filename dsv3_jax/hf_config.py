@@ -79,8 +79,7 @@ _REDUNDANT = """
     num_key_value_heads qk_head_dim head_dim scoring_func layer_types mlp_layer_types
     mtp_layer_types mtp_mlp_layer_types indexer_types index_topk_freq index_topk_pattern
     """
-REDUNDANT = tuple(_REDUNDANT.split())
-"""Keys that restate others."""
+REDUNDANT = tuple(_REDUNDANT.split())  # keys that restate others
 
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -149,10 +148,8 @@ _NO_DEFAULT = {
 class ParsedConfig(NamedTuple):
     """Content of a config.json."""
 
-    values: dict[str, Any]
-    """Field values of the configuration. Their types and ranges are not checked yet."""
-    redundant: dict[str, Any]
-    """Values of the redundant keys; None for absent ones."""
+    values: dict[str, Any]  # fields of the configuration, with types and ranges not checked yet
+    redundant: dict[str, Any]  # values of the redundant keys; None for absent ones
 
 
 def parse(

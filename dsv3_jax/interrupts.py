@@ -30,8 +30,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.seen = False
-        """Whether there was an interrupt. An exception after it is attributed to it."""
+        self.seen = False  # an interrupt. An exception after it is attributed to it.
         self._has_raised = False
         self._is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         if not self._is_ignored:
@@ -115,8 +114,7 @@ class FirstInterrupt:
     """
 
     def __init__(self, is_active: bool = True) -> None:
-        self.is_made = False
-        """Whether there was a SIGINT."""
+        self.is_made = False  # whether there was a SIGINT
         self._is_active = is_active
         self._before: Any = None
 

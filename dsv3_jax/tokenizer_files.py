@@ -44,12 +44,9 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 class SpecialTokens(NamedTuple):
     """Declarations in the files next to tokenizer.json."""
 
-    names: dict[str, str]
-    """Texts of the tokens that have a name, such as ``bos_token``."""
-    by_id: dict[int, AddedToken]
-    """``added_tokens_decoder``, or the content of added_tokens.json. Some are not special."""
-    special: list[AddedToken]
-    """All special tokens, those in ``names`` included, without duplicates."""
+    names: dict[str, str]  # texts of the tokens that have a name, such as ``bos_token``
+    by_id: dict[int, AddedToken]  # of tokenizer_config.json or added_tokens.json; some not special
+    special: list[AddedToken]  # all special tokens, those in ``names`` included, without duplicates
 
     def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Adds the tokens to a tokenizer, and marks those as special that it has already.

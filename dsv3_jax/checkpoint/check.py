@@ -27,12 +27,9 @@ _SCALES = ("F32", "BF16", "F8_E8M0")
 class TensorProblems(NamedTuple):
     """Disagreements between a checkpoint's tensors and its config."""
 
-    missing: list[str]
-    """Names that the config requires and the checkpoint lacks, in the order data flows."""
-    unknown: list[str]
-    """Names in the checkpoint that the config does not have, sorted."""
-    mismatched: list[str]
-    """One message per tensor with another dtype or shape."""
+    missing: list[str]  # names that the config requires, in the order data flows
+    unknown: list[str]  # names in the checkpoint that the config does not have, sorted
+    mismatched: list[str]  # one message per tensor with another dtype or shape
 
 
 def as_stored(config: ModelConfig, arrays: Arrays) -> ModelConfig:

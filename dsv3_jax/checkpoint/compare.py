@@ -21,14 +21,10 @@ class Difference:
     """Difference between a tensor of A and the same tensor of B, or the sum over several."""
 
     tensors: int = 0
-    equal_bytes: int = 0
-    """Number of tensors with the same dtype and the same bytes, including their scales."""
-    largest: float = 0.0
-    """max |a - b|"""
-    squares: float = 0.0
-    """sum (a - b)^2"""
-    of_a: float = 0.0
-    """sum a^2"""
+    equal_bytes: int = 0  # tensors with the same dtype and bytes, including their scales
+    largest: float = 0.0  # max |a - b|
+    squares: float = 0.0  # sum (a - b)^2
+    of_a: float = 0.0  # sum a^2
 
     @property
     def relative_rms(self) -> float | None:
@@ -57,15 +53,12 @@ class Difference:
 class Comparison(NamedTuple):
     """Result of :func:`compare`."""
 
-    differences: dict[str, Difference]
-    """Difference of each tensor that both checkpoints have, by published name."""
-    first_difference: str | None
-    """Line about the first tensor or config field that differs. None if there is none."""
+    differences: dict[str, Difference]  # of each tensor that both have, by published name
+    first_difference: str | None  # line about the first tensor or config field that differs
     source_hashes: int | None
     """Number of A's tensors with the hashes of the source that B's manifest records. None if B is
     not a store, or was made from another source."""
-    findings: list[str]
-    """Reasons why they are not two complete checkpoints of one model, one line each."""
+    findings: list[str]  # reasons why they are not two complete checkpoints of one model
 
 
 def compare(

@@ -35,14 +35,10 @@ _BYTES_PER_ELEMENT = 12  # of a piece: source, result, TensorStore's copy, and h
 class Unit:
     """Published tensors that are converted together, and the arrays they are written to."""
 
-    array: StoredArray
-    """Array of the weights."""
-    scales: StoredArray | None
-    """Array of the scales that the conversion computes. None if it does not quantize the array."""
-    first: int
-    """Index of the first expert. 0 for an array without experts."""
-    count: int
-    """Number of experts. 1 for an array without experts."""
+    array: StoredArray  # array of the weights
+    scales: StoredArray | None  # scales that the conversion computes. None if it does not quantize.
+    first: int  # index of the first expert. 0 for an array without experts.
+    count: int  # number of experts. 1 for an array without experts.
 
     @property
     def key(self) -> str:

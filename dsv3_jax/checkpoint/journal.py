@@ -53,8 +53,7 @@ class ConversionJournal:
             self._file.close()
             raise
         self._lock = threading.Lock()
-        self.done: dict[str, JournalLine] = {}
-        """Lines of the completed units, by the key of the unit."""
+        self.done: dict[str, JournalLine] = {}  # lines of the completed units, by the unit's key
         for line in self.lines:
             self._update_done(line)
 

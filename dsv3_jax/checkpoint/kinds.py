@@ -83,8 +83,7 @@ def _delete(partial: Path) -> None:
         shutil.rmtree(partial)
 
 
-MANIFEST = "manifest.json"
-"""File whose presence marks a store as complete."""
+MANIFEST = "manifest.json"  # file whose presence marks a store as complete
 
 _RUN = "run.json"  # of a training run, whose package must not be imported here
 

@@ -19,21 +19,16 @@ from dsv3_jax.files import atomic_write, check_file_name
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 
 NAME = MANIFEST
-FORMAT = "dsv3_jax store 1"
-"""Identifier of this version of the store format."""
+FORMAT = "dsv3_jax store 1"  # identifier of this version of the store format
 
 
 class TensorRecord(NamedTuple):
     """A published tensor in the source or in the store."""
 
-    dtype: str
-    """Dtype in the spelling of safetensors."""
-    shape: list[int]
-    """Stored shape, in which packed int4 has half the columns."""
-    hash: str
-    """XXH3 hash (128 bits) of the bytes in C order."""
-    file: str | None = None
-    """Name of the source's file. None for a tensor of the store, whose name gives its location."""
+    dtype: str  # dtype in the spelling of safetensors
+    shape: list[int]  # stored shape, in which packed int4 has half the columns
+    hash: str  # XXH3 hash (128 bits) of the bytes in C order
+    file: str | None = None  # name of the source's file. None for a tensor of the store.
 
 
 class SourceFile(NamedTuple):
@@ -56,27 +51,18 @@ class QuantizationLoss(NamedTuple):
 class Manifest:
     """Content of ``manifest.json``. The fields have the names of its keys."""
 
-    tool: str
-    """Name and version of the program that wrote the store."""
-    to: str
-    """Target of the conversion: fp8, bf16, int8 or int4."""
+    tool: str  # name and version of the program that wrote the store
+    to: str  # target of the conversion: fp8, bf16, int8 or int4
     config: dict[str, Any]
-    dtype: str
-    """Dtype of tensors that are not quantized."""
-    quantization: Quantization | None
-    """Quantization of the store's weights. None for plain floats."""
-    num_nextn_predict_layers: int
-    """Number of MTP layers in the files. The source's config may count more."""
-    files: dict[str, SourceFile]
-    """The source's safetensors files by name."""
+    dtype: str  # dtype of tensors that are not quantized
+    quantization: Quantization | None  # quantization of the store's weights. None for plain floats.
+    num_nextn_predict_layers: int  # MTP layers in the files. The source's config may count more.
+    files: dict[str, SourceFile]  # the source's safetensors files by name
     kept: dict[str, str]  # words: ok
     """XXH3 hashes of the small files in ``source/``, by path."""
-    source: dict[str, TensorRecord]
-    """The source's tensors by published name, in the order of its files."""
-    tensors: dict[str, TensorRecord]
-    """The store's tensors by published name. Scales of integer weights end in ``_scale``."""
-    errors: dict[str, QuantizationLoss]
-    """Quantization error by tensor kind. Empty if the conversion did not quantize."""
+    source: dict[str, TensorRecord]  # the source's tensors by name, in the order of its files
+    tensors: dict[str, TensorRecord]  # the store's. Scales of integer weights end in ``_scale``.
+    errors: dict[str, QuantizationLoss]  # by tensor kind. Empty if the conversion did not quantize.
 
     @property
     def model_config(self) -> ModelConfig:

@@ -24,8 +24,7 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 from dsv3_jax.files import check_file_name, naming
 from dsv3_jax.words import first_and_count
 
-DESCRIPTION_BYTES = 400
-"""Upper bound of what the index and the header of a file take for one tensor."""
+DESCRIPTION_BYTES = 400  # upper bound of what index and header take for one tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -43,10 +42,8 @@ _DTYPES: dict[str, tuple[np.dtype, str]] = {
     "U8": (np.dtype(np.uint8), "uint8"),
 }
 _SPELLINGS = dict(_DTYPES.values())
-SPELLED = {dtype: name for name, (dtype, _) in _DTYPES.items()}
-"""NumPy dtype -> spelling in safetensors."""
-NUMPY = {name: dtype for name, (dtype, _) in _DTYPES.items()}
-"""Spelling in safetensors -> NumPy dtype."""
+SPELLED = {dtype: name for name, (dtype, _) in _DTYPES.items()}  # of a dtype in safetensors
+NUMPY = {name: dtype for name, (dtype, _) in _DTYPES.items()}  # the inverse
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 

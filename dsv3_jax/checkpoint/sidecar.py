@@ -11,12 +11,9 @@ import xxhash
 from dsv3_jax.checkpoint.reader import FileArray, write_file
 from dsv3_jax.files import atomic_write, naming
 
-FOLDER = "source"
-"""Folder of a store with the small files."""
-HEADERS = "headers"
-"""Folder in it with the headers of the source's safetensors files."""
-UNUSED = "unused.safetensors"
-"""File in it with the tensors that no model reads."""
+FOLDER = "source"  # folder of a store with the small files
+HEADERS = "headers"  # folder in it with the headers of the source's safetensors files
+UNUSED = "unused.safetensors"  # file in it with the tensors that no model reads
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _MAX_BYTES = 64 * 2**20

@@ -22,8 +22,7 @@ from dsv3_jax.checkpoint.stored_arrays import StoredArray
 from dsv3_jax.checkpoint.tensor_table import stored_location
 from dsv3_jax.files import check_file_name
 
-WEIGHTS = "weights"
-"""Folder of a store with the arrays."""
+WEIGHTS = "weights"  # folder of a store with the arrays
 
 
 class ArrayFiles:
@@ -138,10 +137,8 @@ class StoreReader(Mapping[str, TensorView]):
     def __init__(self, directory: Path):
         self.directory = directory
         self.manifest = manifest.read(directory)
-        self.config = self.manifest.model_config
-        """The model in the form that the store has."""
-        self.source = directory / sidecar.FOLDER
-        """Directory with the source's small files, such as the tokenizer."""
+        self.config = self.manifest.model_config  # the model in the form that the store has
+        self.source = directory / sidecar.FOLDER  # the source's small files, such as the tokenizer
         files = ArrayFiles(directory / WEIGHTS)
         self._tensors = {}
         for name, record in self.manifest.tensors.items():

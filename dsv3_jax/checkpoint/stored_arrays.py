@@ -28,12 +28,9 @@ class StoredArray:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    tensors: tuple[str, ...]
-    """Published tensors in the array: a single one, or one per expert in order."""
-    stacked: bool
-    """Whether the first axis is the expert."""
-    chunk: tuple[int, ...]
-    """Shape of a chunk, which is one file."""
+    tensors: tuple[str, ...]  # published tensors in the array: one, or one per expert in order
+    stacked: bool  # whether the first axis is the expert
+    chunk: tuple[int, ...]  # shape of a chunk, which is one file
 
     @property
     def files(self) -> int:

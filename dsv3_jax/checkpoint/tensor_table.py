@@ -40,12 +40,10 @@ _EXPERTS = "experts"
 # Name of a weight's scale in the model. Checkpoints may use another suffix.
 _MODEL_SCALES = {BlockQuantization: "weight_scale_inv", IntegerQuantization: "weight_scale"}
 
-Table = dict[str, "TensorSpec"]
-"""Tensors by name, in the order data flows."""
+Table = dict[str, "TensorSpec"]  # tensors by name, in the order data flows
 
 _ITEMSIZE = {"F8_E4M3": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}
-STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Dtype in a config -> spelling in safetensors."""
+STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # by dtype in a config
 
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Name endings of tensors that no forward pass reads. They are not in the table.
@@ -270,8 +268,7 @@ class StoredLocation(NamedTuple):
     """Location of a published tensor in a store."""
 
     array: str
-    expert: int | None
-    """Index along the first axis of an array that stacks experts. None for other arrays."""
+    expert: int | None  # index along the first axis if the array stacks experts, else None
 
 
 def array_name(config: ModelConfig, path: ParameterPath) -> str:

@@ -43,10 +43,8 @@ class Faults:
     """Bad elements of one kind in a tensor: their number and the position of the first."""
 
     def __init__(self, kind: str):
-        self.kind = kind
-        """Description for messages, such as ``"NaN or infinity"``."""
-        self.count = 0
-        """Number of bad elements so far."""
+        self.kind = kind  # description for messages, such as ``"NaN or infinity"``
+        self.count = 0  # number of bad elements so far
         self._first: list[int] = []
 
     def add(self, is_bad: np.ndarray, first_row: int) -> None:
@@ -94,8 +92,7 @@ class ScaleScan:
 
     def __init__(self, name: str, array: LazyArray, block: tuple[int, int], progress: Progress):
         self.reader = RowReader(name, array, progress)
-        self.range: tuple[float, float] | None = None
-        """Smallest and largest scale above 0 so far. None if there is no such scale."""
+        self.range: tuple[float, float] | None = None  # smallest and largest above 0 so far
         self._block = block
         self._bad_scales = Faults("expected finite scales above 0, got another")
         self._bad_zeros = Faults("a scale of 0 over weights that are not 0")
@@ -164,14 +161,11 @@ class Scan:
         self, name: str, arrays: Arrays, quantization: Quantization | None, progress: Progress
     ):
         self.name = name
-        self.shape = arrays[name].shape
-        """Shape of the values, after unpacking."""
-        self.scales: ScaleScan | None = None
-        """Scales of the tensor. None if it is not quantized."""
+        self.shape = arrays[name].shape  # shape of the values, after unpacking
+        self.scales: ScaleScan | None = None  # scales of the tensor. None if it is not quantized.
         self._values = RowReader(name, arrays[name], progress)
         self._nonfinite = Faults("NaN or infinity")
-        self._error: OSError | None = None
-        """Failure that ended the pass early."""
+        self._error: OSError | None = None  # failure that ended the pass early
         if quantization is None or (scale := arrays.get(name + quantization.scale_suffix)) is None:
             return
         rows, columns = self.shape
@@ -253,12 +247,9 @@ class ValueStats:
 
     tensors: int = 0
     values: int = 0
-    largest: float = 0.0
-    """max |w|"""
-    squares: float = 0.0
-    """sum w^2"""
-    scales: tuple[float, float] | None = None
-    """Smallest and largest scale above 0. None if no tensor is quantized."""
+    largest: float = 0.0  # max |w|
+    squares: float = 0.0  # sum w^2
+    scales: tuple[float, float] | None = None  # smallest and largest scale above 0, if any
 
     @property
     def rms(self) -> float:
@@ -287,10 +278,8 @@ class Verification(NamedTuple):
 
     tensors: int
     nbytes: int
-    stats: dict[str, ValueStats]
-    """Statistics by published name. Those of a weight include its scales."""
-    findings: list[str]
-    """Problems, one line each with the name of the tensor."""
+    stats: dict[str, ValueStats]  # by published name. Those of a weight include its scales.
+    findings: list[str]  # problems, one line each with the name of the tensor
 
 
 def verify(
@@ -330,13 +319,11 @@ class Scans:
     """All scans of one pass over a checkpoint, and their results. Safe to use from any thread."""
 
     def __init__(self, checkpoint: OpenCheckpoint, progress: Progress):
-        self.digests: dict[str, str] = {}
-        """Hashes of the tensors read so far, by name."""
+        self.digests: dict[str, str] = {}  # hashes of the tensors read so far, by name
         self._checkpoint = checkpoint
         self._progress = progress
         self._findings: dict[str, list[str]] = {}
-        self._scales: dict[str, str] = {}
-        """Names of the scales that the config has -> name of the weight."""
+        self._scales: dict[str, str] = {}  # weight of each scale that the config has, by name
         if (quantization := checkpoint.config.quantization) is not None:
             table = tensor_table(checkpoint.config)
             weights = {weight + quantization.scale_suffix: weight for weight in table}

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 1.0
-"""Time between two looks."""
+PERIOD_SECONDS = 1.0  # time between two looks
 
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0

@@ -29,8 +29,7 @@ from dsv3_jax.pages.record import max_record_bytes
 PATH = "/prefill"
 MEDIA_TYPE = "application/octet-stream"
 
-TransferName = Literal["http", "jax"]
-"""Transport of the records: the answer itself, or jax.experimental.transfer."""
+TransferName = Literal["http", "jax"]  # the answer itself, or jax.experimental.transfer
 
 _LENGTH = struct.Struct("<Q")
 LAST_FRAME = _LENGTH.pack(0)
@@ -51,11 +50,9 @@ class PrefillBody(BaseModel):
         list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
     ]
     """The tokens of all pages, and the lookahead after the last one."""
-    first_page: Annotated[int, Field(ge=0)]
-    """Number of the first page that is asked for. The decode server has those before it."""
+    first_page: Annotated[int, Field(ge=0)]  # the decode server has those before it
     num_pages: Annotated[int, Field(ge=1)]
-    seconds: Annotated[float, Field(gt=0, le=3600)]
-    """Time after which the decode server no longer waits."""
+    seconds: Annotated[float, Field(gt=0, le=3600)]  # after which the decode server no longer waits
     transfer: TransferName
 
 

@@ -61,17 +61,12 @@ class RemoteFigures:
     """Figures of a decode server since its start. The thread of :class:`RemotePrefill` writes
     them."""
 
-    requests: int = 0
-    """Prompts for which peers were asked."""
+    requests: int = 0  # prompts for which peers were asked
     open_requests: int = 0
-    pages: int = 0
-    """Pages that were pulled."""
-    num_bytes: int = 0
-    """Bytes of their records."""
-    seconds: float = 0.0
-    """Time of these requests, together."""
-    failures: Counter[Reason] = dataclasses.field(default_factory=Counter)
-    """Failed requests to one peer, by reason."""
+    pages: int = 0  # pages that were pulled
+    num_bytes: int = 0  # bytes of their records
+    seconds: float = 0.0  # time of these requests, together
+    failures: Counter[Reason] = dataclasses.field(default_factory=Counter)  # of one peer
     recomputed_pages: Counter[Reason] = dataclasses.field(default_factory=Counter)
     """Pages that did not arrive from any peer, by the last reason."""
 

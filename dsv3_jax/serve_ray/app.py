@@ -18,8 +18,7 @@ from dsv3_jax.serve_ray.hosts import STRATEGY, actor_options, bundles
 from dsv3_jax.serve_ray.replica import EngineReplica, PrefillReplica
 from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling
 
-_ENDING_SECONDS = 10
-"""Time to end after open requests had theirs."""
+_ENDING_SECONDS = 10  # time to end after open requests had theirs
 
 
 def build_app(model: str = "demo", **settings: Any) -> serve.Application:

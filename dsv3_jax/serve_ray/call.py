@@ -16,8 +16,7 @@ from dsv3_jax.server.errors import endpoint_path
 
 logger = logging.getLogger(__name__)
 
-REPLICA_HEADER = b"x-replica-id"
-"""Header of every answer with the id of the replica that gave it."""
+REPLICA_HEADER = b"x-replica-id"  # header of every answer with the id of the replica that gave it
 
 _SENT_KEYS = (
     "type",
@@ -39,13 +38,10 @@ class EngineFailedError(Exception):
 class Call:
     """A request with its whole body. It can be sent again to another replica."""
 
-    scope: Mapping[str, Any]
-    """ASGI's description of the request, without what belongs to the front's process."""
+    scope: Mapping[str, Any]  # ASGI's, without what belongs to the front's process
     body: bytes
-    prefix_key: bytes | None
-    """Key that it shares with requests that have the same prefix."""
-    avoid: frozenset[str] = frozenset()
-    """Replicas that could not serve it."""
+    prefix_key: bytes | None  # key that it shares with requests that have the same prefix
+    avoid: frozenset[str] = frozenset()  # replicas that could not serve it
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, prefix_key: bytes | None) -> Call:

@@ -28,11 +28,9 @@ _PROBES = ("/health", "/ready")
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS_HEADER = b"x-attempts"
-"""Header of every answer with the number of replicas that its request was sent to."""
+ATTEMPTS_HEADER = b"x-attempts"  # of every answer: how many replicas its request was sent to
 
-_UNAVAILABLE = 503
-"""Status of a replica that is full, not ready or at its end."""
+_UNAVAILABLE = 503  # status of a replica that is full, not ready or at its end
 
 
 class ReplicaLostError(Exception):
@@ -44,8 +42,7 @@ class NoReplicaError(Exception):
     """No replica can take a call now."""
 
 
-Batches = AsyncGenerator[list[Message], None]
-"""Messages of a response, in the groups in which they arrived."""
+Batches = AsyncGenerator[list[Message], None]  # messages in the groups in which they arrived
 
 
 class Front:

@@ -24,10 +24,8 @@ import xxhash
 
 from dsv3_jax.server.openai.body import read_json
 
-_CHARACTERS = 1024
-"""Characters of a text that count: four cache pages of 64 tokens, at four characters a token."""
-_TOKENS = 256
-"""Token ids of a prompt that count: four cache pages."""
+_CHARACTERS = 1024  # of a text that count: four pages of 64 tokens, at four a token
+_TOKENS = 256  # token ids of a prompt that count: four cache pages
 
 
 def prefix_key(path: str, body: bytes) -> bytes | None:

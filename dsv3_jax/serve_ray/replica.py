@@ -41,8 +41,7 @@ from dsv3_jax.server.app import create_app
 from dsv3_jax.server.run import Watchdog, bind
 from dsv3_jax.server.service import Service
 
-_ENDING_SECONDS = 5
-"""Time in which a failed engine's requests get their errors before the process ends."""
+_ENDING_SECONDS = 5  # in which a failed engine's requests get their errors
 
 
 class Replica:

@@ -29,10 +29,8 @@ class PoolSettings:
     replicas: int
     engine: ReplicaSettings
     times: StepTimes
-    devices: int
-    """Devices of each replica."""
-    nodes: float
-    """Nodes of each replica."""
+    devices: int  # devices of each replica
+    nodes: float  # nodes of each replica
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -43,14 +41,10 @@ class PoolSettings:
 class ClusterSettings:
     """Pools, and what connects them."""
 
-    pool: PoolSettings
-    """The only pool, or the one that decodes."""
-    prefill: PoolSettings | None = None
-    """The pool that computes prompts. None if each replica computes its own."""
-    transfer_seconds_per_token: float = 0.0
-    """Time to send a token's cache from one pool to the other."""
-    disk_seconds_per_token: float = 0.0
-    """Time to read a token's cache from disk into the pool that computes prompts."""
+    pool: PoolSettings  # the only pool, or the one that decodes
+    prefill: PoolSettings | None = None  # computes prompts. None if each replica does.
+    transfer_seconds_per_token: float = 0.0  # to send a token's cache from one pool to the other
+    disk_seconds_per_token: float = 0.0  # to read a token's cache before its prompt is computed
 
     @property
     def pools(self) -> dict[str, PoolSettings]:
@@ -65,17 +59,11 @@ class Outcome:
     """Measurements of a simulation after its warm-up."""
 
     settings: ClusterSettings
-    requests: list[Served]
-    """Requests that were submitted after the warm-up and have ended, in the order of their ends."""
-    open: list[Served]
-    """Requests that have not ended, as if they ended now. The time of a first token that has not
-    come is NaN."""
-    submitted: int
-    """Requests that were submitted after the warm-up."""
-    seconds: float
-    """Length of the measurement."""
-    replicas: dict[str, list[Replica]]
-    """Replicas of each pool, with their figures since the warm-up."""
+    requests: list[Served]  # submitted after the warm-up and ended, in the order of their ends
+    open: list[Served]  # as if they ended now; NaN for the time of a first token that has not come
+    submitted: int  # requests that were submitted after the warm-up
+    seconds: float  # length of the measurement
+    replicas: dict[str, list[Replica]]  # of each pool, with their figures since the warm-up
 
 
 class Cluster:
@@ -180,8 +168,7 @@ class _Pool:
         at: Callable[[float, Callable[[float], None]], None],
     ):
         self._at = at
-        self._tokens = [0] * settings.replicas
-        """Prompt and output tokens of each replica's requests."""
+        self._tokens = [0] * settings.replicas  # prompt and output tokens of each one's requests
         self._owner: dict[SimulatedRequest, int] = {}
         self._is_awake = [False] * settings.replicas
         self._report = finished

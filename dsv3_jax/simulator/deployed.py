@@ -13,8 +13,7 @@ from dsv3_jax.simulator.cluster import PoolSettings
 from dsv3_jax.simulator.replica import ReplicaSettings
 from dsv3_jax.simulator.step_times import Efficiency, StepModel
 
-_NODE_SIZE = 8
-"""Devices of a node where all devices are joined by fast links, as in a TPU slice."""
+_NODE_SIZE = 8  # devices of a node where all devices are joined by fast links, as in a TPU slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +23,13 @@ class PoolPlan:
     deployment: Deployment
     replicas: int = 1
     efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
-    acceptance: float = 0.85
-    """Probability that a draft of the MTP layer is accepted."""
-    stored_prompts: bool = False
-    """Whether beginnings of prompts are on disk."""
-    resumes: bool = False
-    """Whether requests arrive with their prompts cached, as in a decode pool."""
+    acceptance: float = 0.85  # probability that a draft of the MTP layer is accepted
+    stored_prompts: bool = False  # whether beginnings of prompts are on disk
+    resumes: bool = False  # whether requests arrive with their prompts cached, as in a decode pool
     multi_step: int | None = None
     """Number of decode steps of every dispatch that prefills nothing; None takes the engine's.
     More steps make a simulation faster, and an arriving request wait longer."""
-    bfloat16_results: bool = False
-    """Whether experts' results travel in bfloat16."""
+    bfloat16_results: bool = False  # whether experts' results travel in bfloat16
 
     def settings(self, shards: ShardCache) -> PoolSettings:
         """Returns the pool.

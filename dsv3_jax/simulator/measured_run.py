@@ -41,8 +41,7 @@ class Program:
 
     count: int
     seconds: float
-    is_multi_step: bool
-    """Whether a dispatch can have several decode steps."""
+    is_multi_step: bool  # whether a dispatch can have several decode steps
 
     def ratio(self, count: int, seconds: float) -> float:
         """Returns the measured time divided by the model's.
@@ -92,10 +91,8 @@ class MeasuredTimes:
         known = self.ratios.values()
         self._other = sum(known) / len(known) if known else 1.0
         self._names: dict[tuple[int, int], str] = {}
-        self.counts: Counter[str] = Counter()
-        """Number of dispatches of each program so far."""
-        self.model_seconds: dict[str, float] = defaultdict(float)
-        """Sum of their times by the model."""
+        self.counts: Counter[str] = Counter()  # number of dispatches of each program so far
+        self.model_seconds: dict[str, float] = defaultdict(float)  # sum of their times by the model
 
     def of(self, work: StepWork, steps: int) -> StepTime:
         """Returns the time of a dispatch. A program without a ratio takes the mean of all
@@ -148,13 +145,10 @@ class MeasuredRun:
     """An engine on one GPU, with replays of traces."""
 
     model_name: str
-    target: str
-    """Full name of the target, such as ``gpu:h200x1``."""
-    engine: ReplicaSettings
-    """Without host costs."""
+    target: str  # full name of the target, such as ``gpu:h200x1``
+    engine: ReplicaSettings  # without host costs
     buckets: Buckets
-    model: StepModel
-    """Step times at peak rates."""
+    model: StepModel  # step times at peak rates
     replays: Sequence[Mapping[str, Any]]
     submit: SubmitCosts = dataclasses.field(default_factory=SubmitCosts)
     """Time that the client, a thread of the engine's process, took for each submission."""

@@ -28,24 +28,15 @@ class StepWork:
     """Amounts of one decode step, or of one step that prefills. Unless noted they are those of the
     data-parallel shard that has most, because all shards wait for it."""
 
-    decodes: int
-    """Requests that decode."""
-    decode_queries: int
-    """Tokens that decoding requests compute, their drafts included."""
-    decode_keys: int
-    """Cached tokens of the decoding requests."""
-    decode_pairs: int
-    """Pairs of a decoding query and a key that it attends to."""
-    chunks: int
-    """Prefill chunks."""
-    prompt_tokens: int
-    """Tokens of these chunks."""
-    prompt_keys: int
-    """Cached tokens that the chunks read, their own included."""
-    prompt_pairs: int
-    """Pairs of a prompt token and a key that it attends to."""
-    all_tokens: int
-    """Tokens of all shards, of decoding requests and of chunks."""
+    decodes: int  # requests that decode
+    decode_queries: int  # tokens that decoding requests compute, their drafts included
+    decode_keys: int  # cached tokens of the decoding requests
+    decode_pairs: int  # pairs of a decoding query and a key that it attends to
+    chunks: int  # prefill chunks
+    prompt_tokens: int  # tokens of these chunks
+    prompt_keys: int  # cached tokens that the chunks read, their own included
+    prompt_pairs: int  # pairs of a prompt token and a key that it attends to
+    all_tokens: int  # tokens of all shards, of decoding requests and of chunks
     repeated_keys: int = 0
     """Tokens of shared prefixes in ``decode_keys`` and ``prompt_keys``, beyond the first request of
     the step that reads them."""
@@ -114,8 +105,7 @@ class Efficiency:
     memory: float = 1.0
     arithmetic: float = 1.0
     network: float = 1.0
-    pass_seconds: float = 0.0
-    """Time of a pass over the layers in which nothing of the above happens: launches, latencies."""
+    pass_seconds: float = 0.0  # launches and latencies of a pass over the layers
     hides_network: bool = True
     """Whether sending overlaps with the rest, as with two micro-batches. Otherwise it adds to
     it."""
@@ -138,8 +128,7 @@ class StepTime(NamedTuple):
     binding: str
     """The resource that takes longest: ``weights``, ``cache``, ``arithmetic``, ``network`` or
     ``overhead``."""
-    program: str = ""
-    """Name of the compiled program, if they are known."""
+    program: str = ""  # name of the compiled program, if they are known
 
 
 class StepTimes(Protocol):

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 _DPI = 110
 
-FORMATS = (".png", ".svg", ".pdf")
-"""File name suffixes of the supported picture formats."""
+FORMATS = (".png", ".svg", ".pdf")  # file name suffixes of the supported picture formats
 
 _FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 

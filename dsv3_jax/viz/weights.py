@@ -134,15 +134,12 @@ class _Pen(Generic[T]):
     axes: Axes
     label: str
     color: Any
-    line: dict[float, T]
-    """Statistics or differences by x position."""
-    layers: list[float]
-    """x positions of the layers, which the line connects."""
+    line: dict[float, T]  # statistics or differences by x position
+    layers: list[float]  # x positions of the layers, which the line connects
     others: dict[float, float]
     """x positions of MTP layers, embedding and head, each with the x position of this kind's
     mark."""
-    dot: str | None
-    """Marker at each layer, or None."""
+    dot: str | None  # marker at each layer, or None
 
     def draw(self, value: Callable[[T], float | None], label: bool = False, **style: Any) -> None:
         """Draws a line through the layers and a diamond at each other position. A value of None
