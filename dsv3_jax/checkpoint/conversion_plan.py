@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from ml_dtypes import bfloat16
 
-from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS, Progress, as_bytes, digest
+from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS, Progress, as_bytes, digest, nbytes
 from dsv3_jax.checkpoint.check import as_stored, check_tensors, tensor_kind
 from dsv3_jax.checkpoint.formats import Recoding, check_finite, check_scale, dequantize, recode
 from dsv3_jax.checkpoint.journal import JournalLine
@@ -74,7 +74,7 @@ class ConversionPlan:
     @property
     def source_bytes(self) -> int:
         """Size of the source's tensors."""
-        return sum(tensor.nbytes for tensor in self.source.values())
+        return sum(map(nbytes, self.source.values()))
 
     @property
     def store_bytes(self) -> int:

@@ -19,13 +19,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import dsv3_jax
-from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
-from dsv3_jax.checkpoint.arrays import Progress, digest, ignore_progress, run_in_threads
+from dsv3_jax.checkpoint import array_tree, journal, manifest
+from dsv3_jax.checkpoint.arrays import Progress, digest, ignore_progress, nbytes, run_in_threads
 from dsv3_jax.checkpoint.check import check_copy
 from dsv3_jax.checkpoint.conversion_plan import (
     ConversionPlan,
@@ -193,13 +193,18 @@ class _Conversion:
         self.files.remove_unfinished()
         remove_partial_files(self.store)
         array_tree.create(self.store / WEIGHTS, self.plan.arrays.values())
-        sidecar.copy_small_files(
+        manifest.copy_small_files(
             self.plan.directory, self.plan.source, self.plan.unused, self.store
         )
         done, units = self.log.done, self.plan.units
-        self._for_each(self._check_written, [unit for unit in units if unit.key in done])
-        self._for_each(self._check_copy, [copy for copy in self.plan.copies if copy not in done])
-        self._for_each(
+        run_in_threads(
+            self.workers, self._check_written, [unit for unit in units if unit.key in done]
+        )
+        run_in_threads(
+            self.workers, self._check_copy, [copy for copy in self.plan.copies if copy not in done]
+        )
+        run_in_threads(
+            self.workers,
             lambda unit: self.log.add(convert_unit(self.plan, unit, self.files, self.progress)),
             [unit for unit in units if unit.key not in done],
         )
@@ -207,7 +212,7 @@ class _Conversion:
         complete = self._manifest()
         sync_tree(self.store)
         manifest.write(self.store, complete)
-        self.log.remove()
+        self.log.path.unlink()
         return complete
 
     def _file_stats(self) -> dict[str, list[int]]:
@@ -232,7 +237,8 @@ class _Conversion:
         """Compares the tensors of these files with the hashes of what was read, and records the new
         stats of the files."""
         hashes, tensors = self._source_hashes(), self.plan.source
-        self._for_each(
+        run_in_threads(
+            self.workers,
             lambda name: self._check_unchanged(name, hashes[name]),
             [name for name in hashes if tensors[name].file.path.name in files],
         )
@@ -286,7 +292,7 @@ class _Conversion:
         except OSError:
             is_intact = False
         if is_intact:
-            self.progress(sum(self.plan.source[name].nbytes for name in line["source"]))
+            self.progress(sum(nbytes(self.plan.source[name]) for name in line["source"]))
         else:
             self.log.add({"undo": unit.key})
 
@@ -294,10 +300,7 @@ class _Conversion:
         """Checks that an MTP layer's copy equals its original. The store does not contain it."""
         got = check_copy(self.plan.source, copy, self.plan.copies[copy])
         self.log.add({"unit": copy, "source": {copy: got}, "stored": {}})
-        self.progress(self.plan.source[copy].nbytes)
-
-    def _for_each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        run_in_threads(self.workers, work, items)
+        self.progress(nbytes(self.plan.source[copy]))
 
     def _source_hashes(self) -> dict[str, str]:
         """Returns the hashes of all source tensors read so far, by name."""
@@ -316,7 +319,7 @@ class _Conversion:
             quantization=self.plan.config.quantization,
             num_nextn_predict_layers=self.plan.config.num_nextn_predict_layers,
             files={n: SourceFile(*file) for n, file in sorted(self.identity["files"].items())},
-            kept=sidecar.hashes(self.store),
+            kept=manifest.small_file_hashes(self.store),
             source={
                 name: TensorRecord(SPELLED[t.dtype], list(t.shape), source[name], t.file.path.name)
                 for name, t in self.plan.source.items()

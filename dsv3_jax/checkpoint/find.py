@@ -12,7 +12,6 @@ from pathlib import Path
 from dsv3_jax.checkpoint import manifest
 from dsv3_jax.checkpoint.kinds import describe, is_checkpoint, is_store
 from dsv3_jax.checkpoint.reader import INDEX, SINGLE, weight_map
-from dsv3_jax.checkpoint.sidecar import FOLDER
 from dsv3_jax.config import ModelConfig
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -57,7 +56,7 @@ def find_config_directory(path_or_name: str | os.PathLike[str]) -> Path:
     if not is_store(directory):
         return directory
     manifest.read(directory)  # refuses an incomplete store
-    return directory / FOLDER
+    return directory / manifest.FOLDER
 
 
 def _local(path_or_name: str | os.PathLike[str]) -> Path | None:

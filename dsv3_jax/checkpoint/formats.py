@@ -84,6 +84,7 @@ Observer = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 """Receives float32 values, the quantized values, and their scales."""
 
 
+@np.errstate(over="ignore", invalid="ignore")  # callers check the result for infinity
 def recode(
     values: np.ndarray,
     scale: np.ndarray | None,
@@ -103,17 +104,6 @@ def recode(
     Returns:
       Values and scales in the new form. The scales are None if it is not quantized.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # callers check the result for infinity
-        return _recoded(values, scale, first, recoding, observe)
-
-
-def _recoded(
-    values: np.ndarray,
-    scale: np.ndarray | None,
-    first: int,
-    recoding: Recoding,
-    observe: Observer | None,
-) -> tuple[np.ndarray, np.ndarray | None]:
     source, target, dtype = recoding
     if not values.shape:
         return values.astype(dtype, copy=False), None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,10 +72,6 @@ class ConversionJournal:
                 self._file.flush()
             self.lines.append(line)
             self._update_done(line)
-
-    def remove(self) -> None:
-        """Deletes the file."""
-        os.unlink(self.path)
 
     def damaged(self, line: JournalLine) -> ValueError:
         """Returns the error for a line that no conversion writes."""

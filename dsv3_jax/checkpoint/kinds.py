@@ -54,8 +54,13 @@ def new_directory(destination: Path, content: Mapping[str, Any] | None = None) -
     with locked(partial.with_name(partial.name + ".lock"), busy):
         check_new(destination)  # again, because another process may have finished meanwhile
         marker = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        if content is None or not _has_marker(partial, marker):
-            _delete(partial)
+        is_link, old = partial.is_symlink(), partial / MARKER
+        is_continued = content is not None and not is_link and old.is_file()
+        if not is_continued or old.read_bytes() != marker.encode():
+            if is_link or partial.is_file():
+                partial.unlink()
+            elif partial.exists():
+                shutil.rmtree(partial)
             partial.mkdir()
             if content is not None:
                 atomic_write(partial / MARKER, marker)
@@ -68,19 +73,6 @@ def new_directory(destination: Path, content: Mapping[str, Any] | None = None) -
             if content is None:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-
-
-def _has_marker(partial: Path, marker: str) -> bool:
-    if partial.is_symlink() or not (partial / MARKER).is_file():
-        return False
-    return (partial / MARKER).read_bytes() == marker.encode()
-
-
-def _delete(partial: Path) -> None:
-    if partial.is_symlink() or partial.is_file():
-        partial.unlink()
-    elif partial.exists():
-        shutil.rmtree(partial)
 
 
 MANIFEST = "manifest.json"  # file whose presence marks a store as complete

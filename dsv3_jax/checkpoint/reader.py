@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +51,13 @@ _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 class FileArray:
     """A tensor in a file. Implements :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
 
-    __slots__ = ("_begin", "_file", "dtype", "shape")
+    __slots__ = ("_begin", "dtype", "file", "shape")
 
     def __init__(self, file: SafetensorsFile, entry: Mapping[str, Any]):
-        self._file = file
+        self.file = file
         self.dtype, _ = _DTYPES[entry["dtype"]]
         self.shape: tuple[int, ...] = tuple(entry["shape"])
         self._begin: int = entry["data_offsets"][0]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def file(self) -> SafetensorsFile:
-        """File that contains the tensor."""
-        return self._file
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -87,11 +77,11 @@ class FileArray:
 
     def _read(self, begin: int, shape: tuple[int, ...]) -> np.ndarray:
         out = np.empty(shape, self.dtype)
-        self._file.read(self._begin + begin, out.reshape(-1).view(np.uint8).data)
+        self.file.read(self._begin + begin, out.reshape(-1).view(np.uint8).data)
         return out
 
 
-class SafetensorsFile(Mapping[str, FileArray]):
+class SafetensorsFile(dict[str, FileArray]):
     """The tensors of a file by name, in the order of the header.
 
     Raises:
@@ -106,22 +96,18 @@ class SafetensorsFile(Mapping[str, FileArray]):
         weakref.finalize(self, file.close)
         self._descriptor = file.fileno()
         self.size = os.fstat(self._descriptor).st_size
-        self.header = self._header_bytes()
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if self.size < 8 or length > min(self.size - 8, _MAX_HEADER):
+            raise ValueError(
+                f"{path.name}: truncated or not a safetensors file ({self.size} bytes)"
+            )
+        self.header = os.pread(self._descriptor, length, 8)
         entries = parsed_header(path, self.header)
         needed = 8 + len(self.header) + _end(path, entries)
         if self.size != needed:
             kind = "truncated" if self.size < needed else "damaged"
             raise ValueError(f"{path.name}: {kind}: expected {needed} bytes, got {self.size}")
-        self._tensors = {name: FileArray(self, entry) for name, entry in entries.items()}
-
-    def __getitem__(self, name: str) -> FileArray:
-        return self._tensors[name]
-
-    def __iter__(self):
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        super().__init__({name: FileArray(self, entry) for name, entry in entries.items()})
 
     def read(self, begin: int, into: memoryview) -> None:
         """Fills ``into`` with data from byte ``begin`` after the header."""
@@ -131,14 +117,6 @@ class SafetensorsFile(Mapping[str, FileArray]):
                 if not (count := os.preadv(self._descriptor, [into], offset)):
                     raise OSError(0, "ended before its header said it would")
                 offset, into = offset + count, into[count:]
-
-    def _header_bytes(self) -> bytes:
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-        if self.size < 8 or length > min(self.size - 8, _MAX_HEADER):
-            raise ValueError(
-                f"{self.path.name}: truncated or not a safetensors file ({self.size} bytes)"
-            )
-        return os.pread(self._descriptor, length, 8)
 
 
 def parsed_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
@@ -280,7 +258,7 @@ def json_text(content: object) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-class CheckpointReader(Mapping[str, FileArray]):
+class CheckpointReader(dict[str, FileArray]):
     """The tensors of a Hugging Face directory by published name. Values are read on demand.
 
     The constructor checks that every file is complete. A weight and its scale may be in different
@@ -293,23 +271,11 @@ class CheckpointReader(Mapping[str, FileArray]):
 
     def __init__(self, directory: Path):
         if (index := directory / INDEX).is_file():
-            self._tensors = _sharded(directory, weight_map(index))
+            super().__init__(_sharded(directory, weight_map(index)))
         elif (single := directory / SINGLE).is_file():
-            self._tensors = dict(SafetensorsFile(single))
+            super().__init__(SafetensorsFile(single))
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
-
-    def __getitem__(self, name: str) -> FileArray:
-        return self._tensors[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def weight_map(index: Path) -> dict[str, str]:

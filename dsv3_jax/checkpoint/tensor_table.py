@@ -271,17 +271,12 @@ class StoredLocation(NamedTuple):
     expert: int | None  # index along the first axis if the array stacks experts, else None
 
 
-def array_name(config: ModelConfig, path: ParameterPath) -> str:
-    """Returns the name of the store's array for the parameter at ``path``."""
+def published_tensor_names(config: ModelConfig, path: ParameterPath) -> TensorNames:
+    """Returns the published names of the parameter at ``path`` in the tree of the model."""
     quantization = config.quantization
     if quantization is not None and path[-1] == _MODEL_SCALES[type(quantization)]:
         path = (*path[:-1], "weight" + quantization.scale_suffix)
-    return dotted(path)
-
-
-def published_tensor_names(config: ModelConfig, path: ParameterPath) -> TensorNames:
-    """Returns the published names of the parameter at ``path`` in the tree of the model."""
-    array = array_name(config, path)
+    array = dotted(path)
     if _EXPERTS not in array.split("."):
         return TensorNames((published_name(config, StoredLocation(array, None)),), stacked=False)
     locations = (StoredLocation(array, expert) for expert in range(config.n_routed_experts))

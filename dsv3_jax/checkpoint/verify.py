@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import (
     Arrays,
     LazyArray,
@@ -30,6 +29,7 @@ from dsv3_jax.checkpoint.arrays import (
 )
 from dsv3_jax.checkpoint.check import copy_mismatch, is_uncounted_mtp_tensor, tensor_problems
 from dsv3_jax.checkpoint.formats import dequantize
+from dsv3_jax.checkpoint.manifest import FOLDER, small_file_hashes
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.quantization import Quantization
@@ -65,26 +65,17 @@ class RowReader:
     def __init__(self, name: str, array: LazyArray, progress: Progress):
         self.name = name
         self.array = array
+        self.hasher = xxhash.xxh3_128()
+        self.rows_read = 0
         self._progress = progress
-        self._hasher = xxhash.xxh3_128()
-        self._rows_read = 0
 
     def read(self, rows: slice) -> np.ndarray:
         """Reads the next rows."""
         part = self.array[rows]
-        self._hasher.update(as_bytes(part))
-        self._rows_read += len(part)
+        self.hasher.update(as_bytes(part))
+        self.rows_read += len(part)
         self._progress(part.nbytes)
         return part
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows have been read."""
-        return self._rows_read == self.array.shape[0]
-
-    def digest(self) -> str:
-        """Returns the hash of all rows read so far, as :func:`~.arrays.digest` computes it."""
-        return self._hasher.hexdigest()
 
 
 class ScaleScan:
@@ -93,14 +84,10 @@ class ScaleScan:
     def __init__(self, name: str, array: LazyArray, block: tuple[int, int], progress: Progress):
         self.reader = RowReader(name, array, progress)
         self.range: tuple[float, float] | None = None  # smallest and largest above 0 so far
+        self.rows_per_scale = block[0]  # number of matrix rows per row of scales
         self._block = block
         self._bad_scales = Faults("expected finite scales above 0, got another")
         self._bad_zeros = Faults("a scale of 0 over weights that are not 0")
-
-    @property
-    def rows_per_scale(self) -> int:
-        """Number of matrix rows per row of scales."""
-        return self._block[0]
 
     def read(self, rows: slice) -> np.ndarray:
         """Reads the float32 scales of the next matrix rows, which begin a block.
@@ -137,21 +124,17 @@ class ScaleScan:
             is_zero = (scale == 0).astype(np.float32)
             unscaled = np.nan_to_num(dequantize(values, is_zero, self._block, _FLOAT32))
             if unscaled.any():
-                first_block = (first_row + offset) // self.rows_per_scale
-                self._bad_zeros.add(self._nonzero_blocks(unscaled), first_block)
+                blocks = unscaled != 0
+                for axis, size in enumerate(self._block):
+                    edges = range(0, blocks.shape[axis], size)
+                    blocks = np.logical_or.reduceat(blocks, edges, axis=axis)
+                self._bad_zeros.add(blocks, (first_row + offset) // self.rows_per_scale)
         return dequantize(values, scale, self._block, _FLOAT32)
 
     def findings(self) -> list[str]:
         """Returns one line per kind of bad scale."""
         faults = (self._bad_scales, self._bad_zeros)
         return [f"{self.reader.name}: {each}" for each in faults if each.count]
-
-    def _nonzero_blocks(self, values: np.ndarray) -> np.ndarray:
-        """Returns a mask of the blocks that have a value other than 0."""
-        mask = values != 0
-        for axis, size in enumerate(self._block):
-            mask = np.logical_or.reduceat(mask, range(0, mask.shape[axis], size), axis=axis)
-        return mask
 
 
 class Scan:
@@ -164,6 +147,8 @@ class Scan:
         self.shape = arrays[name].shape  # shape of the values, after unpacking
         self.scales: ScaleScan | None = None  # scales of the tensor. None if it is not quantized.
         self._values = RowReader(name, arrays[name], progress)
+        self._readers = [self._values]
+        self.row_multiple = 1  # number of rows per scale. Every part begins at a multiple of it.
         self._nonfinite = Faults("NaN or infinity")
         self._error: OSError | None = None  # failure that ended the pass early
         if quantization is None or (scale := arrays.get(name + quantization.scale_suffix)) is None:
@@ -172,16 +157,13 @@ class Scan:
         self.shape = (rows, columns * columns_per_element(arrays[name].dtype))
         block = quantization.block_shape(self.shape[1])
         self.scales = ScaleScan(name + quantization.scale_suffix, scale, block, progress)
-
-    @property
-    def row_multiple(self) -> int:
-        """Number of rows per scale. Every part begins at a multiple of it."""
-        return self.scales.rows_per_scale if self.scales is not None else 1
+        self._readers.append(self.scales.reader)
+        self.row_multiple = self.scales.rows_per_scale
 
     @property
     def dtypes(self) -> tuple[np.dtype, ...]:
         """Stored dtypes of the tensor and its scales."""
-        return tuple(reader.array.dtype for reader in self._readers())
+        return tuple(reader.array.dtype for reader in self._readers)
 
     def parts(self, multiple: int) -> Iterator[np.ndarray]:
         """Yields all values in order as float32 rows. NaN and infinity are replaced by 0.
@@ -212,18 +194,15 @@ class Scan:
 
     def digests(self) -> dict[str, str]:
         """Returns the hashes of tensor and scales by name. Empty unless all values were read."""
-        if self._error is not None or not self._values.is_complete:
+        if self._error is not None or self._values.rows_read != self._values.array.shape[0]:
             return {}
-        return {reader.name: reader.digest() for reader in self._readers()}
+        return {reader.name: reader.hasher.hexdigest() for reader in self._readers}
 
     def findings(self) -> list[str]:
         """Returns one line per kind of problem with the values."""
         lines = [f"{self.name}: {self._nonfinite}"] if self._nonfinite.count else []
         lines += self.scales.findings() if self.scales is not None else []
         return lines if self._error is None else [*lines, unreadable(self.name, self._error)]
-
-    def _readers(self) -> list[RowReader]:
-        return [self._values, *([self.scales.reader] if self.scales is not None else [])]
 
     def _float32(
         self, values: np.ndarray, scale: np.ndarray | None, first_row: int, offset: int
@@ -378,12 +357,12 @@ class Scans:
         for name, record in manifest.tensors.items():
             if (got := self.digests.get(name, record.hash)) != record.hash:
                 lines.append(f"{name}: expected hash {record.hash}, got {got}")
-        recorded, present = manifest.kept, sidecar.hashes(self._checkpoint.directory)
+        recorded, present = manifest.kept, small_file_hashes(self._checkpoint.directory)
         for name in recorded | present:
             if recorded.get(name) != present.get(name):
                 expected = recorded.get(name, "no such file")
                 got = present.get(name, "no such file")
-                lines.append(f"{sidecar.FOLDER}/{name}: expected hash {expected}, got {got}")
+                lines.append(f"{FOLDER}/{name}: expected hash {expected}, got {got}")
         return lines
 
 
