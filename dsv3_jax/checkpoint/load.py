@@ -20,7 +20,7 @@ from dsv3_jax.field_checks import check_choice
 from dsv3_jax.generation_config import with_absent_tokens, with_end_tokens
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
-from dsv3_jax.quantization import BlockQuantization, CacheDtype, IntegerQuantization
+from dsv3_jax.quantization import CacheDtype, IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.words import os_error_message
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
@@ -125,16 +125,12 @@ def load(
             f"and {directory} has {_WEIGHTS[stored]}"
         )
     tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
-    form = published.quantization
-    if (
-        quantization == "fp8"
-        and isinstance(form, BlockQuantization)
-        and form.modules_to_not_convert
-    ):
-        raise ValueError(  # because a model has one form of all weights
-            f"quantization='fp8': expected float8 weights, and {directory} has"
-            f" {form.modules_to_not_convert[0]} in {published.dtype} (modules_to_not_convert in"
-            " config.json); None dequantizes all weights"
+    plain = getattr(published.quantization, "modules_to_not_convert", ())
+    if quantization == "fp8" and plain:  # a model has one form of all weights
+        raise ValueError(
+            f"quantization='fp8': expected float8 weights, and {directory} has {plain[0]} in"
+            f" {published.dtype} (modules_to_not_convert in config.json); None dequantizes all"
+            " weights"
         )
     config = with_end_tokens(published, source)
     config = with_absent_tokens(config, source, tokenizer)

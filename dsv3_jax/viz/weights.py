@@ -8,7 +8,6 @@ to the right.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -146,15 +145,11 @@ class _Pen(Generic[T]):
         leaves a gap."""
         style = {"color": self.color, "lw": 1.4} | style
         name = self.label if label else None
-        heights = [_height(value(self.line[x])) for x in self.layers]
+        heights = np.array([value(self.line[x]) for x in self.layers], float)  # None becomes NaN
         self.axes.plot(self.layers, heights, marker=self.dot, ms=4, label=name, **style)
-        heights = [_height(value(self.line[x])) for x in self.others]
+        heights = np.array([value(self.line[x]) for x in self.others], float)
         style["ls"] = ""
         self.axes.plot([*self.others.values()], heights, marker="D", ms=4.5, **style)
-
-
-def _height(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _pens(axes: Axes, config: ModelConfig, lines: dict[str, dict[float, T]]) -> list[_Pen[T]]:
