@@ -62,11 +62,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    a: OpenCheckpoint,
-    b: OpenCheckpoint,
-    *,
-    workers: int = 1,
-    progress: Progress = ignore_progress,
+    a: OpenCheckpoint, b: OpenCheckpoint, *, workers: int = 1, progress: Progress = ignore_progress
 ) -> Comparison:
     """Reads two checkpoints once, compares their values, and checks each as :func:`verify` does.
 

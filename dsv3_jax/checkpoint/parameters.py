@@ -89,10 +89,7 @@ class ParameterReader:
         rows, columns = index
         stored = slice(columns.start // per_element, -(-columns.stop // per_element))
         first, last = stored.start * per_element, stored.stop * per_element
-        blocks = (
-            slice(rows.start // N, -(-rows.stop // N)),
-            slice(first // K, -(-last // K)),
-        )
+        blocks = (slice(rows.start // N, -(-rows.stop // N)), slice(first // K, -(-last // K)))
         scale = self._scale(name, blocks)
         offset = (rows.start % N, first % K)
         dense = dequantize(tensor[rows, stored], scale, (N, K), dtype, offset)

@@ -232,10 +232,7 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Table:
         stored = TensorSpec(*quantization.stored(rows, columns))
     except ValueError as error:
         raise ValueError(f"{weight}: {error}") from None
-    return {
-        weight: stored,
-        weight + quantization.scale_suffix: TensorSpec(scales, "F32"),
-    }
+    return {weight: stored, weight + quantization.scale_suffix: TensorSpec(scales, "F32")}
 
 
 def _plain(config: ModelConfig, name: str, *shape: int) -> Table:

@@ -62,12 +62,7 @@ class Reader(Protocol):
     async def readexactly(self, n: int) -> bytes: ...
 
 
-def frame(content: bytes) -> bytes:
-    """Returns a frame with this content."""
-    return _LENGTH.pack(len(content)) + content
-
-
-def frame_of(parts: tuple[bytes, memoryview, bytes]) -> bytes:
+def frame(*parts: bytes | memoryview) -> bytes:
     """Returns a frame whose content is given in parts, with one copy."""
     return b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
 
@@ -150,7 +145,7 @@ class HttpSender:
 
     def offer(self, records: Sequence[PageRecord]) -> list[bytes]:
         """Returns a frame for each record."""
-        return [frame_of(record.parts()) for record in records]
+        return [frame(*record.parts()) for record in records]
 
     def close(self) -> None:
         """Does nothing, since nothing is kept."""

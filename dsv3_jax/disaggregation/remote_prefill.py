@@ -9,13 +9,13 @@ of the prefill server too.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 import aiohttp
@@ -123,9 +123,7 @@ class RemotePrefill:
         is_wanted = len(addresses) >= self._min_pages and self.peers.has_ready
         return len(addresses) if is_wanted else 0
 
-    def fetch(
-        self, addresses: Sequence[PageAddress]
-    ) -> concurrent.futures.Future[list[PageRecord]]:
+    def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
         """Returns the records of leading pages that peers gave, in order; perhaps none."""
         return asyncio.run_coroutine_threadsafe(self._fetch(addresses), self._loop)
 
@@ -180,10 +178,7 @@ class RemotePrefill:
         return records
 
     async def _ask_peers(
-        self,
-        addresses: Sequence[PageAddress],
-        records: list[PageRecord],
-        began: float,
+        self, addresses: Sequence[PageAddress], records: list[PageRecord], began: float
     ) -> Reason:
         """Appends records until all are there or every peer that is ready has failed. Returns the
         reason of the last failure."""
@@ -219,11 +214,7 @@ class RemotePrefill:
         return reason
 
     async def _ask(
-        self,
-        peer: Peer,
-        wanted: Sequence[PageAddress],
-        records: list[PageRecord],
-        seconds: float,
+        self, peer: Peer, wanted: Sequence[PageAddress], records: list[PageRecord], seconds: float
     ) -> None:
         """Appends the records that a peer sends, each checked."""
         all_pages = wanted[-1].chain()
@@ -237,12 +228,17 @@ class RemotePrefill:
             seconds=max(seconds, 1e-3),
             transfer=self._receiver.name,
         )
-        session = self._opened_session()
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            )
         key = peer.api_key or self._api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = peer.url + PATH
         # A redirect could lead the prompt, and the key, anywhere.
-        async with session.post(
+        async with self._session.post(
             url, json=body.model_dump(), headers=headers, allow_redirects=False
         ) as response:
             if response.status != 200:
@@ -264,15 +260,6 @@ class RemotePrefill:
                         records.append(record)
             finally:
                 response.close()  # not only released: the peer holds pages until then
-
-    def _opened_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            )
-        return self._session
 
     def _failed(self, peer: Peer, reason: Reason, message: str) -> None:
         self.figures.failures[reason] += 1

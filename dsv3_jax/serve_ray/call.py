@@ -10,7 +10,7 @@ import math
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Scope
 
 from dsv3_jax.server.errors import endpoint_path
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 REPLICA_HEADER = b"x-replica-id"  # header of every answer with the id of the replica that gave it
 
-_SENT_KEYS = (
+_SENT_KEYS = ("type", "http_version", "method", "scheme", "query_string", "client", "server")
     "type",
     "http_version",
     "method",
@@ -27,7 +27,7 @@ _SENT_KEYS = (
     "headers",
     "client",
     "server",
-)
+]
 
 
 class EngineFailedError(Exception):
@@ -77,7 +77,13 @@ async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[
         messages.append(message)
         has_news.set()
 
-    task = asyncio.create_task(app(scope, _receive(body), send))  # pyright: ignore[reportArgumentType]
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await asyncio.Future()  # a client that goes away cancels the application
+        raise AssertionError
+
+    task = asyncio.create_task(app(scope, receive, send))  # pyright: ignore[reportArgumentType]
     task.add_done_callback(lambda _: has_news.set())
     try:
         has_begun = has_sent = False
@@ -99,19 +105,6 @@ async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _receive(body: list[Message]) -> Receive:
-    """Returns the application's source of messages: the body, and then nothing. A client that goes
-    away cancels the application."""
-
-    async def receive() -> Message:
-        if body:
-            return body.pop()
-        await asyncio.Future()
-        raise AssertionError
-
-    return receive
 
 
 def _has_answer(messages: list[Message], state: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 import prometheus_client
@@ -192,15 +193,5 @@ def merged(texts: Mapping[str, str]) -> bytes:
             )
             for sample in family.samples:
                 known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    return prometheus_client.generate_latest(_Families(families))  # pyright: ignore[reportArgumentType]
-
-
-class _Families:
-    """Stands in for a registry."""
-
-    def __init__(self, families: Mapping[str, Metric]):
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        """Returns the figures."""
-        return list(self._families.values())
+    registry = types.SimpleNamespace(collect=families.values)
+    return prometheus_client.generate_latest(registry)  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray import serve  # pyright: ignore[reportMissingImports]
@@ -17,7 +16,7 @@ from ray.exceptions import (  # pyright: ignore[reportMissingImports]
     RayActorError,
     WorkerCrashedError,
 )
-from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
     BackPressureError,
     DeploymentUnavailableError,
 )
@@ -33,13 +32,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 
 from dsv3_jax.serve_ray.call import Call, EngineFailedError
-from dsv3_jax.serve_ray.front import (
-    Batches,
-    Front,
-    NoReplicaError,
-    ReplicaLostError,
-    merged,
-)
+from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, merged
 from dsv3_jax.serve_ray.placement import choose
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
@@ -112,24 +105,12 @@ async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
     return [each for each in results if not isinstance(each, BaseException)]
 
 
-def front_builder(settings: AppSettings) -> Callable[[], Starlette]:
-    """Returns a function that makes the front's application in its process."""
-
-    def build() -> Starlette:
-        app_name = serve.get_replica_context().app_name
-        names = [ENGINE] if settings.prefill is None else [ENGINE, PREFILL]
-        handles = [serve.get_deployment_handle(name, app_name) for name in names]
-        return make_front(handles[0], settings, others=handles[1:])
-
-    return build
-
-
-def make_front(
-    handle: DeploymentHandle, settings: AppSettings, *, others: Sequence[DeploymentHandle] = ()
-) -> Starlette:
-    """Returns the application of a front."""
-    arguments = settings.arguments
-    streaming = handle.options(method_name="respond", stream=True)
+def make_front(settings: AppSettings) -> Starlette:
+    """Returns the application of a front, in its process."""
+    arguments, app_name = settings.arguments, serve.get_replica_context().app_name
+    names = [ENGINE] if settings.prefill is None else [ENGINE, PREFILL]
+    handles = [serve.get_deployment_handle(name, app_name) for name in names]
+    streaming = handles[0].options(method_name="respond", stream=True)
 
     async def open_call(call: Call) -> Batches:
         response: Any = streaming.remote(call)
@@ -146,7 +127,6 @@ def make_front(
             response.cancel()
 
     async def metrics() -> bytes:
-        handles = [handle, *others]
         texts = await asyncio.gather(*(results_of(each, "metrics") for each in handles))
         return merged(dict(itertools.chain(*texts)))
 

@@ -15,11 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from dsv3_jax.engine.scheduling.step_plan import Phase
+from dsv3_jax.engine.scheduling.step_plan import Phase, SchedulerConfig
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.plan import engine_state
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.replica import Replica, ReplicaSettings
-from dsv3_jax.simulator.step_times import StepTimes
+from dsv3_jax.simulator.step_times import Efficiency, StepModel, StepTimes
 from dsv3_jax.simulator.workload import Arrival, Served, SimulatedRequest
 from sharding.balancers import UNASSIGNED, assign_decode
+
+_NODE_SIZE = 8  # devices of a node where all devices are joined by fast links, as in a TPU slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,64 @@ class PoolSettings:
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ValueError(f"replicas: expected 1 or more, got {self.replicas}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolPlan:
+    """Replicas of one deployment, whose ``batch`` is the number of slots of a replica."""
+
+    deployment: Deployment
+    replicas: int = 1
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
+    acceptance: float = 0.85  # probability that a draft of the MTP layer is accepted
+    stored_prompts: bool = False  # whether beginnings of prompts are on disk
+    resumes: bool = False  # whether requests arrive with their prompts cached, as in a decode pool
+    multi_step: int | None = None
+    """Number of decode steps of every dispatch that prefills nothing; None takes the engine's.
+    More steps make a simulation faster, and an arriving request wait longer."""
+    bfloat16_results: bool = False  # whether experts' results travel in bfloat16
+
+    def settings(self, shards: ShardCache) -> PoolSettings:
+        """Returns the pool.
+
+        Raises:
+          ValueError: the layout does not exist on the devices, or cannot divide the slots.
+        """
+        d = self.deployment
+        assert d.engine is not None
+        shard = shards.of(d)
+        parts, token_parts = map(shard.layout.num_shards, ("batch", "cached_tokens"))
+        buckets = engine_state.default_buckets(d.target, d.layout_name, d.batch // parts)
+        engine = ReplicaSettings(
+            SchedulerConfig(
+                d.batch // parts,
+                d.chunk_tokens,
+                d.engine.chunks,
+                multi_step_decodes=None if self.multi_step else buckets.most_multi_step_decodes,
+                max_waiting=10**9,
+            ),
+            shards=parts,
+            pages=engine_state.local_pages(shard, d),
+            page_size=DEFAULT_PAGE_SIZE * token_parts,
+            prefix_cache=not self.resumes,
+            max_steps=self.multi_step or buckets.max_steps,
+            adaptive_steps=not self.multi_step,
+            drafts=d.draft_depth,
+            acceptance=self.acceptance,
+            stored_prompts=self.stored_prompts,
+            resumes=self.resumes,
+        )
+        times = StepModel(
+            shard,
+            d,
+            self.efficiency,
+            chunk_form=d.engine.chunk_form,
+            result_dtype="bfloat16" if self.bfloat16_results else "float32",
+        )
+        node_size = d.target.chip.node_size or _NODE_SIZE
+        return PoolSettings(
+            self.replicas, engine, times, d.target.devices, d.target.devices / node_size
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +167,7 @@ class Cluster:
             [
                 request.served(now=end)
                 for pool in self._pools.values()
-                for request in pool.requests
+                for request in pool.owner
                 if request.submitted >= self._began
             ],
             self._submitted - self._first_measured,
@@ -147,11 +211,11 @@ class Cluster:
     def _is_prefilled(self, request: SimulatedRequest) -> None:
         """Sends a request that has its first token to the decode pool."""
         if request.wanted_length <= request.max_length:
-            return self._ends(request)
+            self._ends(request)
+            return
         travelling = request.resumed(drafts=self._settings.pool.engine.drafts)
         delay = self._settings.transfer_seconds_per_token * len(request.tokens)
         self._at(request.end + delay, lambda at: self._pools["decode"].add(travelling, at))
-        return None
 
     def _ends(self, request: SimulatedRequest) -> None:
         if request.submitted >= self._began:
@@ -169,7 +233,7 @@ class _Pool:
     ):
         self._at = at
         self._tokens = [0] * settings.replicas  # prompt and output tokens of each one's requests
-        self._owner: dict[SimulatedRequest, int] = {}
+        self.owner: dict[SimulatedRequest, int] = {}  # replica of each request that has not ended
         self._is_awake = [False] * settings.replicas
         self._report = finished
         self.replicas = [
@@ -177,30 +241,22 @@ class _Pool:
             for number in range(settings.replicas)
         ]
 
-    @property
-    def requests(self) -> list[SimulatedRequest]:
-        """Its requests that have not ended."""
-        return list(self._owner)
-
     def add(self, request: SimulatedRequest, now: float) -> None:
         """Routes a request and puts it into a replica's queue."""
         number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
-        self._own(request, number)
-        self.replicas[number].add(request)
-        self._wake(number, now)
-
-    def _own(self, request: SimulatedRequest, number: int) -> None:
         self._tokens[number] += request.max_length
-        self._owner[request] = number
-
-    def _ended(self, request: SimulatedRequest) -> None:
-        self._tokens[self._owner.pop(request)] -= request.max_length
-        self._report(request)
-
-    def _wake(self, number: int, now: float) -> None:
+        self.owner[request] = number
+        self._queue(number, request)
         if not self._is_awake[number]:
             self._is_awake[number] = True
             self._at(now, lambda at: self._advance(number, at))
+
+    def _queue(self, number: int, request: SimulatedRequest) -> None:
+        self.replicas[number].add(request)
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        self._tokens[self.owner.pop(request)] -= request.max_length
+        self._report(request)
 
     def _advance(self, number: int, now: float) -> None:
         after = self.replicas[number].advance(now)
@@ -222,11 +278,8 @@ class _DecodePool(_Pool):
         super().__init__(*args)
         self._arrived: list[deque[SimulatedRequest]] = [deque() for _ in self.replicas]
 
-    def add(self, request: SimulatedRequest, now: float) -> None:
-        number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
-        self._own(request, number)
+    def _queue(self, number: int, request: SimulatedRequest) -> None:
         self._arrived[number].append(request)
-        self._wake(number, now)
 
     def _advance(self, number: int, now: float) -> None:
         if self._arrived[number]:

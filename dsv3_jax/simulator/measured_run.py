@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dsv3_jax.simulator.step_times import StepModel, StepTime, StepTimes, StepWo
 from dsv3_jax.simulator.workload import SubmitCosts, replayed
 from dsv3_jax.traces import TRACES
 
+_PAGE_SIZE = 64
 _ROUNDS = 3  # the ratios change which steps a replay has, a little
 
 
@@ -97,47 +98,15 @@ class MeasuredTimes:
     def of(self, work: StepWork, steps: int) -> StepTime:
         """Returns the time of a dispatch. A program without a ratio takes the mean of all
         ratios."""
-        name = self._name(work.decodes, work.chunks)
+        key = work.decodes, work.chunks
+        if (name := self._names.get(key)) is None:
+            name = self._names[key] = self._buckets.shape(*key, max_len=1, max_pages=1).name
         step = self._model.of(work, steps)
         self.counts[name] += 1
         self.model_seconds[name] += step.seconds
         return step._replace(
             seconds=step.seconds * self.ratios.get(name, self._other), program=name
         )
-
-    def _name(self, decodes: int, chunks: int) -> str:
-        key = decodes, chunks
-        if key not in self._names:
-            shape = self._buckets.shape(decodes, chunks, max_len=1, max_pages=1)
-            self._names[key] = shape.name
-        return self._names[key]
-
-
-def calibrate(
-    model: StepTimes,
-    buckets: Buckets,
-    programs: Mapping[str, Program],
-    replay: Callable[[StepTimes], object],
-) -> MeasuredTimes:
-    """Returns step times whose mean for each program, in this replay, is the measured one.
-
-    Args:
-      programs: the measured programs of the replay.
-      replay: simulates the same replay with given step times.
-    """
-    ratios: dict[str, float] = {}
-    for _ in range(_ROUNDS):
-        times = MeasuredTimes(model, buckets, ratios)
-        replay(times)
-        ratios = {
-            name: programs[name].ratio(count, times.model_seconds[name])
-            for name, count in times.counts.items()
-            if name in programs
-        }
-    return MeasuredTimes(model, buckets, ratios)
-
-
-_PAGE_SIZE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +124,7 @@ class MeasuredRun:
 
     @classmethod
     def read(
-        cls,
-        path: Path,
-        *,
-        plans_late: bool | None = None,
-        submit: SubmitCosts | None = None,
+        cls, path: Path, *, plans_late: bool | None = None, submit: SubmitCosts | None = None
     ) -> MeasuredRun:
         """Reads a result file.
 
@@ -224,13 +189,17 @@ class MeasuredRun:
         raise ValueError(f"replay: expected one of {known}; got {trace} at {rate}")
 
     def calibrated(self, replay: Mapping[str, Any], host: HostCosts) -> MeasuredTimes:
-        """Returns step times with a ratio for each program that all come from one replay."""
-        return calibrate(
-            self.model,
-            self.buckets,
-            programs_of(replay),
-            lambda times: self.simulate(replay, times, host),
-        )
+        """Returns step times whose mean for each program, in this replay, is the measured one."""
+        programs, ratios = programs_of(replay), {}
+        for _ in range(_ROUNDS):
+            times = MeasuredTimes(self.model, self.buckets, ratios)
+            self.simulate(replay, times, host)
+            ratios = {
+                name: programs[name].ratio(count, times.model_seconds[name])
+                for name, count in times.counts.items()
+                if name in programs
+            }
+        return MeasuredTimes(self.model, self.buckets, ratios)
 
     @staticmethod
     def host_costs(one: Mapping[str, Any], other: Mapping[str, Any]) -> HostCosts:
@@ -257,12 +226,7 @@ class MeasuredRun:
             )
         return HostCosts(**costs)
 
-    def simulate(
-        self,
-        replay: Mapping[str, Any],
-        times: StepTimes,
-        host: HostCosts,
-    ) -> Outcome:
+    def simulate(self, replay: Mapping[str, Any], times: StepTimes, host: HostCosts) -> Outcome:
         """Simulates a replay: the same requests at the same times."""
         pool = PoolSettings(
             1, dataclasses.replace(self.engine, host=host), times, devices=1, nodes=1 / 8

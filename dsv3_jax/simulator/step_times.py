@@ -7,7 +7,6 @@ experts, so that a step costs a few multiplications and no JAX.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import NamedTuple, Protocol
 
@@ -208,12 +207,6 @@ class StepModel:
         )
         self._bandwidth = chip.memory_bandwidth
         self._l2_bandwidth = chip.l2_bandwidth
-
-    def reaching(self, efficiency: Efficiency) -> StepModel:
-        """Returns the same model with other shares of the peak rates."""
-        model = copy.copy(self)
-        model.efficiency = efficiency
-        return model
 
     def parts(self, work: StepWork) -> dict[str, float]:
         """Returns the seconds that each resource takes for a step."""
