@@ -19,15 +19,6 @@ logger = logging.getLogger(__name__)
 REPLICA_HEADER = b"x-replica-id"  # header of every answer with the id of the replica that gave it
 
 _SENT_KEYS = ("type", "http_version", "method", "scheme", "query_string", "client", "server")
-    "type",
-    "http_version",
-    "method",
-    "scheme",
-    "query_string",
-    "headers",
-    "client",
-    "server",
-]
 
 
 class EngineFailedError(Exception):
