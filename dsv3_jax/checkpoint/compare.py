@@ -143,12 +143,8 @@ def _config_difference(a: OpenCheckpoint, b: OpenCheckpoint) -> str | None:
 def _compare_with_source(
     b: OpenCheckpoint, digests: dict[str, str]
 ) -> tuple[int | None, list[str]]:
-    """Compares hashes with those of the source of store ``b``.
-
-    Returns:
-      Number of equal hashes and a finding for each other one, or ``(None, [])`` if ``b`` is not a
-      store or fewer than half are equal.
-    """
+    """Returns the number of hashes that equal those of the source of store ``b``, and a finding for
+    each other one; or ``(None, [])`` if ``b`` is not a store or fewer than half are equal."""
     if b.manifest is None:
         return None, []
     recorded = {n: e.hash for n, e in b.manifest.source.items() if n in digests}

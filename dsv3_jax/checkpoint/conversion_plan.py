@@ -99,11 +99,8 @@ class ConversionPlan:
 
 
 def plan_conversion(directory: Path, to: Target) -> ConversionPlan:
-    """Plans the conversion of a Hugging Face directory. Reads all headers, but no values.
-
-    Raises:
-      ValueError: the target is unknown, or the source is not a complete published checkpoint.
-    """
+    """Plans the conversion of a Hugging Face directory from its headers alone. Raises ValueError if
+    the target is unknown, or the source is not a complete published checkpoint."""
     check_choice("to", to, TARGETS)
     if is_store(directory):
         raise ValueError(
@@ -161,12 +158,8 @@ def _units(
 def convert_unit(
     plan: ConversionPlan, unit: Unit, files: ArrayFiles, progress: Progress
 ) -> JournalLine:
-    """Converts a unit chunk by chunk, and reads the result back.
-
-    Returns:
-      Line for the journal, with the hashes of all tensors read and written, and the quantization
-      error if the unit is quantized.
-    """
+    """Converts a unit chunk by chunk, and reads the result back. Returns the line for the journal,
+    with the hashes of all tensors read and written, and the quantization error if there is one."""
     tensors = [
         _TensorConversion(plan, unit, expert, name)
         for expert, name in enumerate(unit.tensors, unit.first)

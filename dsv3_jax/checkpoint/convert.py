@@ -95,12 +95,8 @@ def convert(
 
 
 def check_destination(planned: ConversionPlan, store: Path, resume: bool) -> None:
-    """Checks that a conversion can be written to ``store``.
-
-    Raises:
-      ValueError: the directory contains anything but this conversion, overlaps the source, or is on
-        a disk with too little space.
-    """
+    """Raises ValueError if ``store`` contains anything but this conversion, overlaps the source, or
+    is on a disk with too little space."""
     source, target = planned.directory.resolve(), store.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise ValueError(f"{store}: expected a directory apart from the source {planned.directory}")
@@ -245,10 +241,9 @@ class _Conversion:
         self.log.add({"stats": self.stats})
 
     def _check_source(self) -> None:
-        """Refuses a source whose files changed while they were read.
-
-        A hard link, a new name, mode or owner changes only a file's ctime, as a write with the old
-        mtime does. Such a file is read again."""
+        """Refuses a source whose files changed while they were read. A hard link, a new name, mode
+        or owner changes only a file's ctime, as a write with the old mtime does: such a file is
+        read again."""
         while (now := self._file_stats()) != self.stats:
             before, self.stats = self.stats, now
             touched = {name for name, stat in now.items() if stat != before[name]}
@@ -260,10 +255,8 @@ class _Conversion:
             self._check_touched(touched)
 
     def _check_journal(self) -> None:
-        """Checks that the journal's lines are about tensors and units of this plan.
-
-        Lines about unknown units are ignored, and their tensors are converted again.
-        """
+        """Checks that the journal's lines are about tensors and units of this plan. Lines about
+        unknown units are ignored, and their tensors are converted again."""
         units = {unit.key: unit for unit in self.plan.units}
         for key, line in self.log.done.items():
             read, unit = set(line["source"]), units.get(key)

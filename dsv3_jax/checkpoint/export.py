@@ -152,12 +152,9 @@ def resume_hint(directory: Path) -> str:
 
 
 def plan_export(reader: StoreReader, to: Target | None) -> ExportPlan:
-    """Plans the export of a store. Reads its headers and small files, but no values.
-
-    Raises:
-      ValueError: ``to`` is unknown, a small file or a tensor is missing or damaged, or a name is
-        not one that a conversion writes.
-    """
+    """Plans the export of a store from its headers and small files. Raises ValueError if ``to`` is
+    unknown, a small file or a tensor is missing or damaged, or a name is not one that a conversion
+    writes."""
     if to is not None:
         check_choice("to", to, ("fp8", "bf16"))
     manifest, folder = reader.manifest, reader.source

@@ -34,24 +34,15 @@ _PUBLISHED = (
 
 
 def find(path_or_name: str | os.PathLike[str]) -> Path:
-    """Returns the local directory of a checkpoint, and downloads it if necessary.
-
-    Args:
-      path_or_name: directory, a name in :data:`DEMOS`, or Hub name.
-
-    Raises:
-      ValueError: there is no such directory or name, the directory is of another kind, such as a
-        training run, or the download failed.
-    """
+    """Returns the local directory of a checkpoint: a directory, a name in :data:`DEMOS`, or a Hub
+    name, which is downloaded if necessary. Raises ValueError if there is none, the directory is of
+    another kind, such as a training run, or the download failed."""
     return _local(path_or_name) or _downloaded(os.fspath(path_or_name), weights=True)
 
 
 def find_config_directory(path_or_name: str | os.PathLike[str]) -> Path:
-    """Returns the directory with a checkpoint's config.json and tokenizer.
-
-    In a store this is the subdirectory with the source's small files. For a Hub name, no weights
-    are downloaded.
-    """
+    """Returns the directory with a checkpoint's config.json and tokenizer: in a store, the
+    subdirectory with the source's small files. For a Hub name, no weights are downloaded."""
     directory = _local(path_or_name) or _downloaded(os.fspath(path_or_name), weights=False)
     if not is_store(directory):
         return directory

@@ -256,14 +256,9 @@ def check_scale(
     block: tuple[int, int],
     first: tuple[int, int] = (0, 0),
 ) -> None:
-    """Refuses scales that are NaN, infinite or negative, or zero for a block that is not zero.
-
-    Args:
-      scale: scales of consecutive blocks of ``weight``, beginning at block ``first``.
-      weight: read only where a scale is zero.
-      block: rows and columns per scale.
-      first: row and column of ``scale[0, 0]`` among all blocks of ``weight``.
-    """
+    """Refuses scales that are NaN, infinite or negative, or zero for a block that is not zero. They
+    are those of consecutive blocks of ``weight``, with ``block`` rows and columns each, beginning
+    at block ``first``. ``weight`` is read only where a scale is zero."""
     values = scale.astype(np.float32)
     valid = np.isfinite(values) & (values >= 0)
     if not valid.all():

@@ -27,12 +27,8 @@ _SUMS = ("tensors", "error", "weight", "largest", "largest_weight")
 
 
 class ConversionJournal:
-    """The journal, locked against other processes. Use it as a context manager.
-
-    Raises:
-      ValueError: another process is converting into the store, or a complete line is not one that
-        a conversion writes.
-    """
+    """The journal, locked against other processes. Use it as a context manager. Raises ValueError
+    if another process has the lock, or a complete line is not one that a conversion writes."""
 
     def __init__(self, directory: Path):
         self.path = directory / NAME
@@ -87,10 +83,8 @@ class ConversionJournal:
 
 
 def _parse(content: bytes) -> tuple[list[JournalLine], int]:
-    """Parses up to the first torn line. Returns the lines and their length in bytes.
-
-    Units recorded after a torn line are converted again.
-    """
+    """Parses up to the first torn line, and returns the lines and their length in bytes. Units
+    recorded after a torn line are converted again."""
     lines, length = [], 0
     for line in content.splitlines(keepends=True):
         try:

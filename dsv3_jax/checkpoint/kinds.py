@@ -34,9 +34,8 @@ def partial_directory(destination: Path) -> Path:
 
 @contextlib.contextmanager
 def new_directory(destination: Path, content: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yields a directory to write to, and renames it to ``destination`` when the block ends.
-
-    All files are synced before the rename. After an exception it is not renamed.
+    """Yields a directory to write to. When the block ends without an exception, all files are
+    synced and the directory is renamed to ``destination``.
 
     Args:
       content: JSON description of what is written. After an exception or a kill the files remain,
@@ -86,10 +85,8 @@ def is_store(directory: Path) -> bool:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Returns False for directories without loadable weights: training runs and unfinished exports.
-
-    Any other directory may be a checkpoint.
-    """
+    """Returns False for training runs and unfinished exports, which have no loadable weights. Any
+    other directory may be a checkpoint."""
     return is_store(directory) or not any((directory / name).is_file() for name in (MARKER, _RUN))
 
 

@@ -94,11 +94,8 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """Reads the manifest of a store.
-
-    Raises:
-      ValueError: the store is incomplete, or its manifest is damaged or has another format.
-    """
+    """Reads the manifest of a store. Raises ValueError if the store is incomplete, or its manifest
+    is damaged or has another format."""
     path = directory / NAME
     if not path.is_file():
         if (directory / journal.NAME).is_file():
@@ -223,10 +220,8 @@ def copy_small_files(
 
 
 def small_files(directory: Path) -> list[Path]:
-    """Returns the small files next to the weights, sorted by name.
-
-    Symbolic links are followed, because the Hub's cache consists of them.
-    """
+    """Returns the small files next to the weights, sorted by name. Symbolic links are followed,
+    because the Hub's cache consists of them."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -238,11 +233,9 @@ def small_files(directory: Path) -> list[Path]:
 
 
 def small_file_hashes(store: Path) -> dict[str, str]:
-    """Returns the XXH3 hash (128 bits) of every small file, by its path in ``store/source``.
-
-    A symbolic link counts as missing. A conversion writes none, and it could point out of the
-    store.
-    """
+    """Returns the XXH3 hash (128 bits) of every small file, by its path in ``store/source``. A
+    symbolic link counts as missing: a conversion writes none, and it could point out of the
+    store."""
     folder = store / FOLDER
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
     return {

@@ -32,11 +32,9 @@ class OpenCheckpoint(NamedTuple):
     manifest: Manifest | None  # manifest of a store. None for a Hugging Face directory.
 
     def readable_weights(self) -> list[str]:
-        """Returns the names of the tensors whose values can be computed, in the order data flows.
-
-        These have the shape and form that the config requires, and a scale if they are quantized.
-        Scales themselves are not listed.
-        """
+        """Returns the names of the tensors whose values can be computed, in the order data flows:
+        they have the shape and form that the config requires, and a scale if they are quantized.
+        Scales themselves are not listed."""
         table = tensor_table(self.config)
         quantization = self.config.quantization
         scales = {n + quantization.scale_suffix for n in table} if quantization else set()
@@ -59,14 +57,8 @@ class OpenCheckpoint(NamedTuple):
 
 
 def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
-    """Opens a checkpoint and reads its headers.
-
-    Args:
-      path_or_name: Hugging Face directory, store, ``"demo"``, or Hub name.
-
-    Raises:
-      ValueError: there is no such checkpoint, or its headers cannot be read.
-    """
+    """Opens a checkpoint, as :func:`~dsv3_jax.checkpoint.find.find` finds it, and reads its
+    headers. Raises ValueError if there is none, or its headers cannot be read."""
     directory = find(path_or_name)
     if is_store(directory):
         store = StoreReader(directory)

@@ -82,12 +82,8 @@ class FileArray:
 
 
 class SafetensorsFile(dict[str, FileArray]):
-    """The tensors of a file by name, in the order of the header.
-
-    Raises:
-      ValueError: the file is not safetensors, does not have the size that its header implies, or
-        contains an unsupported dtype.
-    """
+    """The tensors of a file by name, in the order of the header. Raises ValueError if the file is
+    not safetensors, has another size than its header implies, or an unsupported dtype."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -120,12 +116,9 @@ class SafetensorsFile(dict[str, FileArray]):
 
 
 def parsed_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
-    """Parses a header. Returns the entry of each tensor, in the order of the header.
-
-    Raises:
-      ValueError: the header is not valid JSON, a dtype is unsupported, a shape disagrees with its
-        offsets, or there are gaps between tensors. The message names ``path``.
-    """
+    """Returns the entry of each tensor, in the order of the header. Raises ValueError, naming
+    ``path``, if the header is not valid JSON, a dtype is unsupported, a shape disagrees with its
+    offsets, or there are gaps between tensors."""
     try:
         entries = json.loads(header, object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
     except _DuplicateKeyError:
@@ -200,12 +193,8 @@ def are_sizes(value: object) -> bool:
 
 
 def header_of(tensors: Mapping[str, Any]) -> bytes:
-    """Returns the header of a file with consecutive tensors.
-
-    Args:
-      tensors: objects by name with the attributes ``dtype`` (spelled as in safetensors), ``shape``
-        and ``nbytes``.
-    """
+    """Returns the header of a file with consecutive tensors, given by name with the attributes
+    ``dtype`` (spelled as in safetensors), ``shape`` and ``nbytes``."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, spec in tensors.items():
@@ -259,10 +248,8 @@ def json_text(content: object) -> str:
 
 
 class CheckpointReader(dict[str, FileArray]):
-    """The tensors of a Hugging Face directory by published name. Values are read on demand.
-
-    The constructor checks that every file is complete. A weight and its scale may be in different
-    shards.
+    """The tensors of a Hugging Face directory by published name. Values are read on demand. A
+    weight and its scale may be in different shards.
 
     Raises:
       ValueError: the directory has no checkpoint, a shard is missing, truncated or damaged, or a
@@ -279,11 +266,8 @@ class CheckpointReader(dict[str, FileArray]):
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Reads an index. Returns the name of each tensor's file in the same directory.
-
-    Raises:
-      ValueError: the index is damaged, or contains a value that is not a plain file name.
-    """
+    """Returns the name of each tensor's file, which is in the index's directory. Raises ValueError
+    if the index is damaged, or contains a value that is not a plain file name."""
     try:
         content = json.loads(index.read_text("utf-8"))
     except (ValueError, RecursionError):

@@ -118,20 +118,15 @@ class TensorView:
 
 
 def failure(path: Path, error: Exception) -> OSError:
-    """Converts an exception of TensorStore to an OSError with the system's message.
-
-    TensorStore adds error codes, specs and C++ source locations to it.
-    """
+    """Converts an exception of TensorStore to an OSError with the system's message alone, without
+    TensorStore's error codes, specs and C++ source locations."""
     line = re.split(r" \[[a-z_ ]+=", str(error).splitlines()[0])[0]
     return OSError(None, line.rsplit(": ", 1)[1] if "Failed" in line else line, str(path))
 
 
 class StoreReader(dict[str, TensorView]):
-    """The tensors of a store by published name. Values are read on demand, chunk by chunk.
-
-    Raises:
-      ValueError: the store is incomplete, or its manifest is damaged.
-    """
+    """The tensors of a store by published name. Values are read on demand, chunk by chunk. Raises
+    ValueError if the store is incomplete, or its manifest is damaged."""
 
     def __init__(self, directory: Path):
         self.directory = directory

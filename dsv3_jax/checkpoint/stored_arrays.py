@@ -49,12 +49,8 @@ class StoredArray:
         return (*self.chunk[1 if self.stacked else 0 :], 0)[0]
 
     def chunk_origin(self, expert: int, number: int) -> tuple[int, ...]:
-        """Returns the index of the first element of a tensor's chunk.
-
-        Args:
-          expert: index of the tensor in a stacked array; ignored for others.
-          number: number of the chunk among those of the tensor.
-        """
+        """Returns the index of the first element of a tensor's chunk ``number``. ``expert`` is the
+        index of the tensor in a stacked array."""
         row = number * self.rows_per_chunk
         begin = (expert, row) if self.stacked else (row,)
         return (*begin, *(0 for _ in self.shape))[: len(self.shape)]

@@ -101,10 +101,8 @@ def quantizable_modules(config: ModelConfig) -> list[str]:
 
 
 def is_selecting(name: str) -> bool:
-    """Returns whether a tensor selects experts or keys: a router's, or an indexer's.
-
-    NaN or infinity in one of them may select wrong ones and leave the logits finite.
-    """
+    """Returns whether a tensor selects experts or keys: a router's, or an indexer's. NaN or
+    infinity in one may select wrong ones and leave the logits finite."""
     return ".mlp.gate." in name or ".self_attn.indexer." in name
 
 
@@ -293,11 +291,8 @@ def published_name(config: ModelConfig, location: StoredLocation) -> str:
 
 
 def stored_location(config: ModelConfig, name: str) -> StoredLocation:
-    """Returns the location of a published tensor. Inverse of :func:`published_name`.
-
-    Raises:
-      ValueError, IndexError: no published tensor has such a name.
-    """
+    """Returns the location of a published tensor. Inverse of :func:`published_name`. Raises
+    ValueError or IndexError for other names."""
     keys = name.removeprefix(f"{_PREFIX}.").split(".")
     if keys[0] == "layers" and (layer := int(keys[1])) >= config.num_hidden_layers:
         keys[:2] = ["mtp", str(layer - config.num_hidden_layers)]

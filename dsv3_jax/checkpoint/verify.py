@@ -90,11 +90,9 @@ class ScaleScan:
         self._bad_zeros = Faults("a scale of 0 over weights that are not 0")
 
     def read(self, rows: slice) -> np.ndarray:
-        """Reads the float32 scales of the next matrix rows, which begin a block.
-
-        A scale that is not finite is a finding. It is returned as the smallest positive number,
-        because a scale of 0 could cause another finding.
-        """
+        """Reads the float32 scales of the next matrix rows, which begin a block. One that is not
+        finite is a finding, and is returned as the smallest positive number: 0 could cause another
+        finding."""
         first = rows.start // self.rows_per_scale
         stored = self.reader.read(slice(first, -(-rows.stop // self.rows_per_scale)))
         scale = stored.astype(np.float32)
@@ -109,14 +107,9 @@ class ScaleScan:
     def dequantize(
         self, values: np.ndarray, scale: np.ndarray, first_row: int, offset: int
     ) -> np.ndarray:
-        """Returns the float32 values of some rows of a piece.
-
-        Args:
-          values: stored values of the rows. They begin a block.
-          scale: scales of the piece, from :meth:`read`.
-          first_row: first row of the piece in the matrix.
-          offset: first row of ``values`` in the piece.
-        """
+        """Returns the float32 values of rows that begin a block, ``offset`` rows into the piece
+        that begins at ``first_row`` of the matrix. ``scale`` has the scales of the piece, from
+        :meth:`read`."""
         first = offset // self.rows_per_scale
         scale = scale[first : -(-(offset + len(values)) // self.rows_per_scale)]
         if not scale.all():
@@ -166,14 +159,9 @@ class Scan:
         return tuple(reader.array.dtype for reader in self._readers)
 
     def parts(self, multiple: int) -> Iterator[np.ndarray]:
-        """Yields all values in order as float32 rows. NaN and infinity are replaced by 0.
-
-        A disk failure ends the iteration early and becomes a finding.
-
-        Args:
-          multiple: parts begin at multiples of this number of rows. It must be a multiple of
-            :attr:`row_multiple`.
-        """
+        """Yields all values in order as float32 rows, with 0 for NaN and infinity. Parts begin at
+        multiples of ``multiple`` rows, a multiple of :attr:`row_multiple`. A disk failure ends the
+        iteration early and becomes a finding."""
         width = math.prod(self.shape[1:])
         step = max(_PART_ELEMENTS // width // multiple * multiple, multiple)
         # Pieces have at least 128 rows, as chunks of a store do.

@@ -68,15 +68,8 @@ def frame(*parts: bytes | memoryview) -> bytes:
 
 
 async def frames(reader: Reader, max_bytes: int) -> AsyncIterator[bytes]:
-    """Yields the contents of frames up to the last one.
-
-    Args:
-      max_bytes: most bytes of a content. More are refused before they are read.
-
-    Raises:
-      ProtocolError: a frame is larger.
-      EOFError: the answer was interrupted.
-    """
+    """Yields the contents of frames up to the last one. Raises ProtocolError for a content of more
+    than ``max_bytes``, before it is read, and EOFError if the answer was interrupted."""
     while length := _LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0]:
         if length > max_bytes:
             raise ProtocolError(f"frame: expected at most {max_bytes} bytes, got {length}")

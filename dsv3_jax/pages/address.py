@@ -79,11 +79,8 @@ class PageFormat:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PageFormat:
-        """Returns the format that :meth:`as_json` described.
-
-        Raises:
-          ValueError, TypeError, KeyError: the description has another structure.
-        """
+        """Returns the format that :meth:`as_json` described. Raises ValueError, TypeError or
+        KeyError for anything else."""
         arrays = tuple(
             PageArray(str(name), int(width), np.dtype(dtype).name, *map(int, rows))
             for name, width, dtype, *rows in value["arrays"]
@@ -164,10 +161,7 @@ class CacheIdentity:
         self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
     ) -> list[PageAddress]:
         """Returns the address of each full page of ``tokens`` whose lookahead is among them.
-
-        Args:
-          known: addresses of the first pages, from an earlier call.
-        """
+        ``known`` has those of the first pages, from an earlier call."""
         addresses = list(known)
         parent = addresses[-1].digest if addresses else self.digest
         full = (len(tokens) - self.lookahead) // self.page_size

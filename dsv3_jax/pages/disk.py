@@ -295,11 +295,8 @@ class DiskPages:
 
     def _touch(self, address: PageAddress, root: bytes) -> None:
         """Makes a page and all pages before it the most recently used, the first page last. If one
-        of them is missing, those after it become the least recently used.
-
-        Args:
-          root: the identity of the cache.
-        """
+        of them is missing, those after it become the least recently used. ``root`` is the cache's
+        identity."""
         chain, parent = self._chain(address)
         with self._changed:
             now = max(time.time_ns(), self._last_use + 1)

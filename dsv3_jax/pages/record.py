@@ -98,12 +98,9 @@ class PageRecord:
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> PageRecord:
-        """Returns the record that :meth:`encode` wrote. Its payload is a view of ``data``.
-
-        Raises:
-          PageError: one line that names the kind of damage. :meth:`check` compares a record with
-            what was asked for.
-        """
+        """Returns the record that :meth:`encode` wrote. Its payload is a view of ``data``. Raises
+        PageError, in one line, for any damage; :meth:`check` compares a record with what was asked
+        for."""
         view = memoryview(data).cast("B")
         header, payload_begin = _header(view)
         try:
@@ -133,13 +130,9 @@ class PageRecord:
 
     @classmethod
     def read(cls, file: BinaryIO, size: int) -> PageRecord:
-        """Returns the record that a file of ``size`` bytes has, see :meth:`decode`.
-
-        Raises:
-          PageError: as :meth:`decode`. A file of another size than its header tells is refused
-            before it is read.
-          OSError: the file cannot be read.
-        """
+        """Returns the record that a file of ``size`` bytes has, see :meth:`decode`. A file of
+        another size than its header tells is refused with PageError before it is read. Raises
+        OSError if it cannot be read."""
         begin = file.read(_BEGIN_BYTES)
         _check_kind(memoryview(begin))
         try:
@@ -253,11 +246,8 @@ class TierStats:
         damaged: int = 0,
         used: int = 0,
     ) -> TierStats:
-        """Returns the figures after some events.
-
-        Args:
-          used: bytes that it occupies in addition.
-        """
+        """Returns the figures after some events. ``used`` counts bytes that it occupies in
+        addition."""
         return TierStats(
             self.name,
             hit_pages=self.hit_pages + len(hits),

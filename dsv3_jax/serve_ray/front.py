@@ -140,11 +140,8 @@ class Front:
 
 
 def _last_event(path: str, start: Message, events: int) -> Message:
-    """Returns the end of a stream whose replica was lost: an event with the error.
-
-    Raises:
-      ConnectionError: the response is no stream of events. Its connection has to be closed.
-    """
+    """Returns the end of a stream whose replica was lost: an event with the error. Raises
+    ConnectionError if the response is no stream of events: its connection has to be closed."""
     kind = Headers(raw=start["headers"]).get("content-type", "")
     if not kind.startswith("text/event-stream"):
         raise ConnectionError(f"{path}: the replica was lost in the middle of an answer")

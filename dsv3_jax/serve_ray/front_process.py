@@ -91,11 +91,8 @@ class PrefixRouter(RequestRouter):
 
 
 async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
-    """Returns the results of the replicas that gave one; none if no replica runs.
-
-    Raises:
-      TimeoutError: a replica neither answered nor was lost.
-    """
+    """Returns the results of the replicas that gave one; none if no replica runs. Raises
+    TimeoutError if a replica neither answered nor was lost."""
     try:
         results = await handle.broadcast(method).results_async(
             timeout_s=_SECONDS, return_exceptions=True

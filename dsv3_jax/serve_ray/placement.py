@@ -29,15 +29,9 @@ _TOKENS = 256  # token ids of a prompt that count: four cache pages
 
 
 def prefix_key(path: str, body: bytes) -> bytes | None:
-    """Returns the key of a request, or None if its endpoint generates nothing.
-
-    ``prompt_cache_key``, with which OpenAI's clients name what shares a prefix, is the key if the
-    body has it.
-
-    Args:
-      path: path of the endpoint.
-      body: body of the request. One that is not valid has the key None; the server refuses it.
-    """
+    """Returns the key of a request, or None if its endpoint generates nothing or its body is not
+    valid, which the server refuses. ``prompt_cache_key``, with which OpenAI's clients name what
+    shares a prefix, is the key if the body has it."""
     read = _READERS.get(path)
     if read is None:
         return None

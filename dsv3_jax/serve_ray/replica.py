@@ -153,11 +153,8 @@ class EngineReplica(Replica):
             self._hosts.check()
 
     async def respond(self, call: Call) -> AsyncIterator[list[Message]]:
-        """Yields the messages of the response to a call.
-
-        Raises:
-          EngineFailedError: the engine failed, and nothing was yielded before.
-        """
+        """Yields the messages of the response to a call. Raises EngineFailedError if the engine
+        failed, and nothing was yielded before."""
         has_begun = False
         async with contextlib.aclosing(answer(self.app, call, self.id)) as batches:
             async for batch in batches:

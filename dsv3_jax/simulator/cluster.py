@@ -59,11 +59,8 @@ class PoolPlan:
     bfloat16_results: bool = False  # whether experts' results travel in bfloat16
 
     def settings(self, shards: ShardCache) -> PoolSettings:
-        """Returns the pool.
-
-        Raises:
-          ValueError: the layout does not exist on the devices, or cannot divide the slots.
-        """
+        """Returns the pool. Raises ValueError if the layout does not exist on the devices, or
+        cannot divide the slots."""
         d = self.deployment
         assert d.engine is not None
         shard = shards.of(d)
@@ -149,11 +146,8 @@ class Cluster:
     def run(
         self, arrivals: Iterable[Arrival], *, until: float | None = None, warm_up: float = 0.0
     ) -> Outcome:
-        """Returns the outcome at time ``until``, or after the last request.
-
-        Args:
-          warm_up: time before which nothing is measured.
-        """
+        """Returns the outcome at time ``until``, or after the last request. Nothing is measured
+        before ``warm_up``."""
         stream = iter(arrivals)
         self._at(warm_up, self._measure)
         self._next_arrival(stream)
@@ -267,12 +261,8 @@ class _Pool:
 
 
 class _DecodePool(_Pool):
-    """Replicas that take requests with cached prompts.
-
-    A request waits for its replica until a data-parallel shard has room. The shards are chosen by
-    :func:`sharding.balancers.assign_decode`: by their use of the cache, then by their number of
-    requests.
-    """
+    """Replicas that take requests with cached prompts. A request waits for its replica until a
+    data-parallel shard has room, see :func:`sharding.balancers.assign_decode`."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

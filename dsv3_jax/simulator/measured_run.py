@@ -45,14 +45,11 @@ class Program:
     is_multi_step: bool  # whether a dispatch can have several decode steps
 
     def ratio(self, count: int, seconds: float) -> float:
-        """Returns the measured time divided by the model's.
+        """Returns the measured time divided by the model's, which is ``seconds`` for ``count``
+        simulated dispatches.
 
         A dispatch of several steps lasts about as long whatever a step takes, because their number
         is chosen so. There the total decides: the number of steps follows from the trace.
-
-        Args:
-          count: simulated dispatches.
-          seconds: their time by the model, all together.
         """
         if self.is_multi_step:
             return self.seconds / seconds
@@ -60,11 +57,8 @@ class Program:
 
 
 def programs_of(replay: Mapping[str, Any]) -> dict[str, Program]:
-    """Returns the programs of a replay in a result file, by the name of their shape.
-
-    Raises:
-      ValueError: the replay has no times of programs.
-    """
+    """Returns the programs of a replay in a result file, by the name of their shape. Raises
+    ValueError if the replay has no times of programs."""
     try:
         shapes = replay["engine"]["dispatches"]["shapes"]
         return {
@@ -79,13 +73,8 @@ def programs_of(replay: Mapping[str, Any]) -> dict[str, Program]:
 
 
 class MeasuredTimes:
-    """Step times of the model, scaled for each compiled program.
-
-    Args:
-      model: the model's times.
-      buckets: sizes of the programs.
-      ratios: factor of each program by the name of its shape.
-    """
+    """Step times of the model, scaled for each compiled program, whose factors ``ratios`` has by
+    the name of its shape. ``buckets`` has the sizes of the programs."""
 
     def __init__(self, model: StepTimes, buckets: Buckets, ratios: Mapping[str, float]):
         self._model, self._buckets, self.ratios = model, buckets, dict(ratios)
@@ -126,15 +115,12 @@ class MeasuredRun:
     def read(
         cls, path: Path, *, plans_late: bool | None = None, submit: SubmitCosts | None = None
     ) -> MeasuredRun:
-        """Reads a result file.
+        """Reads a result file. Raises ValueError if it is none, or its GPU or model is unknown.
 
         Args:
-          submit: time that the client took for each submission; None for no time.
           plans_late: whether the engine planned steps late. None takes the entry of the file;
             files without one are of earlier engines, which did not.
-
-        Raises:
-          ValueError: it is no such file, or its GPU or model is unknown.
+          submit: time that the client took for each submission; None for no time.
         """
         try:
             result = json.loads(path.read_text("utf-8"))
@@ -177,11 +163,7 @@ class MeasuredRun:
         )
 
     def find(self, trace: str, rate: float | None) -> Mapping[str, Any]:
-        """Returns a replay.
-
-        Raises:
-          ValueError: there is none of this trace at this rate.
-        """
+        """Returns a replay, or raises ValueError if there is none of this trace at this rate."""
         for replay in self.replays:
             if (replay["trace"], replay["rate"]) == (trace, rate):
                 return replay
@@ -203,12 +185,9 @@ class MeasuredRun:
 
     @staticmethod
     def host_costs(one: Mapping[str, Any], other: Mapping[str, Any]) -> HostCosts:
-        """Returns the host's time per step, and per request of a step, from two replays whose
-        steps have different numbers of requests on average.
-
-        Raises:
-          ValueError: one of them would be negative.
-        """
+        """Returns the host's time per step, and per request of a step, from two replays whose steps
+        have different numbers of requests on average. Raises ValueError if one would be
+        negative."""
         costs = {}
         for name, parts in (("plan", ("planning", "dispatching")), ("read", ("processing",))):
             points = []

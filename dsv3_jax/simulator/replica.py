@@ -101,12 +101,8 @@ class ReplicaFigures:
 
 
 class Replica:
-    """One engine.
-
-    Args:
-      finished: called for each request at its end, after its times are written.
-      seed: of the accepted drafts.
-    """
+    """One engine. ``finished`` is called for each request at its end, after its times are written.
+    ``seed`` is that of the accepted drafts."""
 
     def __init__(
         self,
@@ -156,11 +152,8 @@ class Replica:
         self.scheduler.add(request)
 
     def advance(self, now: float) -> float | None:
-        """Runs one turn of the loop, which begins at ``now``.
-
-        Returns when the next one begins, or None if there is nothing to do before another request
-        arrives.
-        """
+        """Runs one turn of the loop, which begins at ``now``. Returns when the next one begins, or
+        None if there is nothing to do before another request arrives."""
         if self._client_busy > now:
             return self._client_busy  # the client has the interpreter
         self._device.now = now

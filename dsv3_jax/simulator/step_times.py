@@ -139,14 +139,8 @@ class StepTimes(Protocol):
 
 
 class StepModel:
-    """Step times of a deployment by the planner's model.
-
-    Args:
-      shard: one device's shard of the model.
-      deployment: its batch and context do not matter.
-      chunk_form: form of the chunks' attention.
-      result_dtype: see :func:`dsv3_jax.plan.network.traffic`.
-    """
+    """Step times of a deployment, whose batch and context do not matter, by the planner's model.
+    ``shard`` is one device's, ``chunk_form`` the form of the chunks' attention."""
 
     def __init__(
         self,

@@ -161,12 +161,8 @@ def replayed(
     hit_share: float = 0.0,
     page_size: int = 64,
 ) -> Iterator[Arrival]:
-    """Yields the requests of a trace at a rate, or all at once if it is None.
-
-    Args:
-      submit: time of each submission. A request arrives at its end.
-      hit_share: share of each prompt that is on disk, in whole pages.
-    """
+    """Yields the requests of a trace at a rate, or all at once if it is None. A request arrives at
+    the end of its submission. ``hit_share`` of each prompt is on disk, in whole pages."""
     requests = trace.requests[:count]
     due = [0.0 if rate is None else each.unit_arrival / rate for each in requests]
     ready, now = [], 0.0
@@ -194,16 +190,9 @@ def poisson(
     page_size: int = 64,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Yields Poisson arrivals at a rate that changes with time.
-
-    Args:
-      rate: requests per second at each time.
-      most_rate: upper bound of ``rate``.
-      hit_share: mean share of prompt tokens that are on disk, in whole pages.
-
-    Raises:
-      ValueError: a number is out of range.
-    """
+    """Yields Poisson arrivals. ``rate`` gives the requests per second at each time, at most
+    ``most_rate``; ``hit_share`` is the mean share of prompt tokens that are on disk, in whole
+    pages. Raises ValueError for a number out of range."""
     for name, value in (("most_rate", most_rate), ("seconds", seconds)):
         if not value > 0:
             raise ValueError(f"{name}: expected a number above 0, got {value}")
