@@ -96,14 +96,9 @@ def default_directory() -> Path | None:
 
 
 class CompileProgress:
-    """Context manager that logs a compilation as long as it lasts, if it takes long.
-
-    The first line is a warning, because otherwise a program would be silent for minutes. Those
-    after it are information.
-
-    Args:
-      total: number of programs that are compiled.
-    """
+    """Context manager that logs a compilation of ``total`` programs as long as it lasts, if it
+    takes long. The first line is a warning, because otherwise a program would be silent for
+    minutes. Those after it are information."""
 
     def __init__(self, total: int):
         self._total, self._done = total, 0

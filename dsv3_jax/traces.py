@@ -39,11 +39,8 @@ class Trace:
 
     def prompt(self, index: int, vocab_size: int) -> list[int]:
         """Returns the prompt of a request as token ids. They depend on the trace, the index and the
-        vocabulary alone, and avoid the first and last ten ids.
-
-        Raises:
-          ValueError: the vocabulary has no other ids.
-        """
+        vocabulary alone, and avoid the first and last ten ids. Raises ValueError if there are no
+        others."""
         if vocab_size <= 2 * _SPECIAL_IDS:
             raise ValueError(
                 f"vocab_size: expected more than {2 * _SPECIAL_IDS} ids, got {vocab_size}"
