@@ -164,8 +164,10 @@ def convert_unit(
         _TensorConversion(plan, unit, expert, name)
         for expert, name in enumerate(unit.tensors, unit.first)
     ]
-    for number, rows in enumerate(_chunk_rows(unit)):
-        blocks = [tensor.convert(rows) for tensor in tensors]
+    shape, rows = unit.array.tensor_shape, unit.array.rows_per_chunk
+    starts = range(0, shape[0], rows) if shape else (0,)
+    for number, first in enumerate(starts):
+        blocks = [tensor.convert(slice(first, first + rows)) for tensor in tensors]
         for array, values in zip(unit.arrays, zip(*blocks, strict=True), strict=True):
             block = np.stack(values) if array.stacked else values[0]
             files.write(array.name, array.chunk_origin(unit.first, number), block)
@@ -239,9 +241,7 @@ class _TensorConversion:
         check_finite(self._name, values)
         converted: tuple[np.ndarray, ...] = (values,)
         if not self._plan.keeps_bytes:
-            stored, scale = recode(
-                values, self._scale, rows.start or 0, self._recoding, self._add_error
-            )
+            stored, scale = recode(values, self._scale, rows.start, self._recoding, self._add_error)
             converted = (stored,) if scale is None else (stored, scale)
             check_finite(self._name, stored)  # the product with a scale may overflow
         for hasher, array in zip(self.written.values(), converted, strict=True):
@@ -258,12 +258,3 @@ class _TensorConversion:
         self.squared_weight += float(np.vdot(dense, dense))
         self.largest_error = max(self.largest_error, float(np.abs(error).max()))
         self.largest_weight = max(self.largest_weight, float(np.abs(dense).max()))
-
-
-def _chunk_rows(unit: Unit) -> list[slice]:
-    """Returns the range of rows in each chunk of a tensor."""
-    shape = unit.array.tensor_shape
-    if not shape:
-        return [slice(None)]
-    rows = unit.array.rows_per_chunk
-    return [slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]

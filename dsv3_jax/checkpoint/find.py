@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import glob
+import itertools
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from dsv3_jax.checkpoint import manifest
 from dsv3_jax.checkpoint.kinds import describe, is_checkpoint, is_store
 from dsv3_jax.checkpoint.reader import INDEX, SINGLE, weight_map
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.presets import HUB_NAMES
 
 DEMO = Path(__file__).parents[1] / "demo"
 
@@ -21,16 +23,8 @@ DEMOS = {"demo": DEMO, "demo-sparse": DEMO.with_name("demo_sparse")}
 
 _HUB_FILES = ["*.json", "*.jinja"]  # config, index and tokenizer, without weights
 
-# Names to suggest for a misspelt one.
-_PUBLISHED = (
-    *("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-Base", "deepseek-ai/DeepSeek-V3-0324"),
-    *("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base", "deepseek-ai/DeepSeek-V2"),
-    *("deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek-ai/DeepSeek-V2-Chat"),
-    *("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1-Zero", "deepseek-ai/DeepSeek-R1-0528"),
-    *("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
-    *("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Instruct-0905", "moonshotai/Kimi-K2-Base"),
-    *("moonshotai/Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct"),
-)
+# Names to suggest for a misspelt one. The last differs from its preset.
+_PUBLISHED = (*itertools.chain(*HUB_NAMES.values()), "moonshotai/Kimi-K2-Instruct-0905")
 
 
 def find(path_or_name: str | os.PathLike[str]) -> Path:

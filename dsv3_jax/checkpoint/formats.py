@@ -92,17 +92,14 @@ def recode(
     recoding: Recoding,
     observe: Observer | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Converts rows of a matrix, or a whole tensor of another rank, to another stored form.
-
-    It processes few rows at a time, so that their float32 values stay in the CPU's cache.
+    """Converts rows of a matrix, or a whole tensor of another rank, to another stored form, few
+    rows at a time, so that their float32 values stay in the CPU's cache. Returns values and scales;
+    the scales are None if the new form is not quantized.
 
     Args:
       scale: scales of the whole matrix, or None if the source is not quantized.
       first: index of the first row. It must begin a block of both forms.
       observe: called with each quantized part of the matrix.
-
-    Returns:
-      Values and scales in the new form. The scales are None if it is not quantized.
     """
     source, target, dtype = recoding
     if not values.shape:

@@ -69,11 +69,9 @@ def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
 
 
 def group_by_kind(config: ModelConfig, by_name: Mapping[str, T]) -> dict[str, dict[int, list[T]]]:
-    """Groups values by tensor kind, then by layer. Tensors outside all layers have layer -1.
-
-    A kind is a name without numbers and ``.weight``, such as ``layers.mlp.experts.gate_proj``. In
-    MTP layers, which continue the numbering, it is ``mtp.mlp.experts.gate_proj``.
-    """
+    """Groups values by tensor kind, a name without numbers and ``.weight`` such as
+    ``layers.mlp.experts.gate_proj``, then by layer. MTP layers, which continue the numbering, have
+    kinds such as ``mtp.mlp.experts.gate_proj``. Tensors outside all layers have layer -1."""
     groups: dict[str, dict[int, list[T]]] = {}
     for name, value in by_name.items():
         kind, layer = tensor_kind(name).removesuffix(".weight"), -1

@@ -28,22 +28,20 @@ DESCRIPTION_BYTES = 400  # upper bound of what index and header take for one ten
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# spelling in safetensors -> (NumPy dtype, spelling in the package's function for writing)
-_DTYPES: dict[str, tuple[np.dtype, str]] = {
-    "F64": (np.dtype(np.float64), "float64"),
-    "F32": (np.dtype(np.float32), "float32"),
-    "F16": (np.dtype(np.float16), "float16"),
-    "BF16": (np.dtype(ml_dtypes.bfloat16), "bfloat16"),
-    "F8_E4M3": (np.dtype(ml_dtypes.float8_e4m3fn), "float8_e4m3fn"),
-    "F8_E8M0": (np.dtype(ml_dtypes.float8_e8m0fnu), "float8_e8m0fnu"),
-    "I64": (np.dtype(np.int64), "int64"),
-    "I32": (np.dtype(np.int32), "int32"),
-    "I8": (np.dtype(np.int8), "int8"),
-    "U8": (np.dtype(np.uint8), "uint8"),
+NUMPY: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
 }
-_SPELLINGS = dict(_DTYPES.values())
-SPELLED = {dtype: name for name, (dtype, _) in _DTYPES.items()}  # of a dtype in safetensors
-NUMPY = {name: dtype for name, (dtype, _) in _DTYPES.items()}  # the inverse
+"""Spelling in safetensors -> NumPy dtype."""
+SPELLED = {dtype: name for name, dtype in NUMPY.items()}
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
@@ -55,7 +53,7 @@ class FileArray:
 
     def __init__(self, file: SafetensorsFile, entry: Mapping[str, Any]):
         self.file = file
-        self.dtype, _ = _DTYPES[entry["dtype"]]
+        self.dtype = NUMPY[entry["dtype"]]
         self.shape: tuple[int, ...] = tuple(entry["shape"])
         self._begin: int = entry["data_offsets"][0]
 
@@ -174,12 +172,12 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
         raise ValueError(
             f"{path.name}: {name}: expected dtype, shape and two data_offsets, got {entry!r:.200}"
         )
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in NUMPY:
         raise ValueError(
-            f"{path.name}: {name}: expected a dtype among {', '.join(_DTYPES)}; "
+            f"{path.name}: {name}: expected a dtype among {', '.join(NUMPY)}; "
             f"got {entry['dtype']!r}"
         )
-    dtype, _ = _DTYPES[entry["dtype"]]
+    dtype = NUMPY[entry["dtype"]]
     begin, end = entry["data_offsets"]
     if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
         raise ValueError(
@@ -213,7 +211,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(
-            dtype=_SPELLINGS[array.dtype],
+            dtype=array.dtype.name,
             shape=list(array.shape),
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,

@@ -72,13 +72,9 @@ class StoredArray:
 def stored_arrays(
     config: ModelConfig, *, multiple: int, unchanged: Arrays | None = None
 ) -> dict[str, StoredArray]:
-    """Returns the arrays of a store of this config by name, in the order data flows.
-
-    Args:
-      multiple: chunks of a matrix have a multiple of this number of rows.
-      unchanged: the source's tensors, if the store keeps their bytes and therefore their dtypes.
-        None for the dtypes of the config.
-    """
+    """Returns the arrays of a store of this config by name, in the order data flows. Chunks of a
+    matrix have a multiple of ``multiple`` rows. The dtypes are those of ``unchanged``, the source's
+    tensors, if the store keeps their bytes, and otherwise those of the config."""
     table, not_stored = tensor_table(config), copies(config)
     tensors: dict[str, list[str]] = {}
     stacked = set()
