@@ -116,14 +116,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def with_bos_processor(tokenizer_json: str, bos: str, bos_id: int | None = None) -> str:
-    """Returns a tokenizer.json whose post-processor puts ``bos`` before every text.
-
-    transformers 5 ignores ``add_bos_token`` in tokenizer_config.json if there is a tokenizer.json.
-    A file whose post-processor adds BOS already is returned unchanged.
-
-    Args:
-      bos_id: id of BOS, if the file does not contain it.
-    """
+    """Returns a tokenizer.json whose post-processor puts ``bos`` before every text: transformers 5
+    ignores ``add_bos_token`` in tokenizer_config.json. Unchanged if it does so already. ``bos_id``
+    is the id of BOS, if the file does not contain it."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     tokenizer.no_padding()
     bos_id = tokenizer.token_to_id(bos) if bos_id is None else bos_id

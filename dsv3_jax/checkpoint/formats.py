@@ -45,8 +45,7 @@ def dequantize(
 
     Args:
       values: matrix or part of one: float8 or int8 [N, K], or packed int4 as uint8 [N, K/2].
-      scale: scales of all blocks that ``values`` overlaps.
-      block: rows and columns per scale.
+      scale: scales of all blocks of ``block`` rows and columns that ``values`` overlaps.
       offset: row and column of ``values[0, 0]`` within the first of these blocks.
     """
     if values.dtype == np.uint8:

@@ -28,32 +28,18 @@ from dsv3_jax.words import one_line
 logger = logging.getLogger(__name__)
 
 Reason = Literal[
-    "no_peer",
-    "connection",
-    "deadline",
-    "overloaded",
-    "refused",
-    "protocol",
-    "damaged",
-    "evicted",
-    "cancelled",
-    "internal",
+    "no_peer",  # no peer was ready
+    "connection",  # a peer was unreachable, or went away
+    "deadline",  # the pages did not arrive in time
+    "overloaded",  # a peer had no room for the request
+    "refused",  # a peer refused the request: another model, other settings, no key
+    "protocol",  # a peer's answer had another form
+    "damaged",  # a record was not the page that was asked for, or had a wrong checksum
+    "evicted",  # a peer no longer had the pages when it came to sending them
+    "cancelled",  # the request ended before
+    "internal",  # an error of this program, which is in the log
 ]
-"""Reason for which pages did not arrive:
-
-========== ===================================================================
-no_peer    no peer was ready
-connection a peer was unreachable, or went away
-deadline   the pages did not arrive in time
-overloaded a peer had no room for the request
-refused    a peer refused the request: another model, other settings, no key
-protocol   a peer's answer had another form
-damaged    a record was not the page that was asked for, or had a wrong checksum
-evicted    a peer no longer had the pages when it came to sending them
-cancelled  the request ended before
-internal   an error of this program, which is in the log
-========== ===================================================================
-"""
+"""Reason for which pages did not arrive."""
 
 
 @dataclasses.dataclass

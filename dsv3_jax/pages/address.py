@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401  # gives NumPy the names of JAX's dtypes
@@ -29,9 +31,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from dsv3_jax.kv_cache import CacheSpec  # imports JAX, which records do not need
-import hashlib
-import json
-from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)

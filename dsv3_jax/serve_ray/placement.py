@@ -96,10 +96,9 @@ def choose(key: bytes | None, loads: Mapping[str, int], load_bound: float) -> li
     """Returns all replicas in the order in which to try them for one request.
 
     Args:
-      key: what requests that share a prefix have in common. None goes to the least loaded replica.
+      key: what requests that share a prefix have in common. None prefers the least loaded replica.
       loads: open requests of each replica.
-      load_bound: most load of a replica, in multiples of the mean load after this request; at
-        least 1.
+      load_bound: most load of a replica, in multiples of the mean load after this request.
     """
     if key is None:
         return sorted(loads, key=lambda replica: (loads[replica], replica))

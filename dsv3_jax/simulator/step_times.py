@@ -156,14 +156,11 @@ class StepModel:
         self._experts = shard.shapes.expert_slots, config.num_experts_per_tok
         used = [p for p in shard.parameters if "kv_b_proj" not in p.path]
 
+        slots, per_token = self._experts
+
         def weights(tokens: int, local_tokens: int) -> float:
-            return read_bytes(
-                used,
-                tokens=tokens,
-                local_tokens=local_tokens,
-                experts_per_token=config.num_experts_per_tok,
-                expert_slots=shard.shapes.expert_slots,
-            )
+            sizes = {"experts_per_token": per_token, "expert_slots": slots}
+            return read_bytes(used, tokens=tokens, local_tokens=local_tokens, **sizes)
 
         self._fixed_bytes = weights(0, 0) + shard.up_projection_bytes
         self._expert_bytes = sum(p.nbytes for p in used if "experts" in p.path)
@@ -192,13 +189,8 @@ class StepModel:
             self._key_expansion_seconds = 2 * elements / sharers / rate
         self._key_bytes = cached_token_bytes(deployment) / sharers
         sent = traffic(shard, deployment, _MANY, result_dtype)
-        self._network_seconds = (
-            max(
-                sent.within_node / chip.link_bandwidth,
-                sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0,
-            )
-            / _MANY
-        )
+        between = sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0
+        self._network_seconds = max(sent.within_node / chip.link_bandwidth, between) / _MANY
         self._bandwidth = chip.memory_bandwidth
         self._l2_bandwidth = chip.l2_bandwidth
 
