@@ -85,12 +85,8 @@ def decode_attention(config: ModelConfig, context: int, attn_impl: AttnImpl) -> 
     if config.has_indexer:
         raise ValueError(f"config: expected attention without an indexer, got {config.model_type}")
     D, H, L, S = (config.hidden_size, config.num_attention_heads, config.num_hidden_layers, context)
-    C, R, N, V = (
-        config.kv_lora_rank,
-        config.qk_rope_head_dim,
-        config.qk_nope_head_dim,
-        config.v_head_dim,
-    )
+    C, R = config.kv_lora_rank, config.qk_rope_head_dim
+    N, V = config.qk_nope_head_dim, config.v_head_dim
     Q = D if config.q_lora_rank is None else config.q_lora_rank
     kv_b = H * (N + V) * C
     weights = (0 if config.q_lora_rank is None else D * Q) + D * (C + R)

@@ -93,11 +93,9 @@ class ChatTemplate:
         special: Mapping[str, str],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Returns the conversation as text.
-
-        Args:
-          special: control tokens of the tokenizer by variable name, such as ``bos_token``.
-          arguments: further variables of the template. They take precedence over ``special``.
+        """Returns the conversation as text. ``special`` has the control tokens of the tokenizer by
+        variable name, such as ``bos_token``, and ``arguments`` further variables, which take
+        precedence.
 
         Raises:
           ValueError: :func:`check_messages` rejects the messages, an argument is nested too deeply,
@@ -115,14 +113,10 @@ class ChatTemplate:
         arguments: Mapping[str, Any],
     ) -> str | None:
         """Returns the text of :meth:`render`, in which brackets from messages and arguments are
-        marked, that is, replaced by private-use characters.
+        marked: private-use characters replace them. Raises ValueError as :meth:`render`.
 
-        Returns:
-          Marked text, as long as that of :meth:`render`. None if the template renders marked
-          messages differently. Then the origin of each bracket is unknown.
-
-        Raises:
-          ValueError: as :meth:`render`.
+        Returns None if the template renders marked messages differently. Then the origin of each
+        bracket is unknown.
         """
         text = self.render(messages, special, arguments)
         marked_messages, marked_arguments = self._mark(list(messages)), self._mark(arguments)
@@ -187,16 +181,11 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def check_messages(messages: Any, roles: frozenset[str] | set[str] = frozenset()) -> None:
-    """Raises ValueError unless ``messages`` are a conversation.
+    """Raises ValueError, with the index of the message, unless ``messages`` are a conversation: a
+    non-empty list of mappings with a role, a string as content, and known keys only.
 
-    A conversation is a non-empty list of mappings with a role, a string as content, and known keys
-    only. The content may be None or missing if there are tool_calls.
-
-    Args:
-      roles: roles that are accepted in addition to :data:`ROLES`.
-
-    Raises:
-      ValueError: one line with the index of the message, and the expected and actual value.
+    The role is one of :data:`ROLES` or ``roles``. The content may be None or missing if there are
+    tool_calls.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         got = type(messages).__name__

@@ -32,11 +32,9 @@ _THRESHOLDS = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 
-_SLOW_SECONDS = 2.0
-"""Compilations that take longer are reported."""
+_SLOW_SECONDS = 2.0  # compilations that take longer are reported
 _XLA_NOTE_SECONDS = 100.0  # after 120, XLA asks for a bug report
-_REPORT_SECONDS = 15.0
-"""Time between two reports of the same compilation."""
+_REPORT_SECONDS = 15.0  # time between two reports of the same compilation
 
 
 def enable(directory: Path | None = None) -> Path | None:
@@ -98,14 +96,9 @@ def default_directory() -> Path | None:
 
 
 class CompileProgress:
-    """Context manager that logs a compilation as long as it lasts, if it takes long.
-
-    The first line is a warning, because otherwise a program would be silent for minutes. Those
-    after it are information.
-
-    Args:
-      total: number of programs that are compiled.
-    """
+    """Context manager that logs a compilation of ``total`` programs as long as it lasts, if it
+    takes long. The first line is a warning, because otherwise a program would be silent for
+    minutes. Those after it are information."""
 
     def __init__(self, total: int):
         self._total, self._done = total, 0

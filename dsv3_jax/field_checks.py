@@ -35,18 +35,12 @@ def check_fields(
     kinds: Mapping[str, Kind] | None = None,
     may_be_zero: Iterable[str] = (),
 ) -> None:
-    """Checks the fields of a dataclass against their annotations.
+    """Raises ValueError if a field of a dataclass has another type than annotated or is out of
+    range.
 
     Fields are checked if they are annotated as int, float, bool, str or a key of ``kinds``,
-    possibly with ``| None``. Numbers must be finite and positive.
-
-    Args:
-      prefix: text before the field's name in error messages.
-      kinds: additional annotations that are checked.
-      may_be_zero: names of number fields that may be 0.
-
-    Raises:
-      ValueError: a field has another type or is out of range.
+    possibly with ``| None``. Numbers must be finite and positive; those in ``may_be_zero`` may be
+    0. Messages begin with ``prefix`` and the field's name.
     """
     known = _KINDS | dict(kinds or {})
     for field in dataclasses.fields(instance):

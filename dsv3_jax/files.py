@@ -22,19 +22,12 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file atomically.
+    """Writes bytes, or text as UTF-8 without changing line ends, atomically: other processes, and
+    this machine after a power cut, see either the whole new content or the previous state.
 
-    Other processes, and this machine after a power cut, see either the whole new content or the
-    previous state.
-
-    Args:
-      path: file to create or replace, in a directory that exists. See :func:`atomic_file` for
-        permissions and symbolic links.
-      content: bytes, or text that is encoded as UTF-8 without changing line ends.
-
-    Raises:
-      OSError: the disk is full or failed, or the directory cannot be written to. The error names
-        the file. No temporary file remains, and an existing file is unchanged.
+    See :func:`atomic_file` for permissions and symbolic links. Raises OSError, which names the
+    file, if the disk is full or failed, or the directory cannot be written to. Then no temporary
+    file remains, and an existing file is unchanged.
     """
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -91,15 +84,12 @@ def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterat
 
 @contextlib.contextmanager
 def locked(path: Path, busy: str) -> Iterator[None]:
-    """Runs the block under an exclusive lock against other processes and threads.
-
-    Args:
-      path: lock file. It is created on entry and deleted on exit. A lock file that a killed process
-        left behind does not lock.
-      busy: error message if the lock is taken.
+    """Runs the block under an exclusive lock against other processes and threads. The lock file at
+    ``path`` is created on entry and deleted on exit; one that a killed process left behind does not
+    lock.
 
     Raises:
-      ValueError: another process or thread has the lock.
+      ValueError: another process or thread has the lock. The message is ``busy``.
       OSError: the file cannot be created, or the file system has no locks.
     """
     with contextlib.ExitStack() as stack:
@@ -135,23 +125,16 @@ def is_at(file: IO[bytes], path: Path) -> bool:
 
 
 def remove_partial_files(directory: Path) -> None:
-    """Deletes temporary files of :func:`atomic_file` that killed processes left in a directory.
-
-    Subdirectories are not searched. The caller ensures that no other process is writing there.
-    """
+    """Deletes temporary files of :func:`atomic_file` that killed processes left in a directory, but
+    not in its subdirectories. The caller ensures that no other process is writing there."""
     for path in directory.iterdir():
         if _PARTIAL.fullmatch(path.name) and not path.is_dir():
             path.unlink(missing_ok=True)
 
 
 def publish_directory(partial: Path, directory: Path) -> None:
-    """Renames a finished directory to its final name.
-
-    Everything in it is synced before, and the rename itself after.
-
-    Raises:
-      OSError: the disk failed, or ``directory`` exists and is not an empty directory.
-    """
+    """Renames a finished directory to its final name, and syncs everything in it before, and the
+    rename after. Raises OSError if the disk failed, or ``directory`` exists and is not empty."""
     sync_tree(partial)
     partial.rename(directory)
     sync_directory(directory.absolute().parent)
@@ -197,20 +180,14 @@ def check_free(directory: Path, needed: int) -> None:
 
 
 def check_file_name(name: object, where: object, suffix: str = "") -> str:
-    """Returns ``name`` if it is a plain file name.
+    """Returns ``name`` if it is a plain file name that ends in ``suffix``. Otherwise raises
+    ValueError with one line that begins with ``where``, the file that contains the name, and its
+    key.
 
     Every file name that comes from data (an index, a manifest, a header, a record) is checked here
     before it becomes a path, so that no data can escape its directory. Refused are the separators
     of any system, ``.`` and ``..``, control characters, invalid Unicode, the empty name, names of
     more than 255 bytes, and values that are not strings.
-
-    Args:
-      name: value as it was read.
-      where: file that contains the name, and optionally the key. The error message begins with it.
-      suffix: required end of the name, such as ``".safetensors"``.
-
-    Raises:
-      ValueError: one line with ``where``, the expected kind of name, and ``name``.
     """
     if (
         isinstance(name, str)

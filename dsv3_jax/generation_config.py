@@ -21,11 +21,9 @@ def with_end_tokens(config: ModelConfig, directory: Path) -> ModelConfig:
     """Returns ``config`` with the end tokens of the directory's generation_config.json, if any.
 
     transformers stops at these tokens instead of those in config.json. Instruct models share the
-    config.json of their base model but end their turns with another token. No other key is read,
-    because sampling settings are the caller's choice.
-
-    Raises:
-      ValueError: the file is not a JSON object, or its eos_token_id is not in the vocabulary.
+    config.json of their base model but end their turns with another token. No other key is read:
+    sampling settings are the caller's choice. Raises ValueError if the file is not a JSON object,
+    or its token ids are not in the vocabulary.
     """
     ids = _token_ids(config, directory, "eos_token_id")
     return config if not ids else dataclasses.replace(config, eos_token_id=ids)
@@ -34,13 +32,11 @@ def with_end_tokens(config: ModelConfig, directory: Path) -> ModelConfig:
 def with_absent_tokens(
     config: ModelConfig, directory: Path, tokenizer: Tokenizer | None
 ) -> ModelConfig:
-    """Returns ``config`` with BOS and end tokens where config.json has none.
+    """Returns ``config`` with BOS and end tokens where config.json has none: those of
+    generation_config.json, or else of the tokenizer. A model without BOS stays one.
 
-    They are those of generation_config.json, or else of the tokenizer. transformers would assume
-    the ids 0 and 1, which are ordinary tokens in some vocabularies. A model without BOS stays one.
-
-    Raises:
-      ValueError: generation_config.json is not a JSON object, or a token is not in the vocabulary.
+    transformers would assume the ids 0 and 1, which are ordinary tokens in some vocabularies.
+    Raises ValueError as :func:`with_end_tokens`.
     """
     tokens: dict[str, Any] = {}
     for name, is_absent in (

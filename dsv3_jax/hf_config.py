@@ -79,8 +79,7 @@ _REDUNDANT = """
     num_key_value_heads qk_head_dim head_dim scoring_func layer_types mlp_layer_types
     mtp_layer_types mtp_mlp_layer_types indexer_types index_topk_freq index_topk_pattern
     """
-REDUNDANT = tuple(_REDUNDANT.split())
-"""Keys that restate others."""
+REDUNDANT = tuple(_REDUNDANT.split())  # keys that restate others
 
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -149,20 +148,15 @@ _NO_DEFAULT = {
 class ParsedConfig(NamedTuple):
     """Content of a config.json."""
 
-    values: dict[str, Any]
-    """Field values of the configuration. Their types and ranges are not checked yet."""
-    redundant: dict[str, Any]
-    """Values of the redundant keys; None for absent ones."""
+    values: dict[str, Any]  # fields of the configuration, with types and ranges not checked yet
+    redundant: dict[str, Any]  # values of the redundant keys; None for absent ones
 
 
 def parse(
     source: Mapping[str, Any] | str | os.PathLike[str], fields: Iterable[dataclasses.Field[Any]]
 ) -> ParsedConfig:
-    """Parses a config.json.
-
-    Args:
-      source: the parsed JSON object, the file, or the directory that contains it.
-      fields: fields of the configuration class.
+    """Parses a config.json, given as JSON object, file, or directory that contains it, for a
+    configuration class with these ``fields``.
 
     Raises:
       ValueError: a required key is missing, a key is unknown, a key has a value that is not
@@ -203,12 +197,8 @@ def parse(
 
 
 def check_redundant(redundant: Mapping[str, Any], accepted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError if a redundant key contradicts the keys that it restates.
-
-    Args:
-      redundant: as in :class:`ParsedConfig`.
-      accepted: values of each redundant key that agree with the other keys.
-    """
+    """Raises ValueError if a redundant key, as in :class:`ParsedConfig`, has none of the
+    ``accepted`` values, which agree with the keys that it restates."""
     for name, value in redundant.items():
         if value is not None and value not in accepted[name]:
             raise ValueError(
@@ -218,11 +208,8 @@ def check_redundant(redundant: Mapping[str, Any], accepted: Mapping[str, tuple[A
 
 def write(values: Mapping[str, Any], scoring_func: str) -> dict[str, Any]:
     """Returns the config.json with these field values in the published form, with sorted keys.
-
-    Raises:
-      ValueError: no key can express the quantization: integer weights, or an unpublished
-        ``scale_suffix``.
-    """
+    Raises ValueError for a quantization that no key expresses: integers, an unpublished
+    ``scale_suffix``."""
     nested = ("dtype", "quantization", "rope_scaling", "eos_token_id")
     out = {
         name: value
@@ -243,11 +230,8 @@ def write(values: Mapping[str, Any], scoring_func: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file, or from the config.json in a directory.
-
-    Raises:
-      ValueError: there is no such file, or it does not contain a JSON object.
-    """
+    """Reads a JSON object from a file, or from the config.json in a directory. Raises ValueError if
+    there is no such file, or it contains anything else."""
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"expected a config.json, found none at {path}")
@@ -320,11 +304,9 @@ def _pop_topk_method(keys: dict[str, Any], model_type: str) -> Any:
 
 
 def _pop_rope(keys: dict[str, Any]) -> tuple[Any, YarnScaling | None]:
-    """Removes the rope keys and returns theta, None if it is absent, and scaling.
-
-    Published files have ``rope_theta`` and ``rope_scaling``; transformers 5 writes
-    ``rope_parameters``. Both forms may be present if they agree.
-    """
+    """Removes the rope keys and returns theta, None if it is absent, and scaling. Published files
+    have ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``. Both may be
+    present if they agree."""
     thetas = {"rope_theta": keys.pop("rope_theta", None)}
     scalings: dict[str, YarnScaling | None] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -367,7 +349,8 @@ def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
     nested.pop("dequantize", None)
     names = ("modules_to_not_convert", "ignored_layers")
     plain = agreed({f"quantization_config.{name}": nested.pop(name, None) for name in names})
-    if plain is not None and not (isinstance(plain, list) and all(map(_is_name, plain))):
+    is_list = isinstance(plain, list) and all(isinstance(name, str) and name for name in plain)
+    if plain is not None and not is_list:
         raise ValueError(
             f"quantization_config.{names[0]}: expected names of modules, got {as_json(plain):.200}"
         )
@@ -376,10 +359,6 @@ def _pop_quantization(keys: dict[str, Any]) -> BlockQuantization | None:
     return BlockQuantization(  # the class checks the block
         block, _SCALE_FMT[scale_fmt], modules_to_not_convert=tuple(dict.fromkeys(plain or ()))
     )
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
 
 
 def _write_quantization(quantization: Quantization) -> dict[str, Any]:

@@ -33,15 +33,9 @@ def abstract_model(config: ModelConfig, **kwargs: Any) -> DeepSeekV3:
 
 
 def random_model(config: ModelConfig, seed: int, layout: Layout | None = None) -> DeepSeekV3:
-    """Returns a new model in float32 with random weights.
-
-    Args:
-      layout: the layout of the model. The weights are made on the host, which needs memory for all
-        of them, and then moved to its devices.
-
-    Raises:
-      ValueError, NotImplementedError: the model cannot be laid out so.
-    """
+    """Returns a new model in float32 with random weights. With a layout they are made on the host,
+    which needs memory for all of them, and then moved to its devices. Raises ValueError or
+    NotImplementedError if the model cannot be laid out so."""
     if layout is None:
         return DeepSeekV3(config, rngs=nnx.Rngs(seed))
     model = abstract_model(config)

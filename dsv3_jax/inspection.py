@@ -204,10 +204,8 @@ def _attention_results(
         return {}
     if layer.layout is None:
         return body(layer, x, rotation)
-    batch, heads = (
-        layer.layout.partition_spec(("batch",)),
-        layer.layout.partition_spec(("batch", "heads")),
-    )
+    batch = layer.layout.partition_spec(("batch",))
+    heads = layer.layout.partition_spec(("batch", "heads"))
     specs = {"latents": batch, "attention_entropy": heads, "attention_weights": heads}
     out_specs = {name: specs[name] for name in wanted}
     return on_mesh(layer.layout, layer, body, (batch, batch), out_specs)(x, rotation)

@@ -30,8 +30,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.seen = False
-        """Whether there was an interrupt. An exception after it is attributed to it."""
+        self.seen = False  # an interrupt. An exception after it is attributed to it.
         self._has_raised = False
         self._is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         if not self._is_ignored:
@@ -74,14 +73,9 @@ def _is_called_from(frame: FrameType | None, function: CodeType) -> bool:
 
 @contextlib.contextmanager
 def report_interrupt(command: str, report: Callable[[], str]) -> Iterator[None]:
-    """Prints a line on stderr if SIGINT (Ctrl-C) or SIGTERM (kill, a scheduler) ends the block.
-
-    SIGTERM ends the process with status 143.
-
-    Args:
-      command: name of the subcommand.
-      report: returns what was kept and how to continue. It is called after the work has ended.
-    """
+    """Prints a line on stderr if SIGINT (Ctrl-C) or SIGTERM (kill, a scheduler) ends the block of
+    the subcommand ``command``. SIGTERM ends the process with status 143. ``report`` is called after
+    the work has ended, and returns what was kept and how to continue."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     # A process that ignores SIGTERM, or has its own handler, keeps that behaviour.
@@ -105,18 +99,12 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class FirstInterrupt:
-    """Context manager in which the first SIGINT only sets a flag. A second one acts as before.
-
-    Python runs signal handlers in the main thread alone, so this does nothing in other threads, nor
-    if SIGINT is ignored.
-
-    Args:
-      is_active: False changes nothing.
-    """
+    """Context manager in which the first SIGINT only sets a flag. A second one acts as before. It
+    does nothing if it is not active, if SIGINT is ignored, or in other threads than the main one,
+    where Python runs no signal handlers."""
 
     def __init__(self, is_active: bool = True) -> None:
-        self.is_made = False
-        """Whether there was a SIGINT."""
+        self.is_made = False  # whether there was a SIGINT
         self._is_active = is_active
         self._before: Any = None
 

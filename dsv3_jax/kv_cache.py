@@ -51,7 +51,6 @@ class CacheSpec:
 
     layers: tuple[LayerCacheSpec, ...]
     """One entry per decoder layer."""
-
     mtp: tuple[LayerCacheSpec, ...] = ()
     """One entry for the MTP layer that drafts, or none."""
 
@@ -91,7 +90,6 @@ class PagePool:
 
     layers: tuple[LayerPages, ...]
     """Named arrays [P, rows, width] of each decoder layer. Written by ``DeepSeekV3.extend``."""
-
     mtp: tuple[LayerPages, ...] = ()
     """Named arrays of the MTP layer that drafts, or empty. Written by ``DeepSeekV3.extend_mtp``.
     Its caller tracks the number of valid positions."""
@@ -172,7 +170,6 @@ class SequenceTables:
     block_tables: Int[Array, "B max_pages"]
     """Page numbers of each sequence, in order. Where n devices share a sequence's tokens, n divides
     ``max_pages``."""
-
     lengths: Int[Array, " B"]
     """Tokens of each sequence that the decoder layers have cached. A length past
     :meth:`LatentKVCache.max_length` counts tokens that were dropped. Written by
@@ -182,12 +179,8 @@ class SequenceTables:
     def contiguous(
         cls, batch: int, pages_per_device: int, layout: Layout | None = None
     ) -> SequenceTables:
-        """Returns tables of ``batch`` empty sequences, each with consecutive pages of its own.
-
-        Args:
-          pages_per_device: pages of one sequence on each of the devices that share its tokens.
-          layout: the layout of the pool.
-        """
+        """Returns tables of ``batch`` empty sequences, each with consecutive pages of its own:
+        ``pages_per_device`` on each of the devices of the pool's layout that share its tokens."""
         batch_parts, token_parts = _parts(layout)
         numbers = jnp.arange(batch * token_parts * pages_per_device, dtype=jnp.int32)
         by_device = numbers.reshape(batch_parts, token_parts, -1, pages_per_device)
@@ -222,9 +215,7 @@ class LatentKVCache:
     """The cache of one batch: a pool, all of whose pages belong to the batch, and its tables."""
 
     pool: PagePool
-
     sequences: SequenceTables
-
     routing_counts: Int[Array, "L_moe E"] | None = None
     """Number of tokens that chose each expert so far, rejected drafts included. One entry per MoE
     layer in order, those of MTP layers last. None if routing is not counted. Written by

@@ -46,12 +46,9 @@ class Aux(NamedTuple):
 
 
 def check_tokens(config: ModelConfig, tokens: Any, *, predictions: int = 0) -> None:
-    """Raises ValueError unless ``tokens`` [B, T] are token ids of whole sequences.
-
-    Args:
-      predictions: number of MTP layers that run too, or of applications of one. The k-th, from 0,
-        predicts T - 1 - k tokens, so that each needs one more token.
-    """
+    """Raises ValueError unless ``tokens`` [B, T] are token ids of whole sequences. The k-th of
+    ``predictions`` MTP layers that run too, or applications of one, predicts T - 1 - k tokens, so
+    that each needs one more token."""
     _check_array(tokens)
     T, longest = tokens.shape[1], config.max_position_embeddings
     shortest = 1 + predictions
@@ -70,12 +67,8 @@ def check_tokens(config: ModelConfig, tokens: Any, *, predictions: int = 0) -> N
 def check_extension(
     config: ModelConfig, tokens: Any, starts: Any, counts: Any, cache: LatentKVCache
 ) -> None:
-    """Raises ValueError unless ``tokens`` [B, T] can extend the B sequences of the cache.
-
-    Args:
-      starts: [B], position of the first new token of each sequence.
-      counts: [B], number of valid tokens among the T of each sequence.
-    """
+    """Raises ValueError unless ``tokens`` [B, T] can extend the B sequences of the cache, from
+    position ``starts`` [B] on. The first ``counts`` [B] of the T tokens of a sequence are valid."""
     _check_array(tokens)
     B = len(cache.block_tables)
     shapes = tokens.shape[:1], np.shape(starts), np.shape(counts)
@@ -108,10 +101,8 @@ def _check_array(tokens: Any) -> None:
 
 
 def _known_values(array: Any) -> np.ndarray | None:
-    """Copies an array to the host, which waits for the device.
-
-    Returns None for a tracer, and for an array with shards on other processes.
-    """
+    """Copies an array to the host, which waits for the device. Returns None for a tracer, and for
+    an array with shards on other processes."""
     if isinstance(array, Tracer) or (
         isinstance(array, jax.Array) and not array.is_fully_addressable
     ):

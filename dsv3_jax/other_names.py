@@ -88,15 +88,9 @@ _NOTES = {
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """Returns what to say about a name that there is not, such as ``"; did you mean max_len?"``.
-
-    Args:
-      name: the flag, with its hyphens, or the argument.
-      known: names that there are, in the same form.
-
-    Returns:
-      ``""`` if no other project is known to have the name.
-    """
+    """Returns what to say about a name that there is not, such as ``"; did you mean max_len?"``, or
+    ``""`` if no other project is known to have it. ``known`` has the names that there are, like
+    ``name`` those of flags with their hyphens, or of arguments."""
     bare = name.lstrip("-").replace("-", "_").lower()
     is_flag = name.startswith("-")
     for ours, others in _NAMES.items():

@@ -14,11 +14,8 @@ NAMES = ("pallas_kernels", "sharding")
 
 
 def check() -> None:
-    """Locates the packages without importing them.
-
-    Raises:
-      ImportError: Python finds no package of a name, or one in another directory.
-    """
+    """Locates the packages without importing them. Raises ImportError if Python finds none of a
+    name, or one in another directory."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for name in NAMES:
         own = os.path.join(root, name)

@@ -144,29 +144,17 @@ PRESETS: dict[str, ModelConfig] = {
 """Presets by the names that commands use."""
 
 HUB_NAMES = {
-    "deepseek-v3": (
-        *(
-            "deepseek-ai/DeepSeek-V3",
-            "deepseek-ai/DeepSeek-V3-Base",
-            "deepseek-ai/DeepSeek-V3-0324",
-        ),
-    ),
-    "deepseek-r1": (
-        *(
-            "deepseek-ai/DeepSeek-R1",
-            "deepseek-ai/DeepSeek-R1-0528",
-            "deepseek-ai/DeepSeek-R1-Zero",
-        ),
-    ),
-    "deepseek-v3.1": (
-        *("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base"),
-        "deepseek-ai/DeepSeek-V3.1-Terminus",
-    ),
-    "deepseek-v3.2": ("deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp"),
-    "kimi-k2": ("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Base"),
-    "deepseek-v2": ("deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-V2-Chat"),
-    "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
-    "moonlight-16b": ("moonshotai/Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct"),
+    preset: tuple(f"{organization}/{name}" for name in names.split())
+    for preset, organization, names in (
+        ("deepseek-v3", "deepseek-ai", "DeepSeek-V3 DeepSeek-V3-Base DeepSeek-V3-0324"),
+        ("deepseek-r1", "deepseek-ai", "DeepSeek-R1 DeepSeek-R1-0528 DeepSeek-R1-Zero"),
+        ("deepseek-v3.1", "deepseek-ai", "DeepSeek-V3.1 DeepSeek-V3.1-Base DeepSeek-V3.1-Terminus"),
+        ("deepseek-v3.2", "deepseek-ai", "DeepSeek-V3.2 DeepSeek-V3.2-Exp"),
+        ("kimi-k2", "moonshotai", "Kimi-K2-Instruct Kimi-K2-Base"),
+        ("deepseek-v2", "deepseek-ai", "DeepSeek-V2 DeepSeek-V2-Chat"),
+        ("deepseek-v2-lite", "deepseek-ai", "DeepSeek-V2-Lite DeepSeek-V2-Lite-Chat"),
+        ("moonlight-16b", "moonshotai", "Moonlight-16B-A3B Moonlight-16B-A3B-Instruct"),
+    )
 }
 """Names on the Hugging Face Hub of the models that each preset describes, the plainest first."""
 

@@ -20,11 +20,7 @@ _LONG = 4096  # tokens that are decoded without the interpreter's lock, like tex
 
 
 class SpecialTokenDecoder:
-    """Decodes token ids with the text of special tokens.
-
-    Args:
-      tokenizer: the tokenizer.
-    """
+    """Decodes token ids with the text of special tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -400,16 +396,9 @@ def _check_text(name: str, text: Any) -> None:
         ) from None
 
 
-def _model_type(directory: Path) -> Any:
-    return read_object(directory / "config.json").get("model_type")
-
-
 def longest_of(words: Iterable[str]) -> str:
-    """Returns a regular expression for the longest of some words.
-
-    It is their trie: where a text has no word, the search looks at a few characters, and not at
-    each of the words.
-    """
+    """Returns a regular expression for the longest of some words: their trie, so that where a text
+    has no word, the search looks at a few characters, and not at each of the words."""
     trie: dict[str, Any] = {}
     for word in words:
         node = trie
@@ -433,8 +422,9 @@ def _chat_template(
     file = directory / "chat_template.jinja"
     try:
         source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-        if source is None and _model_type(directory) == "deepseek_v32":
-            source = chat_formats.read("deepseek-v3.2")
+        if source is None:
+            model_type = read_object(directory / "config.json").get("model_type")
+            source = chat_formats.read("deepseek-v3.2") if model_type == "deepseek_v32" else None
         if isinstance(source, list):  # several templates with names
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return None if source is None else ChatTemplate(source, brackets)

@@ -44,21 +44,14 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 class SpecialTokens(NamedTuple):
     """Declarations in the files next to tokenizer.json."""
 
-    names: dict[str, str]
-    """Texts of the tokens that have a name, such as ``bos_token``."""
-    by_id: dict[int, AddedToken]
-    """``added_tokens_decoder``, or the content of added_tokens.json. Some are not special."""
-    special: list[AddedToken]
-    """All special tokens, those in ``names`` included, without duplicates."""
+    names: dict[str, str]  # texts of the tokens that have a name, such as ``bos_token``
+    by_id: dict[int, AddedToken]  # of tokenizer_config.json or added_tokens.json; some not special
+    special: list[AddedToken]  # all special tokens, those in ``names`` included, without duplicates
 
     def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Adds the tokens to a tokenizer, and marks those as special that it has already.
-
-        A token that tokenizer.json describes keeps its flags, unless ``by_id`` describes it too.
-
-        Raises:
-          ValueError: a token's id differs from the declared one.
-        """
+        """Adds the tokens to a tokenizer, and marks those as special that it has already. One that
+        tokenizer.json describes keeps its flags, unless ``by_id`` describes it too. Raises
+        ValueError if a token's id differs from the declared one."""
         tokenizer.add_tokens([self.by_id[id] for id in sorted(self.by_id)])
         for id, token in self.by_id.items():
             if (got := tokenizer.token_to_id(token.content)) != id:
@@ -74,11 +67,8 @@ class SpecialTokens(NamedTuple):
 
 
 def read_special_tokens(directory: Path) -> SpecialTokens:
-    """Reads the declarations of special tokens in a checkpoint's directory.
-
-    Raises:
-      ValueError: a file is not a JSON object, or a declaration is not a token.
-    """
+    """Reads the declarations of special tokens in a checkpoint's directory. Raises ValueError if a
+    file is not a JSON object, or a declaration is not a token."""
     config = read_object(directory / CONFIG)
     by_id = _by_id(config)
     files = {CONFIG: config}
@@ -112,11 +102,8 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, which is empty if the file does not exist.
-
-    Raises:
-      ValueError: the file contains anything else.
-    """
+    """Reads a JSON object, which is empty if the file does not exist. Raises ValueError if the file
+    contains anything else."""
     if not path.is_file():
         return {}
     try:
@@ -129,14 +116,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def with_bos_processor(tokenizer_json: str, bos: str, bos_id: int | None = None) -> str:
-    """Returns a tokenizer.json whose post-processor puts ``bos`` before every text.
-
-    transformers 5 ignores ``add_bos_token`` in tokenizer_config.json if there is a tokenizer.json.
-    A file whose post-processor adds BOS already is returned unchanged.
-
-    Args:
-      bos_id: id of BOS, if the file does not contain it.
-    """
+    """Returns a tokenizer.json whose post-processor puts ``bos`` before every text: transformers 5
+    ignores ``add_bos_token`` in tokenizer_config.json. Unchanged if it does so already. ``bos_id``
+    is the id of BOS, if the file does not contain it."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     tokenizer.no_padding()
     bos_id = tokenizer.token_to_id(bos) if bos_id is None else bos_id
@@ -155,14 +137,9 @@ def with_bos_processor(tokenizer_json: str, bos: str, bos_id: int | None = None)
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copies a tokenizer's files into a directory, and creates the directory if necessary.
-
-    The copy of tokenizer.json is that of :func:`with_required_bos`.
-
-    Raises:
-      ValueError: a file is invalid.
-      OSError: a file cannot be read or written.
-    """
+    """Copies a tokenizer's files into a directory, which is created if necessary, with
+    tokenizer.json as :func:`with_required_bos` returns it. Raises ValueError if a file is
+    invalid."""
     destination.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         if (source / name).is_file():
@@ -176,10 +153,7 @@ def with_required_bos(directory: Path) -> str | None:
     BOS and the file does not add it. None if the file is right as it is, or absent.
 
     transformers ignores ``add_bos_token`` next to a tokenizer.json, and would encode text without
-    the BOS that :meth:`Tokenizer.encode` adds.
-
-    Raises:
-      ValueError: a file is invalid.
+    the BOS that :meth:`Tokenizer.encode` adds. Raises ValueError if a file is invalid.
     """
     path = directory / FILES[0]
     config = read_object(directory / CONFIG)

@@ -22,14 +22,11 @@ class TracedRequest:
     """One request of a trace, without the ids of its prompt."""
 
     prompt_tokens: int
-    output_tokens: int
-    """Tokens to generate, whatever the model predicts."""
+    output_tokens: int  # tokens to generate, whatever the model predicts
     unit_arrival: float
     """Arrival time at a rate of one request per second. At rate r it arrives r times earlier."""
-    prefix: int = 0
-    """Tokens at the beginning of the prompt that its family shares."""
-    family: int = -1
-    """Number of the shared prefix, or -1."""
+    prefix: int = 0  # tokens at the beginning of the prompt that its family shares
+    family: int = -1  # number of the shared prefix, or -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +39,8 @@ class Trace:
 
     def prompt(self, index: int, vocab_size: int) -> list[int]:
         """Returns the prompt of a request as token ids. They depend on the trace, the index and the
-        vocabulary alone, and avoid the first and last ten ids.
-
-        Raises:
-          ValueError: the vocabulary has no other ids.
-        """
+        vocabulary alone, and avoid the first and last ten ids. Raises ValueError if there are no
+        others."""
         if vocab_size <= 2 * _SPECIAL_IDS:
             raise ValueError(
                 f"vocab_size: expected more than {2 * _SPECIAL_IDS} ids, got {vocab_size}"

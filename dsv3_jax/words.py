@@ -16,14 +16,9 @@ def how_to_install(extra: str) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """Returns text that somebody else wrote as one line that can be shown anywhere.
-
-    White space becomes single spaces, and other characters that are not printable, such as those
-    with which a terminal is controlled, are escaped.
-
-    Args:
-      most: characters after which it is cut off.
-    """
+    """Returns at most ``most`` characters of text that somebody else wrote, as one line that can be
+    shown anywhere. White space becomes single spaces, and other characters that are not printable,
+    such as those with which a terminal is controlled, are escaped."""
     return escaped(" ".join(text[: 4 * most].split())[:most])
 
 

@@ -8,10 +8,10 @@ from dsv3_jax.layer_collectives import Collective, layer_collectives
 from dsv3_jax.plan.roofline import Roofline
 from dsv3_jax.plan.sweep import Point
 from dsv3_jax.viz import save
-from dsv3_jax.viz.balance import balance
 from dsv3_jax.viz.bounds import bounds
 from dsv3_jax.viz.frontier import frontier
 from dsv3_jax.viz.mesh import mesh
+from dsv3_jax.viz.training import balance
 from sharding import DEFAULT_RULES, Layout, Rules, abstract_layout, abstract_mesh
 
 

@@ -19,11 +19,8 @@ A routed expert of DeepSeek-V3 has 14,680,064 elements and is read in one piece.
 
 @runtime_checkable
 class LazyArray(Protocol):
-    """An array in a file.
-
-    An index consists of slices of step 1, at most one per dimension, or an ellipsis. Only the
-    indexed part is read. An ``np.ndarray`` is a LazyArray, whether memory-mapped or not.
-    """
+    """An array in a file. Only the indexed part is read. An index consists of slices of step 1, at
+    most one per dimension, or an ellipsis. Any ``np.ndarray`` is a LazyArray too."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -46,14 +43,9 @@ def columns_per_element(dtype: np.dtype) -> int:
 
 
 def pieces(shape: tuple[int, ...], multiple: int = 128) -> Iterator[slice]:
-    """Yields consecutive ranges of the first axis, each of at most ``PIECE_ELEMENTS`` elements.
-
-    An array without axes is one piece, ``slice(None)``.
-
-    Args:
-      multiple: every range but the last has a multiple of this number of rows. Ranges of this
-        length may exceed the limit.
-    """
+    """Yields consecutive ranges of the first axis, each of at most ``PIECE_ELEMENTS`` elements or
+    of ``multiple`` rows, if these are more. Only the last may have another number of rows than a
+    multiple of it. An array without axes is one piece, ``slice(None)``."""
     if not shape:
         yield slice(None)
         return
@@ -70,10 +62,8 @@ def rows_per_piece(shape: tuple[int, ...], multiple: int = 128) -> int:
 
 
 def digest(array: LazyArray) -> str:
-    """Returns the XXH3 hash (128 bits) of the array's bytes in C order.
-
-    The hash detects damage. It does not protect against deliberate changes.
-    """
+    """Returns the XXH3 hash (128 bits) of the array's bytes in C order. It detects damage, and does
+    not protect against deliberate changes."""
     hasher = xxhash.xxh3_128()
     for rows in pieces(array.shape):
         hasher.update(as_bytes(array[rows] if array.shape else array[...]))
@@ -96,11 +86,8 @@ def ignore_progress(count: int) -> None:
 
 
 def run_in_threads(workers: int, work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Calls ``work`` with every item, in up to ``workers`` threads at once.
-
-    If a call raises an exception, no further items are started, and the exception is raised here
-    after the running calls end.
-    """
+    """Calls ``work`` with every item, in up to ``workers`` threads at once. After an exception no
+    further items are started, and it is raised here once the running calls have ended."""
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:

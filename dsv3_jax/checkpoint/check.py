@@ -27,12 +27,9 @@ _SCALES = ("F32", "BF16", "F8_E8M0")
 class TensorProblems(NamedTuple):
     """Disagreements between a checkpoint's tensors and its config."""
 
-    missing: list[str]
-    """Names that the config requires and the checkpoint lacks, in the order data flows."""
-    unknown: list[str]
-    """Names in the checkpoint that the config does not have, sorted."""
-    mismatched: list[str]
-    """One message per tensor with another dtype or shape."""
+    missing: list[str]  # names that the config requires, in the order data flows
+    unknown: list[str]  # names in the checkpoint that the config does not have, sorted
+    mismatched: list[str]  # one message per tensor with another dtype or shape
 
 
 def as_stored(config: ModelConfig, arrays: Arrays) -> ModelConfig:
@@ -82,14 +79,11 @@ def _is_listed(module: str, names: Container[str], patterns: Iterable[str]) -> b
 
 
 def check_tensors(config: ModelConfig, arrays: Arrays) -> None:
-    """Refuses a checkpoint whose tensors are not those of ``config``. Reads no values.
+    """Raises ValueError about the first tensor that is missing, unknown, or has another shape or
+    dtype than ``config`` requires. Reads no values.
 
     The MTP layers' copies of embedding and head may be absent. Tensors that are not quantized may
     be float32 or ``config.dtype``. Scales may also be powers of two in one byte.
-
-    Raises:
-      ValueError: one line with the name of the first tensor that is missing, unknown, or has
-        another shape or dtype.
     """
     suffix = scale_suffix(config)
     missing, unknown, mismatched = tensor_problems(config, arrays)
@@ -139,10 +133,8 @@ def tensor_problems(config: ModelConfig, arrays: Arrays) -> TensorProblems:
 
 
 def is_uncounted_mtp_tensor(config: ModelConfig, arrays: Arrays, name: str) -> bool:
-    """Returns whether a tensor belongs to an MTP layer that the config does not count.
-
-    No model reads such a tensor. An MTP layer differs from other layers by its ``eh_proj``.
-    """
+    """Returns whether a tensor belongs to an MTP layer that the config does not count, and that no
+    model reads. An MTP layer differs from other layers by its ``eh_proj``."""
     match = re.match(r"model\.layers\.([0-9]+)\.", name)
     return (
         match is not None
@@ -166,11 +158,9 @@ def copy_mismatch(copy: str, original: str) -> str:
 
 
 def scale_suffix(config: ModelConfig) -> str:
-    """Returns the suffix that distinguishes a scale's name from its weight's.
-
-    Without a quantization in the config it is that of DeepSeek's checkpoints, because some
-    conversions leave the scales behind.
-    """
+    """Returns the suffix that distinguishes a scale's name from its weight's. Without a
+    quantization in the config it is DeepSeek's, because some conversions leave the scales
+    behind."""
     return (config.quantization or BlockQuantization()).scale_suffix
 
 

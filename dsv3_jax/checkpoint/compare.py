@@ -21,14 +21,10 @@ class Difference:
     """Difference between a tensor of A and the same tensor of B, or the sum over several."""
 
     tensors: int = 0
-    equal_bytes: int = 0
-    """Number of tensors with the same dtype and the same bytes, including their scales."""
-    largest: float = 0.0
-    """max |a - b|"""
-    squares: float = 0.0
-    """sum (a - b)^2"""
-    of_a: float = 0.0
-    """sum a^2"""
+    equal_bytes: int = 0  # tensors with the same dtype and bytes, including their scales
+    largest: float = 0.0  # max |a - b|
+    squares: float = 0.0  # sum (a - b)^2
+    of_a: float = 0.0  # sum a^2
 
     @property
     def relative_rms(self) -> float | None:
@@ -57,23 +53,16 @@ class Difference:
 class Comparison(NamedTuple):
     """Result of :func:`compare`."""
 
-    differences: dict[str, Difference]
-    """Difference of each tensor that both checkpoints have, by published name."""
-    first_difference: str | None
-    """Line about the first tensor or config field that differs. None if there is none."""
+    differences: dict[str, Difference]  # of each tensor that both have, by published name
+    first_difference: str | None  # line about the first tensor or config field that differs
     source_hashes: int | None
     """Number of A's tensors with the hashes of the source that B's manifest records. None if B is
     not a store, or was made from another source."""
-    findings: list[str]
-    """Reasons why they are not two complete checkpoints of one model, one line each."""
+    findings: list[str]  # reasons why they are not two complete checkpoints of one model
 
 
 def compare(
-    a: OpenCheckpoint,
-    b: OpenCheckpoint,
-    *,
-    workers: int = 1,
-    progress: Progress = ignore_progress,
+    a: OpenCheckpoint, b: OpenCheckpoint, *, workers: int = 1, progress: Progress = ignore_progress
 ) -> Comparison:
     """Reads two checkpoints once, compares their values, and checks each as :func:`verify` does.
 
@@ -154,12 +143,8 @@ def _config_difference(a: OpenCheckpoint, b: OpenCheckpoint) -> str | None:
 def _compare_with_source(
     b: OpenCheckpoint, digests: dict[str, str]
 ) -> tuple[int | None, list[str]]:
-    """Compares hashes with those of the source of store ``b``.
-
-    Returns:
-      Number of equal hashes and a finding for each other one, or ``(None, [])`` if ``b`` is not a
-      store or fewer than half are equal.
-    """
+    """Returns the number of hashes that equal those of the source of store ``b``, and a finding for
+    each other one; or ``(None, [])`` if ``b`` is not a store or fewer than half are equal."""
     if b.manifest is None:
         return None, []
     recorded = {n: e.hash for n, e in b.manifest.source.items() if n in digests}

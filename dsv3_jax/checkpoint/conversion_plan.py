@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from ml_dtypes import bfloat16
 
-from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS, Progress, as_bytes, digest
+from dsv3_jax.checkpoint.arrays import PIECE_ELEMENTS, Progress, as_bytes, digest, nbytes
 from dsv3_jax.checkpoint.check import as_stored, check_tensors, tensor_kind
 from dsv3_jax.checkpoint.formats import Recoding, check_finite, check_scale, dequantize, recode
 from dsv3_jax.checkpoint.journal import JournalLine
@@ -35,14 +35,10 @@ _BYTES_PER_ELEMENT = 12  # of a piece: source, result, TensorStore's copy, and h
 class Unit:
     """Published tensors that are converted together, and the arrays they are written to."""
 
-    array: StoredArray
-    """Array of the weights."""
-    scales: StoredArray | None
-    """Array of the scales that the conversion computes. None if it does not quantize the array."""
-    first: int
-    """Index of the first expert. 0 for an array without experts."""
-    count: int
-    """Number of experts. 1 for an array without experts."""
+    array: StoredArray  # array of the weights
+    scales: StoredArray | None  # scales that the conversion computes. None if it does not quantize.
+    first: int  # index of the first expert. 0 for an array without experts.
+    count: int  # number of experts. 1 for an array without experts.
 
     @property
     def key(self) -> str:
@@ -78,7 +74,7 @@ class ConversionPlan:
     @property
     def source_bytes(self) -> int:
         """Size of the source's tensors."""
-        return sum(tensor.nbytes for tensor in self.source.values())
+        return sum(map(nbytes, self.source.values()))
 
     @property
     def store_bytes(self) -> int:
@@ -103,11 +99,8 @@ class ConversionPlan:
 
 
 def plan_conversion(directory: Path, to: Target) -> ConversionPlan:
-    """Plans the conversion of a Hugging Face directory. Reads all headers, but no values.
-
-    Raises:
-      ValueError: the target is unknown, or the source is not a complete published checkpoint.
-    """
+    """Plans the conversion of a Hugging Face directory from its headers alone. Raises ValueError if
+    the target is unknown, or the source is not a complete published checkpoint."""
     check_choice("to", to, TARGETS)
     if is_store(directory):
         raise ValueError(
@@ -165,18 +158,16 @@ def _units(
 def convert_unit(
     plan: ConversionPlan, unit: Unit, files: ArrayFiles, progress: Progress
 ) -> JournalLine:
-    """Converts a unit chunk by chunk, and reads the result back.
-
-    Returns:
-      Line for the journal, with the hashes of all tensors read and written, and the quantization
-      error if the unit is quantized.
-    """
+    """Converts a unit chunk by chunk, and reads the result back. Returns the line for the journal,
+    with the hashes of all tensors read and written, and the quantization error if there is one."""
     tensors = [
         _TensorConversion(plan, unit, expert, name)
         for expert, name in enumerate(unit.tensors, unit.first)
     ]
-    for number, rows in enumerate(_chunk_rows(unit)):
-        blocks = [tensor.convert(rows) for tensor in tensors]
+    shape, rows = unit.array.tensor_shape, unit.array.rows_per_chunk
+    starts = range(0, shape[0], rows) if shape else (0,)
+    for number, first in enumerate(starts):
+        blocks = [tensor.convert(slice(first, first + rows)) for tensor in tensors]
         for array, values in zip(unit.arrays, zip(*blocks, strict=True), strict=True):
             block = np.stack(values) if array.stacked else values[0]
             files.write(array.name, array.chunk_origin(unit.first, number), block)
@@ -250,9 +241,7 @@ class _TensorConversion:
         check_finite(self._name, values)
         converted: tuple[np.ndarray, ...] = (values,)
         if not self._plan.keeps_bytes:
-            stored, scale = recode(
-                values, self._scale, rows.start or 0, self._recoding, self._add_error
-            )
+            stored, scale = recode(values, self._scale, rows.start, self._recoding, self._add_error)
             converted = (stored,) if scale is None else (stored, scale)
             check_finite(self._name, stored)  # the product with a scale may overflow
         for hasher, array in zip(self.written.values(), converted, strict=True):
@@ -269,12 +258,3 @@ class _TensorConversion:
         self.squared_weight += float(np.vdot(dense, dense))
         self.largest_error = max(self.largest_error, float(np.abs(error).max()))
         self.largest_weight = max(self.largest_weight, float(np.abs(dense).max()))
-
-
-def _chunk_rows(unit: Unit) -> list[slice]:
-    """Returns the range of rows in each chunk of a tensor."""
-    shape = unit.array.tensor_shape
-    if not shape:
-        return [slice(None)]
-    rows = unit.array.rows_per_chunk
-    return [slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]

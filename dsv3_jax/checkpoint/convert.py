@@ -19,13 +19,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import dsv3_jax
-from dsv3_jax.checkpoint import array_tree, journal, manifest, sidecar
-from dsv3_jax.checkpoint.arrays import Progress, digest, ignore_progress, run_in_threads
+from dsv3_jax.checkpoint import array_tree, journal, manifest
+from dsv3_jax.checkpoint.arrays import Progress, digest, ignore_progress, nbytes, run_in_threads
 from dsv3_jax.checkpoint.check import check_copy
 from dsv3_jax.checkpoint.conversion_plan import (
     ConversionPlan,
@@ -95,12 +95,8 @@ def convert(
 
 
 def check_destination(planned: ConversionPlan, store: Path, resume: bool) -> None:
-    """Checks that a conversion can be written to ``store``.
-
-    Raises:
-      ValueError: the directory contains anything but this conversion, overlaps the source, or is on
-        a disk with too little space.
-    """
+    """Raises ValueError if ``store`` contains anything but this conversion, overlaps the source, or
+    is on a disk with too little space."""
     source, target = planned.directory.resolve(), store.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise ValueError(f"{store}: expected a directory apart from the source {planned.directory}")
@@ -193,13 +189,18 @@ class _Conversion:
         self.files.remove_unfinished()
         remove_partial_files(self.store)
         array_tree.create(self.store / WEIGHTS, self.plan.arrays.values())
-        sidecar.copy_small_files(
+        manifest.copy_small_files(
             self.plan.directory, self.plan.source, self.plan.unused, self.store
         )
         done, units = self.log.done, self.plan.units
-        self._for_each(self._check_written, [unit for unit in units if unit.key in done])
-        self._for_each(self._check_copy, [copy for copy in self.plan.copies if copy not in done])
-        self._for_each(
+        run_in_threads(
+            self.workers, self._check_written, [unit for unit in units if unit.key in done]
+        )
+        run_in_threads(
+            self.workers, self._check_copy, [copy for copy in self.plan.copies if copy not in done]
+        )
+        run_in_threads(
+            self.workers,
             lambda unit: self.log.add(convert_unit(self.plan, unit, self.files, self.progress)),
             [unit for unit in units if unit.key not in done],
         )
@@ -207,7 +208,7 @@ class _Conversion:
         complete = self._manifest()
         sync_tree(self.store)
         manifest.write(self.store, complete)
-        self.log.remove()
+        self.log.path.unlink()
         return complete
 
     def _file_stats(self) -> dict[str, list[int]]:
@@ -232,17 +233,17 @@ class _Conversion:
         """Compares the tensors of these files with the hashes of what was read, and records the new
         stats of the files."""
         hashes, tensors = self._source_hashes(), self.plan.source
-        self._for_each(
+        run_in_threads(
+            self.workers,
             lambda name: self._check_unchanged(name, hashes[name]),
             [name for name in hashes if tensors[name].file.path.name in files],
         )
         self.log.add({"stats": self.stats})
 
     def _check_source(self) -> None:
-        """Refuses a source whose files changed while they were read.
-
-        A hard link, a new name, mode or owner changes only a file's ctime, as a write with the old
-        mtime does. Such a file is read again."""
+        """Refuses a source whose files changed while they were read. A hard link, a new name, mode
+        or owner changes only a file's ctime, as a write with the old mtime does: such a file is
+        read again."""
         while (now := self._file_stats()) != self.stats:
             before, self.stats = self.stats, now
             touched = {name for name, stat in now.items() if stat != before[name]}
@@ -254,10 +255,8 @@ class _Conversion:
             self._check_touched(touched)
 
     def _check_journal(self) -> None:
-        """Checks that the journal's lines are about tensors and units of this plan.
-
-        Lines about unknown units are ignored, and their tensors are converted again.
-        """
+        """Checks that the journal's lines are about tensors and units of this plan. Lines about
+        unknown units are ignored, and their tensors are converted again."""
         units = {unit.key: unit for unit in self.plan.units}
         for key, line in self.log.done.items():
             read, unit = set(line["source"]), units.get(key)
@@ -286,7 +285,7 @@ class _Conversion:
         except OSError:
             is_intact = False
         if is_intact:
-            self.progress(sum(self.plan.source[name].nbytes for name in line["source"]))
+            self.progress(sum(nbytes(self.plan.source[name]) for name in line["source"]))
         else:
             self.log.add({"undo": unit.key})
 
@@ -294,10 +293,7 @@ class _Conversion:
         """Checks that an MTP layer's copy equals its original. The store does not contain it."""
         got = check_copy(self.plan.source, copy, self.plan.copies[copy])
         self.log.add({"unit": copy, "source": {copy: got}, "stored": {}})
-        self.progress(self.plan.source[copy].nbytes)
-
-    def _for_each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        run_in_threads(self.workers, work, items)
+        self.progress(nbytes(self.plan.source[copy]))
 
     def _source_hashes(self) -> dict[str, str]:
         """Returns the hashes of all source tensors read so far, by name."""
@@ -316,7 +312,7 @@ class _Conversion:
             quantization=self.plan.config.quantization,
             num_nextn_predict_layers=self.plan.config.num_nextn_predict_layers,
             files={n: SourceFile(*file) for n, file in sorted(self.identity["files"].items())},
-            kept=sidecar.hashes(self.store),
+            kept=manifest.small_file_hashes(self.store),
             source={
                 name: TensorRecord(SPELLED[t.dtype], list(t.shape), source[name], t.file.path.name)
                 for name, t in self.plan.source.items()

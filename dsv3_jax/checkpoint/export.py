@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
 
-from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import (
     Arrays,
     LazyArray,
@@ -25,7 +24,12 @@ from dsv3_jax.checkpoint.arrays import (
 from dsv3_jax.checkpoint.check import check_tensors, without_plain_modules
 from dsv3_jax.checkpoint.formats import Recoding, recode
 from dsv3_jax.checkpoint.kinds import check_new, new_directory, partial_directory
-from dsv3_jax.checkpoint.manifest import NAME, TensorRecord
+from dsv3_jax.checkpoint.manifest import (
+    HEADERS,
+    NAME,
+    UNUSED,
+    small_file_hashes,
+)
 from dsv3_jax.checkpoint.reader import (
     INDEX,
     NUMPY,
@@ -148,19 +152,16 @@ def resume_hint(directory: Path) -> str:
 
 
 def plan_export(reader: StoreReader, to: Target | None) -> ExportPlan:
-    """Plans the export of a store. Reads its headers and small files, but no values.
-
-    Raises:
-      ValueError: ``to`` is unknown, a small file or a tensor is missing or damaged, or a name is
-        not one that a conversion writes.
-    """
+    """Plans the export of a store from its headers and small files. Raises ValueError if ``to`` is
+    unknown, a small file or a tensor is missing or damaged, or a name is not one that a conversion
+    writes."""
     if to is not None:
         check_choice("to", to, ("fp8", "bf16"))
     manifest, folder = reader.manifest, reader.source
-    hashes = sidecar.hashes(reader.directory)
+    hashes = small_file_hashes(reader.directory)
     if bad := sorted(n for n in {*hashes, *manifest.kept} if hashes.get(n) != manifest.kept.get(n)):
         raise ValueError(f"{folder / bad[0]}: missing, unknown or damaged")
-    names = [n for n in manifest.kept if "/" not in n and n != sidecar.UNUSED]
+    names = [n for n in manifest.kept if "/" not in n and n != UNUSED]
     if clash := sorted(set(names) & set(manifest.files)):
         raise ValueError(f"{reader.directory / NAME}: {clash[0]} is both a kept file and a shard")
     small_files = {name: (folder / name).read_bytes() for name in names}
@@ -169,7 +170,7 @@ def plan_export(reader: StoreReader, to: Target | None) -> ExportPlan:
     if to in (None, form) and _has_all_source_bytes(reader):
         return ExportPlan(True, _source_shards(reader), small_files, identity)
     check_tensors(reader.config, reader)
-    config = _target_config(reader, to or form)
+    config, hf_config = _configs(reader, to or form)
     shards = _new_shards(reader, config)
     index = index_content(
         {shard.name: shard.tensors for shard in shards}, sum(shard.bytes for shard in shards)
@@ -177,7 +178,7 @@ def plan_export(reader: StoreReader, to: Target | None) -> ExportPlan:
     if "tokenizer.json" in names and (content := with_required_bos(folder)) is not None:
         small_files["tokenizer.json"] = content.encode()
     small_files[INDEX] = json_text(index).encode()
-    small_files["config.json"] = json_text(_hf_config(manifest.config, config)).encode()
+    small_files["config.json"] = json_text(hf_config).encode()
     return ExportPlan(False, shards, small_files, identity)
 
 
@@ -186,13 +187,12 @@ def _has_all_source_bytes(reader: StoreReader) -> bool:
     originals = copies(reader.config)
     return all(
         name.endswith(UNUSED_SUFFIXES)
-        or _is_same(reader.manifest.tensors.get(originals.get(name, name)), source)
+        or (
+            (stored := reader.manifest.tensors.get(originals.get(name, name))) is not None
+            and stored[:3] == source[:3]
+        )  # dtype, shape and hash
         for name, source in reader.manifest.source.items()
     )
-
-
-def _is_same(stored: TensorRecord | None, source: TensorRecord) -> bool:
-    return stored is not None and stored[:3] == source[:3]  # dtype, shape and hash
 
 
 # ---- the exact files of the source ---------------------------------------------------------------
@@ -201,7 +201,7 @@ def _is_same(stored: TensorRecord | None, source: TensorRecord) -> bool:
 def _source_shards(reader: StoreReader) -> list[Shard]:
     originals, records = copies(reader.config), reader.manifest.source
     unused: Arrays = {}
-    if (path := reader.source / sidecar.UNUSED).is_file():
+    if (path := reader.source / UNUSED).is_file():
         unused = SafetensorsFile(path)
 
     def read(names: tuple[str, ...]) -> Iterator[np.ndarray]:
@@ -211,13 +211,14 @@ def _source_shards(reader: StoreReader) -> list[Shard]:
 
     shards = []
     for name, file in reader.manifest.files.items():
-        path = reader.source / sidecar.HEADERS / name
+        path = reader.source / HEADERS / name
         header = path.read_bytes()
         entries = parsed_header(path, header)
         tensors = tuple(sorted(entries, key=lambda name: entries[name]["data_offsets"]))
         for tensor in tensors:
             is_stored = tensor in unused or originals.get(tensor, tensor) in reader
-            if not is_stored or not _matches(entries[tensor], records.get(tensor)):
+            form = entries[tensor]["dtype"], entries[tensor]["shape"]
+            if not is_stored or tensor not in records or form != records[tensor][:2]:
                 raise ValueError(f"{path}: {tensor}: not the tensor that the manifest has")
         size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if file.bytes != 8 + len(header) + size:
@@ -227,11 +228,6 @@ def _source_shards(reader: StoreReader) -> list[Shard]:
             )
         shards.append(Shard(name, header, tensors, size, functools.partial(read, tensors)))
     return shards
-
-
-def _matches(entry: Mapping[str, Any], record: TensorRecord | None) -> bool:
-    """Returns whether an entry of a header has the dtype and shape in the manifest."""
-    return record is not None and (entry["dtype"], entry["shape"]) == (record.dtype, record.shape)
 
 
 def _verified_pieces(
@@ -250,22 +246,19 @@ def _verified_pieces(
 # ---- new files -----------------------------------------------------------------------------------
 
 
-def _target_config(reader: StoreReader, to: Target) -> ModelConfig:
-    quantization = None
+def _configs(reader: StoreReader, to: Target) -> tuple[ModelConfig, dict[str, Any]]:
+    """Returns the config of the new files, and the source's config.json changed to it."""
+    published, quantization = reader.manifest.config, None
     if to == "fp8":
         quantization = reader.config.quantization
         if not isinstance(quantization, BlockQuantization):
-            published = without_plain_modules(ModelConfig.from_hf(reader.manifest.config))
-            quantization = published.quantization or BlockQuantization()
-    return dataclasses.replace(reader.config, quantization=quantization, dtype="bfloat16")
-
-
-def _hf_config(published: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Returns the source's config.json with the dtype and quantization of ``config``."""
+            source = without_plain_modules(ModelConfig.from_hf(published))
+            quantization = source.quantization or BlockQuantization()
+    config = dataclasses.replace(reader.config, quantization=quantization, dtype="bfloat16")
     content = {k: v for k, v in published.items() if k not in ("quantization_config", "dtype")}
-    if config.quantization is not None:
+    if quantization is not None:
         content["quantization_config"] = config.to_hf()["quantization_config"]
-    return content | {"torch_dtype": config.dtype}
+    return config, content | {"torch_dtype": config.dtype}
 
 
 def _new_shards(reader: StoreReader, config: ModelConfig) -> list[Shard]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import glob
+import itertools
 import os
 import re
 from pathlib import Path
@@ -12,8 +13,8 @@ from pathlib import Path
 from dsv3_jax.checkpoint import manifest
 from dsv3_jax.checkpoint.kinds import describe, is_checkpoint, is_store
 from dsv3_jax.checkpoint.reader import INDEX, SINGLE, weight_map
-from dsv3_jax.checkpoint.sidecar import FOLDER
 from dsv3_jax.config import ModelConfig
+from dsv3_jax.presets import HUB_NAMES
 
 DEMO = Path(__file__).parents[1] / "demo"
 
@@ -22,42 +23,25 @@ DEMOS = {"demo": DEMO, "demo-sparse": DEMO.with_name("demo_sparse")}
 
 _HUB_FILES = ["*.json", "*.jinja"]  # config, index and tokenizer, without weights
 
-# Names to suggest for a misspelt one.
-_PUBLISHED = (
-    *("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-Base", "deepseek-ai/DeepSeek-V3-0324"),
-    *("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base", "deepseek-ai/DeepSeek-V2"),
-    *("deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek-ai/DeepSeek-V2-Chat"),
-    *("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1-Zero", "deepseek-ai/DeepSeek-R1-0528"),
-    *("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
-    *("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Instruct-0905", "moonshotai/Kimi-K2-Base"),
-    *("moonshotai/Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct"),
-)
+# Names to suggest for a misspelt one. The last differs from its preset.
+_PUBLISHED = (*itertools.chain(*HUB_NAMES.values()), "moonshotai/Kimi-K2-Instruct-0905")
 
 
 def find(path_or_name: str | os.PathLike[str]) -> Path:
-    """Returns the local directory of a checkpoint, and downloads it if necessary.
-
-    Args:
-      path_or_name: directory, a name in :data:`DEMOS`, or Hub name.
-
-    Raises:
-      ValueError: there is no such directory or name, the directory is of another kind, such as a
-        training run, or the download failed.
-    """
+    """Returns the local directory of a checkpoint: a directory, a name in :data:`DEMOS`, or a Hub
+    name, which is downloaded if necessary. Raises ValueError if there is none, the directory is of
+    another kind, such as a training run, or the download failed."""
     return _local(path_or_name) or _downloaded(os.fspath(path_or_name), weights=True)
 
 
 def find_config_directory(path_or_name: str | os.PathLike[str]) -> Path:
-    """Returns the directory with a checkpoint's config.json and tokenizer.
-
-    In a store this is the subdirectory with the source's small files. For a Hub name, no weights
-    are downloaded.
-    """
+    """Returns the directory with a checkpoint's config.json and tokenizer: in a store, the
+    subdirectory with the source's small files. For a Hub name, no weights are downloaded."""
     directory = _local(path_or_name) or _downloaded(os.fspath(path_or_name), weights=False)
     if not is_store(directory):
         return directory
     manifest.read(directory)  # refuses an incomplete store
-    return directory / FOLDER
+    return directory / manifest.FOLDER
 
 
 def _local(path_or_name: str | os.PathLike[str]) -> Path | None:

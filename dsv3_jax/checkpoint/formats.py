@@ -45,8 +45,7 @@ def dequantize(
 
     Args:
       values: matrix or part of one: float8 or int8 [N, K], or packed int4 as uint8 [N, K/2].
-      scale: scales of all blocks that ``values`` overlaps.
-      block: rows and columns per scale.
+      scale: scales of all blocks of ``block`` rows and columns that ``values`` overlaps.
       offset: row and column of ``values[0, 0]`` within the first of these blocks.
     """
     if values.dtype == np.uint8:
@@ -84,6 +83,7 @@ Observer = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 """Receives float32 values, the quantized values, and their scales."""
 
 
+@np.errstate(over="ignore", invalid="ignore")  # callers check the result for infinity
 def recode(
     values: np.ndarray,
     scale: np.ndarray | None,
@@ -91,29 +91,15 @@ def recode(
     recoding: Recoding,
     observe: Observer | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Converts rows of a matrix, or a whole tensor of another rank, to another stored form.
-
-    It processes few rows at a time, so that their float32 values stay in the CPU's cache.
+    """Converts rows of a matrix, or a whole tensor of another rank, to another stored form, few
+    rows at a time, so that their float32 values stay in the CPU's cache. Returns values and scales;
+    the scales are None if the new form is not quantized.
 
     Args:
       scale: scales of the whole matrix, or None if the source is not quantized.
       first: index of the first row. It must begin a block of both forms.
       observe: called with each quantized part of the matrix.
-
-    Returns:
-      Values and scales in the new form. The scales are None if it is not quantized.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # callers check the result for infinity
-        return _recoded(values, scale, first, recoding, observe)
-
-
-def _recoded(
-    values: np.ndarray,
-    scale: np.ndarray | None,
-    first: int,
-    recoding: Recoding,
-    observe: Observer | None,
-) -> tuple[np.ndarray, np.ndarray | None]:
     source, target, dtype = recoding
     if not values.shape:
         return values.astype(dtype, copy=False), None
@@ -266,14 +252,9 @@ def check_scale(
     block: tuple[int, int],
     first: tuple[int, int] = (0, 0),
 ) -> None:
-    """Refuses scales that are NaN, infinite or negative, or zero for a block that is not zero.
-
-    Args:
-      scale: scales of consecutive blocks of ``weight``, beginning at block ``first``.
-      weight: read only where a scale is zero.
-      block: rows and columns per scale.
-      first: row and column of ``scale[0, 0]`` among all blocks of ``weight``.
-    """
+    """Refuses scales that are NaN, infinite or negative, or zero for a block that is not zero. They
+    are those of consecutive blocks of ``weight``, with ``block`` rows and columns each, beginning
+    at block ``first``. ``weight`` is read only where a scale is zero."""
     values = scale.astype(np.float32)
     valid = np.isfinite(values) & (values >= 0)
     if not valid.all():

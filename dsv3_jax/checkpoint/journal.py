@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,8 @@ _SUMS = ("tensors", "error", "weight", "largest", "largest_weight")
 
 
 class ConversionJournal:
-    """The journal, locked against other processes. Use it as a context manager.
-
-    Raises:
-      ValueError: another process is converting into the store, or a complete line is not one that
-        a conversion writes.
-    """
+    """The journal, locked against other processes. Use it as a context manager. Raises ValueError
+    if another process has the lock, or a complete line is not one that a conversion writes."""
 
     def __init__(self, directory: Path):
         self.path = directory / NAME
@@ -53,8 +48,7 @@ class ConversionJournal:
             self._file.close()
             raise
         self._lock = threading.Lock()
-        self.done: dict[str, JournalLine] = {}
-        """Lines of the completed units, by the key of the unit."""
+        self.done: dict[str, JournalLine] = {}  # lines of the completed units, by the unit's key
         for line in self.lines:
             self._update_done(line)
 
@@ -75,10 +69,6 @@ class ConversionJournal:
             self.lines.append(line)
             self._update_done(line)
 
-    def remove(self) -> None:
-        """Deletes the file."""
-        os.unlink(self.path)
-
     def damaged(self, line: JournalLine) -> ValueError:
         """Returns the error for a line that no conversion writes."""
         return ValueError(
@@ -93,10 +83,8 @@ class ConversionJournal:
 
 
 def _parse(content: bytes) -> tuple[list[JournalLine], int]:
-    """Parses up to the first torn line. Returns the lines and their length in bytes.
-
-    Units recorded after a torn line are converted again.
-    """
+    """Parses up to the first torn line, and returns the lines and their length in bytes. Units
+    recorded after a torn line are converted again."""
     lines, length = [], 0
     for line in content.splitlines(keepends=True):
         try:

@@ -34,9 +34,8 @@ def partial_directory(destination: Path) -> Path:
 
 @contextlib.contextmanager
 def new_directory(destination: Path, content: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yields a directory to write to, and renames it to ``destination`` when the block ends.
-
-    All files are synced before the rename. After an exception it is not renamed.
+    """Yields a directory to write to. When the block ends without an exception, all files are
+    synced and the directory is renamed to ``destination``.
 
     Args:
       content: JSON description of what is written. After an exception or a kill the files remain,
@@ -54,8 +53,13 @@ def new_directory(destination: Path, content: Mapping[str, Any] | None = None) -
     with locked(partial.with_name(partial.name + ".lock"), busy):
         check_new(destination)  # again, because another process may have finished meanwhile
         marker = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        if content is None or not _has_marker(partial, marker):
-            _delete(partial)
+        is_link, old = partial.is_symlink(), partial / MARKER
+        is_continued = content is not None and not is_link and old.is_file()
+        if not is_continued or old.read_bytes() != marker.encode():
+            if is_link or partial.is_file():
+                partial.unlink()
+            elif partial.exists():
+                shutil.rmtree(partial)
             partial.mkdir()
             if content is not None:
                 atomic_write(partial / MARKER, marker)
@@ -70,21 +74,7 @@ def new_directory(destination: Path, content: Mapping[str, Any] | None = None) -
             raise
 
 
-def _has_marker(partial: Path, marker: str) -> bool:
-    if partial.is_symlink() or not (partial / MARKER).is_file():
-        return False
-    return (partial / MARKER).read_bytes() == marker.encode()
-
-
-def _delete(partial: Path) -> None:
-    if partial.is_symlink() or partial.is_file():
-        partial.unlink()
-    elif partial.exists():
-        shutil.rmtree(partial)
-
-
-MANIFEST = "manifest.json"
-"""File whose presence marks a store as complete."""
+MANIFEST = "manifest.json"  # file whose presence marks a store as complete
 
 _RUN = "run.json"  # of a training run, whose package must not be imported here
 
@@ -95,10 +85,8 @@ def is_store(directory: Path) -> bool:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Returns False for directories without loadable weights: training runs and unfinished exports.
-
-    Any other directory may be a checkpoint.
-    """
+    """Returns False for training runs and unfinished exports, which have no loadable weights. Any
+    other directory may be a checkpoint."""
     return is_store(directory) or not any((directory / name).is_file() for name in (MARKER, _RUN))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,19 +12,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dsv3_jax import compile_cache
-from dsv3_jax.checkpoint.arrays import Arrays
-from dsv3_jax.checkpoint.check import as_stored
-from dsv3_jax.checkpoint.find import find
-from dsv3_jax.checkpoint.kinds import is_store
+from dsv3_jax.checkpoint.manifest import FOLDER
+from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
 from dsv3_jax.checkpoint.parameters import load_model
-from dsv3_jax.checkpoint.reader import CheckpointReader
-from dsv3_jax.checkpoint.store import StoreReader
 from dsv3_jax.config import DTYPES, ModelConfig
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.generation_config import with_absent_tokens, with_end_tokens
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.other_names import hints
-from dsv3_jax.quantization import BlockQuantization, CacheDtype, IntegerQuantization
+from dsv3_jax.quantization import CacheDtype, IntegerQuantization
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.words import os_error_message
 from sharding import DEFAULT_RULES, PRESETS, Layout, Placement, Rules, make_layout
@@ -121,8 +116,8 @@ def load(
     if isinstance(layout, str):
         check_choice("layout", layout, PRESETS)
         layout = make_layout(layout)
-    directory = find(path_or_name)
-    tensors, published, source = _open(directory)
+    directory, published, tensors, manifest = open_checkpoint(path_or_name)
+    source = directory if manifest is None else directory / FOLDER
     compile_cache.enable()
     if quantization is not None and quantization != (stored := _stored_form(published)):
         raise ValueError(
@@ -130,9 +125,13 @@ def load(
             f"and {directory} has {_WEIGHTS[stored]}"
         )
     tokenizer = Tokenizer(source) if (source / "tokenizer.json").is_file() else None
-    published = as_stored(published, tensors)
-    if quantization == "fp8":
-        _check_all_are_float8(published, directory)
+    plain = getattr(published.quantization, "modules_to_not_convert", ())
+    if quantization == "fp8" and plain:  # a model has one form of all weights
+        raise ValueError(
+            f"quantization='fp8': expected float8 weights, and {directory} has {plain[0]} in"
+            f" {published.dtype} (modules_to_not_convert in config.json); None dequantizes all"
+            " weights"
+        )
     config = with_end_tokens(published, source)
     config = with_absent_tokens(config, source, tokenizer)
     if not mtp:
@@ -156,29 +155,10 @@ def load(
     return model, tokenizer
 
 
-def _check_all_are_float8(config: ModelConfig, directory: Path) -> None:
-    """Refuses a checkpoint with plain weights, because a model has one form of all weights."""
-    form = config.quantization
-    if isinstance(form, BlockQuantization) and (modules := form.modules_to_not_convert):
-        raise ValueError(
-            f"quantization='fp8': expected float8 weights, and {directory} has {modules[0]} in"
-            f" {config.dtype} (modules_to_not_convert in config.json); None dequantizes all weights"
-        )
-
-
 def _check_type(name: str, value: Any, kind: Any, expected: str) -> None:
     """Raises ValueError, with the name of the argument, if a value has another type."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}: expected {expected}, got {value!r:.80}")
-
-
-def _open(directory: Path) -> tuple[Arrays, ModelConfig, Path]:
-    """Returns the tensors, their config, and the directory of the tokenizer."""
-    if is_store(directory):
-        store = StoreReader(directory)
-        return store, store.config, store.source
-    config = ModelConfig.from_hf(directory)
-    return CheckpointReader(directory), config, directory
 
 
 def _stored_form(config: ModelConfig) -> str | None:

@@ -1,39 +1,46 @@
-"""The manifest of a store: ``manifest.json``, whose presence marks the store as complete.
+"""The manifest of a store: ``manifest.json``, whose presence marks the store as complete; and the
+source's small files that the store keeps.
 
-It records the content of the store and its source. It does not depend on time, machine, or
-interruptions of the conversion.
+The manifest records the content of the store and its source. It does not depend on time, machine,
+or interruptions of the conversion.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv3_jax.checkpoint import journal, sidecar
+import xxhash
+
+from dsv3_jax.checkpoint import journal
 from dsv3_jax.checkpoint.kinds import MANIFEST, describe
-from dsv3_jax.checkpoint.reader import NUMPY, are_sizes
+from dsv3_jax.checkpoint.reader import NUMPY, FileArray, are_sizes, write_file
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.files import atomic_write, check_file_name
+from dsv3_jax.files import atomic_write, check_file_name, naming
 from dsv3_jax.quantization import BlockQuantization, IntegerQuantization, Quantization
 
 NAME = MANIFEST
-FORMAT = "dsv3_jax store 1"
-"""Identifier of this version of the store format."""
+FORMAT = "dsv3_jax store 1"  # identifier of this version of the store format
+
+FOLDER = "source"  # folder of a store with the small files
+HEADERS = "headers"  # folder in it with the headers of the source's safetensors files
+UNUSED = "unused.safetensors"  # file in it with the tensors that no model reads
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_MAX_BYTES = 64 * 2**20
 
 
 class TensorRecord(NamedTuple):
     """A published tensor in the source or in the store."""
 
-    dtype: str
-    """Dtype in the spelling of safetensors."""
-    shape: list[int]
-    """Stored shape, in which packed int4 has half the columns."""
-    hash: str
-    """XXH3 hash (128 bits) of the bytes in C order."""
-    file: str | None = None
-    """Name of the source's file. None for a tensor of the store, whose name gives its location."""
+    dtype: str  # dtype in the spelling of safetensors
+    shape: list[int]  # stored shape, in which packed int4 has half the columns
+    hash: str  # XXH3 hash (128 bits) of the bytes in C order
+    file: str | None = None  # name of the source's file. None for a tensor of the store.
 
 
 class SourceFile(NamedTuple):
@@ -56,27 +63,18 @@ class QuantizationLoss(NamedTuple):
 class Manifest:
     """Content of ``manifest.json``. The fields have the names of its keys."""
 
-    tool: str
-    """Name and version of the program that wrote the store."""
-    to: str
-    """Target of the conversion: fp8, bf16, int8 or int4."""
+    tool: str  # name and version of the program that wrote the store
+    to: str  # target of the conversion: fp8, bf16, int8 or int4
     config: dict[str, Any]
-    dtype: str
-    """Dtype of tensors that are not quantized."""
-    quantization: Quantization | None
-    """Quantization of the store's weights. None for plain floats."""
-    num_nextn_predict_layers: int
-    """Number of MTP layers in the files. The source's config may count more."""
-    files: dict[str, SourceFile]
-    """The source's safetensors files by name."""
+    dtype: str  # dtype of tensors that are not quantized
+    quantization: Quantization | None  # quantization of the store's weights. None for plain floats.
+    num_nextn_predict_layers: int  # MTP layers in the files. The source's config may count more.
+    files: dict[str, SourceFile]  # the source's safetensors files by name
     kept: dict[str, str]  # words: ok
     """XXH3 hashes of the small files in ``source/``, by path."""
-    source: dict[str, TensorRecord]
-    """The source's tensors by published name, in the order of its files."""
-    tensors: dict[str, TensorRecord]
-    """The store's tensors by published name. Scales of integer weights end in ``_scale``."""
-    errors: dict[str, QuantizationLoss]
-    """Quantization error by tensor kind. Empty if the conversion did not quantize."""
+    source: dict[str, TensorRecord]  # the source's tensors by name, in the order of its files
+    tensors: dict[str, TensorRecord]  # the store's. Scales of integer weights end in ``_scale``.
+    errors: dict[str, QuantizationLoss]  # by tensor kind. Empty if the conversion did not quantize.
 
     @property
     def model_config(self) -> ModelConfig:
@@ -96,11 +94,8 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """Reads the manifest of a store.
-
-    Raises:
-      ValueError: the store is incomplete, or its manifest is damaged or has another format.
-    """
+    """Reads the manifest of a store. Raises ValueError if the store is incomplete, or its manifest
+    is damaged or has another format."""
     path = directory / NAME
     if not path.is_file():
         if (directory / journal.NAME).is_file():
@@ -140,7 +135,7 @@ def _check_names(path: Path, manifest: Manifest) -> None:
         check_file_name(name, f"{path}: files", ".safetensors")
     for name in manifest.kept:
         folder, _, file = name.rpartition("/")
-        check_file_name(file if folder == sidecar.HEADERS else name, f"{path}: kept")
+        check_file_name(file if folder == HEADERS else name, f"{path}: kept")
         if name.startswith("."):
             raise ValueError(f"{path}: kept: expected no hidden file, got {name!r:.200}")
     for name, tensor in manifest.source.items():
@@ -198,3 +193,52 @@ def _format(content: dict[str, Any]) -> str:
             text = "{\n" + ",\n".join(entries) + "\n }"
         items.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(items) + "\n}\n"
+
+
+# ---- the source's small files, from which an export reproduces the source ----------------------
+
+
+def copy_small_files(
+    source: Path, tensors: Mapping[str, FileArray], unused: tuple[str, ...], store: Path
+) -> None:
+    """Writes ``store/source`` anew: config, tokenizer, code, licence, headers, unused tensors."""
+    folder = store / FOLDER
+    if folder.exists():
+        shutil.rmtree(folder)
+    (folder / HEADERS).mkdir(parents=True)
+    for path in small_files(source):
+        if path.name == HEADERS:
+            raise ValueError(f"{path}: a store cannot keep a file of this name; rename it first")
+        with naming(path):
+            content = path.read_bytes()
+        atomic_write(folder / path.name, content)
+    for file in {id(t.file): t.file for t in tensors.values()}.values():
+        atomic_write(folder / HEADERS / file.path.name, file.header)
+    if unused:
+        with naming(folder / UNUSED):
+            write_file(folder / UNUSED, {name: tensors[name][...] for name in unused})
+
+
+def small_files(directory: Path) -> list[Path]:
+    """Returns the small files next to the weights, sorted by name. Symbolic links are followed,
+    because the Hub's cache consists of them."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.suffix not in _WEIGHTS
+        and path.stat().st_size <= _MAX_BYTES
+    )
+
+
+def small_file_hashes(store: Path) -> dict[str, str]:
+    """Returns the XXH3 hash (128 bits) of every small file, by its path in ``store/source``. A
+    symbolic link counts as missing: a conversion writes none, and it could point out of the
+    store."""
+    folder = store / FOLDER
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+    return {
+        path.relative_to(folder).as_posix(): xxhash.xxh3_128_hexdigest(path.read_bytes())
+        for path in paths
+    }

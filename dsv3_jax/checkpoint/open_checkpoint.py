@@ -32,11 +32,9 @@ class OpenCheckpoint(NamedTuple):
     manifest: Manifest | None  # manifest of a store. None for a Hugging Face directory.
 
     def readable_weights(self) -> list[str]:
-        """Returns the names of the tensors whose values can be computed, in the order data flows.
-
-        These have the shape and form that the config requires, and a scale if they are quantized.
-        Scales themselves are not listed.
-        """
+        """Returns the names of the tensors whose values can be computed, in the order data flows:
+        they have the shape and form that the config requires, and a scale if they are quantized.
+        Scales themselves are not listed."""
         table = tensor_table(self.config)
         quantization = self.config.quantization
         scales = {n + quantization.scale_suffix for n in table} if quantization else set()
@@ -59,14 +57,8 @@ class OpenCheckpoint(NamedTuple):
 
 
 def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
-    """Opens a checkpoint and reads its headers.
-
-    Args:
-      path_or_name: Hugging Face directory, store, ``"demo"``, or Hub name.
-
-    Raises:
-      ValueError: there is no such checkpoint, or its headers cannot be read.
-    """
+    """Opens a checkpoint, as :func:`~dsv3_jax.checkpoint.find.find` finds it, and reads its
+    headers. Raises ValueError if there is none, or its headers cannot be read."""
     directory = find(path_or_name)
     if is_store(directory):
         store = StoreReader(directory)
@@ -77,11 +69,9 @@ def open_checkpoint(path_or_name: str | os.PathLike[str]) -> OpenCheckpoint:
 
 
 def group_by_kind(config: ModelConfig, by_name: Mapping[str, T]) -> dict[str, dict[int, list[T]]]:
-    """Groups values by tensor kind, then by layer. Tensors outside all layers have layer -1.
-
-    A kind is a name without numbers and ``.weight``, such as ``layers.mlp.experts.gate_proj``. In
-    MTP layers, which continue the numbering, it is ``mtp.mlp.experts.gate_proj``.
-    """
+    """Groups values by tensor kind, a name without numbers and ``.weight`` such as
+    ``layers.mlp.experts.gate_proj``, then by layer. MTP layers, which continue the numbering, have
+    kinds such as ``mtp.mlp.experts.gate_proj``. Tensors outside all layers have layer -1."""
     groups: dict[str, dict[int, list[T]]] = {}
     for name, value in by_name.items():
         kind, layer = tensor_kind(name).removesuffix(".weight"), -1

@@ -47,10 +47,8 @@ _LARGEST = np.float32(448)  # of float8
 
 
 class ParameterReader:
-    """Reads parts of published tensors, and dequantizes them if the model is not quantized.
-
-    The tensors must have passed :func:`~dsv3_jax.checkpoint.check.check_tensors`.
-    """
+    """Reads parts of published tensors that :func:`~dsv3_jax.checkpoint.check.check_tensors`
+    accepts, and dequantizes them if the model is not quantized."""
 
     def __init__(self, config: ModelConfig, tensors: Arrays):
         self.tensors = tensors
@@ -61,10 +59,8 @@ class ParameterReader:
         self.dtype = NUMPY[self.quantization.stored(2, 2)[1]]
 
     def read(self, name: str, index: Index, out: np.ndarray) -> None:
-        """Fills ``out`` with the part of a tensor at ``index``, in the dtype of ``out``.
-
-        A quantized weight that is read as another dtype is the exact product of value and scale,
-        rounded once.
+        """Fills ``out`` with the part of a tensor at ``index``. A quantized weight that is read as
+        another dtype is the exact product of value and scale, rounded once.
 
         Raises:
           ValueError: a scale is not finite, is negative, or is 0 for a block that is not zero; or a
@@ -89,10 +85,7 @@ class ParameterReader:
         rows, columns = index
         stored = slice(columns.start // per_element, -(-columns.stop // per_element))
         first, last = stored.start * per_element, stored.stop * per_element
-        blocks = (
-            slice(rows.start // N, -(-rows.stop // N)),
-            slice(first // K, -(-last // K)),
-        )
+        blocks = (slice(rows.start // N, -(-rows.stop // N)), slice(first // K, -(-last // K)))
         scale = self._scale(name, blocks)
         offset = (rows.start % N, first % K)
         dense = dequantize(tensor[rows, stored], scale, (N, K), dtype, offset)
@@ -190,14 +183,12 @@ def load_model(
 
 
 def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
-    """Returns the weights under their published names, with separate experts and MTP copies.
+    """Returns the weights under their published names, with separate experts and MTP copies, and
+    without placement tables and precomputed projections.
 
     A model with placed experts gives its logical ones, each from its first slot, so that the
-    tensors are the same as without a placement. Arrays other than weights, such as placement tables
-    and precomputed projections, are left out.
-
-    If weights are sharded over several processes, all processes must call this function. Each of
-    them receives all tensors.
+    tensors are the same as without a placement. If weights are sharded over several processes, all
+    must call this function, and each receives all tensors.
     """
     config = model.config
     flat = dict(nnx.to_flat_state(nnx.state(model)))
@@ -219,11 +210,8 @@ def published_tensors(model: DeepSeekV3) -> dict[str, np.ndarray]:
 def _add_expert_slots(
     model: DeepSeekV3, placement: Placement, layout: Layout | None
 ) -> dict[ParameterPath, np.ndarray]:
-    """Gives the expert parameters of an abstract model one entry per slot of ``placement``.
-
-    Returns:
-      Expert of each slot, by the path of the parameter.
-    """
+    """Gives the expert parameters of an abstract model one entry per slot of ``placement``. Returns
+    the expert of each slot, by the path of the parameter."""
     model.check_placement(placement, layout)
     phy2log = np.asarray(placement.phy2log)
     moe_layers = [

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,24 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 from dsv3_jax.files import check_file_name, naming
 from dsv3_jax.words import first_and_count
 
-DESCRIPTION_BYTES = 400
-"""Upper bound of what the index and the header of a file take for one tensor."""
+DESCRIPTION_BYTES = 400  # upper bound of what index and header take for one tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# spelling in safetensors -> (NumPy dtype, spelling in the package's function for writing)
-_DTYPES: dict[str, tuple[np.dtype, str]] = {
-    "F64": (np.dtype(np.float64), "float64"),
-    "F32": (np.dtype(np.float32), "float32"),
-    "F16": (np.dtype(np.float16), "float16"),
-    "BF16": (np.dtype(ml_dtypes.bfloat16), "bfloat16"),
-    "F8_E4M3": (np.dtype(ml_dtypes.float8_e4m3fn), "float8_e4m3fn"),
-    "F8_E8M0": (np.dtype(ml_dtypes.float8_e8m0fnu), "float8_e8m0fnu"),
-    "I64": (np.dtype(np.int64), "int64"),
-    "I32": (np.dtype(np.int32), "int32"),
-    "I8": (np.dtype(np.int8), "int8"),
-    "U8": (np.dtype(np.uint8), "uint8"),
+NUMPY: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
 }
-_SPELLINGS = dict(_DTYPES.values())
-SPELLED = {dtype: name for name, (dtype, _) in _DTYPES.items()}
-"""NumPy dtype -> spelling in safetensors."""
-NUMPY = {name: dtype for name, (dtype, _) in _DTYPES.items()}
 """Spelling in safetensors -> NumPy dtype."""
+SPELLED = {dtype: name for name, dtype in NUMPY.items()}
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
@@ -54,23 +49,13 @@ _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 class FileArray:
     """A tensor in a file. Implements :class:`~dsv3_jax.checkpoint.arrays.LazyArray`."""
 
-    __slots__ = ("_begin", "_file", "dtype", "shape")
+    __slots__ = ("_begin", "dtype", "file", "shape")
 
     def __init__(self, file: SafetensorsFile, entry: Mapping[str, Any]):
-        self._file = file
-        self.dtype, _ = _DTYPES[entry["dtype"]]
+        self.file = file
+        self.dtype = NUMPY[entry["dtype"]]
         self.shape: tuple[int, ...] = tuple(entry["shape"])
         self._begin: int = entry["data_offsets"][0]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def file(self) -> SafetensorsFile:
-        """File that contains the tensor."""
-        return self._file
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -90,17 +75,13 @@ class FileArray:
 
     def _read(self, begin: int, shape: tuple[int, ...]) -> np.ndarray:
         out = np.empty(shape, self.dtype)
-        self._file.read(self._begin + begin, out.reshape(-1).view(np.uint8).data)
+        self.file.read(self._begin + begin, out.reshape(-1).view(np.uint8).data)
         return out
 
 
-class SafetensorsFile(Mapping[str, FileArray]):
-    """The tensors of a file by name, in the order of the header.
-
-    Raises:
-      ValueError: the file is not safetensors, does not have the size that its header implies, or
-        contains an unsupported dtype.
-    """
+class SafetensorsFile(dict[str, FileArray]):
+    """The tensors of a file by name, in the order of the header. Raises ValueError if the file is
+    not safetensors, has another size than its header implies, or an unsupported dtype."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -109,22 +90,18 @@ class SafetensorsFile(Mapping[str, FileArray]):
         weakref.finalize(self, file.close)
         self._descriptor = file.fileno()
         self.size = os.fstat(self._descriptor).st_size
-        self.header = self._header_bytes()
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if self.size < 8 or length > min(self.size - 8, _MAX_HEADER):
+            raise ValueError(
+                f"{path.name}: truncated or not a safetensors file ({self.size} bytes)"
+            )
+        self.header = os.pread(self._descriptor, length, 8)
         entries = parsed_header(path, self.header)
         needed = 8 + len(self.header) + _end(path, entries)
         if self.size != needed:
             kind = "truncated" if self.size < needed else "damaged"
             raise ValueError(f"{path.name}: {kind}: expected {needed} bytes, got {self.size}")
-        self._tensors = {name: FileArray(self, entry) for name, entry in entries.items()}
-
-    def __getitem__(self, name: str) -> FileArray:
-        return self._tensors[name]
-
-    def __iter__(self):
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        super().__init__({name: FileArray(self, entry) for name, entry in entries.items()})
 
     def read(self, begin: int, into: memoryview) -> None:
         """Fills ``into`` with data from byte ``begin`` after the header."""
@@ -135,22 +112,11 @@ class SafetensorsFile(Mapping[str, FileArray]):
                     raise OSError(0, "ended before its header said it would")
                 offset, into = offset + count, into[count:]
 
-    def _header_bytes(self) -> bytes:
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-        if self.size < 8 or length > min(self.size - 8, _MAX_HEADER):
-            raise ValueError(
-                f"{self.path.name}: truncated or not a safetensors file ({self.size} bytes)"
-            )
-        return os.pread(self._descriptor, length, 8)
-
 
 def parsed_header(path: Path, header: bytes) -> dict[str, dict[str, Any]]:
-    """Parses a header. Returns the entry of each tensor, in the order of the header.
-
-    Raises:
-      ValueError: the header is not valid JSON, a dtype is unsupported, a shape disagrees with its
-        offsets, or there are gaps between tensors. The message names ``path``.
-    """
+    """Returns the entry of each tensor, in the order of the header. Raises ValueError, naming
+    ``path``, if the header is not valid JSON, a dtype is unsupported, a shape disagrees with its
+    offsets, or there are gaps between tensors."""
     try:
         entries = json.loads(header, object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
     except _DuplicateKeyError:
@@ -206,12 +172,12 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
         raise ValueError(
             f"{path.name}: {name}: expected dtype, shape and two data_offsets, got {entry!r:.200}"
         )
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in NUMPY:
         raise ValueError(
-            f"{path.name}: {name}: expected a dtype among {', '.join(_DTYPES)}; "
+            f"{path.name}: {name}: expected a dtype among {', '.join(NUMPY)}; "
             f"got {entry['dtype']!r}"
         )
-    dtype, _ = _DTYPES[entry["dtype"]]
+    dtype = NUMPY[entry["dtype"]]
     begin, end = entry["data_offsets"]
     if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
         raise ValueError(
@@ -225,12 +191,8 @@ def are_sizes(value: object) -> bool:
 
 
 def header_of(tensors: Mapping[str, Any]) -> bytes:
-    """Returns the header of a file with consecutive tensors.
-
-    Args:
-      tensors: objects by name with the attributes ``dtype`` (spelled as in safetensors), ``shape``
-        and ``nbytes``.
-    """
+    """Returns the header of a file with consecutive tensors, given by name with the attributes
+    ``dtype`` (spelled as in safetensors), ``shape`` and ``nbytes``."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, spec in tensors.items():
@@ -249,7 +211,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(
-            dtype=_SPELLINGS[array.dtype],
+            dtype=array.dtype.name,
             shape=list(array.shape),
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
@@ -283,11 +245,9 @@ def json_text(content: object) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-class CheckpointReader(Mapping[str, FileArray]):
-    """The tensors of a Hugging Face directory by published name. Values are read on demand.
-
-    The constructor checks that every file is complete. A weight and its scale may be in different
-    shards.
+class CheckpointReader(dict[str, FileArray]):
+    """The tensors of a Hugging Face directory by published name. Values are read on demand. A
+    weight and its scale may be in different shards.
 
     Raises:
       ValueError: the directory has no checkpoint, a shard is missing, truncated or damaged, or a
@@ -296,31 +256,16 @@ class CheckpointReader(Mapping[str, FileArray]):
 
     def __init__(self, directory: Path):
         if (index := directory / INDEX).is_file():
-            self._tensors = _sharded(directory, weight_map(index))
+            super().__init__(_sharded(directory, weight_map(index)))
         elif (single := directory / SINGLE).is_file():
-            self._tensors = dict(SafetensorsFile(single))
+            super().__init__(SafetensorsFile(single))
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
 
-    def __getitem__(self, name: str) -> FileArray:
-        return self._tensors[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Reads an index. Returns the name of each tensor's file in the same directory.
-
-    Raises:
-      ValueError: the index is damaged, or contains a value that is not a plain file name.
-    """
+    """Returns the name of each tensor's file, which is in the index's directory. Raises ValueError
+    if the index is damaged, or contains a value that is not a plain file name."""
     try:
         content = json.loads(index.read_text("utf-8"))
     except (ValueError, RecursionError):

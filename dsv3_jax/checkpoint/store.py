@@ -9,21 +9,19 @@ error, and never returns zeros.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from dsv3_jax.checkpoint import manifest, sidecar
+from dsv3_jax.checkpoint import manifest
 from dsv3_jax.checkpoint.reader import NUMPY
 from dsv3_jax.checkpoint.stored_arrays import StoredArray
 from dsv3_jax.checkpoint.tensor_table import stored_location
 from dsv3_jax.files import check_file_name
 
-WEIGHTS = "weights"
-"""Folder of a store with the arrays."""
+WEIGHTS = "weights"  # folder of a store with the arrays
 
 
 class ArrayFiles:
@@ -120,30 +118,22 @@ class TensorView:
 
 
 def failure(path: Path, error: Exception) -> OSError:
-    """Converts an exception of TensorStore to an OSError with the system's message.
-
-    TensorStore adds error codes, specs and C++ source locations to it.
-    """
+    """Converts an exception of TensorStore to an OSError with the system's message alone, without
+    TensorStore's error codes, specs and C++ source locations."""
     line = re.split(r" \[[a-z_ ]+=", str(error).splitlines()[0])[0]
     return OSError(None, line.rsplit(": ", 1)[1] if "Failed" in line else line, str(path))
 
 
-class StoreReader(Mapping[str, TensorView]):
-    """The tensors of a store by published name. Values are read on demand, chunk by chunk.
-
-    Raises:
-      ValueError: the store is incomplete, or its manifest is damaged.
-    """
+class StoreReader(dict[str, TensorView]):
+    """The tensors of a store by published name. Values are read on demand, chunk by chunk. Raises
+    ValueError if the store is incomplete, or its manifest is damaged."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.manifest = manifest.read(directory)
-        self.config = self.manifest.model_config
-        """The model in the form that the store has."""
-        self.source = directory / sidecar.FOLDER
-        """Directory with the source's small files, such as the tokenizer."""
+        self.config = self.manifest.model_config  # the model in the form that the store has
+        self.source = directory / manifest.FOLDER  # the source's small files, such as the tokenizer
         files = ArrayFiles(directory / WEIGHTS)
-        self._tensors = {}
         for name, record in self.manifest.tensors.items():
             try:
                 array, expert = stored_location(self.config, name)
@@ -152,13 +142,4 @@ class StoreReader(Mapping[str, TensorView]):
                     f"{directory / manifest.NAME}: expected the name of a tensor, got {name!r:.200}"
                 ) from None
             shape, dtype = tuple(record.shape), NUMPY[record.dtype]
-            self._tensors[name] = TensorView(files, array, expert, shape, dtype)
-
-    def __getitem__(self, name: str) -> TensorView:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+            self[name] = TensorView(files, array, expert, shape, dtype)

@@ -28,12 +28,9 @@ class StoredArray:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    tensors: tuple[str, ...]
-    """Published tensors in the array: a single one, or one per expert in order."""
-    stacked: bool
-    """Whether the first axis is the expert."""
-    chunk: tuple[int, ...]
-    """Shape of a chunk, which is one file."""
+    tensors: tuple[str, ...]  # published tensors in the array: one, or one per expert in order
+    stacked: bool  # whether the first axis is the expert
+    chunk: tuple[int, ...]  # shape of a chunk, which is one file
 
     @property
     def files(self) -> int:
@@ -52,12 +49,8 @@ class StoredArray:
         return (*self.chunk[1 if self.stacked else 0 :], 0)[0]
 
     def chunk_origin(self, expert: int, number: int) -> tuple[int, ...]:
-        """Returns the index of the first element of a tensor's chunk.
-
-        Args:
-          expert: index of the tensor in a stacked array; ignored for others.
-          number: number of the chunk among those of the tensor.
-        """
+        """Returns the index of the first element of a tensor's chunk ``number``. ``expert`` is the
+        index of the tensor in a stacked array."""
         row = number * self.rows_per_chunk
         begin = (expert, row) if self.stacked else (row,)
         return (*begin, *(0 for _ in self.shape))[: len(self.shape)]
@@ -79,13 +72,9 @@ class StoredArray:
 def stored_arrays(
     config: ModelConfig, *, multiple: int, unchanged: Arrays | None = None
 ) -> dict[str, StoredArray]:
-    """Returns the arrays of a store of this config by name, in the order data flows.
-
-    Args:
-      multiple: chunks of a matrix have a multiple of this number of rows.
-      unchanged: the source's tensors, if the store keeps their bytes and therefore their dtypes.
-        None for the dtypes of the config.
-    """
+    """Returns the arrays of a store of this config by name, in the order data flows. Chunks of a
+    matrix have a multiple of ``multiple`` rows. The dtypes are those of ``unchanged``, the source's
+    tensors, if the store keeps their bytes, and otherwise those of the config."""
     table, not_stored = tensor_table(config), copies(config)
     tensors: dict[str, list[str]] = {}
     stacked = set()

@@ -40,12 +40,10 @@ _EXPERTS = "experts"
 # Name of a weight's scale in the model. Checkpoints may use another suffix.
 _MODEL_SCALES = {BlockQuantization: "weight_scale_inv", IntegerQuantization: "weight_scale"}
 
-Table = dict[str, "TensorSpec"]
-"""Tensors by name, in the order data flows."""
+Table = dict[str, "TensorSpec"]  # tensors by name, in the order data flows
 
 _ITEMSIZE = {"F8_E4M3": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}
-STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Dtype in a config -> spelling in safetensors."""
+STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # by dtype in a config
 
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Name endings of tensors that no forward pass reads. They are not in the table.
@@ -103,10 +101,8 @@ def quantizable_modules(config: ModelConfig) -> list[str]:
 
 
 def is_selecting(name: str) -> bool:
-    """Returns whether a tensor selects experts or keys: a router's, or an indexer's.
-
-    NaN or infinity in one of them may select wrong ones and leave the logits finite.
-    """
+    """Returns whether a tensor selects experts or keys: a router's, or an indexer's. NaN or
+    infinity in one may select wrong ones and leave the logits finite."""
     return ".mlp.gate." in name or ".self_attn.indexer." in name
 
 
@@ -234,10 +230,7 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Table:
         stored = TensorSpec(*quantization.stored(rows, columns))
     except ValueError as error:
         raise ValueError(f"{weight}: {error}") from None
-    return {
-        weight: stored,
-        weight + quantization.scale_suffix: TensorSpec(scales, "F32"),
-    }
+    return {weight: stored, weight + quantization.scale_suffix: TensorSpec(scales, "F32")}
 
 
 def _plain(config: ModelConfig, name: str, *shape: int) -> Table:
@@ -270,21 +263,15 @@ class StoredLocation(NamedTuple):
     """Location of a published tensor in a store."""
 
     array: str
-    expert: int | None
-    """Index along the first axis of an array that stacks experts. None for other arrays."""
-
-
-def array_name(config: ModelConfig, path: ParameterPath) -> str:
-    """Returns the name of the store's array for the parameter at ``path``."""
-    quantization = config.quantization
-    if quantization is not None and path[-1] == _MODEL_SCALES[type(quantization)]:
-        path = (*path[:-1], "weight" + quantization.scale_suffix)
-    return dotted(path)
+    expert: int | None  # index along the first axis if the array stacks experts, else None
 
 
 def published_tensor_names(config: ModelConfig, path: ParameterPath) -> TensorNames:
     """Returns the published names of the parameter at ``path`` in the tree of the model."""
-    array = array_name(config, path)
+    quantization = config.quantization
+    if quantization is not None and path[-1] == _MODEL_SCALES[type(quantization)]:
+        path = (*path[:-1], "weight" + quantization.scale_suffix)
+    array = dotted(path)
     if _EXPERTS not in array.split("."):
         return TensorNames((published_name(config, StoredLocation(array, None)),), stacked=False)
     locations = (StoredLocation(array, expert) for expert in range(config.n_routed_experts))
@@ -304,11 +291,8 @@ def published_name(config: ModelConfig, location: StoredLocation) -> str:
 
 
 def stored_location(config: ModelConfig, name: str) -> StoredLocation:
-    """Returns the location of a published tensor. Inverse of :func:`published_name`.
-
-    Raises:
-      ValueError, IndexError: no published tensor has such a name.
-    """
+    """Returns the location of a published tensor. Inverse of :func:`published_name`. Raises
+    ValueError or IndexError for other names."""
     keys = name.removeprefix(f"{_PREFIX}.").split(".")
     if keys[0] == "layers" and (layer := int(keys[1])) >= config.num_hidden_layers:
         keys[:2] = ["mtp", str(layer - config.num_hidden_layers)]

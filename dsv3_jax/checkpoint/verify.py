@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from dsv3_jax.checkpoint import sidecar
 from dsv3_jax.checkpoint.arrays import (
     Arrays,
     LazyArray,
@@ -30,6 +29,7 @@ from dsv3_jax.checkpoint.arrays import (
 )
 from dsv3_jax.checkpoint.check import copy_mismatch, is_uncounted_mtp_tensor, tensor_problems
 from dsv3_jax.checkpoint.formats import dequantize
+from dsv3_jax.checkpoint.manifest import FOLDER, small_file_hashes
 from dsv3_jax.checkpoint.open_checkpoint import OpenCheckpoint
 from dsv3_jax.checkpoint.tensor_table import copies, tensor_table
 from dsv3_jax.quantization import Quantization
@@ -43,10 +43,8 @@ class Faults:
     """Bad elements of one kind in a tensor: their number and the position of the first."""
 
     def __init__(self, kind: str):
-        self.kind = kind
-        """Description for messages, such as ``"NaN or infinity"``."""
-        self.count = 0
-        """Number of bad elements so far."""
+        self.kind = kind  # description for messages, such as ``"NaN or infinity"``
+        self.count = 0  # number of bad elements so far
         self._first: list[int] = []
 
     def add(self, is_bad: np.ndarray, first_row: int) -> None:
@@ -67,26 +65,17 @@ class RowReader:
     def __init__(self, name: str, array: LazyArray, progress: Progress):
         self.name = name
         self.array = array
+        self.hasher = xxhash.xxh3_128()
+        self.rows_read = 0
         self._progress = progress
-        self._hasher = xxhash.xxh3_128()
-        self._rows_read = 0
 
     def read(self, rows: slice) -> np.ndarray:
         """Reads the next rows."""
         part = self.array[rows]
-        self._hasher.update(as_bytes(part))
-        self._rows_read += len(part)
+        self.hasher.update(as_bytes(part))
+        self.rows_read += len(part)
         self._progress(part.nbytes)
         return part
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows have been read."""
-        return self._rows_read == self.array.shape[0]
-
-    def digest(self) -> str:
-        """Returns the hash of all rows read so far, as :func:`~.arrays.digest` computes it."""
-        return self._hasher.hexdigest()
 
 
 class ScaleScan:
@@ -94,23 +83,16 @@ class ScaleScan:
 
     def __init__(self, name: str, array: LazyArray, block: tuple[int, int], progress: Progress):
         self.reader = RowReader(name, array, progress)
-        self.range: tuple[float, float] | None = None
-        """Smallest and largest scale above 0 so far. None if there is no such scale."""
+        self.range: tuple[float, float] | None = None  # smallest and largest above 0 so far
+        self.rows_per_scale = block[0]  # number of matrix rows per row of scales
         self._block = block
         self._bad_scales = Faults("expected finite scales above 0, got another")
         self._bad_zeros = Faults("a scale of 0 over weights that are not 0")
 
-    @property
-    def rows_per_scale(self) -> int:
-        """Number of matrix rows per row of scales."""
-        return self._block[0]
-
     def read(self, rows: slice) -> np.ndarray:
-        """Reads the float32 scales of the next matrix rows, which begin a block.
-
-        A scale that is not finite is a finding. It is returned as the smallest positive number,
-        because a scale of 0 could cause another finding.
-        """
+        """Reads the float32 scales of the next matrix rows, which begin a block. One that is not
+        finite is a finding, and is returned as the smallest positive number: 0 could cause another
+        finding."""
         first = rows.start // self.rows_per_scale
         stored = self.reader.read(slice(first, -(-rows.stop // self.rows_per_scale)))
         scale = stored.astype(np.float32)
@@ -125,14 +107,9 @@ class ScaleScan:
     def dequantize(
         self, values: np.ndarray, scale: np.ndarray, first_row: int, offset: int
     ) -> np.ndarray:
-        """Returns the float32 values of some rows of a piece.
-
-        Args:
-          values: stored values of the rows. They begin a block.
-          scale: scales of the piece, from :meth:`read`.
-          first_row: first row of the piece in the matrix.
-          offset: first row of ``values`` in the piece.
-        """
+        """Returns the float32 values of rows that begin a block, ``offset`` rows into the piece
+        that begins at ``first_row`` of the matrix. ``scale`` has the scales of the piece, from
+        :meth:`read`."""
         first = offset // self.rows_per_scale
         scale = scale[first : -(-(offset + len(values)) // self.rows_per_scale)]
         if not scale.all():
@@ -140,21 +117,17 @@ class ScaleScan:
             is_zero = (scale == 0).astype(np.float32)
             unscaled = np.nan_to_num(dequantize(values, is_zero, self._block, _FLOAT32))
             if unscaled.any():
-                first_block = (first_row + offset) // self.rows_per_scale
-                self._bad_zeros.add(self._nonzero_blocks(unscaled), first_block)
+                blocks = unscaled != 0
+                for axis, size in enumerate(self._block):
+                    edges = range(0, blocks.shape[axis], size)
+                    blocks = np.logical_or.reduceat(blocks, edges, axis=axis)
+                self._bad_zeros.add(blocks, (first_row + offset) // self.rows_per_scale)
         return dequantize(values, scale, self._block, _FLOAT32)
 
     def findings(self) -> list[str]:
         """Returns one line per kind of bad scale."""
         faults = (self._bad_scales, self._bad_zeros)
         return [f"{self.reader.name}: {each}" for each in faults if each.count]
-
-    def _nonzero_blocks(self, values: np.ndarray) -> np.ndarray:
-        """Returns a mask of the blocks that have a value other than 0."""
-        mask = values != 0
-        for axis, size in enumerate(self._block):
-            mask = np.logical_or.reduceat(mask, range(0, mask.shape[axis], size), axis=axis)
-        return mask
 
 
 class Scan:
@@ -164,40 +137,31 @@ class Scan:
         self, name: str, arrays: Arrays, quantization: Quantization | None, progress: Progress
     ):
         self.name = name
-        self.shape = arrays[name].shape
-        """Shape of the values, after unpacking."""
-        self.scales: ScaleScan | None = None
-        """Scales of the tensor. None if it is not quantized."""
+        self.shape = arrays[name].shape  # shape of the values, after unpacking
+        self.scales: ScaleScan | None = None  # scales of the tensor. None if it is not quantized.
         self._values = RowReader(name, arrays[name], progress)
+        self._readers = [self._values]
+        self.row_multiple = 1  # number of rows per scale. Every part begins at a multiple of it.
         self._nonfinite = Faults("NaN or infinity")
-        self._error: OSError | None = None
-        """Failure that ended the pass early."""
+        self._error: OSError | None = None  # failure that ended the pass early
         if quantization is None or (scale := arrays.get(name + quantization.scale_suffix)) is None:
             return
         rows, columns = self.shape
         self.shape = (rows, columns * columns_per_element(arrays[name].dtype))
         block = quantization.block_shape(self.shape[1])
         self.scales = ScaleScan(name + quantization.scale_suffix, scale, block, progress)
-
-    @property
-    def row_multiple(self) -> int:
-        """Number of rows per scale. Every part begins at a multiple of it."""
-        return self.scales.rows_per_scale if self.scales is not None else 1
+        self._readers.append(self.scales.reader)
+        self.row_multiple = self.scales.rows_per_scale
 
     @property
     def dtypes(self) -> tuple[np.dtype, ...]:
         """Stored dtypes of the tensor and its scales."""
-        return tuple(reader.array.dtype for reader in self._readers())
+        return tuple(reader.array.dtype for reader in self._readers)
 
     def parts(self, multiple: int) -> Iterator[np.ndarray]:
-        """Yields all values in order as float32 rows. NaN and infinity are replaced by 0.
-
-        A disk failure ends the iteration early and becomes a finding.
-
-        Args:
-          multiple: parts begin at multiples of this number of rows. It must be a multiple of
-            :attr:`row_multiple`.
-        """
+        """Yields all values in order as float32 rows, with 0 for NaN and infinity. Parts begin at
+        multiples of ``multiple`` rows, a multiple of :attr:`row_multiple`. A disk failure ends the
+        iteration early and becomes a finding."""
         width = math.prod(self.shape[1:])
         step = max(_PART_ELEMENTS // width // multiple * multiple, multiple)
         # Pieces have at least 128 rows, as chunks of a store do.
@@ -218,18 +182,15 @@ class Scan:
 
     def digests(self) -> dict[str, str]:
         """Returns the hashes of tensor and scales by name. Empty unless all values were read."""
-        if self._error is not None or not self._values.is_complete:
+        if self._error is not None or self._values.rows_read != self._values.array.shape[0]:
             return {}
-        return {reader.name: reader.digest() for reader in self._readers()}
+        return {reader.name: reader.hasher.hexdigest() for reader in self._readers}
 
     def findings(self) -> list[str]:
         """Returns one line per kind of problem with the values."""
         lines = [f"{self.name}: {self._nonfinite}"] if self._nonfinite.count else []
         lines += self.scales.findings() if self.scales is not None else []
         return lines if self._error is None else [*lines, unreadable(self.name, self._error)]
-
-    def _readers(self) -> list[RowReader]:
-        return [self._values, *([self.scales.reader] if self.scales is not None else [])]
 
     def _float32(
         self, values: np.ndarray, scale: np.ndarray | None, first_row: int, offset: int
@@ -253,12 +214,9 @@ class ValueStats:
 
     tensors: int = 0
     values: int = 0
-    largest: float = 0.0
-    """max |w|"""
-    squares: float = 0.0
-    """sum w^2"""
-    scales: tuple[float, float] | None = None
-    """Smallest and largest scale above 0. None if no tensor is quantized."""
+    largest: float = 0.0  # max |w|
+    squares: float = 0.0  # sum w^2
+    scales: tuple[float, float] | None = None  # smallest and largest scale above 0, if any
 
     @property
     def rms(self) -> float:
@@ -287,10 +245,8 @@ class Verification(NamedTuple):
 
     tensors: int
     nbytes: int
-    stats: dict[str, ValueStats]
-    """Statistics by published name. Those of a weight include its scales."""
-    findings: list[str]
-    """Problems, one line each with the name of the tensor."""
+    stats: dict[str, ValueStats]  # by published name. Those of a weight include its scales.
+    findings: list[str]  # problems, one line each with the name of the tensor
 
 
 def verify(
@@ -330,13 +286,11 @@ class Scans:
     """All scans of one pass over a checkpoint, and their results. Safe to use from any thread."""
 
     def __init__(self, checkpoint: OpenCheckpoint, progress: Progress):
-        self.digests: dict[str, str] = {}
-        """Hashes of the tensors read so far, by name."""
+        self.digests: dict[str, str] = {}  # hashes of the tensors read so far, by name
         self._checkpoint = checkpoint
         self._progress = progress
         self._findings: dict[str, list[str]] = {}
-        self._scales: dict[str, str] = {}
-        """Names of the scales that the config has -> name of the weight."""
+        self._scales: dict[str, str] = {}  # weight of each scale that the config has, by name
         if (quantization := checkpoint.config.quantization) is not None:
             table = tensor_table(checkpoint.config)
             weights = {weight + quantization.scale_suffix: weight for weight in table}
@@ -391,12 +345,12 @@ class Scans:
         for name, record in manifest.tensors.items():
             if (got := self.digests.get(name, record.hash)) != record.hash:
                 lines.append(f"{name}: expected hash {record.hash}, got {got}")
-        recorded, present = manifest.kept, sidecar.hashes(self._checkpoint.directory)
+        recorded, present = manifest.kept, small_file_hashes(self._checkpoint.directory)
         for name in recorded | present:
             if recorded.get(name) != present.get(name):
                 expected = recorded.get(name, "no such file")
                 got = present.get(name, "no such file")
-                lines.append(f"{sidecar.FOLDER}/{name}: expected hash {expected}, got {got}")
+                lines.append(f"{FOLDER}/{name}: expected hash {expected}, got {got}")
         return lines
 
 

@@ -15,8 +15,7 @@ from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.roofline import cached_token_bytes
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.weights import ShardCache
-from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
-from dsv3_jax.simulator.deployed import PoolPlan
+from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolPlan, PoolSettings
 from dsv3_jax.simulator.measured_run import MeasuredRun
 from dsv3_jax.simulator.report import ServiceLevel, summary
 from dsv3_jax.simulator.step_times import Efficiency

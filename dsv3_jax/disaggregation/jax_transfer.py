@@ -41,11 +41,9 @@ from dsv3_jax.disaggregation.protocol import ProtocolError, TransferName, frame
 from dsv3_jax.pages import PageRecord
 from dsv3_jax.pages.record import max_record_bytes
 
-_BUFFER_BYTES = 2**24
-"""Bytes that JAX copies at a time."""
+_BUFFER_BYTES = 2**24  # bytes that JAX copies at a time
 _POLL_SECONDS = 0.002
-_WITHDRAWAL_SECONDS = 0.1
-"""Time in which a pull within this process has begun."""
+_WITHDRAWAL_SECONDS = 0.1  # time in which a pull within this process has begun
 _MAX_TICKET_BYTES = 2**14
 _MAX_RECORDS = 256
 

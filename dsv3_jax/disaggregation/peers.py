@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 1.0
-"""Time between two looks."""
+PERIOD_SECONDS = 1.0  # time between two looks
 
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
@@ -52,14 +51,8 @@ class Peer:
 
 
 class Peers:
-    """A choice of peers. All methods can be called from any thread.
-
-    Args:
-      urls: of the peers. There may be none until :meth:`replace`.
-
-    Raises:
-      ValueError: a URL has another form or is given twice.
-    """
+    """A choice of the peers at ``urls``; there may be none until :meth:`replace`. All methods can
+    be called from any thread. Raises ValueError if a URL has another form or is given twice."""
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic):
         self.all = [Peer.of(url) for url in urls]
@@ -81,12 +74,9 @@ class Peers:
             return {peer.url: not peer.failures for peer in self.all}
 
     def replace(self, api_keys: Mapping[str, str | None]) -> None:
-        """Changes the peers to those at these URLs. What is known of a peer that stays is kept, and
-        requests to one that does not stay go on.
-
-        Args:
-          api_keys: the key of each peer, by URL. A server with another key is another peer.
-        """
+        """Changes the peers to those at these URLs, each with its key. What is known of a peer that
+        stays is kept; a server with another key is another peer. Requests to one that does not stay
+        go on."""
         with self._lock:
             known = {(peer.url, peer.api_key): peer for peer in self.all}
             given = [Peer.of(url, key) for url, key in api_keys.items()]
@@ -111,11 +101,8 @@ class Peers:
             return peer
 
     def end(self, peer: Peer, tokens: int, *, succeeded: bool | None) -> None:
-        """Ends the work on a request.
-
-        Args:
-          succeeded: None if nothing was learned about the peer, as after a cancellation.
-        """
+        """Ends the work on a request. ``succeeded`` is None if nothing was learned about the peer,
+        as after a cancellation."""
         with self._lock:
             peer.open_tokens -= tokens
             peer.open_requests -= 1
@@ -144,15 +131,11 @@ async def keep_current(
     addresses: Callable[[], Awaitable[list[PrefillAddress]]],
     failures: tuple[type[Exception], ...] = (TimeoutError,),
 ) -> None:
-    """Replaces the peers by the replicas that run now, until it is cancelled.
+    """Replaces the peers by the replicas that run now, whose addresses ``addresses`` returns, until
+    it is cancelled. After one of ``failures`` the next look may succeed; other errors end it.
 
     A replica that was lost is a peer for at most a period, in which requests to it fail and go to
-    another one. A replica that does not answer keeps others from joining, so that the peers then
-    stay as they are.
-
-    Args:
-      addresses: returns the addresses of all prefill replicas, or raises one of ``failures``.
-      failures: errors after which the next look may succeed. Others end the task.
+    another one. One that does not answer keeps others from joining: the peers stay as they are.
     """
     while True:
         try:

@@ -29,8 +29,7 @@ from dsv3_jax.pages.record import max_record_bytes
 PATH = "/prefill"
 MEDIA_TYPE = "application/octet-stream"
 
-TransferName = Literal["http", "jax"]
-"""Transport of the records: the answer itself, or jax.experimental.transfer."""
+TransferName = Literal["http", "jax"]  # the answer itself, or jax.experimental.transfer
 
 _LENGTH = struct.Struct("<Q")
 LAST_FRAME = _LENGTH.pack(0)
@@ -51,11 +50,9 @@ class PrefillBody(BaseModel):
         list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)
     ]
     """The tokens of all pages, and the lookahead after the last one."""
-    first_page: Annotated[int, Field(ge=0)]
-    """Number of the first page that is asked for. The decode server has those before it."""
+    first_page: Annotated[int, Field(ge=0)]  # the decode server has those before it
     num_pages: Annotated[int, Field(ge=1)]
-    seconds: Annotated[float, Field(gt=0, le=3600)]
-    """Time after which the decode server no longer waits."""
+    seconds: Annotated[float, Field(gt=0, le=3600)]  # after which the decode server no longer waits
     transfer: TransferName
 
 
@@ -65,26 +62,14 @@ class Reader(Protocol):
     async def readexactly(self, n: int) -> bytes: ...
 
 
-def frame(content: bytes) -> bytes:
-    """Returns a frame with this content."""
-    return _LENGTH.pack(len(content)) + content
-
-
-def frame_of(parts: tuple[bytes, memoryview, bytes]) -> bytes:
+def frame(*parts: bytes | memoryview) -> bytes:
     """Returns a frame whose content is given in parts, with one copy."""
     return b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
 
 
 async def frames(reader: Reader, max_bytes: int) -> AsyncIterator[bytes]:
-    """Yields the contents of frames up to the last one.
-
-    Args:
-      max_bytes: most bytes of a content. More are refused before they are read.
-
-    Raises:
-      ProtocolError: a frame is larger.
-      EOFError: the answer was interrupted.
-    """
+    """Yields the contents of frames up to the last one. Raises ProtocolError for a content of more
+    than ``max_bytes``, before it is read, and EOFError if the answer was interrupted."""
     while length := _LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0]:
         if length > max_bytes:
             raise ProtocolError(f"frame: expected at most {max_bytes} bytes, got {length}")
@@ -153,7 +138,7 @@ class HttpSender:
 
     def offer(self, records: Sequence[PageRecord]) -> list[bytes]:
         """Returns a frame for each record."""
-        return [frame_of(record.parts()) for record in records]
+        return [frame(*record.parts()) for record in records]
 
     def close(self) -> None:
         """Does nothing, since nothing is kept."""

@@ -9,13 +9,13 @@ of the prefill server too.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 import aiohttp
@@ -28,32 +28,18 @@ from dsv3_jax.words import one_line
 logger = logging.getLogger(__name__)
 
 Reason = Literal[
-    "no_peer",
-    "connection",
-    "deadline",
-    "overloaded",
-    "refused",
-    "protocol",
-    "damaged",
-    "evicted",
-    "cancelled",
-    "internal",
+    "no_peer",  # no peer was ready
+    "connection",  # a peer was unreachable, or went away
+    "deadline",  # the pages did not arrive in time
+    "overloaded",  # a peer had no room for the request
+    "refused",  # a peer refused the request: another model, other settings, no key
+    "protocol",  # a peer's answer had another form
+    "damaged",  # a record was not the page that was asked for, or had a wrong checksum
+    "evicted",  # a peer no longer had the pages when it came to sending them
+    "cancelled",  # the request ended before
+    "internal",  # an error of this program, which is in the log
 ]
-"""Reason for which pages did not arrive:
-
-========== ===================================================================
-no_peer    no peer was ready
-connection a peer was unreachable, or went away
-deadline   the pages did not arrive in time
-overloaded a peer had no room for the request
-refused    a peer refused the request: another model, other settings, no key
-protocol   a peer's answer had another form
-damaged    a record was not the page that was asked for, or had a wrong checksum
-evicted    a peer no longer had the pages when it came to sending them
-cancelled  the request ended before
-internal   an error of this program, which is in the log
-========== ===================================================================
-"""
+"""Reason for which pages did not arrive."""
 
 
 @dataclasses.dataclass
@@ -61,17 +47,12 @@ class RemoteFigures:
     """Figures of a decode server since its start. The thread of :class:`RemotePrefill` writes
     them."""
 
-    requests: int = 0
-    """Prompts for which peers were asked."""
+    requests: int = 0  # prompts for which peers were asked
     open_requests: int = 0
-    pages: int = 0
-    """Pages that were pulled."""
-    num_bytes: int = 0
-    """Bytes of their records."""
-    seconds: float = 0.0
-    """Time of these requests, together."""
-    failures: Counter[Reason] = dataclasses.field(default_factory=Counter)
-    """Failed requests to one peer, by reason."""
+    pages: int = 0  # pages that were pulled
+    num_bytes: int = 0  # bytes of their records
+    seconds: float = 0.0  # time of these requests, together
+    failures: Counter[Reason] = dataclasses.field(default_factory=Counter)  # of one peer
     recomputed_pages: Counter[Reason] = dataclasses.field(default_factory=Counter)
     """Pages that did not arrive from any peer, by the last reason."""
 
@@ -128,9 +109,7 @@ class RemotePrefill:
         is_wanted = len(addresses) >= self._min_pages and self.peers.has_ready
         return len(addresses) if is_wanted else 0
 
-    def fetch(
-        self, addresses: Sequence[PageAddress]
-    ) -> concurrent.futures.Future[list[PageRecord]]:
+    def fetch(self, addresses: Sequence[PageAddress]) -> Future[list[PageRecord]]:
         """Returns the records of leading pages that peers gave, in order; perhaps none."""
         return asyncio.run_coroutine_threadsafe(self._fetch(addresses), self._loop)
 
@@ -185,10 +164,7 @@ class RemotePrefill:
         return records
 
     async def _ask_peers(
-        self,
-        addresses: Sequence[PageAddress],
-        records: list[PageRecord],
-        began: float,
+        self, addresses: Sequence[PageAddress], records: list[PageRecord], began: float
     ) -> Reason:
         """Appends records until all are there or every peer that is ready has failed. Returns the
         reason of the last failure."""
@@ -224,11 +200,7 @@ class RemotePrefill:
         return reason
 
     async def _ask(
-        self,
-        peer: Peer,
-        wanted: Sequence[PageAddress],
-        records: list[PageRecord],
-        seconds: float,
+        self, peer: Peer, wanted: Sequence[PageAddress], records: list[PageRecord], seconds: float
     ) -> None:
         """Appends the records that a peer sends, each checked."""
         all_pages = wanted[-1].chain()
@@ -242,12 +214,17 @@ class RemotePrefill:
             seconds=max(seconds, 1e-3),
             transfer=self._receiver.name,
         )
-        session = self._opened_session()
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            )
         key = peer.api_key or self._api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = peer.url + PATH
         # A redirect could lead the prompt, and the key, anywhere.
-        async with session.post(
+        async with self._session.post(
             url, json=body.model_dump(), headers=headers, allow_redirects=False
         ) as response:
             if response.status != 200:
@@ -269,15 +246,6 @@ class RemotePrefill:
                         records.append(record)
             finally:
                 response.close()  # not only released: the peer holds pages until then
-
-    def _opened_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            )
-        return self._session
 
     def _failed(self, peer: Peer, reason: Reason, message: str) -> None:
         self.figures.failures[reason] += 1

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401  # gives NumPy the names of JAX's dtypes
@@ -29,23 +31,16 @@ import numpy as np
 
 if TYPE_CHECKING:
     from dsv3_jax.kv_cache import CacheSpec  # imports JAX, which records do not need
-import hashlib
-import json
-from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class PageArray:
     """One array of a page."""
 
-    name: str
-    """The layer and the name in its spec, for example ``layers.3.latent`` or ``mtp.0.latent``."""
-    width: int
-    """Numbers per token."""
-    dtype: str
-    """Name of the dtype, for example ``bfloat16``."""
-    rows: int | None = None
-    """Rows per page, if they are more than its tokens."""
+    name: str  # layer and name in its spec, such as ``layers.3.latent`` or ``mtp.0.latent``
+    width: int  # numbers per token
+    dtype: str  # name of the dtype, for example ``bfloat16``
+    rows: int | None = None  # rows per page, if they are more than its tokens
 
     def numbers(self, page_size: int) -> int:
         """Returns how many numbers a page has."""
@@ -83,11 +78,8 @@ class PageFormat:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PageFormat:
-        """Returns the format that :meth:`as_json` described.
-
-        Raises:
-          ValueError, TypeError, KeyError: the description has another structure.
-        """
+        """Returns the format that :meth:`as_json` described. Raises ValueError, TypeError or
+        KeyError for anything else."""
         arrays = tuple(
             PageArray(str(name), int(width), np.dtype(dtype).name, *map(int, rows))
             for name, width, dtype, *rows in value["arrays"]
@@ -121,12 +113,9 @@ _VERSION = 1
 class PageAddress:
     """The address of one page."""
 
-    digest: bytes
-    """SHA-256 of ``parent`` and ``tokens``, 32 bytes."""
-    parent: bytes
-    """Digest of the page before it. That of the first page is the identity's."""
-    tokens: tuple[int, ...]
-    """The page's tokens, and the lookahead after them."""
+    digest: bytes  # SHA-256 of ``parent`` and ``tokens``, 32 bytes
+    parent: bytes  # digest of the page before it. That of the first page is the identity's.
+    tokens: tuple[int, ...]  # the page's tokens, and the lookahead after them
     previous: PageAddress | None = dataclasses.field(default=None, compare=False, repr=False)
     """The address of the page before it, if it is known: a source that computes pages needs all
     tokens. ``parent`` identifies it."""
@@ -151,13 +140,10 @@ class PageAddress:
 class CacheIdentity:
     """Everything besides tokens that the contents of a page depend on."""
 
-    model: str
-    """Identifies config, weights and options, see :func:`dsv3_jax.pages.weights.model_digest`."""
+    model: str  # digest of config, weights and options (:mod:`dsv3_jax.pages.weights`)
     format: PageFormat
-    lookahead: int
-    """Tokens after a page that its contents depend on: 1 if an MTP layer caches, else 0."""
-    salt: str = ""
-    """Separates caches that are otherwise the same."""
+    lookahead: int  # tokens after a page that it depends on: 1 if an MTP layer caches, else 0
+    salt: str = ""  # separates caches that are otherwise the same
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -174,10 +160,7 @@ class CacheIdentity:
         self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
     ) -> list[PageAddress]:
         """Returns the address of each full page of ``tokens`` whose lookahead is among them.
-
-        Args:
-          known: addresses of the first pages, from an earlier call.
-        """
+        ``known`` has those of the first pages, from an earlier call."""
         addresses = list(known)
         parent = addresses[-1].digest if addresses else self.digest
         full = (len(tokens) - self.lookahead) // self.page_size

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import queue
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -115,7 +116,7 @@ class DiskPages:
                     return
             if not future.set_running_or_notify_cancel():
                 return
-            records = list(_leading(pages))
+            records = [pages[n] for n in itertools.takewhile(pages.__contains__, itertools.count())]
             try:
                 if records:
                     self._touch(addresses[len(records) - 1], records[0].identity)
@@ -294,11 +295,8 @@ class DiskPages:
 
     def _touch(self, address: PageAddress, root: bytes) -> None:
         """Makes a page and all pages before it the most recently used, the first page last. If one
-        of them is missing, those after it become the least recently used.
-
-        Args:
-          root: the identity of the cache.
-        """
+        of them is missing, those after it become the least recently used. ``root`` is the cache's
+        identity."""
         chain, parent = self._chain(address)
         with self._changed:
             now = max(time.time_ns(), self._last_use + 1)
@@ -367,11 +365,3 @@ class DiskPages:
                     used -= size
         self._set_used(used)
         return used
-
-
-def _leading(pages: Mapping[int, PageRecord]) -> Iterator[PageRecord]:
-    """Yields the pages before the first missing one."""
-    for number in range(len(pages)):
-        if number not in pages:
-            return
-        yield pages[number]

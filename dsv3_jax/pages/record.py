@@ -32,8 +32,7 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _BEGIN_BYTES = len(_MAGIC) + _LENGTH.size
-_MAX_HEADER_BYTES = 2**20
-"""More than a header takes: it names the arrays of all layers, and the tokens."""
+_MAX_HEADER_BYTES = 2**20  # more than the arrays of all layers and the tokens take
 
 
 class PageError(ValueError):
@@ -44,14 +43,11 @@ class PageError(ValueError):
 class PageRecord:
     """One page in host memory."""
 
-    identity: bytes
-    """Digest of the identity of its cache."""
+    identity: bytes  # digest of the identity of its cache
     address: PageAddress
     format: PageFormat
-    payload: np.ndarray
-    """Its contents: ``format.num_bytes`` of uint8."""
-    pinned: Any = None
-    """The arrays that ``payload`` is a view of, if they are in pinned host memory; else None."""
+    payload: np.ndarray  # its contents: ``format.num_bytes`` of uint8
+    pinned: Any = None  # the arrays that ``payload`` is a view of, if in pinned host memory
 
     @property
     def num_bytes(self) -> int:
@@ -102,12 +98,9 @@ class PageRecord:
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> PageRecord:
-        """Returns the record that :meth:`encode` wrote. Its payload is a view of ``data``.
-
-        Raises:
-          PageError: one line that names the kind of damage. :meth:`check` compares a record with
-            what was asked for.
-        """
+        """Returns the record that :meth:`encode` wrote. Its payload is a view of ``data``. Raises
+        PageError, in one line, for any damage; :meth:`check` compares a record with what was asked
+        for."""
         view = memoryview(data).cast("B")
         header, payload_begin = _header(view)
         try:
@@ -137,13 +130,9 @@ class PageRecord:
 
     @classmethod
     def read(cls, file: BinaryIO, size: int) -> PageRecord:
-        """Returns the record that a file of ``size`` bytes has, see :meth:`decode`.
-
-        Raises:
-          PageError: as :meth:`decode`. A file of another size than its header tells is refused
-            before it is read.
-          OSError: the file cannot be read.
-        """
+        """Returns the record that a file of ``size`` bytes has, see :meth:`decode`. A file of
+        another size than its header tells is refused with PageError before it is read. Raises
+        OSError if it cannot be read."""
         begin = file.read(_BEGIN_BYTES)
         _check_kind(memoryview(begin))
         try:
@@ -212,8 +201,7 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
 class PageSource(Protocol):
     """Gives records of pages. Its methods can be called from any thread and return at once."""
 
-    name: str
-    """Its name in statistics, for example ``host``."""
+    name: str  # its name in statistics, for example ``host``
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
         """Returns how many leading pages it seems to have. :meth:`fetch` may find fewer, since
@@ -241,18 +229,13 @@ class TierStats:
     """Figures of one source. Counts are totals since it was made."""
 
     name: str
-    hit_pages: int = 0
-    """Pages that were fetched from it."""
+    hit_pages: int = 0  # pages that were fetched from it
     hit_bytes: int = 0
-    stored_pages: int = 0
-    """Pages that it did not have before."""
+    stored_pages: int = 0  # pages that it did not have before
     stored_bytes: int = 0
-    dropped_pages: int = 0
-    """Pages that it could not keep, because it was too slow or its disk failed."""
-    damaged_pages: int = 0
-    """Pages that were refused and deleted. Requests computed them again."""
-    used_bytes: int = 0
-    """Bytes that it occupies now."""
+    dropped_pages: int = 0  # not kept, because it was too slow or its disk failed
+    damaged_pages: int = 0  # pages that were refused and deleted. Requests computed them again.
+    used_bytes: int = 0  # bytes that it occupies now
 
     def plus(
         self,
@@ -263,11 +246,8 @@ class TierStats:
         damaged: int = 0,
         used: int = 0,
     ) -> TierStats:
-        """Returns the figures after some events.
-
-        Args:
-          used: bytes that it occupies in addition.
-        """
+        """Returns the figures after some events. ``used`` counts bytes that it occupies in
+        addition."""
         return TierStats(
             self.name,
             hit_pages=self.hit_pages + len(hits),

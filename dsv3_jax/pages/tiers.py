@@ -85,22 +85,19 @@ class HostMemory:
             self._stats = self._stats.plus(used=-self._stats.used_bytes)
 
     def _touch_all(self, records: Sequence[PageRecord]) -> None:
-        """Makes pages and those before them the most recently used."""
-        parents = {record.address.parent for record in records}
-        for record in records:
-            if record.address.digest not in parents:
-                self._touch(record)
-
-    def _touch(self, record: PageRecord) -> None:
-        """Makes a page and all pages before it the most recently used, the first page last: the
+        """Makes pages and all pages before them the most recently used, the first page last: the
         end of a prefix is evicted before its beginning. If one of them is missing, those after it
         are of no use: they become the least recently used."""
-        chain = [record]  # the first page last
-        while (parent := self._records.get(chain[-1].address.parent)) is not None:
-            chain.append(parent)
-        is_whole = chain[-1].address.parent == record.identity
-        for each in chain if is_whole else reversed(chain):
-            self._records.move_to_end(each.address.digest, last=is_whole)
+        parents = {record.address.parent for record in records}
+        for record in records:
+            if record.address.digest in parents:
+                continue
+            chain = [record]  # the first page last
+            while (parent := self._records.get(chain[-1].address.parent)) is not None:
+                chain.append(parent)
+            is_whole = chain[-1].address.parent == record.identity
+            for each in chain if is_whole else reversed(chain):
+                self._records.move_to_end(each.address.digest, last=is_whole)
 
     def stats(self) -> TierStats:
         """Returns its figures."""

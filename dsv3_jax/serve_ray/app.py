@@ -13,13 +13,12 @@ from ray.serve.config import (  # pyright: ignore[reportMissingImports]
 )
 
 from dsv3_jax.serve_ray.autoscaling import QueueAndCachePolicy
-from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, PrefixRouter, front_builder
+from dsv3_jax.serve_ray.front_process import ENGINE, PREFILL, PrefixRouter, make_front
 from dsv3_jax.serve_ray.hosts import STRATEGY, actor_options, bundles
 from dsv3_jax.serve_ray.replica import EngineReplica, PrefillReplica
 from dsv3_jax.serve_ray.settings import AppSettings, Autoscaling
 
-_ENDING_SECONDS = 10
-"""Time to end after open requests had theirs."""
+_ENDING_SECONDS = 10  # time to end after open requests had theirs
 
 
 def build_app(model: str = "demo", **settings: Any) -> serve.Application:
@@ -71,7 +70,7 @@ def application(
     )
     most = settings.max_requests * settings.autoscaling.max_replicas
     fronts: Any = serve.deployment(
-        serve.ingress(front_builder(settings))(),
+        serve.ingress(lambda: make_front(settings))(),
         name="front",
         num_replicas=settings.fronts,
         ray_actor_options={"num_cpus": 0},

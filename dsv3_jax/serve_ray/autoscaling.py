@@ -11,11 +11,8 @@ OPEN_REQUESTS = "open_requests"
 
 
 class QueueAndCachePolicy:
-    """Autoscaling policy of Ray Serve.
-
-    Args:
-      target_cache_usage: share of a replica's cache in use at which the number of replicas stays.
-    """
+    """Autoscaling policy of Ray Serve. The number of replicas stays while ``target_cache_usage`` of
+    a replica's cache is in use."""
 
     def __init__(self, target_cache_usage: float):
         self._target_cache_usage = target_cache_usage

@@ -10,25 +10,15 @@ import math
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Scope
 
 from dsv3_jax.server.errors import endpoint_path
 
 logger = logging.getLogger(__name__)
 
-REPLICA_HEADER = b"x-replica-id"
-"""Header of every answer with the id of the replica that gave it."""
+REPLICA_HEADER = b"x-replica-id"  # header of every answer with the id of the replica that gave it
 
-_SENT_KEYS = (
-    "type",
-    "http_version",
-    "method",
-    "scheme",
-    "query_string",
-    "headers",
-    "client",
-    "server",
-)
+_SENT_KEYS = ("type", "http_version", "method", "scheme", "query_string", "client", "server")
 
 
 class EngineFailedError(Exception):
@@ -39,13 +29,10 @@ class EngineFailedError(Exception):
 class Call:
     """A request with its whole body. It can be sent again to another replica."""
 
-    scope: Mapping[str, Any]
-    """ASGI's description of the request, without what belongs to the front's process."""
+    scope: Mapping[str, Any]  # ASGI's, without what belongs to the front's process
     body: bytes
-    prefix_key: bytes | None
-    """Key that it shares with requests that have the same prefix."""
-    avoid: frozenset[str] = frozenset()
-    """Replicas that could not serve it."""
+    prefix_key: bytes | None  # key that it shares with requests that have the same prefix
+    avoid: frozenset[str] = frozenset()  # replicas that could not serve it
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, prefix_key: bytes | None) -> Call:
@@ -81,7 +68,13 @@ async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[
         messages.append(message)
         has_news.set()
 
-    task = asyncio.create_task(app(scope, _receive(body), send))  # pyright: ignore[reportArgumentType]
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await asyncio.Future()  # a client that goes away cancels the application
+        raise AssertionError
+
+    task = asyncio.create_task(app(scope, receive, send))  # pyright: ignore[reportArgumentType]
     task.add_done_callback(lambda _: has_news.set())
     try:
         has_begun = has_sent = False
@@ -103,19 +96,6 @@ async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[list[
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _receive(body: list[Message]) -> Receive:
-    """Returns the application's source of messages: the body, and then nothing. A client that goes
-    away cancels the application."""
-
-    async def receive() -> Message:
-        if body:
-            return body.pop()
-        await asyncio.Future()
-        raise AssertionError
-
-    return receive
 
 
 def _has_answer(messages: list[Message], state: Mapping[str, Any]) -> bool:

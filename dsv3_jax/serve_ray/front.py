@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 import prometheus_client
@@ -28,11 +29,9 @@ _PROBES = ("/health", "/ready")
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS_HEADER = b"x-attempts"
-"""Header of every answer with the number of replicas that its request was sent to."""
+ATTEMPTS_HEADER = b"x-attempts"  # of every answer: how many replicas its request was sent to
 
-_UNAVAILABLE = 503
-"""Status of a replica that is full, not ready or at its end."""
+_UNAVAILABLE = 503  # status of a replica that is full, not ready or at its end
 
 
 class ReplicaLostError(Exception):
@@ -44,8 +43,7 @@ class NoReplicaError(Exception):
     """No replica can take a call now."""
 
 
-Batches = AsyncGenerator[list[Message], None]
-"""Messages of a response, in the groups in which they arrived."""
+Batches = AsyncGenerator[list[Message], None]  # messages in the groups in which they arrived
 
 
 class Front:
@@ -142,11 +140,8 @@ class Front:
 
 
 def _last_event(path: str, start: Message, events: int) -> Message:
-    """Returns the end of a stream whose replica was lost: an event with the error.
-
-    Raises:
-      ConnectionError: the response is no stream of events. Its connection has to be closed.
-    """
+    """Returns the end of a stream whose replica was lost: an event with the error. Raises
+    ConnectionError if the response is no stream of events: its connection has to be closed."""
     kind = Headers(raw=start["headers"]).get("content-type", "")
     if not kind.startswith("text/event-stream"):
         raise ConnectionError(f"{path}: the replica was lost in the middle of an answer")
@@ -195,15 +190,5 @@ def merged(texts: Mapping[str, str]) -> bytes:
             )
             for sample in family.samples:
                 known.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    return prometheus_client.generate_latest(_Families(families))  # pyright: ignore[reportArgumentType]
-
-
-class _Families:
-    """Stands in for a registry."""
-
-    def __init__(self, families: Mapping[str, Metric]):
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        """Returns the figures."""
-        return list(self._families.values())
+    registry = types.SimpleNamespace(collect=families.values)
+    return prometheus_client.generate_latest(registry)  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray import serve  # pyright: ignore[reportMissingImports]
@@ -17,7 +16,7 @@ from ray.exceptions import (  # pyright: ignore[reportMissingImports]
     RayActorError,
     WorkerCrashedError,
 )
-from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
+from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
     BackPressureError,
     DeploymentUnavailableError,
 )
@@ -33,13 +32,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 
 from dsv3_jax.serve_ray.call import Call, EngineFailedError
-from dsv3_jax.serve_ray.front import (
-    Batches,
-    Front,
-    NoReplicaError,
-    ReplicaLostError,
-    merged,
-)
+from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, merged
 from dsv3_jax.serve_ray.placement import choose
 from dsv3_jax.serve_ray.settings import AppSettings
 from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
@@ -98,11 +91,8 @@ class PrefixRouter(RequestRouter):
 
 
 async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
-    """Returns the results of the replicas that gave one; none if no replica runs.
-
-    Raises:
-      TimeoutError: a replica neither answered nor was lost.
-    """
+    """Returns the results of the replicas that gave one; none if no replica runs. Raises
+    TimeoutError if a replica neither answered nor was lost."""
     try:
         results = await handle.broadcast(method).results_async(
             timeout_s=_SECONDS, return_exceptions=True
@@ -112,24 +102,12 @@ async def results_of(handle: DeploymentHandle, method: str) -> list[Any]:
     return [each for each in results if not isinstance(each, BaseException)]
 
 
-def front_builder(settings: AppSettings) -> Callable[[], Starlette]:
-    """Returns a function that makes the front's application in its process."""
-
-    def build() -> Starlette:
-        app_name = serve.get_replica_context().app_name
-        names = [ENGINE] if settings.prefill is None else [ENGINE, PREFILL]
-        handles = [serve.get_deployment_handle(name, app_name) for name in names]
-        return make_front(handles[0], settings, others=handles[1:])
-
-    return build
-
-
-def make_front(
-    handle: DeploymentHandle, settings: AppSettings, *, others: Sequence[DeploymentHandle] = ()
-) -> Starlette:
-    """Returns the application of a front."""
-    arguments = settings.arguments
-    streaming = handle.options(method_name="respond", stream=True)
+def make_front(settings: AppSettings) -> Starlette:
+    """Returns the application of a front, in its process."""
+    arguments, app_name = settings.arguments, serve.get_replica_context().app_name
+    names = [ENGINE] if settings.prefill is None else [ENGINE, PREFILL]
+    handles = [serve.get_deployment_handle(name, app_name) for name in names]
+    streaming = handles[0].options(method_name="respond", stream=True)
 
     async def open_call(call: Call) -> Batches:
         response: Any = streaming.remote(call)
@@ -146,7 +124,6 @@ def make_front(
             response.cancel()
 
     async def metrics() -> bytes:
-        handles = [handle, *others]
         texts = await asyncio.gather(*(results_of(each, "metrics") for each in handles))
         return merged(dict(itertools.chain(*texts)))
 

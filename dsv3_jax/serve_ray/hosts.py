@@ -27,8 +27,7 @@ from dsv3_jax.engine import Follower, Leader
 from dsv3_jax.serve_ray.call import EngineFailedError
 from dsv3_jax.serve_ray.settings import AppSettings
 
-STRATEGY = "STRICT_SPREAD"
-"""Every host of a replica is another node."""
+STRATEGY = "STRICT_SPREAD"  # every host of a replica is another node
 
 MakeEngine = Callable[[argparse.Namespace, Leader | Follower | None], MadeEngine]
 """Returns the engine of a process of the mesh, and what its server needs."""

@@ -24,22 +24,14 @@ import xxhash
 
 from dsv3_jax.server.openai.body import read_json
 
-_CHARACTERS = 1024
-"""Characters of a text that count: four cache pages of 64 tokens, at four characters a token."""
-_TOKENS = 256
-"""Token ids of a prompt that count: four cache pages."""
+_CHARACTERS = 1024  # of a text that count: four pages of 64 tokens, at four a token
+_TOKENS = 256  # token ids of a prompt that count: four cache pages
 
 
 def prefix_key(path: str, body: bytes) -> bytes | None:
-    """Returns the key of a request, or None if its endpoint generates nothing.
-
-    ``prompt_cache_key``, with which OpenAI's clients name what shares a prefix, is the key if the
-    body has it.
-
-    Args:
-      path: path of the endpoint.
-      body: body of the request. One that is not valid has the key None; the server refuses it.
-    """
+    """Returns the key of a request, or None if its endpoint generates nothing or its body is not
+    valid, which the server refuses. ``prompt_cache_key``, with which OpenAI's clients name what
+    shares a prefix, is the key if the body has it."""
     read = _READERS.get(path)
     if read is None:
         return None
@@ -104,10 +96,9 @@ def choose(key: bytes | None, loads: Mapping[str, int], load_bound: float) -> li
     """Returns all replicas in the order in which to try them for one request.
 
     Args:
-      key: what requests that share a prefix have in common. None goes to the least loaded replica.
+      key: what requests that share a prefix have in common. None prefers the least loaded replica.
       loads: open requests of each replica.
-      load_bound: most load of a replica, in multiples of the mean load after this request; at
-        least 1.
+      load_bound: most load of a replica, in multiples of the mean load after this request.
     """
     if key is None:
         return sorted(loads, key=lambda replica: (loads[replica], replica))

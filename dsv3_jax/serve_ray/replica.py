@@ -41,8 +41,7 @@ from dsv3_jax.server.app import create_app
 from dsv3_jax.server.run import Watchdog, bind
 from dsv3_jax.server.service import Service
 
-_ENDING_SECONDS = 5
-"""Time in which a failed engine's requests get their errors before the process ends."""
+_ENDING_SECONDS = 5  # in which a failed engine's requests get their errors
 
 
 class Replica:
@@ -154,11 +153,8 @@ class EngineReplica(Replica):
             self._hosts.check()
 
     async def respond(self, call: Call) -> AsyncIterator[list[Message]]:
-        """Yields the messages of the response to a call.
-
-        Raises:
-          EngineFailedError: the engine failed, and nothing was yielded before.
-        """
+        """Yields the messages of the response to a call. Raises EngineFailedError if the engine
+        failed, and nothing was yielded before."""
         has_begun = False
         async with contextlib.aclosing(answer(self.app, call, self.id)) as batches:
             async for batch in batches:

@@ -15,11 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from dsv3_jax.engine.scheduling.step_plan import Phase
+from dsv3_jax.engine.scheduling.step_plan import Phase, SchedulerConfig
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
+from dsv3_jax.plan import engine_state
+from dsv3_jax.plan.deployment import Deployment
+from dsv3_jax.plan.weights import ShardCache
 from dsv3_jax.simulator.replica import Replica, ReplicaSettings
-from dsv3_jax.simulator.step_times import StepTimes
+from dsv3_jax.simulator.step_times import Efficiency, StepModel, StepTimes
 from dsv3_jax.simulator.workload import Arrival, Served, SimulatedRequest
 from sharding.balancers import UNASSIGNED, assign_decode
+
+_NODE_SIZE = 8  # devices of a node where all devices are joined by fast links, as in a TPU slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +35,8 @@ class PoolSettings:
     replicas: int
     engine: ReplicaSettings
     times: StepTimes
-    devices: int
-    """Devices of each replica."""
-    nodes: float
-    """Nodes of each replica."""
+    devices: int  # devices of each replica
+    nodes: float  # nodes of each replica
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -40,17 +44,68 @@ class PoolSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class PoolPlan:
+    """Replicas of one deployment, whose ``batch`` is the number of slots of a replica."""
+
+    deployment: Deployment
+    replicas: int = 1
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
+    acceptance: float = 0.85  # probability that a draft of the MTP layer is accepted
+    stored_prompts: bool = False  # whether beginnings of prompts are on disk
+    resumes: bool = False  # whether requests arrive with their prompts cached, as in a decode pool
+    multi_step: int | None = None
+    """Number of decode steps of every dispatch that prefills nothing; None takes the engine's.
+    More steps make a simulation faster, and an arriving request wait longer."""
+    bfloat16_results: bool = False  # whether experts' results travel in bfloat16
+
+    def settings(self, shards: ShardCache) -> PoolSettings:
+        """Returns the pool. Raises ValueError if the layout does not exist on the devices, or
+        cannot divide the slots."""
+        d = self.deployment
+        assert d.engine is not None
+        shard = shards.of(d)
+        parts, token_parts = map(shard.layout.num_shards, ("batch", "cached_tokens"))
+        buckets = engine_state.default_buckets(d.target, d.layout_name, d.batch // parts)
+        engine = ReplicaSettings(
+            SchedulerConfig(
+                d.batch // parts,
+                d.chunk_tokens,
+                d.engine.chunks,
+                multi_step_decodes=None if self.multi_step else buckets.most_multi_step_decodes,
+                max_waiting=10**9,
+            ),
+            shards=parts,
+            pages=engine_state.local_pages(shard, d),
+            page_size=DEFAULT_PAGE_SIZE * token_parts,
+            prefix_cache=not self.resumes,
+            max_steps=self.multi_step or buckets.max_steps,
+            adaptive_steps=not self.multi_step,
+            drafts=d.draft_depth,
+            acceptance=self.acceptance,
+            stored_prompts=self.stored_prompts,
+            resumes=self.resumes,
+        )
+        times = StepModel(
+            shard,
+            d,
+            self.efficiency,
+            chunk_form=d.engine.chunk_form,
+            result_dtype="bfloat16" if self.bfloat16_results else "float32",
+        )
+        node_size = d.target.chip.node_size or _NODE_SIZE
+        return PoolSettings(
+            self.replicas, engine, times, d.target.devices, d.target.devices / node_size
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class ClusterSettings:
     """Pools, and what connects them."""
 
-    pool: PoolSettings
-    """The only pool, or the one that decodes."""
-    prefill: PoolSettings | None = None
-    """The pool that computes prompts. None if each replica computes its own."""
-    transfer_seconds_per_token: float = 0.0
-    """Time to send a token's cache from one pool to the other."""
-    disk_seconds_per_token: float = 0.0
-    """Time to read a token's cache from disk into the pool that computes prompts."""
+    pool: PoolSettings  # the only pool, or the one that decodes
+    prefill: PoolSettings | None = None  # computes prompts. None if each replica does.
+    transfer_seconds_per_token: float = 0.0  # to send a token's cache from one pool to the other
+    disk_seconds_per_token: float = 0.0  # to read a token's cache before its prompt is computed
 
     @property
     def pools(self) -> dict[str, PoolSettings]:
@@ -65,17 +120,11 @@ class Outcome:
     """Measurements of a simulation after its warm-up."""
 
     settings: ClusterSettings
-    requests: list[Served]
-    """Requests that were submitted after the warm-up and have ended, in the order of their ends."""
-    open: list[Served]
-    """Requests that have not ended, as if they ended now. The time of a first token that has not
-    come is NaN."""
-    submitted: int
-    """Requests that were submitted after the warm-up."""
-    seconds: float
-    """Length of the measurement."""
-    replicas: dict[str, list[Replica]]
-    """Replicas of each pool, with their figures since the warm-up."""
+    requests: list[Served]  # submitted after the warm-up and ended, in the order of their ends
+    open: list[Served]  # as if they ended now; NaN for the time of a first token that has not come
+    submitted: int  # requests that were submitted after the warm-up
+    seconds: float  # length of the measurement
+    replicas: dict[str, list[Replica]]  # of each pool, with their figures since the warm-up
 
 
 class Cluster:
@@ -97,11 +146,8 @@ class Cluster:
     def run(
         self, arrivals: Iterable[Arrival], *, until: float | None = None, warm_up: float = 0.0
     ) -> Outcome:
-        """Returns the outcome at time ``until``, or after the last request.
-
-        Args:
-          warm_up: time before which nothing is measured.
-        """
+        """Returns the outcome at time ``until``, or after the last request. Nothing is measured
+        before ``warm_up``."""
         stream = iter(arrivals)
         self._at(warm_up, self._measure)
         self._next_arrival(stream)
@@ -115,7 +161,7 @@ class Cluster:
             [
                 request.served(now=end)
                 for pool in self._pools.values()
-                for request in pool.requests
+                for request in pool.owner
                 if request.submitted >= self._began
             ],
             self._submitted - self._first_measured,
@@ -159,11 +205,11 @@ class Cluster:
     def _is_prefilled(self, request: SimulatedRequest) -> None:
         """Sends a request that has its first token to the decode pool."""
         if request.wanted_length <= request.max_length:
-            return self._ends(request)
+            self._ends(request)
+            return
         travelling = request.resumed(drafts=self._settings.pool.engine.drafts)
         delay = self._settings.transfer_seconds_per_token * len(request.tokens)
         self._at(request.end + delay, lambda at: self._pools["decode"].add(travelling, at))
-        return None
 
     def _ends(self, request: SimulatedRequest) -> None:
         if request.submitted >= self._began:
@@ -180,9 +226,8 @@ class _Pool:
         at: Callable[[float, Callable[[float], None]], None],
     ):
         self._at = at
-        self._tokens = [0] * settings.replicas
-        """Prompt and output tokens of each replica's requests."""
-        self._owner: dict[SimulatedRequest, int] = {}
+        self._tokens = [0] * settings.replicas  # prompt and output tokens of each one's requests
+        self.owner: dict[SimulatedRequest, int] = {}  # replica of each request that has not ended
         self._is_awake = [False] * settings.replicas
         self._report = finished
         self.replicas = [
@@ -190,30 +235,22 @@ class _Pool:
             for number in range(settings.replicas)
         ]
 
-    @property
-    def requests(self) -> list[SimulatedRequest]:
-        """Its requests that have not ended."""
-        return list(self._owner)
-
     def add(self, request: SimulatedRequest, now: float) -> None:
         """Routes a request and puts it into a replica's queue."""
         number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
-        self._own(request, number)
-        self.replicas[number].add(request)
-        self._wake(number, now)
-
-    def _own(self, request: SimulatedRequest, number: int) -> None:
         self._tokens[number] += request.max_length
-        self._owner[request] = number
-
-    def _ended(self, request: SimulatedRequest) -> None:
-        self._tokens[self._owner.pop(request)] -= request.max_length
-        self._report(request)
-
-    def _wake(self, number: int, now: float) -> None:
+        self.owner[request] = number
+        self._queue(number, request)
         if not self._is_awake[number]:
             self._is_awake[number] = True
             self._at(now, lambda at: self._advance(number, at))
+
+    def _queue(self, number: int, request: SimulatedRequest) -> None:
+        self.replicas[number].add(request)
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        self._tokens[self.owner.pop(request)] -= request.max_length
+        self._report(request)
 
     def _advance(self, number: int, now: float) -> None:
         after = self.replicas[number].advance(now)
@@ -224,22 +261,15 @@ class _Pool:
 
 
 class _DecodePool(_Pool):
-    """Replicas that take requests with cached prompts.
-
-    A request waits for its replica until a data-parallel shard has room. The shards are chosen by
-    :func:`sharding.balancers.assign_decode`: by their use of the cache, then by their number of
-    requests.
-    """
+    """Replicas that take requests with cached prompts. A request waits for its replica until a
+    data-parallel shard has room, see :func:`sharding.balancers.assign_decode`."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._arrived: list[deque[SimulatedRequest]] = [deque() for _ in self.replicas]
 
-    def add(self, request: SimulatedRequest, now: float) -> None:
-        number = min(range(len(self.replicas)), key=self._tokens.__getitem__)
-        self._own(request, number)
+    def _queue(self, number: int, request: SimulatedRequest) -> None:
         self._arrived[number].append(request)
-        self._wake(number, now)
 
     def _advance(self, number: int, now: float) -> None:
         if self._arrived[number]:

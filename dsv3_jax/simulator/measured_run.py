@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dsv3_jax.simulator.step_times import StepModel, StepTime, StepTimes, StepWo
 from dsv3_jax.simulator.workload import SubmitCosts, replayed
 from dsv3_jax.traces import TRACES
 
+_PAGE_SIZE = 64
 _ROUNDS = 3  # the ratios change which steps a replay has, a little
 
 
@@ -41,18 +42,14 @@ class Program:
 
     count: int
     seconds: float
-    is_multi_step: bool
-    """Whether a dispatch can have several decode steps."""
+    is_multi_step: bool  # whether a dispatch can have several decode steps
 
     def ratio(self, count: int, seconds: float) -> float:
-        """Returns the measured time divided by the model's.
+        """Returns the measured time divided by the model's, which is ``seconds`` for ``count``
+        simulated dispatches.
 
         A dispatch of several steps lasts about as long whatever a step takes, because their number
         is chosen so. There the total decides: the number of steps follows from the trace.
-
-        Args:
-          count: simulated dispatches.
-          seconds: their time by the model, all together.
         """
         if self.is_multi_step:
             return self.seconds / seconds
@@ -60,11 +57,8 @@ class Program:
 
 
 def programs_of(replay: Mapping[str, Any]) -> dict[str, Program]:
-    """Returns the programs of a replay in a result file, by the name of their shape.
-
-    Raises:
-      ValueError: the replay has no times of programs.
-    """
+    """Returns the programs of a replay in a result file, by the name of their shape. Raises
+    ValueError if the replay has no times of programs."""
     try:
         shapes = replay["engine"]["dispatches"]["shapes"]
         return {
@@ -79,28 +73,23 @@ def programs_of(replay: Mapping[str, Any]) -> dict[str, Program]:
 
 
 class MeasuredTimes:
-    """Step times of the model, scaled for each compiled program.
-
-    Args:
-      model: the model's times.
-      buckets: sizes of the programs.
-      ratios: factor of each program by the name of its shape.
-    """
+    """Step times of the model, scaled for each compiled program, whose factors ``ratios`` has by
+    the name of its shape. ``buckets`` has the sizes of the programs."""
 
     def __init__(self, model: StepTimes, buckets: Buckets, ratios: Mapping[str, float]):
         self._model, self._buckets, self.ratios = model, buckets, dict(ratios)
         known = self.ratios.values()
         self._other = sum(known) / len(known) if known else 1.0
         self._names: dict[tuple[int, int], str] = {}
-        self.counts: Counter[str] = Counter()
-        """Number of dispatches of each program so far."""
-        self.model_seconds: dict[str, float] = defaultdict(float)
-        """Sum of their times by the model."""
+        self.counts: Counter[str] = Counter()  # number of dispatches of each program so far
+        self.model_seconds: dict[str, float] = defaultdict(float)  # sum of their times by the model
 
     def of(self, work: StepWork, steps: int) -> StepTime:
         """Returns the time of a dispatch. A program without a ratio takes the mean of all
         ratios."""
-        name = self._name(work.decodes, work.chunks)
+        key = work.decodes, work.chunks
+        if (name := self._names.get(key)) is None:
+            name = self._names[key] = self._buckets.shape(*key, max_len=1, max_pages=1).name
         step = self._model.of(work, steps)
         self.counts[name] += 1
         self.model_seconds[name] += step.seconds
@@ -108,74 +97,30 @@ class MeasuredTimes:
             seconds=step.seconds * self.ratios.get(name, self._other), program=name
         )
 
-    def _name(self, decodes: int, chunks: int) -> str:
-        key = decodes, chunks
-        if key not in self._names:
-            shape = self._buckets.shape(decodes, chunks, max_len=1, max_pages=1)
-            self._names[key] = shape.name
-        return self._names[key]
-
-
-def calibrate(
-    model: StepTimes,
-    buckets: Buckets,
-    programs: Mapping[str, Program],
-    replay: Callable[[StepTimes], object],
-) -> MeasuredTimes:
-    """Returns step times whose mean for each program, in this replay, is the measured one.
-
-    Args:
-      programs: the measured programs of the replay.
-      replay: simulates the same replay with given step times.
-    """
-    ratios: dict[str, float] = {}
-    for _ in range(_ROUNDS):
-        times = MeasuredTimes(model, buckets, ratios)
-        replay(times)
-        ratios = {
-            name: programs[name].ratio(count, times.model_seconds[name])
-            for name, count in times.counts.items()
-            if name in programs
-        }
-    return MeasuredTimes(model, buckets, ratios)
-
-
-_PAGE_SIZE = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRun:
     """An engine on one GPU, with replays of traces."""
 
     model_name: str
-    target: str
-    """Full name of the target, such as ``gpu:h200x1``."""
-    engine: ReplicaSettings
-    """Without host costs."""
+    target: str  # full name of the target, such as ``gpu:h200x1``
+    engine: ReplicaSettings  # without host costs
     buckets: Buckets
-    model: StepModel
-    """Step times at peak rates."""
+    model: StepModel  # step times at peak rates
     replays: Sequence[Mapping[str, Any]]
     submit: SubmitCosts = dataclasses.field(default_factory=SubmitCosts)
     """Time that the client, a thread of the engine's process, took for each submission."""
 
     @classmethod
     def read(
-        cls,
-        path: Path,
-        *,
-        plans_late: bool | None = None,
-        submit: SubmitCosts | None = None,
+        cls, path: Path, *, plans_late: bool | None = None, submit: SubmitCosts | None = None
     ) -> MeasuredRun:
-        """Reads a result file.
+        """Reads a result file. Raises ValueError if it is none, or its GPU or model is unknown.
 
         Args:
-          submit: time that the client took for each submission; None for no time.
           plans_late: whether the engine planned steps late. None takes the entry of the file;
             files without one are of earlier engines, which did not.
-
-        Raises:
-          ValueError: it is no such file, or its GPU or model is unknown.
+          submit: time that the client took for each submission; None for no time.
         """
         try:
             result = json.loads(path.read_text("utf-8"))
@@ -218,11 +163,7 @@ class MeasuredRun:
         )
 
     def find(self, trace: str, rate: float | None) -> Mapping[str, Any]:
-        """Returns a replay.
-
-        Raises:
-          ValueError: there is none of this trace at this rate.
-        """
+        """Returns a replay, or raises ValueError if there is none of this trace at this rate."""
         for replay in self.replays:
             if (replay["trace"], replay["rate"]) == (trace, rate):
                 return replay
@@ -230,22 +171,23 @@ class MeasuredRun:
         raise ValueError(f"replay: expected one of {known}; got {trace} at {rate}")
 
     def calibrated(self, replay: Mapping[str, Any], host: HostCosts) -> MeasuredTimes:
-        """Returns step times with a ratio for each program that all come from one replay."""
-        return calibrate(
-            self.model,
-            self.buckets,
-            programs_of(replay),
-            lambda times: self.simulate(replay, times, host),
-        )
+        """Returns step times whose mean for each program, in this replay, is the measured one."""
+        programs, ratios = programs_of(replay), {}
+        for _ in range(_ROUNDS):
+            times = MeasuredTimes(self.model, self.buckets, ratios)
+            self.simulate(replay, times, host)
+            ratios = {
+                name: programs[name].ratio(count, times.model_seconds[name])
+                for name, count in times.counts.items()
+                if name in programs
+            }
+        return MeasuredTimes(self.model, self.buckets, ratios)
 
     @staticmethod
     def host_costs(one: Mapping[str, Any], other: Mapping[str, Any]) -> HostCosts:
-        """Returns the host's time per step, and per request of a step, from two replays whose
-        steps have different numbers of requests on average.
-
-        Raises:
-          ValueError: one of them would be negative.
-        """
+        """Returns the host's time per step, and per request of a step, from two replays whose steps
+        have different numbers of requests on average. Raises ValueError if one would be
+        negative."""
         costs = {}
         for name, parts in (("plan", ("planning", "dispatching")), ("read", ("processing",))):
             points = []
@@ -263,12 +205,7 @@ class MeasuredRun:
             )
         return HostCosts(**costs)
 
-    def simulate(
-        self,
-        replay: Mapping[str, Any],
-        times: StepTimes,
-        host: HostCosts,
-    ) -> Outcome:
+    def simulate(self, replay: Mapping[str, Any], times: StepTimes, host: HostCosts) -> Outcome:
         """Simulates a replay: the same requests at the same times."""
         pool = PoolSettings(
             1, dataclasses.replace(self.engine, host=host), times, devices=1, nodes=1 / 8

@@ -44,14 +44,10 @@ from dsv3_jax.simulator.workload import SimulatedRequest
 class HostCosts:
     """Time of the host in an iteration of the loop, in seconds."""
 
-    plan: float = 0.0
-    """Planning and dispatch, per step."""
-    plan_request: float = 0.0
-    """The same, per request of the step."""
-    read: float = 0.0
-    """Processing of results, per step."""
-    read_request: float = 0.0
-    """The same, per request of the step."""
+    plan: float = 0.0  # planning and dispatch, per step
+    plan_request: float = 0.0  # the same, per request of the step
+    read: float = 0.0  # processing of results, per step
+    read_request: float = 0.0  # the same, per request of the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,39 +55,30 @@ class ReplicaSettings:
     """Settings of one engine."""
 
     scheduler: SchedulerConfig
-    shards: int
-    """Data-parallel shards."""
-    pages: int
-    """Cache pages of each shard."""
+    shards: int  # data-parallel shards
+    pages: int  # cache pages of each shard
     page_size: int = 64
     prefix_cache: bool = True
-    max_steps: int = 1
-    """Most decode steps in a dispatch."""
+    max_steps: int = 1  # most decode steps in a dispatch
     adaptive_steps: bool = True
     """Whether the number of decode steps in a dispatch follows their time, as in the engine.
     Otherwise every dispatch that can has ``max_steps``, which makes long simulations faster: a new
     request then waits longer."""
     drafts: int = 0
-    acceptance: float = 0.0
-    """Probability that a draft is accepted if those before it were."""
-    resumes: bool = False
-    """Whether requests arrive with their prompts cached elsewhere, as in a decode pool."""
-    stored_prompts: bool = False
-    """Whether beginnings of prompts are on disk, see ``Arrival.stored_tokens``."""
+    acceptance: float = 0.0  # probability that a draft is accepted if those before it were
+    resumes: bool = False  # whether requests arrive with their prompts cached, as in a decode pool
+    stored_prompts: bool = False  # whether beginnings of prompts are on disk (``stored_tokens``)
     plans_late: bool = True
     """Whether a step is planned just before the one in flight ends, as the engine does while it has
     free slots. Otherwise it is planned at once, and a new request waits for one more step."""
     host: HostCosts = HostCosts()
-    targets: LatencyTargets | None = None
-    """Latencies that a controller keeps, as in an engine with ``targets``."""
+    targets: LatencyTargets | None = None  # latencies that a controller keeps, as in an engine
 
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    program: Hashable
-    """By which its time is forecast."""
-    begin: float
-    """Time at which the device begins."""
+    program: Hashable  # by which its time is forecast
+    begin: float  # time at which the device begins
     end: float
 
 
@@ -101,29 +88,21 @@ class ReplicaFigures:
 
     steps: int = 0
     dispatches: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens that were computed."""
-    hit_tokens: int = 0
-    """Prompt tokens that were in the cache, those from disk included."""
+    prompt_tokens: int = 0  # prompt tokens that were computed
+    hit_tokens: int = 0  # prompt tokens that were in the cache, those from disk included
     output_tokens: int = 0
-    device_seconds: float = 0.0
-    """Time in which the device ran steps."""
+    device_seconds: float = 0.0  # time in which the device ran steps
     bound_by: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     """Device time by the resource that took longest."""
     waits_for: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     """Device time of steps that left requests waiting, by what these lacked: ``slots``, ``pages``
     or ``budget`` of prompt tokens."""
-    running_seconds: float = 0.0
-    """Integral over time of the number of requests in the steps."""
+    running_seconds: float = 0.0  # integral over time of the number of requests in the steps
 
 
 class Replica:
-    """One engine.
-
-    Args:
-      finished: called for each request at its end, after its times are written.
-      seed: of the accepted drafts.
-    """
+    """One engine. ``finished`` is called for each request at its end, after its times are written.
+    ``seed`` is that of the accepted drafts."""
 
     def __init__(
         self,
@@ -173,11 +152,8 @@ class Replica:
         self.scheduler.add(request)
 
     def advance(self, now: float) -> float | None:
-        """Runs one turn of the loop, which begins at ``now``.
-
-        Returns when the next one begins, or None if there is nothing to do before another request
-        arrives.
-        """
+        """Runs one turn of the loop, which begins at ``now``. Returns when the next one begins, or
+        None if there is nothing to do before another request arrives."""
         if self._client_busy > now:
             return self._client_busy  # the client has the interpreter
         self._device.now = now

@@ -21,8 +21,7 @@ class ServiceLevel:
     """Targets of a request, in seconds; None for no target."""
 
     ttft: float | None = None
-    tpot: float | None = None
-    """Target of the mean time between the tokens of a request."""
+    tpot: float | None = None  # target of the mean time between the tokens of a request
 
 
 def summary(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ experts, so that a step costs a few multiplications and no JAX.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import NamedTuple, Protocol
 
@@ -28,24 +27,15 @@ class StepWork:
     """Amounts of one decode step, or of one step that prefills. Unless noted they are those of the
     data-parallel shard that has most, because all shards wait for it."""
 
-    decodes: int
-    """Requests that decode."""
-    decode_queries: int
-    """Tokens that decoding requests compute, their drafts included."""
-    decode_keys: int
-    """Cached tokens of the decoding requests."""
-    decode_pairs: int
-    """Pairs of a decoding query and a key that it attends to."""
-    chunks: int
-    """Prefill chunks."""
-    prompt_tokens: int
-    """Tokens of these chunks."""
-    prompt_keys: int
-    """Cached tokens that the chunks read, their own included."""
-    prompt_pairs: int
-    """Pairs of a prompt token and a key that it attends to."""
-    all_tokens: int
-    """Tokens of all shards, of decoding requests and of chunks."""
+    decodes: int  # requests that decode
+    decode_queries: int  # tokens that decoding requests compute, their drafts included
+    decode_keys: int  # cached tokens of the decoding requests
+    decode_pairs: int  # pairs of a decoding query and a key that it attends to
+    chunks: int  # prefill chunks
+    prompt_tokens: int  # tokens of these chunks
+    prompt_keys: int  # cached tokens that the chunks read, their own included
+    prompt_pairs: int  # pairs of a prompt token and a key that it attends to
+    all_tokens: int  # tokens of all shards, of decoding requests and of chunks
     repeated_keys: int = 0
     """Tokens of shared prefixes in ``decode_keys`` and ``prompt_keys``, beyond the first request of
     the step that reads them."""
@@ -114,8 +104,7 @@ class Efficiency:
     memory: float = 1.0
     arithmetic: float = 1.0
     network: float = 1.0
-    pass_seconds: float = 0.0
-    """Time of a pass over the layers in which nothing of the above happens: launches, latencies."""
+    pass_seconds: float = 0.0  # launches and latencies of a pass over the layers
     hides_network: bool = True
     """Whether sending overlaps with the rest, as with two micro-batches. Otherwise it adds to
     it."""
@@ -138,8 +127,7 @@ class StepTime(NamedTuple):
     binding: str
     """The resource that takes longest: ``weights``, ``cache``, ``arithmetic``, ``network`` or
     ``overhead``."""
-    program: str = ""
-    """Name of the compiled program, if they are known."""
+    program: str = ""  # name of the compiled program, if they are known
 
 
 class StepTimes(Protocol):
@@ -151,14 +139,8 @@ class StepTimes(Protocol):
 
 
 class StepModel:
-    """Step times of a deployment by the planner's model.
-
-    Args:
-      shard: one device's shard of the model.
-      deployment: its batch and context do not matter.
-      chunk_form: form of the chunks' attention.
-      result_dtype: see :func:`dsv3_jax.plan.network.traffic`.
-    """
+    """Step times of a deployment, whose batch and context do not matter, by the planner's model.
+    ``shard`` is one device's, ``chunk_form`` the form of the chunks' attention."""
 
     def __init__(
         self,
@@ -174,14 +156,11 @@ class StepModel:
         self._experts = shard.shapes.expert_slots, config.num_experts_per_tok
         used = [p for p in shard.parameters if "kv_b_proj" not in p.path]
 
+        slots, per_token = self._experts
+
         def weights(tokens: int, local_tokens: int) -> float:
-            return read_bytes(
-                used,
-                tokens=tokens,
-                local_tokens=local_tokens,
-                experts_per_token=config.num_experts_per_tok,
-                expert_slots=shard.shapes.expert_slots,
-            )
+            sizes = {"experts_per_token": per_token, "expert_slots": slots}
+            return read_bytes(used, tokens=tokens, local_tokens=local_tokens, **sizes)
 
         self._fixed_bytes = weights(0, 0) + shard.up_projection_bytes
         self._expert_bytes = sum(p.nbytes for p in used if "experts" in p.path)
@@ -210,21 +189,10 @@ class StepModel:
             self._key_expansion_seconds = 2 * elements / sharers / rate
         self._key_bytes = cached_token_bytes(deployment) / sharers
         sent = traffic(shard, deployment, _MANY, result_dtype)
-        self._network_seconds = (
-            max(
-                sent.within_node / chip.link_bandwidth,
-                sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0,
-            )
-            / _MANY
-        )
+        between = sent.between_nodes / chip.internode_bandwidth if sent.between_nodes else 0.0
+        self._network_seconds = max(sent.within_node / chip.link_bandwidth, between) / _MANY
         self._bandwidth = chip.memory_bandwidth
         self._l2_bandwidth = chip.l2_bandwidth
-
-    def reaching(self, efficiency: Efficiency) -> StepModel:
-        """Returns the same model with other shares of the peak rates."""
-        model = copy.copy(self)
-        model.efficiency = efficiency
-        return model
 
     def parts(self, work: StepWork) -> dict[str, float]:
         """Returns the seconds that each resource takes for a step."""

@@ -24,14 +24,10 @@ class Arrival(NamedTuple):
 
     seconds: float
     prompt_tokens: int
-    output_tokens: int
-    """Tokens that it generates, at least 1."""
-    prefix: int = 0
-    """Tokens at the beginning of the prompt that its family shares."""
-    family: int = -1
-    """Number of the shared prefix, or -1."""
-    stored_tokens: int = 0
-    """Tokens at the beginning of the prompt whose cache entries are on disk."""
+    output_tokens: int  # tokens that it generates, at least 1
+    prefix: int = 0  # tokens at the beginning of the prompt that its family shares
+    family: int = -1  # number of the shared prefix, or -1
+    stored_tokens: int = 0  # tokens at the beginning of the prompt whose cache entries are on disk
     client_busy: float = 0.0
     """Time until which the client goes on submitting without a pause, if it shares the engine's
     interpreter."""
@@ -43,8 +39,7 @@ class SubmitCosts:
     in seconds."""
 
     request: float = 0.0
-    token: float = 0.0
-    """In addition, per token of the prompt."""
+    token: float = 0.0  # in addition, per token of the prompt
 
     def of(self, prompt_tokens: int) -> float:
         """Returns the time for a prompt."""
@@ -59,8 +54,7 @@ class Served(NamedTuple):
     end: float
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int
-    """Prompt tokens that the prefix cache saved, those from disk included."""
+    cached_tokens: int  # prompt tokens that the prefix cache saved, those from disk included
 
     @property
     def ttft(self) -> float:
@@ -87,8 +81,7 @@ class SimulatedRequest(ScheduledRequest):
     family: int = -1
     first_token: float = math.nan
     end: float = math.nan
-    wanted_length: int = 0
-    """Length at which it ends in the decode pool, while it is in the prefill pool."""
+    wanted_length: int = 0  # at which it ends in the decode pool, while it is in the other
 
     @classmethod
     def of(cls, arrival: Arrival, number: int, *, drafts: int = 0) -> SimulatedRequest:
@@ -143,10 +136,8 @@ class Lengths:
     """A log-normal distribution of numbers of tokens."""
 
     mean: float
-    sigma: float
-    """Standard deviation of the logarithm."""
-    most: int
-    """Longer ones are cut to this."""
+    sigma: float  # standard deviation of the logarithm
+    most: int  # longer ones are cut to this
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= self.most:
@@ -170,12 +161,8 @@ def replayed(
     hit_share: float = 0.0,
     page_size: int = 64,
 ) -> Iterator[Arrival]:
-    """Yields the requests of a trace at a rate, or all at once if it is None.
-
-    Args:
-      submit: time of each submission. A request arrives at its end.
-      hit_share: share of each prompt that is on disk, in whole pages.
-    """
+    """Yields the requests of a trace at a rate, or all at once if it is None. A request arrives at
+    the end of its submission. ``hit_share`` of each prompt is on disk, in whole pages."""
     requests = trace.requests[:count]
     due = [0.0 if rate is None else each.unit_arrival / rate for each in requests]
     ready, now = [], 0.0
@@ -203,16 +190,9 @@ def poisson(
     page_size: int = 64,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Yields Poisson arrivals at a rate that changes with time.
-
-    Args:
-      rate: requests per second at each time.
-      most_rate: upper bound of ``rate``.
-      hit_share: mean share of prompt tokens that are on disk, in whole pages.
-
-    Raises:
-      ValueError: a number is out of range.
-    """
+    """Yields Poisson arrivals. ``rate`` gives the requests per second at each time, at most
+    ``most_rate``; ``hit_share`` is the mean share of prompt tokens that are on disk, in whole
+    pages. Raises ValueError for a number out of range."""
     for name, value in (("most_rate", most_rate), ("seconds", seconds)):
         if not value > 0:
             raise ValueError(f"{name}: expected a number above 0, got {value}")

@@ -9,7 +9,7 @@ Every function takes arrays and returns a matplotlib ``Figure``, which a noteboo
 - ``acceptance``: accepted and rejected drafts of the MTP layer.
 - ``mesh``: shards of each device, and collectives.
 - ``bounds``, ``frontier``: lower bounds on time and upper bounds on throughput, from a plan.
-- ``training``, ``balance``: losses and expert load of training runs.
+- ``training``: losses and expert load of training runs.
 - ``serving``: requests, tokens per step and cache use of an engine over time.
 - ``weights``: statistics of checkpoints.
 

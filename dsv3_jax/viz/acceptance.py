@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Integer
 
-from dsv3_jax.viz.canvas import new_figure, visible
+from dsv3_jax.viz.canvas import new_axes, new_figure, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Distinguishable with every kind of colour vision and in grey.
 _ACCEPTED: dict[str, Any] = {"color": "#7fb2e0"}
-_REJECTED: dict[str, Any] = {
-    "facecolor": "#fbe3c8",
-    "edgecolor": "#c07a2c",
-    "hatch": "///",
-    "linewidth": 0,
-}
+_REJECTED: dict[str, Any] = {"facecolor": "#fbe3c8", "edgecolor": "#c07a2c"}
+_REJECTED |= {"hatch": "///", "linewidth": 0}
 _SHADE = "#bcd9f2"  # background of accepted drafts in text
 
 
@@ -31,8 +27,7 @@ def acceptance_by_position(acceptance: Mapping[str, Sequence[float]]) -> Figure:
     Args:
       acceptance: rates as in :attr:`Speculation.acceptance`, by name of the series.
     """
-    figure = new_figure(6, 3.6)
-    axes = figure.subplots()
+    figure, axes = new_axes(6, 3.6)
     deepest = max(map(len, acceptance.values()))
     for name, values in acceptance.items():
         axes.plot(range(1, len(values) + 1), values, "o-", label=name)
@@ -83,8 +78,7 @@ def acceptance_by_class(
     rate = accepted / np.maximum(drafted, 1)
     order = np.argsort(rate)
     low, high = _wilson(accepted[order], drafted[order])
-    figure = new_figure(7, 1.2 + 0.42 * len(classes))
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 1.2 + 0.42 * len(classes))
     y = np.arange(len(classes))
     axes.barh(y, rate[order], 0.7, label="accepted", **_ACCEPTED)
     axes.barh(y, 1 - rate[order], 0.7, left=rate[order], label="rejected", **_REJECTED)
@@ -119,8 +113,7 @@ def drafted_text(steps: Sequence[Sequence[str]], prompt: str = "") -> Figure:
             pieces.append((line, column, piece, is_draft))
             column += len(piece)
     width = max(40, *(start + len(piece) for _, start, piece, _ in pieces))
-    figure = new_figure(0.1 * width + 0.3, 0.2 * (line + 1) + 0.3)
-    axes = figure.subplots()
+    figure, axes = new_axes(0.1 * width + 0.3, 0.2 * (line + 1) + 0.3)
     axes.set(xlim=(0, width), ylim=(line + 1, 0))
     axes.set_axis_off()
     for row, start, piece, is_draft in pieces:
@@ -129,16 +122,8 @@ def drafted_text(steps: Sequence[Sequence[str]], prompt: str = "") -> Figure:
                 Rectangle((start + 0.06, row + 0.06), len(piece) - 0.12, 0.88, color=_SHADE)
             )
         for i, letter in enumerate(piece):
-            axes.text(
-                start + i + 0.5,
-                row + 0.5,
-                letter,
-                family="monospace",
-                fontsize=9,
-                ha="center",
-                va="center",
-                parse_math=False,
-            )
+            style = {"family": "monospace", "fontsize": 9, "ha": "center", "va": "center"}
+            axes.text(start + i + 0.5, row + 0.5, letter, parse_math=False, **style)
     return figure
 
 
@@ -152,20 +137,13 @@ def frequencies(
       probability: the model's probability of each token.
       sampled: relative frequency of each token, by name of the sampling method.
     """
-    figure = new_figure(1.5 + 0.62 * len(tokens), 3.4)
-    axes = figure.subplots()
+    figure, axes = new_axes(1.5 + 0.62 * len(tokens), 3.4)
     x, width = np.arange(len(tokens)), 0.8 / len(sampled)
     for i, (name, values) in enumerate(sampled.items()):
         axes.bar(x + (i - (len(sampled) - 1) / 2) * width, values, width * 0.95, label=name)
     axes.hlines(probability, x - 0.45, x + 0.45, color="black", lw=1.5, label="model probability")
-    axes.set_xticks(
-        x,
-        [visible(t) for t in tokens],
-        rotation=45,
-        ha="right",
-        family="monospace",
-        parse_math=False,
-    )
+    style = {"rotation": 45, "ha": "right", "family": "monospace", "parse_math": False}
+    axes.set_xticks(x, [visible(t) for t in tokens], **style)
     axes.set(ylabel="relative frequency")
     axes.legend()
     return figure

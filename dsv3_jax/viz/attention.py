@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dsv3_jax.viz.canvas import label_log_axis, new_figure, visible
+from dsv3_jax.viz.canvas import label_log_axis, new_axes, new_figure, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,8 +63,7 @@ def selection(probabilities: npt.ArrayLike, selected: npt.ArrayLike, title: str 
     p, is_selected = np.asarray(probabilities), np.asarray(selected)
     if p.shape != is_selected.shape:
         raise ValueError(f"selected: expected {list(p.shape)}, got {list(is_selected.shape)}")
-    figure = new_figure(9.0, 3.6)
-    axes: Any = figure.subplots()
+    figure, axes = new_axes(9.0, 3.6)
     positions = np.arange(len(p))
     for name, mask, color in (
         (f"not selected: {p[~is_selected].sum():.0%} of the attention", ~is_selected, "0.7"),
@@ -120,8 +119,7 @@ def step_times(
     """
     from matplotlib.ticker import NullFormatter
 
-    figure = new_figure(7.6, 4.2)
-    axes: Any = figure.subplots()
+    figure, axes = new_axes(7.6, 4.2)
     # The legend lists the lines in the order of their right ends.
     for name, times in sorted(milliseconds.items(), key=lambda line: -line[1][-1]):
         axes.plot(contexts, times, "o-", ms=4, lw=1.4, label=name)

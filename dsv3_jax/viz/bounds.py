@@ -11,12 +11,8 @@ from dsv3_jax.viz.canvas import new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLORS = {
-    "weights": "tab:blue",
-    "cache": "#9ecae1",
-    "arithmetic": "tab:orange",
-    "network": "tab:green",
-}
+_COLORS = {"weights": "tab:blue", "cache": "#9ecae1"}
+_COLORS |= {"arithmetic": "tab:orange", "network": "tab:green"}
 _MEMORY = "memory: weights (dark),\ncache (light)"
 
 

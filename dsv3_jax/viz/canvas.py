@@ -13,13 +13,13 @@ from dsv3_jax.files import atomic_write
 from dsv3_jax.words import how_to_install
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _DPI = 110
 
-FORMATS = (".png", ".svg", ".pdf")
-"""File name suffixes of the supported picture formats."""
+FORMATS = (".png", ".svg", ".pdf")  # file name suffixes of the supported picture formats
 
 _FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
@@ -81,6 +81,12 @@ def new_figure(width: float, height: float) -> Figure:
             return content.getvalue()
 
     return Picture(figsize=(width, height), layout="constrained")
+
+
+def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
+    """Returns a figure as :func:`new_figure` does, and the axes that fill it."""
+    figure = new_figure(width, height)
+    return figure, figure.subplots()
 
 
 def label_log_axis(axis: Axis) -> None:

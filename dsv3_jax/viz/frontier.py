@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dsv3_jax.plan.sweep import ACCEPTED, Point
-from dsv3_jax.viz.canvas import label_log_axis, new_figure
+from dsv3_jax.viz.canvas import label_log_axis, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,26 +14,19 @@ if TYPE_CHECKING:
 def frontier(points: list[Point], title: str) -> Figure:
     """Plots tokens per second per device over tokens per second per user. Each point is labelled
     with its batch size."""
-    figure = new_figure(7.5, 4.8)
-    axes = figure.subplots()
+    figure, axes = new_axes(7.5, 4.8)
     speculation = f"MTP, {ACCEPTED:.0%} acceptance"
     kinds = ((False, "no speculation", "o-", -1), (True, speculation, "s--", 1))
     for mtp, label, style, side in kinds:
         curve = [point for point in points if point.mtp == mtp]
         if not curve:
             continue
-        (line,) = axes.plot(
-            [point.tokens_per_s_per_user for point in curve],
-            [point.tokens_per_s_per_device for point in curve],
-            style,
-            ms=4,
-            lw=1.2,
-            label=label,
-        )
-        for point in curve:
+        positions = [(p.tokens_per_s_per_user, p.tokens_per_s_per_device) for p in curve]
+        (line,) = axes.plot(*zip(*positions, strict=True), style, ms=4, lw=1.2, label=label)
+        for point, position in zip(curve, positions, strict=True):
             axes.annotate(
                 f"{point.batch:,}",
-                (point.tokens_per_s_per_user, point.tokens_per_s_per_device),
+                position,
                 xytext=(5 * side, 5 * side),
                 textcoords="offset points",
                 ha="left" if side > 0 else "right",

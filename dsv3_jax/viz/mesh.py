@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv3_jax.layer_collectives import Collective
-from dsv3_jax.viz.canvas import new_figure
+from dsv3_jax.viz.canvas import new_axes
 from sharding import Layout
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def mesh(
     width = max(layout.mesh.size for layout in layouts.values())
     lines = {name: sum(max(len(each), 1) for each in collectives[name]) for name in layouts}
     height = sum(1.55 + _LINE_PITCH * lines[name] for name in layouts)
-    figure = new_figure(0.95 * width + 4.4, 0.95 * height + 0.4)
-    axes = figure.subplots()
+    figure, axes = new_axes(0.95 * width + 4.4, 0.95 * height + 0.4)
     top = 0.0
     for name, layout in layouts.items():
         shards = {axis: _shard_indices(layout, axis) for axis in _AXES}

@@ -14,14 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_RUNNING, _WAITING, _PROMPT, _OUTPUT, _CACHE, _PREEMPTED = (
-    "#4477aa",
-    "#ddaa33",
-    "#88ccee",
-    "#225588",
-    "#999999",
-    "#bb3333",
-)
+_RUNNING, _WAITING = "#4477aa", "#ddaa33"
+_PROMPT, _OUTPUT = "#88ccee", "#225588"
+_CACHE, _PREEMPTED = "#999999", "#bb3333"
 _PARETO, _OTHER, _LATENCY = "#225588", "#999999", "#cc6633"
 _MAX_INTERVALS = 240  # in a picture; more samples are averaged
 
@@ -46,14 +41,17 @@ def timeline(columns: Mapping[str, Sequence[float]], title: str = "") -> Figure:
         raise ValueError(f"columns: expected at least two samples, got {count}")
     figure = new_figure(9, 6)
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[1.1, 1.1, 1])
-    seconds = samples["seconds"]
-    _draw_requests(top, seconds, samples["running"], samples["waiting"])
-    keep = _interval_ends(samples["steps"], samples["running"])
-    totals = {name: samples[name][keep] for name in ("steps", "prompt_tokens", "output_tokens")}
-    _draw_tokens(middle, seconds[keep], **totals)
-    _draw_cache(bottom, seconds, samples["cache_usage"], samples["preemptions"])
+    seconds, queues = samples["seconds"], (samples["running"], samples["waiting"])
+    colors = (_RUNNING, _WAITING)
+    top.stackplot(seconds, *queues, labels=("running", "waiting"), colors=colors, step="post")
+    top.set(ylabel="requests")
+    ends = _interval_ends(samples["steps"], samples["running"])
+    _draw_tokens(middle, {name: values[ends] for name, values in samples.items()})
+    _draw_cache(bottom, samples)
     bottom.set(xlabel="time (s)", xlim=(seconds[0], seconds[-1]))
     for axes in (top, middle, bottom):
+        # Next to the axes, where it hides no data.
+        axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -96,22 +94,15 @@ def sweep(points: Sequence[LoadPoint], title: str) -> Figure:
     figure = new_figure(10, 4.4)
     left, right = figure.subplots(1, 2)
     front = pareto(points)
-    left.plot(
-        [point.user_speed for point in front],
-        [point.output_throughput for point in front],
-        "o-",
-        color=_PARETO,
-        label="Pareto front",
-    )
     others = [point for point in points if point not in front]
-    if others:
-        left.plot(
-            [point.user_speed for point in others],
-            [point.output_throughput for point in others],
-            "o",
-            color=_OTHER,
-            label="surpassed in both",
-        )
+    for group, style, color, label in (
+        (front, "o-", _PARETO, "Pareto front"),
+        (others, "o", _OTHER, "surpassed in both"),
+    ):
+        if group:
+            speeds = [point.user_speed for point in group]
+            throughputs = [point.output_throughput for point in group]
+            left.plot(speeds, throughputs, style, color=color, label=label)
     for point in points:
         at = (point.user_speed, point.output_throughput)
         left.annotate(point.label, at, xytext=(5, 5), textcoords="offset points", fontsize=8)
@@ -150,61 +141,26 @@ def _interval_ends(steps: np.ndarray, running: np.ndarray) -> np.ndarray:
     return indices[np.unique(few)]
 
 
-def _draw_requests(
-    axes: Axes, seconds: np.ndarray, running: np.ndarray, waiting: np.ndarray
-) -> None:
-    axes.stackplot(
-        seconds,
-        running,
-        waiting,
-        labels=("running", "waiting"),
-        colors=(_RUNNING, _WAITING),
-        step="post",
-    )
-    axes.set(ylabel="requests")
-    _legend(axes)
-
-
-def _draw_tokens(
-    axes: Axes,
-    seconds: np.ndarray,
-    steps: np.ndarray,
-    prompt_tokens: np.ndarray,
-    output_tokens: np.ndarray,
-) -> None:
+def _draw_tokens(axes: Axes, samples: Mapping[str, np.ndarray]) -> None:
     """Draws the mean tokens of the steps that ended in each interval."""
-    count = np.diff(steps)
-    per_step = [
-        np.divide(np.diff(total), count, out=np.zeros(len(count)), where=count > 0)
-        for total in (output_tokens, prompt_tokens)
-    ]
-    axes.stairs(per_step[0], seconds, fill=True, color=_OUTPUT, label="generated")
-    axes.stairs(
-        per_step[0] + per_step[1],
-        seconds,
-        baseline=per_step[0],
-        fill=True,
-        color=_PROMPT,
-        label="prompt",
+    seconds, count = samples["seconds"], np.diff(samples["steps"])
+    output, prompt = (
+        np.divide(np.diff(samples[name]), count, out=np.zeros(len(count)), where=count > 0)
+        for name in ("output_tokens", "prompt_tokens")
     )
+    axes.stairs(output, seconds, fill=True, color=_OUTPUT, label="generated")
+    both = output + prompt
+    axes.stairs(both, seconds, baseline=output, fill=True, color=_PROMPT, label="prompt")
     axes.set(ylabel="tokens per step", ylim=(0, None))
-    _legend(axes)
 
 
-def _draw_cache(
-    axes: Axes, seconds: np.ndarray, usage: np.ndarray, preemptions: np.ndarray
-) -> None:
-    axes.fill_between(seconds, 100 * usage, step="post", color=_CACHE, alpha=0.6, label="in use")
+def _draw_cache(axes: Axes, samples: Mapping[str, np.ndarray]) -> None:
+    seconds, usage = samples["seconds"], 100 * samples["cache_usage"]
+    axes.fill_between(seconds, usage, step="post", color=_CACHE, alpha=0.6, label="in use")
     axes.set(ylabel="cache (%)", ylim=(0, 118), yticks=(0, 25, 50, 75, 100))
-    new = np.diff(preemptions)
+    new = np.diff(samples["preemptions"])
     if new.any():
         at = seconds[1:][new > 0]
         height = np.full(len(at), 107)
         label = f"preemptions ({int(new.sum())})"
         axes.plot(at, height, "v", color=_PREEMPTED, ms=5, label=label, clip_on=False)
-    _legend(axes)
-
-
-def _legend(axes: Axes) -> None:
-    """Puts the legend next to the axes, where it hides no data."""
-    axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9)

@@ -1,18 +1,18 @@
-"""Plots of a training run: its losses and its expert load."""
+"""Plots of training runs: losses, expert load, and the balance of several runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Float, Integer
 
 from dsv3_jax.training import record
 from dsv3_jax.training.metrics_log import Entry, read_metrics
 from dsv3_jax.training.record import EXPERT_LOAD, METRICS
-from dsv3_jax.viz.canvas import new_figure, save
+from dsv3_jax.viz.canvas import new_axes, new_figure, save
 from dsv3_jax.viz.routing import draw_load, moe_layer_names
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def losses(entries: Sequence[Entry], title: str = "") -> Figure:
     Args:
       entries: metrics of a run, as ``read_metrics`` returns them.
     """
-    figure = new_figure(7, 4)
-    axes = figure.subplots()
+    figure, axes = new_axes(7, 4)
     training = [entry for entry in entries if "losses" in entry]
     held_out = [entry for entry in entries if "held_out" in entry]
     for name, label in (("main", "next token"), ("mtp", "MTP")):
@@ -104,4 +103,27 @@ def expert_load(
     over_steps.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     image = draw_load(by_expert, load, "expert load in the last step", layers=names)
     figure.colorbar(image, ax=by_expert, label="load / mean load")
+    return figure
+
+
+def balance(
+    runs: Mapping[str, tuple[Float[np.ndarray, " steps"], Float[np.ndarray, "steps L_moe"]]],
+) -> Figure:
+    """Plots the maximum load divided by the mean load over training steps: a thin line per MoE
+    layer and a thick line for their mean.
+
+    Args:
+      runs: steps, and the imbalance of each layer at these steps, by the run's label.
+    """
+    figure, axes = new_axes(7, 4)
+    for i, (label, (steps, imbalance)) in enumerate(runs.items()):
+        axes.plot(steps, imbalance, color=f"C{i}", lw=0.6, alpha=0.4)
+        axes.plot(steps, imbalance.mean(axis=1), color=f"C{i}", label=label)
+    axes.set(
+        xlabel="step",
+        ylabel="maximum load / mean load",
+        title="expert load imbalance (thin: each MoE layer, thick: mean over layers)",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
     return figure

@@ -8,7 +8,6 @@ to the right.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -134,30 +133,23 @@ class _Pen(Generic[T]):
     axes: Axes
     label: str
     color: Any
-    line: dict[float, T]
-    """Statistics or differences by x position."""
-    layers: list[float]
-    """x positions of the layers, which the line connects."""
+    line: dict[float, T]  # statistics or differences by x position
+    layers: list[float]  # x positions of the layers, which the line connects
     others: dict[float, float]
     """x positions of MTP layers, embedding and head, each with the x position of this kind's
     mark."""
-    dot: str | None
-    """Marker at each layer, or None."""
+    dot: str | None  # marker at each layer, or None
 
     def draw(self, value: Callable[[T], float | None], label: bool = False, **style: Any) -> None:
         """Draws a line through the layers and a diamond at each other position. A value of None
         leaves a gap."""
         style = {"color": self.color, "lw": 1.4} | style
         name = self.label if label else None
-        heights = [_height(value(self.line[x])) for x in self.layers]
+        heights = np.array([value(self.line[x]) for x in self.layers], float)  # None becomes NaN
         self.axes.plot(self.layers, heights, marker=self.dot, ms=4, label=name, **style)
-        heights = [_height(value(self.line[x])) for x in self.others]
+        heights = np.array([value(self.line[x]) for x in self.others], float)
         style["ls"] = ""
         self.axes.plot([*self.others.values()], heights, marker="D", ms=4.5, **style)
-
-
-def _height(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _pens(axes: Axes, config: ModelConfig, lines: dict[str, dict[float, T]]) -> list[_Pen[T]]:
