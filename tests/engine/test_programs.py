@@ -20,7 +20,7 @@ from dsv3_jax.engine.device import buckets as buckets_module
 from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotRows, SlotState
-from dsv3_jax.engine.device.step import _decode_batch, _Options, _Requests
+from dsv3_jax.engine.device.step import _decode_batch, _Requests
 from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.drafters import Drafts
@@ -134,8 +134,7 @@ def test_padding_has_no_context(state):
     shape = BUCKETS.shape(3, 0, max_len=MAX_LEN, max_pages=2)
     tables = np.zeros((3, 2), np.int32)
     rows = SlotRows(None)
-    options = _Options(shape, None, 160, rows)
-    requests = _Requests.of(full, options, *map(jnp.asarray, (slots, tables)))
+    requests = _Requests.of(full, rows, shape, *map(jnp.asarray, (slots, tables)))
     batch = _decode_batch(full, rows, requests, Drafts.empty(3))
     assert batch.sequences.lengths.tolist() == [8, 0, 0]
     assert batch.counts.tolist() == [1, 0, 0]

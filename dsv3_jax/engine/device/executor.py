@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import os
 import queue
 import threading
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3_jax.engine.device.page_packing import RequestCopier, SavedRequest
+from dsv3_jax.engine.device.page_packing import RequestCopier, SwappedRequest
 from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.page_transfer import PageTransfer
 from dsv3_jax.engine.device.programs import Programs
@@ -49,7 +48,7 @@ class _Dispatched(NamedTuple):
 
     plan: StepPlan
     shape: StepShape
-    saved: list[SavedRequest]
+    swapped_out: list[SwappedRequest]
     """Copies of the requests that it preempts."""
     output: Future[StepOutput]
 
@@ -127,15 +126,36 @@ class Executor:
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
             self._fill(arguments, number, shard, plan.decode_steps)
             self._fill_adjustments(arguments, shard, shape)
-        saved = [SavedRequest() for _ in plan.swap_outs]
-        for out, each in zip(plan.swap_outs, saved, strict=True):
-            out.request.saved = each
-        restored = [back.request.saved for back in plan.swap_ins]
-        for back in plan.swap_ins:
-            back.request.saved = None
-        launch = functools.partial(self._launch, plan, buffer, shape, saved, restored)
+        for swap in plan.swap_outs:
+            swap.request.swapped = SwappedRequest()
+        swapped_out, swapped_in = (
+            [swap.request.swapped for swap in swaps] for swaps in (plan.swap_outs, plan.swap_ins)
+        )
+        for swap in plan.swap_ins:
+            swap.request.swapped = None
+
+        def launch(state: SlotState) -> tuple[SlotState, StepOutput]:
+            began = self.times.launches()
+            if self._copier is not None:
+                for out, copy in zip(plan.swap_outs, swapped_out, strict=True):
+                    self._copier.save(state, out.slot, out.pages, copy)
+                for back, copy in zip(plan.swap_ins, swapped_in, strict=True):
+                    pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
+                    state = self._copier.restore(state, back.slot, pages, copy)
+            if self._transfer is not None:
+                if plan.saves:
+                    self._transfer.save(state.pool, plan.saves)
+                if plan.loads:
+                    pool = self._transfer.write(state.pool, plan.loads)
+                    state = dataclasses.replace(state, pool=pool)
+            state, output = self.programs(state, buffer, shape)
+            for array in jax.tree.leaves(output):
+                array.copy_to_host_async()
+            self.times.launched(began)
+            return state, output
+
         output = self._launcher.launch(launch)
-        self._in_flight.append(_Dispatched(plan, shape, saved, output))
+        self._in_flight.append(_Dispatched(plan, shape, swapped_out, output))
 
     def replay(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Launches a step that the leader of a mesh of processes has planned. Its results are not
@@ -156,7 +176,7 @@ class Executor:
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request of it."""
-        plan, shape, saved, future = self._in_flight.popleft()
+        plan, shape, swapped_out, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
         read = StepResults(output)
@@ -178,8 +198,8 @@ class Executor:
         for number, shard in enumerate(plan.shards):
             for row, request in enumerate(shard.decodes, number * shape.rows):
                 results.append(self._result(read, row, request, is_decode=True))
-        for each in saved:
-            each.free_device()
+        for swapped in swapped_out:
+            swapped.free_device()
         return plan, results
 
     def _result(
@@ -210,34 +230,6 @@ class Executor:
         if self._transfer is not None:
             self._transfer.close(_CLOSE_SECONDS)
         self._in_flight.clear()
-
-    def _launch(
-        self,
-        plan: StepPlan,
-        buffer: np.ndarray,
-        shape: StepShape,
-        saved: list[SavedRequest],
-        restored: list[SavedRequest],
-        state: SlotState,
-    ) -> tuple[SlotState, StepOutput]:
-        began = self.times.launches()
-        if self._copier is not None:
-            for out, each in zip(plan.swap_outs, saved, strict=True):
-                self._copier.save(state, out.slot, out.pages, each)
-            for back, each in zip(plan.swap_ins, restored, strict=True):
-                pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
-                state = self._copier.restore(state, back.slot, pages, each)
-        if self._transfer is not None:
-            if plan.saves:
-                self._transfer.save(state.pool, plan.saves)
-            if plan.loads:
-                pool = self._transfer.write(state.pool, plan.loads)
-                state = dataclasses.replace(state, pool=pool)
-        state, output = self.programs(state, buffer, shape)
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
-        self.times.launched(began)
-        return state, output
 
     def _fill(self, inputs: StepInput, number: int, plan: ShardPlan, decode_steps: int) -> None:
         """Writes the plan of a shard into its arguments of a step."""

@@ -18,12 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from dsv3_jax.engine.device.page_packing import PackedPage, PagePacker
+from dsv3_jax.engine.device.page_packing import PackedPage, PagePacker, payload_of
 from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.scheduling.step_plan import PageLoad, PageSave
 from dsv3_jax.kv_cache import PagePool
@@ -46,18 +45,12 @@ _MOST_UNSAVED_BYTES = 2**28
 """Bytes of gathered pages, on the device, that wait for the host. More pages are not saved."""
 
 
-class StagedPage(NamedTuple):
-    """The contents of a page that is to be written to the pool."""
+StagedPage = PackedPage | np.ndarray
+"""A page that is to be written to the pool: its copy on the device, or if there was no room for one
+the payload of its record."""
 
-    payload: np.ndarray
-    parts: tuple[jax.Array, ...] | None
-    """On the device, or None if there was no room."""
-
-
-class _Gathered(NamedTuple):
-    identity: CacheIdentity
-    addresses: list[PageAddress]
-    pages: list[PackedPage]
+_Gathered = tuple[CacheIdentity, list[PageAddress], list[PackedPage]]
+"""Pages on their way to the tiers."""
 
 
 class StagedLoad:
@@ -213,7 +206,7 @@ class PageTransfer:
             except Exception as error:  # such as a lack of memory for the copies
                 self._drop(identity, count, error)
             else:
-                self._queue.put(_Gathered(identity, addresses, gathered))
+                self._queue.put((identity, addresses, gathered))
 
     def _drop(self, identity: CacheIdentity, pages: int, error: BaseException) -> None:
         logger.warning("cache tiers: %d pages were not saved: %r", pages, error)
@@ -225,7 +218,7 @@ class PageTransfer:
         """Returns the pool, which is donated, with pages that were loaded."""
         pages = self._pool.table([load.page for load in loads]).tolist()
         staged: list[StagedPage] = [page for load in loads for page in load.contents]
-        parts = [self._packer.stage(p.payload) if p.parts is None else p.parts for p in staged]
+        parts = [self._packer.stage(p) if isinstance(p, np.ndarray) else p for p in staged]
         return self._packer.scatter(pool, pages, parts)
 
     # Others call these.
@@ -280,15 +273,15 @@ class PageTransfer:
                 if load.is_closed:
                     break
                 record.check(identity, address)
-                parts = None
+                page: StagedPage = record.payload
                 with self._lock:
                     if has_room := record.num_bytes <= self._staging_bytes:
                         self._staging_bytes -= record.num_bytes
                         load.staged_bytes += record.num_bytes
                 if has_room:
-                    parts = self._packer.stage(record.payload, record.pinned)
-                contents.append(StagedPage(record.payload, parts))
-            jax.block_until_ready([page.parts for page in contents])
+                    page = self._packer.stage(record.payload, record.pinned)
+                contents.append(page)
+            jax.block_until_ready(contents)
         except PageError as error:
             logger.warning("cache tiers: a page is not used: %s", error)
         except BaseException:  # its requests wait for the load to end, whatever it is
@@ -322,8 +315,8 @@ class PageTransfer:
                             identity.digest,
                             address,
                             identity.format,
-                            page.payload(),
-                            page.parts if self._packer.pinned else None,
+                            payload_of(page),
+                            page if self._packer.pinned else None,
                         )
                         for address, page in zip(addresses, pages, strict=True)
                     ]

@@ -35,8 +35,8 @@ class ScheduledRequest:
     the caller holds, and each ``RequestResult`` has the tokens that one dispatch gave it.
 
     The caller that submits it writes the first two groups of fields. All later writes are under the
-    loop's lock, and by the engine's thread except for ``is_cancelled``; only ``saved`` is written
-    without the lock, while the executor dispatches.
+    loop's lock, and by the engine's thread except for ``is_cancelled``; only ``swapped`` is
+    written without the lock, while the executor dispatches.
     """
 
     tokens: list[int]
@@ -65,8 +65,8 @@ class ScheduledRequest:
     after each step. None if the device is simulated."""
     output: object = None
     """Its ``RequestOutput``: text, log-probabilities, the caller's handle."""
-    saved: Any = None
-    """Its copy in host memory while it is swapped out. Nothing to do with ``PageSave``."""
+    swapped: Any = None
+    """Its copy in host memory while it is swapped out."""
     rewind: int = 0
     """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
     ``Delivery`` sets it; the next plan takes it and sets it to 0, and that step removes them."""
