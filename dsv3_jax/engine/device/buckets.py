@@ -92,12 +92,9 @@ class Buckets:
     def of_devices(
         cls, max_running: int, layout: Layout | None, *, one_request: bool = True
     ) -> Buckets:
-        """Returns the default sizes of an engine with this layout, or on the default device.
-
-        Args:
-          max_running: number of slots of all shards.
-          one_request: whether one decoding request has a size of its own where that is faster.
-        """
+        """Returns the default sizes of an engine with ``max_running`` slots on all shards of this
+        layout, or on the default device. ``one_request``: whether one decoding request has a size
+        of its own where that is faster."""
         if layout is None:
             platform, shards, multiple, token_shards = target.platform(), 1, 1, 1
         else:
@@ -169,13 +166,8 @@ class Buckets:
         depth: int = 0,
         **sizes: int,
     ) -> StepShape:
-        """Returns the smallest shape that holds a step.
-
-        Args:
-          options: what its requests ask for.
-          depth: drafts of each request that decodes.
-          sizes: fields of the shape that are the same for all steps of an engine.
-        """
+        """Returns the smallest shape that holds a step whose requests ask for ``options``.
+        ``sizes`` are fields of the shape that are the same for all steps of an engine."""
         if self.single_shape:
             decodes, chunks = self.decodes[-1], self.chunks[-1]
             options = StepOptions("sampled", True, True, True, options.prompt_logprobs)
@@ -211,15 +203,9 @@ class Buckets:
 
 
 def absorbs_chunks(*, is_hopper: bool, token_shards: int) -> bool:
-    """Returns whether chunks attend in absorbed form by default.
-
-    They do on Hopper GPUs, whose kernel takes many short sequences. Elsewhere that form would
-    gather the cached tokens of every few queries, as it would where devices share the tokens of a
-    sequence.
-
-    Args:
-      token_shards: number of devices that share the cached tokens of a sequence.
-    """
+    """Returns whether chunks attend in absorbed form by default. They do on Hopper GPUs, whose
+    kernel takes many short sequences. Elsewhere, and where ``token_shards`` devices share the
+    tokens of a sequence, that form would gather the cached tokens of every few queries."""
     return is_hopper and token_shards == 1
 
 

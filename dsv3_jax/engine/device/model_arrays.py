@@ -32,11 +32,8 @@ class ModelArrays:
     @classmethod
     def of(cls, model: DeepSeekV3, *, whole_sequences: bool = False) -> ModelArrays:
         """Returns the arrays of a model. A model of shapes, ``jax.ShapeDtypeStruct``, gives shapes
-        with the shardings of its layout.
-
-        Args:
-          whole_sequences: see :meth:`DeepSeekV3.attend_to_whole_sequences`.
-        """
+        with the shardings of its layout. ``whole_sequences``: see
+        :meth:`DeepSeekV3.attend_to_whole_sequences`."""
         graph, state = nnx.split(model)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             return cls._shapes(graph, state, whole_sequences)

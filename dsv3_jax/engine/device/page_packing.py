@@ -47,13 +47,8 @@ def payload_of(page: PackedPage) -> np.ndarray:
 class PagePacker:
     """Compiled copies of any pages of a pool, for all its layers and arrays.
 
-    It compiles both directions when it is made.
-
-    Args:
-      pool: a pool of the shapes and shardings to compile for.
-      format: the format of its pages.
-      layout: the layout of the pool.
-      pinned: whether pages go to pinned host memory, which a device reads and writes itself.
+    It compiles both directions when it is made, for the shapes and shardings of ``pool``. With
+    ``pinned``, pages go to pinned host memory, which a device reads and writes itself.
 
     Raises:
       ValueError: pages cannot go there.
@@ -216,11 +211,8 @@ class RequestCopier:
     """Saves requests, and restores them in other slots and pages.
 
     A copy is read in the order of the device's work: steps that were dispatched before it are in
-    it, and later ones, which may write to the same pages, are not.
-
-    Args:
-      state: a state of the shapes and shardings to compile for, on one device.
-      packer: copies its pages.
+    it, and later ones, which may write to the same pages, are not. It is compiled for the shapes
+    and shardings of ``state``, on one device.
     """
 
     def __init__(self, state: SlotState, packer: PagePacker):

@@ -66,7 +66,6 @@ class PoolLayout:
           cache_tokens: size of the whole cache that the caller asks for, or None.
           most_tokens: tokens that all slots can hold together; a cache of default size is not
             larger than this on devices that do not report their memory.
-          mtp: whether the MTP layer has a cache.
 
         Raises:
           ValueError: ``cache_tokens`` is below a page on each device, or a device has no memory

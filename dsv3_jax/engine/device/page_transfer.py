@@ -74,15 +74,7 @@ class StagedLoad:
 
 
 class PageTransfer:
-    """The store of pages that a scheduler loads from and saves to, and the copies for it.
-
-    Args:
-      identity: everything besides tokens that the pages depend on.
-      tiers: where records are stored.
-      packer: copies pages between a pool and records.
-      pool: division of the pool.
-      config: limits.
-    """
+    """The store of pages that a scheduler loads from and saves to, and the copies for it."""
 
     def __init__(
         self,
@@ -115,11 +107,8 @@ class PageTransfer:
     def of(
         cls, model: DeepSeekV3, arrays: PagePool, pool: PoolLayout, config: CacheTiers, *, mtp: bool
     ) -> PageTransfer:
-        """Returns the transfer for the pages of a model. It reads all weights once.
-
-        Args:
-          arrays: a pool of the shapes and shardings to compile for.
-          mtp: whether the MTP layer has a cache.
+        """Returns the transfer for the pages of a model. It reads all weights once, and compiles
+        for a pool of the shapes and shardings of ``arrays``.
 
         Raises:
           OSError: the directory of the disk tier cannot be used.

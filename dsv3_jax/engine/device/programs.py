@@ -53,12 +53,7 @@ class Programs:
 
     Args:
       model: the model. Shapes in place of its arrays are enough to lower programs.
-      buckets: the sizes to compile for.
       num_slots: number of slots of all shards.
-      max_len: most tokens of a request.
-      page_size: tokens of a page.
-      depth: most drafts per step.
-      count_routing: whether steps count the tokens that choose each expert.
       arrays: those of the model, if another object has prepared them.
     """
 
@@ -184,13 +179,8 @@ class Programs:
         *,
         directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Compiles programs in parallel: those of ``shapes``, or all.
-
-        Args:
-          state: one that the programs are to take.
-          directory: where programs are stored after their compilation, and loaded from instead of
-            compiling them; see :class:`~dsv3_jax.engine.device.program_store.ProgramStore`.
-        """
+        """Compiles programs in parallel: those of ``shapes``, or all. With a ``directory``, they
+        are loaded from it instead, or stored there, see :class:`ProgramStore`."""
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
         # The largest programs compile longest, so that none of them is left alone at the end.
         missing.sort(key=lambda s: s.decodes + s.chunks * s.chunk_tokens, reverse=True)

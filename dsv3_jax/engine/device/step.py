@@ -102,12 +102,8 @@ def step(
     drafter: Drafter | None,
     vocab_size: int,
 ) -> tuple[SlotState, StepOutput]:
-    """Runs one dispatch: one step, or several decode steps.
-
-    Args:
-      buffer: the arguments, see :func:`dsv3_jax.engine.device.step_input.unpack`.
-      vocab_size: ids from here on are padding of the embedding and never selected.
-    """
+    """Runs one dispatch, whose arguments :func:`unpack` finds in the buffer: one step, or several
+    decode steps. Ids from ``vocab_size`` on are padding of the embedding and never selected."""
     inputs, rows = unpack(buffer, shape), SlotRows(model.layout)
     one = _Step(model, inputs, shape, drafter, vocab_size, rows)
     state = state.rewind(inputs, rows)

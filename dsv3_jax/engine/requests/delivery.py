@@ -33,9 +33,6 @@ class Delivery:
     :meth:`start` a thread does it, in the order of the results, so that no step waits for it. A
     stop string then ends its request's text at the same token as without the thread, but the
     scheduler learns of it a step or two later; the tokens in between are dropped.
-
-    Args:
-      times: counts drafts.
     """
 
     def __init__(self, times: HostTimes):

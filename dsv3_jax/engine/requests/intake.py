@@ -37,12 +37,7 @@ class SubmitOptions:
 
 
 class Intake:
-    """Reads requests and checks them.
-
-    Args:
-      settings: the engine's.
-      cancel: called with a request that its holder cancels.
-    """
+    """Reads requests and checks them. ``cancel`` is called with one that its holder cancels."""
 
     def __init__(
         self,

@@ -75,11 +75,8 @@ class FixedLimits:
 
 
 class SlaController(FixedLimits):
-    """Chooses the limits of every step, which change once in an interval.
-
-    Args:
-      most: the largest limits, those that programs are compiled for. It begins with them.
-    """
+    """Chooses the limits of every step, which change once in an interval. It begins with the
+    largest ones, ``most``, which programs are compiled for."""
 
     def __init__(self, targets: LatencyTargets, most: StepLimits):
         super().__init__(most)

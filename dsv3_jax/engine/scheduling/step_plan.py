@@ -193,13 +193,11 @@ class SchedulerConfig:
     max_waiting: int = 4096
     priority_seconds: float = 10.0
     """Head start, in seconds, that a request has over one with the next higher priority number."""
-
     separate: bool = False
     """Whether a step either prefills or decodes. Prompts come first."""
     refill_steps: int = 1
     """While requests wait: decode steps of a dispatch during which the slot of a request that has
     ended may stay empty."""
-
     aligned_prefixes: bool = False
     """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
     no part of a chunk, and no tokens that were generated."""

@@ -16,12 +16,8 @@ _SMOOTHING = 0.9  # weight of earlier measurements
 
 
 class StepTimes:
-    """Times of the last dispatches of each kind of work, such as a compiled program.
-
-    Args:
-      skips_first: whether a first dispatch is no measurement, since it also compiles or loads its
-        program.
-    """
+    """Times of the last dispatches of each kind of work, such as a compiled program. With
+    ``skips_first``, a first dispatch, which also compiles or loads its program, does not count."""
 
     def __init__(self, *, skips_first: bool = False):
         self._skips_first = skips_first
