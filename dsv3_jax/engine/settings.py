@@ -100,11 +100,6 @@ class EngineSettings:
         )
         return cls(plan, buckets, scheduler, vocab_size)
 
-    @property
-    def mtp(self) -> bool:
-        """Whether the MTP layer drafts, so that it has a cache."""
-        return self.plan.drafter is not None and self.plan.drafter.mtp_hidden is not None
-
 
 def _check_model(model: DeepSeekV3, *, is_led: bool) -> None:
     """Raises ValueError for a model that the engine cannot run. ``is_led``: one of the processes of

@@ -24,12 +24,7 @@ from typing import Any, Protocol
 from dsv3_jax.engine.device.step_results import PlanExecutor, RequestResult
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
-from dsv3_jax.engine.scheduling.step_plan import (
-    End,
-    ScheduledRequest,
-    StepGains,
-    StepPlan,
-)
+from dsv3_jax.engine.scheduling.step_plan import End, ScheduledRequest, StepGains, StepPlan
 from dsv3_jax.engine.scheduling.step_times import DecodePace, Pace
 from dsv3_jax.engine.stats import HostTimes
 

@@ -437,11 +437,10 @@ class Generator:
             self._programs[key] = Programs(
                 self._arrays.model(self._arrays.leaves),
                 buckets_of(size, layout, chunk, reproducible=self._reproducible),
+                plan,
                 num_slots=size,
                 max_len=self.max_len,
                 page_size=DEFAULT_PAGE_SIZE,
-                drafter=plan.drafter,
-                depth=plan.max_depth,
                 vocab_size=self._vocab_size,
                 count_routing=self._routing_counts is not None,
                 arrays=self._arrays,

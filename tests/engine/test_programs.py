@@ -23,7 +23,7 @@ from dsv3_jax.engine.device.state import SlotRows, SlotState
 from dsv3_jax.engine.device.step import _decode_batch, _Requests
 from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.generation.completion import RUNNING
-from dsv3_jax.generation.drafters import Drafts
+from dsv3_jax.generation.drafters import DraftPlan, Drafts
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.engine_state import default_buckets
@@ -39,11 +39,10 @@ def programs(tiny_mtp) -> Programs:
     return Programs(
         tiny_mtp,
         BUCKETS,
+        DraftPlan(),
         num_slots=SLOTS,
         max_len=MAX_LEN,
         page_size=64,
-        drafter=None,
-        depth=0,
         vocab_size=tiny_mtp.config.vocab_size,
     )
 

@@ -127,11 +127,7 @@ class Buckets:
     def single(self) -> Buckets:
         """Returns the buckets with one shape for every step: all slots and the fewest chunks."""
         return dataclasses.replace(
-            self,
-            decodes=self.decodes[-1:],
-            chunks=self.chunks[:1],
-            max_steps=1,
-            single_shape=True,
+            self, decodes=self.decodes[-1:], chunks=self.chunks[:1], max_steps=1, single_shape=True
         )
 
     @property

@@ -238,9 +238,7 @@ class RequestCopier:
     ) -> SlotState:
         """Returns the state, which is donated, with a saved request. ``pages`` may be None."""
         rows = self._write(
-            jax.tree.leaves(state.slots),
-            jax.device_put(np.int32(slot)),
-            jax.device_put(saved.slot),
+            jax.tree.leaves(state.slots), jax.device_put(np.int32(slot)), jax.device_put(saved.slot)
         )
         pairs = zip(pages, saved.pages, strict=True)
         contents = {

@@ -27,7 +27,7 @@ from dsv3_jax.engine.device.state import SlotState, shard_state, state_shardings
 from dsv3_jax.engine.device.step import StepOutput, step
 from dsv3_jax.engine.device.step_input import GREEDY, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.stats import CompileTimes
-from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.request import num_words
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
@@ -61,12 +61,11 @@ class Programs:
         self,
         model: DeepSeekV3,
         buckets: Buckets,
+        plan: DraftPlan,
         *,
         num_slots: int,
         max_len: int,
         page_size: int,
-        drafter: Drafter | None,
-        depth: int,
         vocab_size: int,
         count_routing: bool = False,
         arrays: ModelArrays | None = None,
@@ -83,14 +82,13 @@ class Programs:
         self._is_warm = False
         self.vocab_size = vocab_size
         """Number of token ids that a step can select."""
-        self._depth = depth
+        depth = self._depth = plan.max_depth
         parts = 1 if model.layout is None else model.layout.num_shards("cached_tokens")
         self.max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
         """Pages of the longest request, on all devices that share its tokens."""
         self.page_size = page_size
-        mtp = drafter is not None and drafter.mtp_hidden is not None
-        self._num_mtp_inputs = depth + 1 if mtp else 0
-        self._cache_spec = model.cache_spec(mtp=mtp)
+        self._num_mtp_inputs = depth + 1 if plan.mtp else 0
+        self._cache_spec = model.cache_spec(mtp=plan.mtp)
         shape = len(model.moe_layers()), model.config.n_routed_experts
         self._counts_shape = shape if count_routing else None
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
@@ -116,29 +114,12 @@ class Programs:
             "model": f"{model.config} {arrays.graph} {arrays.treedef}",
             "layout": repr(layout),
             "buckets": repr(buckets),
-            "drafter": f"{drafter!r} {depth} {vocab_size}",
+            "drafter": f"{plan.drafter!r} {depth} {vocab_size}",
             "sizes": f"{num_slots} {max_len} {page_size}",
         }
-        # The closure below keeps no arrays.
-        arrays = dataclasses.replace(arrays, leaves=[])
-        options = {"drafter": drafter, "vocab_size": vocab_size}
-
-        # Takes flat lists of arrays: they are the cheapest arguments, and lowering unflattens trees
-        # into shapes, which the state classes reject when they check their types.
-        def run(
-            leaves: list[jax.Array],
-            state_leaves: list[jax.Array],
-            buffer: jax.Array,
-            shape: StepShape,
-            structure: Any,
-        ) -> tuple[list[jax.Array], StepOutput]:
-            model = arrays.model(leaves)
-            state = jax.tree.unflatten(structure, state_leaves)
-            state, output = step(model, state, buffer, shape=shape, **options)
-            return jax.tree.leaves(state), output
-
+        self._without_arrays = dataclasses.replace(arrays, leaves=[])
+        self._step_options = {"drafter": plan.drafter, "vocab_size": vocab_size}
         self.platform = (layout and layout.platform) or target.platform()
-        self._run = run
         self._compiled: dict[StepShape, Any] = {}
 
     def arrays_of(self, model: DeepSeekV3) -> list[jax.Array]:
@@ -147,12 +128,7 @@ class Programs:
         return jax.block_until_ready(arrays.leaves)
 
     def shape(
-        self,
-        decodes: int,
-        chunks: int,
-        options: StepOptions = GREEDY,
-        *,
-        depth: int | None = None,
+        self, decodes: int, chunks: int, options: StepOptions = GREEDY, *, depth: int | None = None
     ) -> StepShape:
         """Returns the smallest shape that holds a step. ``depth``: drafts of a decode, None for the
         most."""
@@ -326,13 +302,24 @@ class Programs:
             buffer.shape, buffer.dtype, sharding=self._buffer_sharding
         )
 
-        def program(*arguments: Any) -> tuple[list[jax.Array], StepOutput]:
-            return self._run(*arguments)
+        jitted = jax.jit(self._program(shape, structure), donate_argnums=1, **options)
+        return jitted.lower(self.leaves, list(state_leaves), buffer_shape)
 
-        # Its name in profiles.
-        program.__name__ = _name(shape)
-        jitted = jax.jit(program, donate_argnums=1, static_argnums=(3, 4), **options)
-        return jitted.lower(self.leaves, list(state_leaves), buffer_shape, shape, structure)
+    def _program(self, shape: StepShape, structure: Any) -> Callable[..., Any]:
+        """Returns the step of a shape as a function of flat lists of arrays: they are the cheapest
+        arguments, and lowering unflattens trees into shapes, which the state classes reject when
+        they check their types."""
+        arrays, options = self._without_arrays, self._step_options  # the closure keeps no arrays
+
+        def program(
+            leaves: list[jax.Array], state_leaves: list[jax.Array], buffer: jax.Array
+        ) -> tuple[list[jax.Array], StepOutput]:
+            model, state = arrays.model(leaves), jax.tree.unflatten(structure, state_leaves)
+            state, output = step(model, state, buffer, shape=shape, **options)
+            return jax.tree.leaves(state), output
+
+        program.__name__ = _name(shape)  # in profiles
+        return program
 
     def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
         return self.lower(*jax.tree.flatten(state), shape)

@@ -279,11 +279,7 @@ class _Step:
         )
 
     def _keep_mtp_inputs(
-        self,
-        state: SlotState,
-        requests: _Requests,
-        mtp_inputs: jax.Array,
-        counts: Int[Array, " N"],
+        self, state: SlotState, requests: _Requests, mtp_inputs: jax.Array, counts: Int[Array, " N"]
     ) -> SlotState:
         """Stores the hidden states that the MTP layer takes in the next step, one for each token
         that the request gained. A request whose prompt has just ended gained one token, and its

@@ -318,10 +318,7 @@ class Scheduler:
         return [request for request in retiring if request.phase is Phase.WAITING]
 
     def _admit(
-        self,
-        decodes: Sequence[list[ScheduledRequest]],
-        chunks: Sequence[list[Chunk]],
-        now: float,
+        self, decodes: Sequence[list[ScheduledRequest]], chunks: Sequence[list[Chunk]], now: float
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
         self.loads.begin_queued(now)
