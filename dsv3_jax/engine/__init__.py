@@ -9,9 +9,9 @@ In the order a request moves through it:
   the batch, with ``page_allocator`` and ``stored_pages``; ``sla_controller`` and ``step_times``
   set its limits. ``step_plan`` has the request and the plan that all rooms share.
 - ``device/``: ``executor`` fills a ``step_input`` of one of the ``buckets`` and launches one of the
-  ``programs`` (stored in ``program_store``), which runs ``step`` on the ``state``; ``step_results``
-  come back. ``page_pool`` sizes the cache, ``page_packing`` and
-  ``page_transfer`` copy its pages, ``model_arrays`` has the weights, ``processes`` spans hosts.
+  ``programs`` (stored in ``program_store``), which runs ``step`` on the ``state``, and
+  reads the results. ``page_pool`` sizes the cache, ``page_packing`` and ``page_transfer`` copy its
+  pages, ``model_arrays`` has the weights, ``processes`` spans hosts.
 - ``requests/``: ``delivery`` hands results to ``grammar`` and, in a thread, to ``output``: text.
 - ``stats.py`` has figures; ``expert_rebalancer.py`` moves experts while the engine serves.
 """

@@ -26,14 +26,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsv3_jax.engine.device.step_results import PlanExecutor
 from dsv3_jax.engine.requests.delivery import Delivery
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
 from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
 from dsv3_jax.engine.scheduling.step_times import Pace
 from dsv3_jax.engine.stats import COMPILE_SECONDS, CompileTimes, EngineStats, HostTimes, ShardStats
-from dsv3_jax.engine.step_loop import StepLoop
+from dsv3_jax.engine.step_loop import PlanExecutor, StepLoop
 from dsv3_jax.generation.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -347,7 +346,7 @@ class EngineLoop:
         with self._changed:
             if not self._scheduler.unfinished:  # nothing may be left of requests that have ended
                 self._scheduler.check_idle()
-                assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
+                assert not self._executor.dispatches_in_flight, "an idle engine has steps in flight"
         return False
 
     @contextlib.contextmanager

@@ -277,7 +277,7 @@ class DispatchTimes:
         self._last_end: float | None = None
         """End of the last dispatch, unless there was nothing to do after it."""
 
-    def launches(self) -> float:
+    def begin_launch(self) -> float:
         """Marks the beginning of a launch, and returns its time."""
         now = time.perf_counter()
         with self._lock:
@@ -286,7 +286,7 @@ class DispatchTimes:
             self._launches.append(now)
         return now
 
-    def launched(self, began: float) -> None:
+    def end_launch(self, began: float) -> None:
         """Marks the end of the launch that began then."""
         with self._lock:
             self._add(launch_seconds=time.perf_counter() - began)

@@ -19,17 +19,70 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
-from dsv3_jax.engine.device.step_results import PlanExecutor, RequestResult
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
-from dsv3_jax.engine.scheduling.step_plan import End, ScheduledRequest, StepGains, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    End,
+    PageSave,
+    RequestResult,
+    ScheduledRequest,
+    StepGains,
+    StepPlan,
+)
 from dsv3_jax.engine.scheduling.step_times import DecodePace, Pace
-from dsv3_jax.engine.stats import HostTimes
+from dsv3_jax.engine.stats import DispatchTimes, HostTimes
 
 LEAD_SECONDS = 0.004
 """Time from planning a step to its first kernel on the device, with a margin."""
+
+
+class PlanExecutor(Protocol):
+    """Runs plans in order, as ``Executor`` does on a device."""
+
+    @property
+    def dispatches_in_flight(self) -> int:
+        """Plans whose results have not been read."""
+        ...
+
+    @property
+    def seconds_left(self) -> float:
+        """Predicted time until the step in flight ends; 0 if there is none, or no forecast."""
+        ...
+
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode steps in a plan."""
+        ...
+
+    @property
+    def compiled_after_warm_up(self) -> int:
+        """Number of programs that were compiled while requests were waiting for them."""
+        ...
+
+    @property
+    def times(self) -> DispatchTimes:
+        """Times of the dispatches, by shape."""
+        ...
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Launches a plan. An error of the launch may be raised by :meth:`wait`."""
+        ...
+
+    def save(self, saves: Sequence[PageSave]) -> Future[None]:
+        """Launches copies of pages without a plan. The future is done when these and all earlier
+        ones are launched."""
+        ...
+
+    def wait(self) -> tuple[StepPlan, list[RequestResult]]:
+        """Waits for the oldest plan, and returns it with its results."""
+        ...
+
+    def close(self) -> None:
+        """Frees the memory. Nothing can be dispatched after it."""
+        ...
 
 
 class Requests(Protocol):
@@ -117,12 +170,12 @@ class StepLoop:
                 executor.dispatch(plan)
         elif saves:
             executor.save(saves)
-        if plan is None and not executor.steps_in_flight:
+        if plan is None and not executor.dispatches_in_flight:
             executor.times.rest()
             self._limits.rest()
         in_flight = 1 if self._overlap and plan is not None else 0
-        has_read = executor.steps_in_flight > in_flight
-        while executor.steps_in_flight > in_flight:
+        has_read = executor.dispatches_in_flight > in_flight
+        while executor.dispatches_in_flight > in_flight:
             self._read()
         return plan is not None or has_read or bool(ended)
 

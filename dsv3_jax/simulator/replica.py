@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.scheduler_shard import shard_load
@@ -25,12 +24,13 @@ from dsv3_jax.engine.scheduling.step_plan import (
     End,
     PageSave,
     Phase,
+    RequestResult,
     ScheduledRequest,
     SchedulerConfig,
     StepGains,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.step_times import DecodePace, Result
+from dsv3_jax.engine.scheduling.step_times import DecodePace
 from dsv3_jax.engine.scheduling.step_times import StepTimes as RecentTimes
 from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.stats import DispatchTimes, HostTimes
@@ -228,7 +228,7 @@ class _MostSteps:
     def choose(self, most: int) -> tuple[int, None]:
         return most, None
 
-    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
         pass
 
 
@@ -263,7 +263,7 @@ class _Device:
         return self.now
 
     @property
-    def steps_in_flight(self) -> int:
+    def dispatches_in_flight(self) -> int:
         return len(self._in_flight)
 
     @property

@@ -22,15 +22,16 @@ from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.page_transfer import PageTransfer
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import REWIND_SEED, SlotState
-from dsv3_jax.engine.device.step import StepOutput
+from dsv3_jax.engine.device.step import PromptLogprobs, StepOutput
 from dsv3_jax.engine.device.step_input import StepInput, StepOptions, StepShape, empty_input
-from dsv3_jax.engine.device.step_results import RequestResult, StepResults
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
     PageSave,
+    RequestResult,
     ScheduledRequest,
     ShardPlan,
     StepPlan,
+    StepTokens,
 )
 from dsv3_jax.engine.stats import DispatchTimes
 from dsv3_jax.generation.completion import NON_FINITE, RUNNING
@@ -87,7 +88,7 @@ class Executor:
         self._replayed: Future[StepOutput] | None = None
 
     @property
-    def steps_in_flight(self) -> int:
+    def dispatches_in_flight(self) -> int:
         """Number of dispatches whose results have not been read."""
         return len(self._in_flight)
 
@@ -135,7 +136,7 @@ class Executor:
             swap.request.swapped = None
 
         def launch(state: SlotState) -> tuple[SlotState, StepOutput]:
-            began = self.times.launches()
+            began = self.times.begin_launch()
             if self._copier is not None:
                 for out, copy in zip(plan.swap_outs, swapped_out, strict=True):
                     self._copier.save(state, out.slot, out.pages, copy)
@@ -151,7 +152,7 @@ class Executor:
             state, output = self.programs(state, buffer, shape)
             for array in jax.tree.leaves(output):
                 array.copy_to_host_async()
-            self.times.launched(began)
+            self.times.end_launch(began)
             return state, output
 
         output = self._launcher.launch(launch)
@@ -290,6 +291,47 @@ def _asked_options(plan: StepPlan) -> StepOptions:
 
 def _has_prompt_logprobs(chunk: Chunk) -> bool:
     return _settings(chunk.request).prompt_logprobs is not None
+
+
+class StepResults:
+    """The output of a dispatch, on the host.
+
+    Arrays become lists once, since reading a number from an array costs ten times as much.
+    """
+
+    def __init__(self, output: StepOutput):
+        arrays: Any = output  # NumPy's
+        # The arrays have room for the most steps of a dispatch. The executed ones come first.
+        executed = np.flatnonzero(arrays.counts.any(axis=1)).max(initial=-1) + 1
+        self._counts: list[list[int]] = arrays.counts[:executed].tolist()
+        self._tokens: list[list[list[int]]] = arrays.tokens[:executed].tolist()
+        self._logprobs: list[list[list[float]]] = arrays.logprobs[:executed].tolist()
+        self._drafted: list[list[int]] = arrays.drafted[:executed].tolist()
+        self.finished: list[int] = arrays.finished.tolist()
+        """RUNNING, STOPPED, FULL or NON_FINITE for each row."""
+        self.has_top = arrays.top_tokens.shape[-1] > 0
+        """Whether some requests ask for the most probable tokens."""
+        self._top = arrays.top_tokens, arrays.top_logprobs
+        self._prompt = arrays.prompt
+
+    def new_tokens(self, row: int, *, top: bool) -> list[StepTokens]:
+        """Returns the tokens of each step that gave some to a row, with the most probable ones if
+        ``top``."""
+        return [
+            StepTokens(
+                self._tokens[step][row][:count],
+                self._logprobs[step][row][:count],
+                self._drafted[step][row],
+                (self._top[0][step, row, :count], self._top[1][step, row, :count]) if top else None,
+            )
+            for step, counts in enumerate(self._counts)
+            if (count := counts[row])
+        ]
+
+    def prompt(self, number: int, chunk: Chunk) -> tuple[int, PromptLogprobs]:
+        """Returns :attr:`RequestResult.prompt` for the chunk with this number in the step."""
+        arrays = [array[number, : chunk.count] for array in self._prompt]
+        return chunk.start + 1, PromptLogprobs(*arrays)
 
 
 class Launcher:

@@ -11,9 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.requests.output import RequestOutput
-from dsv3_jax.engine.scheduling.step_plan import End, Phase, ScheduledRequest, StepGains, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    End,
+    Phase,
+    RequestResult,
+    ScheduledRequest,
+    StepGains,
+    StepPlan,
+)
 from dsv3_jax.engine.stats import HostTimes
 from dsv3_jax.generation.completion import NON_FINITE, RUNNING, STOPPED
 

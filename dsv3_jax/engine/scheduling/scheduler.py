@@ -190,10 +190,10 @@ class Scheduler:
         )
         self._saves.drop_evicted()
         for request in plan.decodes:
-            request.decodes_in_flight += steps
+            request.decode_steps_in_flight += steps
         for chunk in plan.chunks:
             if chunk.is_last:
-                chunk.request.decodes_in_flight += 1
+                chunk.request.decode_steps_in_flight += 1
         for request in plan.requests:
             request.steps_in_flight += 1
         return plan, ended
@@ -209,10 +209,10 @@ class Scheduler:
         """Takes the results of a dispatched plan, see :class:`StepGains`. Tokens are dropped if
         their request has ended in the meantime, and kept if it was preempted."""
         for request in plan.decodes:
-            request.decodes_in_flight -= plan.decode_steps
+            request.decode_steps_in_flight -= plan.decode_steps
         for chunk in plan.chunks:
             if chunk.is_last:
-                chunk.request.decodes_in_flight -= 1
+                chunk.request.decode_steps_in_flight -= 1
             if chunk.is_first:
                 self.loads.written(chunk.request)
         for request in broken:
@@ -261,7 +261,7 @@ class Scheduler:
         """Ends every request now. The results of steps in flight must not be reported any more."""
         retiring = [request for shard in self.shards for request in shard.retiring]
         for request in [*self.unfinished, *retiring]:
-            request.steps_in_flight = request.decodes_in_flight = 0
+            request.steps_in_flight = request.decode_steps_in_flight = 0
             self.end(request)
         self.loads.forget_steps()
         self._saves.clear()

@@ -173,7 +173,7 @@ class SchedulerShard:
         for request in list(self.running):
             if request.phase is not Phase.DECODE or request.least_length >= request.max_length:
                 continue  # it reaches its limit with the steps in flight
-            if request.is_serial and request.decodes_in_flight:
+            if request.is_serial and request.decode_steps_in_flight:
                 continue
             if self._grow(request, request.greatest_length + request.drafts):
                 planned.append(request)

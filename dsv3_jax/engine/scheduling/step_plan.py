@@ -1,4 +1,4 @@
-"""Requests as the scheduler sees them, its limits, and the plan of one step."""
+"""Requests as the scheduler sees them, its limits, the plan of one step, and its results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from dsv3_jax.generation.depth import DraftDepth
 from dsv3_jax.generation.request import Request
@@ -86,7 +88,7 @@ class ScheduledRequest:
     """Prompt tokens that the prefix cache saved at the first admission."""
     steps_in_flight: int = 0
     """Dispatched plans that include it and whose results are not reported yet."""
-    decodes_in_flight: int = 0
+    decode_steps_in_flight: int = 0
     """Decode steps in those plans. Each adds at least one token, unless the request ends before:
     then the device computes nothing for it."""
     published: int = 0
@@ -113,12 +115,12 @@ class ScheduledRequest:
     @property
     def least_length(self) -> int:
         """Tokens it has at least when all dispatched steps are done."""
-        return len(self.tokens) + self.decodes_in_flight
+        return len(self.tokens) + self.decode_steps_in_flight
 
     @property
     def greatest_length(self) -> int:
         """Tokens it has at most when all dispatched steps are done."""
-        most = len(self.tokens) + self.decodes_in_flight * (1 + self.drafts)
+        most = len(self.tokens) + self.decode_steps_in_flight * (1 + self.drafts)
         return min(most, self.max_length)
 
 
@@ -284,6 +286,48 @@ class StepPlan:
     def requests(self) -> tuple[ScheduledRequest, ...]:
         """Every request of the plan, once."""
         return tuple(dict.fromkeys([*self.decodes, *(chunk.request for chunk in self.chunks)]))
+
+
+class StepTokens(NamedTuple):
+    """Tokens that one step gave to a request."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: int
+    """Number of drafts that the step verified."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """The most probable tokens in the place of each, best first, and their log-probabilities:
+    [t, n] each. None if the request does not ask for them."""
+
+    def first(self, count: int) -> StepTokens:
+        """Returns the first of these tokens."""
+        top = self.top and (self.top[0][:count], self.top[1][:count])
+        return StepTokens(self.tokens[:count], self.logprobs[:count], self.drafted, top)
+
+
+class RequestResult(NamedTuple):
+    """Tokens that a dispatch gave to one request."""
+
+    request: ScheduledRequest
+    steps: list[StepTokens]
+    """The steps that gained tokens."""
+    finished: int
+    """RUNNING, STOPPED, FULL or NON_FINITE."""
+    is_decode: bool
+    """Whether these were decode steps. Otherwise they were a chunk of its prompt."""
+    prompt: tuple[int, Any] | None = None
+    """Position of the token after the chunk's first one, and the ``PromptLogprobs`` of the tokens
+    from there on, if the request asks for them."""
+    finite_tokens: int | None = None
+    """Prompt tokens up to the end of a chunk that ends no prompt, if the logits there, which select
+    no token, are finite, and 0 if they are not. None for other results."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All new tokens."""
+        if len(self.steps) == 1:
+            return self.steps[0].tokens
+        return [token for step in self.steps for token in step.tokens]
 
 
 class StepGains(NamedTuple):

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from dsv3_jax.engine.scheduling.step_plan import StepPlan
+from dsv3_jax.engine.scheduling.step_plan import RequestResult, StepPlan
 
 DISPATCH_SECONDS = 0.02
 """Aim for the length of a dispatch that decodes several times. A new request waits for one."""
@@ -51,20 +51,6 @@ class StepTimes:
         return self._per_step.get(work)
 
 
-class _Step(Protocol):
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def drafted(self) -> int: ...
-
-
-class Result(Protocol):
-    """A request's gain in a dispatch: the tokens and the number of drafts of each step."""
-
-    @property
-    def steps(self) -> Sequence[_Step]: ...
-
-
 class Pace(Protocol):
     """Chooses the size of dispatches that only decode."""
 
@@ -73,7 +59,7 @@ class Pace(Protocol):
         for the most. It is called before every plan."""
         ...
 
-    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
         """Takes the results of a dispatch, and the time at which they were read."""
         ...
 
@@ -86,7 +72,7 @@ class DecodePace:
         """Recent mean between two results of dispatches that only decode, per step."""
         self._last_read: float | None = None
 
-    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
         """Takes the time at which the results of a plan were read."""
         if plan.chunks:
             self._last_read = None
