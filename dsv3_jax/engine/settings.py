@@ -102,8 +102,7 @@ class EngineSettings:
 
 
 def _check_model(model: DeepSeekV3, *, is_led: bool) -> None:
-    """Raises ValueError for a model that the engine cannot run. ``is_led``: one of the processes of
-    its mesh makes the plans."""
+    """Raises ValueError for a model that the engine cannot run. ``is_led``: one process plans."""
     if not isinstance(model, DeepSeekV3):
         raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
     if model.attn_impl is not None:

@@ -292,8 +292,7 @@ class DispatchTimes:
             self._add(launch_seconds=time.perf_counter() - began)
 
     def finished(self, shape: str, decode_steps: int = 1) -> None:
-        """Marks that the results of the oldest dispatch in flight, of this shape and number of
-        decode steps, have been read."""
+        """Marks that the results of the oldest dispatch in flight have been read."""
         now = time.perf_counter()
         with self._lock:
             began = self._launches.popleft()

@@ -72,8 +72,7 @@ class PlanExecutor(Protocol):
         ...
 
     def save(self, saves: Sequence[PageSave]) -> Future[None]:
-        """Launches copies of pages without a plan. The future is done when these and all earlier
-        ones are launched."""
+        """Launches copies of pages without a plan. When done, all earlier ones are launched too."""
         ...
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:

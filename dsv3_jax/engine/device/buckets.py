@@ -36,8 +36,7 @@ class Buckets:
     """Form of the chunks' attention. ``absorbed`` takes more operations per cached token, but has
     no loop over the context, and pads less."""
     separate: bool = False
-    """Whether a step either prefills or decodes, so that a request's tokens always come from the
-    same two programs."""
+    """Whether a step either prefills or decodes, so that two programs compute every request."""
     single_shape: bool = False
     """Whether every step runs the program of the largest sizes, with both parts even if one is
     empty, and with every option that a request can ask for."""
@@ -93,8 +92,7 @@ class Buckets:
         cls, max_running: int, layout: Layout | None, *, one_request: bool = True
     ) -> Buckets:
         """Returns the default sizes of an engine with ``max_running`` slots on all shards of this
-        layout, or on the default device. ``one_request``: whether one decoding request has a size
-        of its own where that is faster."""
+        layout, or on the default device. ``one_request``: as for :meth:`default`."""
         if layout is None:
             platform, shards, multiple, token_shards = target.platform(), 1, 1, 1
         else:
@@ -188,8 +186,7 @@ class Buckets:
         )
 
     def shapes(self, *, depth: int = 0, **sizes: int) -> list[StepShape]:
-        """Returns every shape that a step can have whose requests ask for no more than sampling,
-        see :meth:`shape`."""
+        """Returns every shape of a step whose requests ask for no more than sampling."""
         shapes = [
             self.shape(B, C, StepOptions(sampling), depth=depth, **sizes)
             for B, C in itertools.product(self.decodes, (0, *self.chunks))

@@ -315,8 +315,7 @@ class StepResults:
         self._prompt = arrays.prompt
 
     def new_tokens(self, row: int, *, top: bool) -> list[StepTokens]:
-        """Returns the tokens of each step that gave some to a row, with the most probable ones if
-        ``top``."""
+        """Returns the tokens of each step that gave a row some, if ``top`` with the most probable."""
         return [
             StepTokens(
                 self._tokens[step][row][:count],
@@ -375,8 +374,7 @@ class Launcher:
         return future
 
     def close(self) -> None:
-        """Ends the thread after the launch under way, and frees the state's arrays. Launches behind
-        it fail with an EngineError."""
+        """Ends the thread after the launch under way, and frees the state. Later launches fail."""
         with self._closing:
             self._is_closed = True
             self._queue.put(None)

@@ -82,8 +82,7 @@ def _prepared(model: DeepSeekV3, whole_sequences: bool) -> DeepSeekV3:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSignature:
-    """Everything about a model except the values of its arrays. Models with equal signatures run in
-    the same compiled programs."""
+    """A model without the values of its arrays. Equal signatures run in the same programs."""
 
     config: ModelConfig
     dtype: DTypeLike

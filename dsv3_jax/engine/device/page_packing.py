@@ -38,8 +38,7 @@ one device or in its pinned host memory."""
 
 
 def payload_of(page: PackedPage) -> np.ndarray:
-    """Returns the payload of a page's record. Waits for the device. XLA shows pinned memory to
-    NumPy without a copy."""
+    """Returns the payload of a page's record, of pinned memory without a copy. Waits for it."""
     parts = [np.asarray(part).reshape(-1).view(np.uint8) for part in page]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

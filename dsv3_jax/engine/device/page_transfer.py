@@ -46,8 +46,7 @@ _MOST_UNSAVED_BYTES = 2**28
 
 
 StagedPage = PackedPage | np.ndarray
-"""A page that is to be written to the pool: its copy on the device, or if there was no room for one
-the payload of its record."""
+"""A page to write to the pool: its copy on the device, or its payload if there was no room."""
 
 _Gathered = tuple[CacheIdentity, list[PageAddress], list[PackedPage]]
 """Pages on their way to the tiers."""
@@ -139,21 +138,17 @@ class PageTransfer:
     def addresses(
         self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
     ) -> list[PageAddress]:
-        """See :meth:`PageStore.addresses`."""
         is_current = bool(known) and known[0].parent == self.identity.digest
         return self.identity.addresses(tokens, known if is_current else ())
 
     @property
     def page_bytes(self) -> int:
-        """See :attr:`PageStore.page_bytes`."""
         return self.identity.format.num_bytes
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :meth:`PageStore.lookup`."""
         return self._tiers.lookup(addresses)
 
     def load(self, addresses: Sequence[PageAddress]) -> StagedLoad:
-        """See :meth:`PageStore.load`."""
         load, identity = StagedLoad(self), self.identity
         load.future = self._tiers.fetch(addresses)
 

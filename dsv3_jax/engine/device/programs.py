@@ -130,8 +130,7 @@ class Programs:
     def shape(
         self, decodes: int, chunks: int, options: StepOptions = GREEDY, *, depth: int | None = None
     ) -> StepShape:
-        """Returns the smallest shape that holds a step. ``depth``: drafts of a decode, None for the
-        most."""
+        """Returns the smallest shape that holds a step, with the most drafts if ``depth`` is None."""
         depth = self._depth if depth is None else depth
         return self.buckets.shape(decodes, chunks, options, depth=depth, **self._sizes)
 
@@ -142,8 +141,7 @@ class Programs:
 
     @property
     def shapes(self) -> list[StepShape]:
-        """Every shape that a step can have whose requests ask for no top log-probabilities and no
-        adjustments."""
+        """Every shape of a step whose requests ask for no more than sampling."""
         if self.buckets.single_shape:
             return [self.shape(0, 0)]
         return self.buckets.shapes(depth=self._depth, **self._sizes)

@@ -176,8 +176,7 @@ class SlotRows:
         return jnp.where(mask, slots, num_slots // self.shards)
 
     def get(self, rows: _Tree, slots: Int[Array, " B *_"], *columns: Int[Array, " B *_"]) -> _Tree:
-        """Returns ``rows[slots, *columns]`` of each array of a tree. Indices of unused entries are
-        clipped."""
+        """Returns ``rows[slots, *columns]`` of each array of a tree. Unused indices are clipped."""
 
         def local(rows: _Tree, *indices: jax.Array) -> _Tree:
             return jax.tree.map(lambda array: array.at[indices].get(mode="clip"), rows)

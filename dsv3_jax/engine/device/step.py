@@ -57,8 +57,7 @@ class StepOutput(NamedTuple):
     top_tokens: Int[Array, "n N F k"]
     top_logprobs: Float32[Array, "n N F k"]
     prompt: PromptLogprobs | None
-    """Log-probabilities of the tokens after those of each chunk; None unless a request asks for
-    them."""
+    """Log-probabilities of each chunk's next tokens; None unless a request asks for them."""
 
 
 class _Requests(NamedTuple):
@@ -168,8 +167,7 @@ class _Step:
     def run(
         self, state: SlotState
     ) -> tuple[SlotState, NewTokens, Int[Array, " N"], PromptLogprobs | None]:
-        """Also returns the new tokens, how many drafts each request had, and the log-probabilities
-        of the chunks' tokens."""
+        """Also returns new tokens, drafts of each request, and the chunks' log-probabilities."""
         model, inputs, shape, rows = self.model, self.inputs, self.shape, self.rows
         decodes = self.decode_requests(state)
         drafts, state = self._draft(state, decodes)
@@ -246,8 +244,7 @@ class _Step:
         return drafts, _with_cache(state, cache)
 
     def _chunk_batch(self, state: SlotState) -> tuple[_Requests, TokenBatch]:
-        """Returns the requests of the prefill chunks, which run if a token is to be sampled, and
-        the chunks' tokens."""
+        """Returns the chunks' requests, which run if a token is to be sampled, and their tokens."""
         inputs, shape = self.inputs, self.shape
         positions = inputs.starts[:, None] + jnp.arange(shape.chunk_tokens)
         batch = TokenBatch(

@@ -152,8 +152,7 @@ class StepInput(NamedTuple):
     stop_tokens: Int32[Array, "C n_stop"]
 
     presence_penalty: Float32[Array, " N"] | None = None
-    """Fields of :class:`Penalties`, from here on: of all requests, at every step. None in a step
-    without penalties."""
+    """Fields of :class:`Penalties` of all requests, from here on. None in a step without any."""
     frequency_penalty: Float32[Array, " N"] | None = None
     repetition_penalty: Float32[Array, " N"] | None = None
     prompt_lengths: Int32[Array, " N"] | None = None
@@ -208,8 +207,7 @@ _ALIGNMENT = 64  # in int32: 256 bytes
 
 @functools.cache
 def _fields(shape: StepShape) -> dict[str, _Field]:
-    """Returns the location of each argument that steps of this shape have, from the annotations of
-    :class:`StepInput`."""
+    """Returns the location of each argument of this shape, by the annotations of StepInput."""
     sizes = {
         "one": 1,
         "B": shape.decodes,

@@ -101,8 +101,7 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Returns ``count`` pages with one reference each, free ones first, or None if there are
-        too few."""
+        """Returns ``count`` pages with one reference each, free ones first, or None if too few."""
         if count > self.available:
             return None
         pages = []
@@ -113,8 +112,7 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes one reference from each page. One without references becomes cached if it is
-        indexed."""
+        """Takes one reference from each page. Without any, an indexed page becomes cached."""
         last = None
         for page in list(pages):
             if self._references.get(page, 0) < 1:
@@ -133,9 +131,8 @@ class PageAllocator:
             self._touch(last)
 
     def cached_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the pages that hold the longest indexed prefix of ``tokens``, without changing
-        anything. At least one token stays uncovered, since the model has to run on one to predict
-        the next."""
+        """Returns the pages that hold the longest indexed prefix of ``tokens``. At least one token
+        stays uncovered, since the model has to run on one to predict the next."""
         pages: list[int] = []
         node: _Node | None = self._root
         for number in range((len(tokens) - 1) // self.page_size):
@@ -239,8 +236,7 @@ class PageAllocator:
     def _node_of_prefix(
         self, tokens: Sequence[int], pages: Sequence[int], count: int
     ) -> _Node | None:
-        """Returns the node that ends the first ``count`` pages of ``tokens``, or None if it is not
-        indexed."""
+        """Returns the node that ends the first ``count`` pages of ``tokens``, if it is indexed."""
         if count and pages[count - 1] in self._nodes:
             return self._nodes[pages[count - 1]]
         node: _Node | None = self._root

@@ -60,8 +60,7 @@ def choose_shard(
     """Returns the shard for one request, or None if no shard has room for it now. Equal costs go to
     the smaller load, then to the lower shard number: the same arguments give the same shard.
     ``hit_with_room`` returns the prompt tokens, at most ``most_hit``, in the prefix cache of a
-    shard, or None if the shard has no room; it is called for no shard that cannot be chosen any
-    more."""
+    shard, or None if the shard has no room. Only shards that can still be chosen are asked."""
     best: int | None = None
     best_cost = 0
     for shard in sorted(range(len(loads)), key=lambda shard: (loads[shard], shard)):
@@ -245,8 +244,7 @@ class SchedulerShard:
         self.verify(request, len(request.tokens) - lag)
 
     def verify(self, request: ScheduledRequest, written: int) -> None:
-        """Notes that logits of the first ``written`` cache entries are finite. Their full pages can
-        be saved."""
+        """Notes that logits of the first ``written`` entries are finite, and saves full pages."""
         first, last = request.verified, min(written // self.pages.page_size, request.published)
         if last <= first or request.generation != self.pages.generation:
             return

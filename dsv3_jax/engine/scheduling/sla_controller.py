@@ -69,8 +69,7 @@ class FixedLimits:
         """Marks that there is nothing to do until the next request arrives."""
 
     def update(self, now: float, waiting_since: float | None) -> StepLimits:
-        """Returns the limits of the next step. The first waiting request arrived at
-        ``waiting_since``."""
+        """Returns the next step's limits. A request has waited since ``waiting_since``, or none."""
         return self._most
 
 
@@ -132,16 +131,14 @@ class SlaController(FixedLimits):
             samples.clear()
 
     def _tpot_share(self, prefills: bool) -> float:
-        """Returns the latency of a kind of steps divided by its target; 0 if there is no target or
-        too few steps."""
+        """Returns the latency of steps over its target; 0 without one or with too few steps."""
         samples = self._tpots[prefills]
         if self.targets.tpot is None or len(samples) < _LEAST_SAMPLES:
             return 0.0
         return _percentile(samples) / self.targets.tpot
 
     def _ttft_share(self, now: float, waiting_since: float | None) -> float:
-        """Returns the time to the first token divided by its target. A waiting request counts with
-        the time that it has waited."""
+        """Returns the time to the first token, so far for a waiting request, over its target."""
         samples = self._ttfts[:]
         if waiting_since is not None:
             samples.append(now - waiting_since)

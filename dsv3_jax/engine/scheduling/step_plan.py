@@ -157,8 +157,7 @@ class SwapIn(NamedTuple):
     pages: tuple[int, ...]
     """Pages that the copied ones go to, in order."""
     shared: int
-    """Number of the first of these pages that hold the right contents already, since they are in
-    the prefix cache."""
+    """Number of the first of these pages that need no copy: they are in the prefix cache."""
 
 
 class PageSave(NamedTuple):
@@ -188,8 +187,7 @@ class SchedulerConfig:
     chunk_tokens: int
     """Most tokens in a chunk; one chunk is one segment of the compiled step."""
     max_chunks: int
-    """Most chunks of each shard in a step. Its product with ``chunk_tokens`` is the shard's prefill
-    budget of a step."""
+    """Most chunks of each shard in a step: times ``chunk_tokens``, its prefill budget."""
     multi_step_decodes: int | None = None
     """Most requests on a shard that decode several steps in a dispatch; None for no limit."""
     max_waiting: int = 4096
@@ -337,8 +335,6 @@ class StepGains(NamedTuple):
     ends: Mapping[ScheduledRequest, End]
     """The requests that are at their end."""
     broken: Collection[ScheduledRequest] = ()
-    """Requests for which logits that are not finite were computed. Others reuse none of their
-    pages, and the store gets none."""
+    """Requests with logits that are not finite. Their pages are neither reused nor stored."""
     finite: Mapping[ScheduledRequest, int] = MappingProxyType({})
-    """Number of tokens after which the logits are known to be finite, of requests with a chunk that
-    does not end their prompt."""
+    """Tokens after which logits are finite, of requests with a chunk that ends no prompt."""

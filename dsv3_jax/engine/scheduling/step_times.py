@@ -41,9 +41,8 @@ class StepTimes:
                 self._per_step[work] = seconds / steps
 
     def least(self, work: Hashable, steps: int) -> float:
-        """Returns the shortest time of the last eight such dispatches; 0 if there are none. As a
-        forecast it is early: a device that waits for the host costs more than a request that misses
-        a step."""
+        """Returns the shortest time of the last eight such dispatches, 0 without any. It is early:
+        a device that waits for the host costs more than a request that misses a step."""
         return min(self._recent.get((work, steps), ()), default=0.0)
 
     def per_step(self, work: Hashable) -> float | None:
