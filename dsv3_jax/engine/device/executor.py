@@ -315,7 +315,7 @@ class StepResults:
         self._prompt = arrays.prompt
 
     def new_tokens(self, row: int, *, top: bool) -> list[StepTokens]:
-        """Returns the tokens of each step that gave a row some, if ``top`` with the most probable."""
+        """Returns the tokens of each step that gave some to a row, and if ``top`` the best ones."""
         return [
             StepTokens(
                 self._tokens[step][row][:count],

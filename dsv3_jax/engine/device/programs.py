@@ -130,7 +130,7 @@ class Programs:
     def shape(
         self, decodes: int, chunks: int, options: StepOptions = GREEDY, *, depth: int | None = None
     ) -> StepShape:
-        """Returns the smallest shape that holds a step, with the most drafts if ``depth`` is None."""
+        """Returns the smallest shape that holds a step. ``depth``: drafts, or None for the most."""
         depth = self._depth if depth is None else depth
         return self.buckets.shape(decodes, chunks, options, depth=depth, **self._sizes)
 
