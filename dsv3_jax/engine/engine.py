@@ -33,7 +33,7 @@ from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
+from dsv3_jax.engine.scheduling.step_sizes import LatencyTargets, SlaController
 from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.settings import EngineSettings
 from dsv3_jax.engine.stats import EngineStats
@@ -79,7 +79,7 @@ class Engine:
       process: the part of this process on a mesh of several processes: a Leader, or a Follower,
         whose engine gets no requests, see :mod:`dsv3_jax.engine.device.processes`.
       targets: latencies to keep. The engine then runs fewer requests, and prefills less in a step,
-        than it could, see :class:`dsv3_jax.engine.scheduling.sla_controller.SlaController`.
+        than it could, see :class:`dsv3_jax.engine.scheduling.step_sizes.SlaController`.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.

@@ -28,9 +28,8 @@ from typing import TypeVar
 
 from dsv3_jax.engine.requests.delivery import Delivery
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
 from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
-from dsv3_jax.engine.scheduling.step_times import Pace
+from dsv3_jax.engine.scheduling.step_sizes import FixedLimits, Pace
 from dsv3_jax.engine.stats import COMPILE_SECONDS, CompileTimes, EngineStats, HostTimes, ShardStats
 from dsv3_jax.engine.step_loop import PlanExecutor, StepLoop
 from dsv3_jax.generation.errors import EngineError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dsv3_jax.engine.scheduling.step_plan import StepPlan
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.pages import TierStats
 
 

@@ -23,7 +23,6 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
 from dsv3_jax.engine.scheduling.step_plan import (
     End,
     PageSave,
@@ -32,7 +31,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     StepGains,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.step_times import DecodePace, Pace
+from dsv3_jax.engine.scheduling.step_sizes import DecodePace, FixedLimits, Pace
 from dsv3_jax.engine.stats import DispatchTimes, HostTimes
 
 LEAD_SECONDS = 0.004

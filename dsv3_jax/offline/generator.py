@@ -16,7 +16,7 @@ from dsv3_jax.engine.device.model_arrays import ModelArrays, ModelSignature
 from dsv3_jax.engine.device.processes import spans_processes
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.step_input import StepOptions
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter, DraftPlan

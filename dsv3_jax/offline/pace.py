@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.scheduling.step_plan import RequestResult, StepPlan
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation.depth import AUTO_SECONDS, AUTO_STEPS, DepthChooser
 from sharding import Layout
 

@@ -19,7 +19,6 @@ import numpy as np
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.scheduler_shard import shard_load
-from dsv3_jax.engine.scheduling.sla_controller import FixedLimits, LatencyTargets, SlaController
 from dsv3_jax.engine.scheduling.step_plan import (
     End,
     PageSave,
@@ -30,8 +29,13 @@ from dsv3_jax.engine.scheduling.step_plan import (
     StepGains,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.step_times import DecodePace
-from dsv3_jax.engine.scheduling.step_times import StepTimes as RecentTimes
+from dsv3_jax.engine.scheduling.step_sizes import (
+    DecodePace,
+    FixedLimits,
+    LatencyTargets,
+    SlaController,
+)
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes as RecentTimes
 from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.stats import DispatchTimes, HostTimes
 from dsv3_jax.engine.step_loop import StepLoop

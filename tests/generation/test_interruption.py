@@ -14,7 +14,7 @@ from dsv3_jax.engine.scheduling.step_plan import (
     StepPlan,
     StepTokens,
 )
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.errors import Interrupted
