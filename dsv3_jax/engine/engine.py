@@ -136,14 +136,14 @@ class Engine:
         self._programs = programs = Programs(
             model,
             settings.buckets,
-            settings.plan,
+            settings.draft_plan,
             num_slots=max_running,
             max_len=max_len,
             page_size=page_size,
             vocab_size=settings.vocab_size,
             count_routing=count_routing,
         )
-        mtp = settings.plan.mtp
+        mtp = settings.draft_plan.mtp
         most_tokens = max_running * programs.max_pages * page_size
         pool = PoolLayout.fitting(model, cache_tokens, most_tokens, page_size, mtp=mtp)
         state = programs.new_state(pool.num_pages)
@@ -176,7 +176,7 @@ class Engine:
             scheduler,
             self._executor,
             overlap=overlap,
-            limits=targets and SlaController(targets, scheduler.config.limits),
+            controller=targets and SlaController(targets, scheduler.config.limits),
             compilations=self.compilations,
         )
         if transfer is not None:

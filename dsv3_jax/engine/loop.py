@@ -46,12 +46,8 @@ _PAGES_SECONDS = 0.002
 
 
 class EngineLoop:
-    """Moves requests from the waiting queue to their end.
-
-    Args:
-      overlap: see :class:`StepLoop`, as for ``limits`` and ``pace``.
-      compilations: those that steps wait for.
-    """
+    """Moves requests from the waiting queue to their end. ``overlap``, ``controller`` and ``pace`` are
+    those of :class:`StepLoop`; steps wait for ``compilations``."""
 
     def __init__(
         self,
@@ -59,7 +55,7 @@ class EngineLoop:
         executor: PlanExecutor,
         *,
         overlap: bool,
-        limits: FixedLimits | None = None,
+        controller: FixedLimits | None = None,
         pace: Pace | None = None,
         compilations: CompileTimes | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -83,7 +79,7 @@ class EngineLoop:
             executor,
             self._delivery,
             overlap=overlap,
-            limits=limits or FixedLimits(scheduler.config.limits),
+            controller=controller or FixedLimits(scheduler.config.limits),
             pace=pace,
             lock=self._unless_failed,
             times=self._host_times,

@@ -109,7 +109,7 @@ class StepLoop:
 
     Args:
       overlap: whether a step is dispatched before the results of the step before it are read.
-      limits: changes the scheduler's limits.
+      controller: changes the scheduler's limits.
       pace: chooses the steps of dispatches that only decode.
       lock: is held while a step is planned, and while its results are taken.
       clock: the one of the requests' arrivals and deadlines.
@@ -122,7 +122,7 @@ class StepLoop:
         requests: Requests,
         *,
         overlap: bool,
-        limits: FixedLimits,
+        controller: FixedLimits,
         pace: Pace | None = None,
         lock: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         times: HostTimes | None = None,
@@ -132,7 +132,7 @@ class StepLoop:
         self._executor = executor
         self._requests = requests
         self._overlap = overlap
-        self._limits = limits
+        self._controller = controller
         self._pace: Pace = pace or DecodePace()
         self._lock = lock
         self.times = times or HostTimes(clock)
@@ -157,7 +157,7 @@ class StepLoop:
             with self.times.measure("planning"):
                 now, waiting = self._clock(), self._scheduler.waiting
                 since = waiting[0].arrival if waiting else None
-                self._scheduler.limit(self._limits.update(now, since))
+                self._scheduler.limit(self._controller.update(now, since))
                 steps, depth = self._pace.choose(executor.max_decode_steps)
                 plan, ended = self._scheduler.schedule(now, max_decode_steps=steps, depth=depth)
                 for request, reason in ended:
@@ -170,7 +170,7 @@ class StepLoop:
             executor.save(saves)
         if plan is None and not executor.dispatches_in_flight:
             executor.times.rest()
-            self._limits.rest()
+            self._controller.rest()
         in_flight = 1 if self._overlap and plan is not None else 0
         has_read = executor.dispatches_in_flight > in_flight
         while executor.dispatches_in_flight > in_flight:
@@ -187,7 +187,7 @@ class StepLoop:
             new_tokens, now = sum(map(len, gains.tokens.values())), self._clock()
             self.times.count(plan, new_tokens)
             self._pace.read(plan, results, now)
-            self._limits.read(plan, new_tokens, now)
+            self._controller.read(plan, new_tokens, now)
             self._scheduler.report(plan, *gains)
             for request, end in gains.ends.items():
                 self._requests.end(request, end)

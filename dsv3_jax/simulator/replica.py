@@ -147,15 +147,15 @@ class Replica:
         config = settings.scheduler
         self.scheduler = Scheduler(config, allocators, swaps)
         self._device = _Device(settings, times, self.scheduler, finished, seed)
-        limits = FixedLimits(config.limits)
+        controller = FixedLimits(config.limits)
         if settings.targets is not None:
-            limits = SlaController(settings.targets, config.limits)
+            controller = SlaController(settings.targets, config.limits)
         self._loop = StepLoop(
             self.scheduler,
             self._device,
             self._device,
             overlap=True,
-            limits=limits,
+            controller=controller,
             pace=DecodePace() if settings.adaptive_steps else _MostSteps(),
             times=_HostTimes(self._device),
             clock=self._device.clock,

@@ -239,16 +239,16 @@ class TestDispatchTimes:
             now = moment
             event()
 
-        at(1.0, times.launches)
+        at(1.0, times.begin_launch)
         at(1.5, lambda: times.end_launch(1.0))
-        at(2.0, times.launches)  # in flight with the first
+        at(2.0, times.begin_launch)  # in flight with the first
         at(4.0, lambda: times.finished("a"))
         before = times.figures
         at(5.0, lambda: times.finished("b"))
-        at(7.0, times.launches)  # two seconds after the last one ended
+        at(7.0, times.begin_launch)  # two seconds after the last one ended
         at(8.0, lambda: times.finished("a"))
         at(8.5, times.rest)
-        at(20.0, times.launches)
+        at(20.0, times.begin_launch)
         at(21.0, lambda: times.finished("a"))
         figures = times.figures
         assert figures.launch_seconds == 0.5

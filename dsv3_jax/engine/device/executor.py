@@ -206,7 +206,7 @@ class Executor:
     def _result(
         self, read: StepResults, row: int, request: ScheduledRequest, *, is_decode: bool
     ) -> RequestResult:
-        new_tokens = read.new_tokens(row, top=read.has_top and _settings(request).logprobs > 0)
+        new_tokens = read.new_tokens(row, top=_settings(request).logprobs > 0)
         return RequestResult(request, new_tokens, read.finished[row], is_decode)
 
     def take_routing_counts(self) -> Future[jax.Array]:
@@ -309,8 +309,6 @@ class StepResults:
         self._drafted: list[list[int]] = arrays.drafted[:executed].tolist()
         self.finished: list[int] = arrays.finished.tolist()
         """RUNNING, STOPPED, FULL or NON_FINITE for each row."""
-        self.has_top = arrays.top_tokens.shape[-1] > 0
-        """Whether some requests ask for the most probable tokens."""
         self._top = arrays.top_tokens, arrays.top_logprobs
         self._prompt = arrays.prompt
 
@@ -338,11 +336,10 @@ class Launcher:
 
     A launch can block: XLA's GPU runtime waits for the device where a program has a loop whose
     length is known on the device alone, and a long queue of kernels blocks as well. In a thread it
-    does not keep the engine from planning the next step and processing earlier results.
+    does not keep the engine from planning the next step and processing earlier results. Without
+    ``background`` each function has run when :meth:`launch` returns.
 
-    Args:
-      state: the initial state. Functions may donate it, so nobody else keeps it.
-      background: whether a thread runs them. Otherwise each has run when :meth:`launch` returns.
+    Functions may donate the state, so nobody else keeps it.
     """
 
     def __init__(self, state: SlotState, *, background: bool):

@@ -61,7 +61,7 @@ class Programs:
         self,
         model: DeepSeekV3,
         buckets: Buckets,
-        plan: DraftPlan,
+        draft_plan: DraftPlan,
         *,
         num_slots: int,
         max_len: int,
@@ -82,13 +82,13 @@ class Programs:
         self._is_warm = False
         self.vocab_size = vocab_size
         """Number of token ids that a step can select."""
-        depth = self._depth = plan.max_depth
+        depth = self._depth = draft_plan.max_depth
         parts = 1 if model.layout is None else model.layout.num_shards("cached_tokens")
         self.max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
         """Pages of the longest request, on all devices that share its tokens."""
         self.page_size = page_size
-        self._num_mtp_inputs = depth + 1 if plan.mtp else 0
-        self._cache_spec = model.cache_spec(mtp=plan.mtp)
+        self._num_mtp_inputs = depth + 1 if draft_plan.mtp else 0
+        self._cache_spec = model.cache_spec(mtp=draft_plan.mtp)
         shape = len(model.moe_layers()), model.config.n_routed_experts
         self._counts_shape = shape if count_routing else None
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
@@ -114,11 +114,11 @@ class Programs:
             "model": f"{model.config} {arrays.graph} {arrays.treedef}",
             "layout": repr(layout),
             "buckets": repr(buckets),
-            "drafter": f"{plan.drafter!r} {depth} {vocab_size}",
+            "drafter": f"{draft_plan.drafter!r} {depth} {vocab_size}",
             "sizes": f"{num_slots} {max_len} {page_size}",
         }
         self._without_arrays = dataclasses.replace(arrays, leaves=[])
-        self._step_options = {"drafter": plan.drafter, "vocab_size": vocab_size}
+        self._step_options = {"drafter": draft_plan.drafter, "vocab_size": vocab_size}
         self.platform = (layout and layout.platform) or target.platform()
         self._compiled: dict[StepShape, Any] = {}
 
