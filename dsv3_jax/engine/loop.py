@@ -46,8 +46,8 @@ _PAGES_SECONDS = 0.002
 
 
 class EngineLoop:
-    """Moves requests from the waiting queue to their end. ``overlap``, ``controller`` and ``pace`` are
-    those of :class:`StepLoop`; steps wait for ``compilations``."""
+    """Moves requests from the waiting queue to their end. ``overlap``, ``controller`` and ``pace``
+    are those of :class:`StepLoop`; steps wait for ``compilations``."""
 
     def __init__(
         self,

@@ -78,14 +78,12 @@ class Scheduler:
         load_bytes: float = math.inf,
     ):
         self.config = config
-        self.loads = PrefixLoads(store, pages, load_seconds, load_bytes, self._order)
+        self.loads = PrefixLoads(store, pages, load_seconds, load_bytes)
         self._saves = PageSaves(store, pages)
         self._limits = config.limits
-        self.waiting: list[ScheduledRequest] = []  # sorted by _order
+        self.waiting: list[ScheduledRequest] = []  # by order
         self.shards = [
-            SchedulerShard(
-                number, config, each, swap, self.loads, self._saves, self._order, self._enqueue
-            )
+            SchedulerShard(number, config, each, swap, self.loads, self._saves, self._enqueue)
             for number, (each, swap) in enumerate(
                 zip(pages, swaps or [SwapSpace() for _ in pages], strict=True)
             )
@@ -146,6 +144,7 @@ class Scheduler:
             )
         with contextlib.ExitStack() as unless_added:
             for request in requests:
+                request.order = request.arrival + request.priority * self.config.priority_seconds
                 unless_added.callback(self.loads.end, request)
                 self.loads.begin(request)
             unless_added.pop_all()
@@ -284,14 +283,11 @@ class Scheduler:
             assert not request.pages, "a waiting request has pages"
         self.loads.check_integrity(self.waiting)
         self._saves.check_integrity()
-        orders = [self._order(request) for request in self.waiting]
+        orders = [request.order for request in self.waiting]
         assert orders == sorted(orders), "the waiting queue is out of order"
 
-    def _order(self, request: ScheduledRequest) -> float:
-        return request.arrival + request.priority * self.config.priority_seconds
-
     def _enqueue(self, request: ScheduledRequest) -> None:
-        bisect.insort(self.waiting, request, key=self._order)
+        bisect.insort(self.waiting, request)
 
     def _shard_of(self, request: ScheduledRequest) -> SchedulerShard:
         assert request.shard is not None, "the request has no shard"
@@ -323,7 +319,7 @@ class Scheduler:
         """Admits waiting requests, and adds their work to that of each shard."""
         self.loads.begin_queued(now)
         while (request := self._next_waiting(now)) is not None:
-            if any(self._order(each) <= self._order(request) for each in self._preempted()):
+            if any(each.order <= request.order for each in self._preempted()):
                 return  # that one comes first
             rooms = [self._limits.chunks - len(planned) for planned in chunks]
             choice = self._shard_with_room(request, rooms)

@@ -81,7 +81,6 @@ class SchedulerShard:
     Args:
       loads: pages that waiting requests read from a store.
       saves: pages that running requests write to a store.
-      order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.
     """
 
@@ -93,13 +92,12 @@ class SchedulerShard:
         swap: SwapSpace,
         loads: PrefixLoads,
         saves: PageSaves,
-        order: Callable[[ScheduledRequest], float],
         requeue: Callable[[ScheduledRequest], None],
     ):
         self.number = number
         self.pages = pages
         self.swap = swap
-        self.running: list[ScheduledRequest] = []  # sorted by order
+        self.running: list[ScheduledRequest] = []  # by order; the last one is preempted first
         # Ended or preempted requests whose steps are still in flight keep their slots and pages.
         self.retiring: list[ScheduledRequest] = []
         self.preemptions = 0
@@ -108,7 +106,6 @@ class SchedulerShard:
         self._growing = 0  # running requests that may need more pages
         self._loads = loads
         self._saves = saves
-        self._order = order
         self._requeue = requeue
         self._page_loads: list[PageLoad] = []  # of requests that this step admits
 
@@ -162,7 +159,7 @@ class SchedulerShard:
             request.published, request.verified = len(hit), 0
             request.is_broken = False
             request.generation = self.pages.generation
-        bisect.insort(self.running, request, key=self._order)
+        bisect.insort(self.running, request)
         self._growing += self._may_grow(request)
         return len(loaded)
 
@@ -307,7 +304,7 @@ class SchedulerShard:
         assert all(request.is_running for request in self.running)
         assert all(not request.is_running for request in self.retiring)
         assert all(request.steps_in_flight > 0 for request in self.retiring)
-        orders = [self._order(request) for request in self.running]
+        orders = [request.order for request in self.running]
         assert orders == sorted(orders), "a queue is out of order"
         growing = sum(map(self._may_grow, self.running))
         assert self._growing == growing, "requests that may grow are miscounted"

@@ -76,6 +76,8 @@ class ScheduledRequest:
     """Number of steps whose tokens were refused."""
 
     # Written by the scheduler.
+    order: float = 0.0
+    """Requests with a smaller one come first. It never changes once the request is added."""
     phase: Phase = Phase.WAITING
     shard: int | None = None
     """The data-parallel shard that runs it, while it has a slot."""
@@ -107,6 +109,9 @@ class ScheduledRequest:
     is_cancelled: bool = False
     is_slot_ready: bool = False
     """Whether a dispatched step has initialised its slot."""
+
+    def __lt__(self, other: ScheduledRequest) -> bool:
+        return self.order < other.order
 
     @property
     def is_running(self) -> bool:

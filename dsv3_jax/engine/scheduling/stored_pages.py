@@ -32,7 +32,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
@@ -105,7 +105,6 @@ class PrefixLoads:
       store: None if there is none, so that nothing is loaded.
       seconds: longest time that a request waits for its pages, from the beginning of its load.
       most_bytes: most bytes of all loads, at least those of a page.
-      order: returns the number that orders requests in the queue.
     """
 
     def __init__(
@@ -114,13 +113,11 @@ class PrefixLoads:
         pages: Sequence[PageAllocator],
         seconds: float,
         most_bytes: float,
-        order: Callable[[ScheduledRequest], float],
     ):
         self._store = store
         self._pages = pages
         self._seconds = seconds
         self._most_bytes = most_bytes
-        self._order = order
         self.num_bytes = 0
         """Bytes of all loads now."""
         self._by_key: dict[Any, _SharedLoad] = {}
@@ -209,15 +206,14 @@ class PrefixLoads:
 
     def _take_bytes(self, request: ScheduledRequest, count: int) -> bool:
         """Returns whether a load can begin, after loads behind it were given up if bytes lack."""
-        order = self._order(request)
-        if self._queue and self._order(self._queue[0]) < order:
+        if self._queue and self._queue[0].order < request.order:
             return False
         lacking = self.num_bytes + count - self._most_bytes
         if lacking <= 0:
             return True
         idle = (each for each in self._by_key.values() if not each.writing)
-        first = {shared: min(map(self._order, shared.requests)) for shared in idle}
-        behind = [each for each in first if first[each] > order]
+        first = {shared: min(shared.requests).order for shared in idle}
+        behind = [each for each in first if first[each] > request.order]
         given_up: list[_SharedLoad] = []
         for shared in sorted(behind, key=first.__getitem__, reverse=True):
             given_up.append(shared)
@@ -235,7 +231,7 @@ class PrefixLoads:
     def _enqueue(self, request: ScheduledRequest) -> None:
         """Lets a request wait for bytes."""
         self._of[request] = None
-        bisect.insort(self._queue, request, key=self._order)
+        bisect.insort(self._queue, request)
 
     def is_loading(self, request: ScheduledRequest, now: float) -> bool:
         """Returns whether a request still waits for its pages."""
