@@ -94,7 +94,7 @@ class _SharedLoad:
     num_bytes: int
     requests: dict[ScheduledRequest, float] = dataclasses.field(default_factory=dict)
     """With the time until which each waits."""
-    writing: int = 0
+    writing: set[ScheduledRequest] = dataclasses.field(default_factory=set)
     """Requests that were admitted with its contents, in steps whose results are not there yet."""
 
 
@@ -124,7 +124,6 @@ class PrefixLoads:
         # None: the request is in `_queue`, and waits for bytes.
         self._of: dict[ScheduledRequest, _SharedLoad | None] = {}
         self._queue: list[ScheduledRequest] = []  # sorted by order
-        self._writing: dict[ScheduledRequest, _SharedLoad] = {}
         self._may_begin = False  # whether bytes or the head of the queue have changed
 
     @property
@@ -259,16 +258,14 @@ class PrefixLoads:
         ]
         taken = loaded[cached - shared.first :] if cached >= shared.first else []
         if taken:
-            shared.writing += 1
-            self._writing[request] = shared
+            shared.writing.add(request)
         self.end(request)
         return taken
 
     def written(self, request: ScheduledRequest) -> None:
         """Frees the contents that a request was admitted with. They are on the device."""
-        shared = self._writing.pop(request, None)
-        if shared is not None:
-            shared.writing -= 1
+        for shared in [each for each in self._by_key.values() if request in each.writing]:
+            shared.writing.remove(request)
             self._close_unused(shared)
 
     def end(self, request: ScheduledRequest) -> None:
@@ -290,8 +287,9 @@ class PrefixLoads:
 
     def forget_steps(self) -> None:
         """Frees the contents of requests whose steps will never be reported."""
-        for request in list(self._writing):
-            self.written(request)
+        for shared in list(self._by_key.values()):
+            shared.writing.clear()
+            self._close_unused(shared)
 
     def _close_unused(self, shared: _SharedLoad) -> None:
         if shared.requests or shared.writing:
@@ -299,12 +297,11 @@ class PrefixLoads:
         shared.load.close()
         self.num_bytes -= shared.num_bytes
         self._may_begin = True
-        if self._by_key.get(shared.key) is shared:
-            del self._by_key[shared.key]
+        del self._by_key[shared.key]
 
     def check_idle(self) -> None:
         """Raises AssertionError if a load is left though no request is."""
-        left = (self._of, self._queue, self._writing, self._by_key, self.num_bytes)
+        left = (self._of, self._queue, self._by_key, self.num_bytes)
         assert not any(left), "an idle engine loads pages"
 
     def check_integrity(self, waiting: Iterable[ScheduledRequest]) -> None:
@@ -313,14 +310,13 @@ class PrefixLoads:
         queued = [request for request, shared in self._of.items() if shared is None]
         assert set(queued) == set(self._queue), "a request is in a queue and has a load"
         assert len(queued) == len(self._queue), "a request is queued twice"
-        loads = {id(each): each for each in self._of.values() if each is not None}
-        loads |= {id(each): each for each in self._writing.values()}
-        assert {id(each) for each in self._by_key.values()} == set(loads)
-        requests = {r for each in loads.values() for r in each.requests}
-        assert requests == set(self._of) - set(queued), "a load is lost"
-        assert sum(each.writing for each in loads.values()) == len(self._writing)
-        assert all(time < math.inf for each in loads.values() for time in each.requests.values())
-        assert sum(each.num_bytes for each in loads.values()) == self.num_bytes <= self._most_bytes
+        loads = self._by_key.values()
+        assert all(each.requests or each.writing for each in loads), "nobody needs a load"
+        assert {(r, id(each)) for each in loads for r in each.requests} == {
+            (request, id(shared)) for request, shared in self._of.items() if shared is not None
+        }, "a load is lost"
+        assert all(time < math.inf for each in loads for time in each.requests.values())
+        assert sum(each.num_bytes for each in loads) == self.num_bytes <= self._most_bytes
 
 
 class PageSaves:
