@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -133,14 +133,8 @@ class PageAllocator:
     def cached_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Returns the pages that hold the longest indexed prefix of ``tokens``. At least one token
         stays uncovered, since the model has to run on one to predict the next."""
-        pages: list[int] = []
-        node: _Node | None = self._root
-        for number in range((len(tokens) - 1) // self.page_size):
-            node = node.children.get(self._key(tokens, number))
-            if node is None:
-                break
-            pages.append(node.page)
-        return pages
+        numbers = range((len(tokens) - 1) // self.page_size)
+        return [node.page for node in self._indexed(tokens, numbers)]
 
     def is_indexed(self, page: int) -> bool:
         """Returns whether other requests can reuse a page."""
@@ -239,12 +233,17 @@ class PageAllocator:
         """Returns the node that ends the first ``count`` pages of ``tokens``, if it is indexed."""
         if count and pages[count - 1] in self._nodes:
             return self._nodes[pages[count - 1]]
-        node: _Node | None = self._root
-        for number in range(count):
-            node = node.children.get(self._key(tokens, number))
-            if node is None:
-                return None
-        return node
+        nodes = [self._root, *self._indexed(tokens, range(count))]
+        return nodes[count] if len(nodes) > count else None
+
+    def _indexed(self, tokens: Sequence[int], numbers: range) -> Iterator[_Node]:
+        """Yields the nodes of the first pages of ``tokens``, as far as they are indexed."""
+        node = self._root
+        for number in numbers:
+            child = node.children.get(self._key(tokens, number))
+            if child is None:
+                return
+            yield (node := child)
 
     def _touch(self, node: _Node | None) -> None:
         """Makes an indexed page and those before it the most recently used cached pages, the first
