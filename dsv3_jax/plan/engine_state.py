@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.page_pool import default_pages
 from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, PagePool
@@ -29,7 +29,8 @@ def default_buckets(target: Target, layout_name: str, decodes: int) -> Buckets:
     return Buckets.default(
         decodes,
         platform=target.platform,
-        absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+        is_hopper=is_hopper,
+        token_shards=token_shards,
         one_request=is_hopper and target.devices == 1,
     )
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3_jax.engine.device import buckets as buckets_module
-from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotRows, SlotState
 from dsv3_jax.engine.device.step import _decode_batch, _Requests
@@ -162,16 +162,14 @@ def test_warm_up_compiles_the_largest_first_and_lowers_at_full_priority(
 
 
 class TestBuckets:
-    DEFAULT = Buckets.default(256, platform="gpu", absorbed_chunks=True)
+    DEFAULT = Buckets.default(256, platform="gpu", is_hopper=True)
     LIMITS: ClassVar = {"max_len": 5120, "max_pages": 80}
 
     def test_number_of_programs(self):
         shapes = self.DEFAULT.shapes(**self.LIMITS)
         assert len(shapes) == len(set(shapes)) == 30
-        assert (
-            len(Buckets.default(64, platform="gpu", absorbed_chunks=True).shapes(**self.LIMITS))
-            == 18
-        )
+        smaller = Buckets.default(64, platform="gpu", is_hopper=True)
+        assert len(smaller.shapes(**self.LIMITS)) == 18
         assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 15
 
     @pytest.mark.parametrize(
@@ -215,9 +213,12 @@ class TestBuckets:
         assert buckets.shape(3, 0, **self.LIMITS) in buckets.shapes(**self.LIMITS)
 
     def test_chunks_are_absorbed_where_a_kernel_takes_them(self):
-        assert absorbs_chunks(is_hopper=True, token_shards=1)
-        assert not absorbs_chunks(is_hopper=True, token_shards=2)
-        assert not absorbs_chunks(is_hopper=False, token_shards=1)
+        for is_hopper, token_shards in ((True, 1), (True, 2), (False, 1)):
+            buckets = Buckets.default(
+                8, platform="gpu", is_hopper=is_hopper, token_shards=token_shards
+            )
+            absorbs = is_hopper and token_shards == 1
+            assert buckets.chunk_form == ("absorbed" if absorbs else "expanded")
         expanded = Buckets.default(8, platform="gpu")
         assert (expanded.chunk_form, expanded.chunk_tokens) == ("expanded", 256)
         h100, a100 = (

@@ -48,7 +48,8 @@ class Buckets:
         *,
         platform: str,
         multiple: int = 1,
-        absorbed_chunks: bool = False,
+        is_hopper: bool = False,
+        token_shards: int = 1,
         one_request: bool = False,
     ) -> Buckets:
         """Returns the sizes for a platform.
@@ -63,11 +64,15 @@ class Buckets:
         Args:
           max_running: number of slots of each shard.
           multiple: number of micro-batches. Sizes are rounded up to multiples of it.
-          absorbed_chunks: whether chunks attend in absorbed form, see :func:`absorbs_chunks`. They
-            are shorter then.
+          is_hopper: whether these are Hopper GPUs, whose kernel takes many short sequences: chunks
+            are then short, and attend in absorbed form. Elsewhere that form would gather the cached
+            tokens of every few queries.
+          token_shards: number of devices that share the tokens of a sequence. Several would gather
+            them too.
           one_request: whether one decoding request has a size of its own. On a Hopper GPU, kernels
             for one or two tokens run most of its layers.
         """
+        absorbed_chunks = is_hopper and token_shards == 1
         base, first = {"cpu": (4, 0), "gpu": (2, 3)}.get(platform, (8, 1))
         decodes = (*(base**i for i in range(first, 16) if base**i < max_running), max_running)
         chunks = (4, 8, 16, 32) if absorbed_chunks else (1, 2, 4, 8)
@@ -103,7 +108,8 @@ class Buckets:
             max_running // shards,
             platform=platform,
             multiple=multiple,
-            absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+            is_hopper=is_hopper,
+            token_shards=token_shards,
             one_request=one_request and is_hopper and layout is None,
         )
 
@@ -193,13 +199,6 @@ class Buckets:
             for sampling in get_args(SamplingMode)
         ]
         return list(dict.fromkeys(shapes))
-
-
-def absorbs_chunks(*, is_hopper: bool, token_shards: int) -> bool:
-    """Returns whether chunks attend in absorbed form by default. They do on Hopper GPUs, whose
-    kernel takes many short sequences. Elsewhere, and where ``token_shards`` devices share the
-    tokens of a sequence, that form would gather the cached tokens of every few queries."""
-    return is_hopper and token_shards == 1
 
 
 def _round_up(size: int, sizes: tuple[int, ...] | list[int]) -> int:
