@@ -232,10 +232,10 @@ class TestRequestCopier:
         source = [*range(7, 7 + PAGES_PER_COPY), 2, 9]  # more than one copy
         target: list = [*range(39, 39 - PAGES_PER_COPY, -1), None, 0]
         saved = SwappedRequest()
-        copier.save(state, 2, source, saved)
+        copier.swap_out(state, 2, source, saved)
         saved.free_device()
         assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((saved.slot, saved.pages)))
-        state = copier.restore(state, 1, target, saved)
+        state = copier.swap_in(state, 1, target, saved)
         pages, slots = jax.device_get((arrays_by_name(state.pool), jax.tree.leaves(state.slots)))
         for name, x in before[0].items():
             wanted = x.copy()

@@ -139,10 +139,10 @@ class Executor:
             began = self.times.begin_launch()
             if self._copier is not None:
                 for out, copy in zip(plan.swap_outs, swapped_out, strict=True):
-                    self._copier.save(state, out.slot, out.pages, copy)
+                    self._copier.swap_out(state, out.slot, out.pages, copy)
                 for back, copy in zip(plan.swap_ins, swapped_in, strict=True):
                     pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
-                    state = self._copier.restore(state, back.slot, pages, copy)
+                    state = self._copier.swap_in(state, back.slot, pages, copy)
             if self._transfer is not None:
                 if plan.saves:
                     self._transfer.save(state.pool, plan.saves)

@@ -207,7 +207,7 @@ class SwappedRequest:
 
 
 class RequestCopier:
-    """Saves requests, and restores them in other slots and pages.
+    """Copies requests to host memory, and back to other slots and pages.
 
     A copy is read in the order of the device's work: steps that were dispatched before it are in
     it, and later ones, which may write to the same pages, are not. It is compiled for the shapes
@@ -223,23 +223,25 @@ class RequestCopier:
         write = jax.jit(_write_row, donate_argnums=0, out_shardings=shardings)
         self._write = write.lower(rows, slot, jax.eval_shape(_read_row, rows, slot)).compile()
 
-    def save(
-        self, state: SlotState, slot: int, pages: Sequence[int], saved: SwappedRequest
+    def swap_out(
+        self, state: SlotState, slot: int, pages: Sequence[int], swapped: SwappedRequest
     ) -> None:
-        """Copies a request to ``saved``, still on the device, and starts its transfer."""
-        saved.slot = self._read(jax.tree.leaves(state.slots), jax.device_put(np.int32(slot)))
-        for array in saved.slot:
+        """Copies a request to ``swapped``, still on the device, and starts its transfer."""
+        swapped.slot = self._read(jax.tree.leaves(state.slots), jax.device_put(np.int32(slot)))
+        for array in swapped.slot:
             array.copy_to_host_async()
-        saved.pages = self._packer.gather(state.pool, pages)
+        swapped.pages = self._packer.gather(state.pool, pages)
 
-    def restore(
-        self, state: SlotState, slot: int, pages: Sequence[int | None], saved: SwappedRequest
+    def swap_in(
+        self, state: SlotState, slot: int, pages: Sequence[int | None], swapped: SwappedRequest
     ) -> SlotState:
-        """Returns the state, which is donated, with a saved request. ``pages`` may be None."""
+        """Returns the state, which is donated, with a swapped request. ``pages`` may be None."""
         rows = self._write(
-            jax.tree.leaves(state.slots), jax.device_put(np.int32(slot)), jax.device_put(saved.slot)
+            jax.tree.leaves(state.slots),
+            jax.device_put(np.int32(slot)),
+            jax.device_put(swapped.slot),
         )
-        pairs = zip(pages, saved.pages, strict=True)
+        pairs = zip(pages, swapped.pages, strict=True)
         contents = {
             page: self._packer.stage(payload_of(of)) for page, of in pairs if page is not None
         }

@@ -376,8 +376,8 @@ class PageSaves:
 
 
 class SwapSpace:
-    """Counts the pages of swapped requests, of which ``num_pages`` fit into host memory. None:
-    there is no such memory, and preempted requests are prefilled again."""
+    """Counts the pages of swapped requests. ``num_pages`` fit into host memory; None: there is no
+    such memory, and preempted requests are prefilled again."""
 
     def __init__(self, num_pages: int | None = None):
         self.exists = num_pages is not None
