@@ -152,7 +152,7 @@ def test_the_engine_obeys_its_controller(monkeypatch):
     slots = simulated.scheduler.config.max_running
     most = StepLimits(slots, simulated.scheduler.config.max_chunks)
     controller = SlaController(LatencyTargets(tpot=1e-6), most)
-    simulated.loop._steps._limits = controller
+    simulated.loop._steps._controller = controller
     submitted = [simulated.submit([i % 7, 5, i % 4], 8) for i in range(4 * slots)]
     running = []
     while simulated.loop.step():
