@@ -122,7 +122,8 @@ def _decode_steps(one: _Step, state: SlotState) -> tuple[SlotState, StepOutput]:
     outputs = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), shapes)
 
     def is_due(i: Int[Array, ""], state: SlotState) -> Bool[Array, ""]:
-        return (i < steps) & jnp.any(one.decode_requests(state).is_running)
+        requests = one.decode_requests(state)
+        return (i < steps) & jnp.any(requests.is_running)
 
     def body(carry: tuple) -> tuple:
         i, _, state, outputs = carry
