@@ -82,6 +82,11 @@ class CacheSpec:
         layer |= index_cache_spec(config, dtype, float8=float8_keys)
         return cls((layer,) * config.num_hidden_layers, (layer,) if mtp else ())
 
+    def page_bytes(self, page_size: int, platform: str) -> int:
+        """Returns the bytes of a page in all layers, on ``cpu``, ``gpu`` or ``tpu``."""
+        arrays = (array for layer in (*self.layers, *self.mtp) for array in layer.values())
+        return sum(array.page_bytes(page_size, platform) for array in arrays)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

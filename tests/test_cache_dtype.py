@@ -13,7 +13,6 @@ import dsv3_jax
 from dsv3_jax import presets
 from dsv3_jax.accounting import cache_bytes_per_token
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.engine.device.page_pool import page_bytes
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool
 from dsv3_jax.layers.indexer import Indexer, hadamard
@@ -82,7 +81,7 @@ def test_bytes_of_a_token_on_a_tpu(cache_dtype, latent, key):
     """
     spec = CacheSpec.of_config(V32, jnp.bfloat16, cache_dtype=cache_dtype)
     expected = V32.num_hidden_layers * (latent + key)
-    assert page_bytes(spec, 64, "tpu") == 64 * expected
+    assert spec.page_bytes(64, "tpu") == 64 * expected
     pool = PagePool.empty(spec, 1, platform="tpu")
     assert sum(x.nbytes for x in jax.tree.leaves(pool)) == 64 * expected
     pool.check_spec(spec)

@@ -19,7 +19,7 @@ from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotState, shard_state
 from dsv3_jax.engine.device.step_input import StepInput, StepShape, empty_input
 from dsv3_jax.generation.completion import RUNNING
-from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.drafters import Drafter, DraftPlan
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.paged_cache import Form
 from dsv3_jax.model import DeepSeekV3
@@ -126,11 +126,10 @@ class Slots:
                 multi_step_decodes=None,
                 separate=True,
             ),
+            DraftPlan(drafter, (depth,)),
             num_slots=rows,
             max_len=-(-longest // DEFAULT_PAGE_SIZE) * DEFAULT_PAGE_SIZE,
             page_size=DEFAULT_PAGE_SIZE,
-            drafter=drafter,
-            depth=depth,
             vocab_size=model.config.vocab_size,
         )
         self._local_rows = local_rows

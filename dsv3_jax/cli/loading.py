@@ -14,7 +14,7 @@ from dsv3_jax.checkpoint.find import find_config_directory
 from dsv3_jax.checkpoint.load import load
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.distributed import initialize
-from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets
+from dsv3_jax.engine.scheduling.step_sizes import LatencyTargets
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 from sharding import Layout, make_layout

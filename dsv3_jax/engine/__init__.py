@@ -6,12 +6,12 @@ In the order a request moves through it:
 - ``requests/``: ``intake`` checks what callers ask for; ``request`` is the handle that they hold.
 - ``loop.py`` takes requests and runs the turns of ``step_loop.py``: plan, dispatch, read.
 - ``scheduling/`` (no JAX): ``scheduler`` plans a step from the ``scheduler_shard`` of each part of
-  the batch, with ``page_allocator`` and ``stored_pages``; ``sla_controller`` and ``step_times``
-  set its limits. ``step_plan`` has the request and the plan that all rooms share.
+  the batch, with ``page_allocator`` and ``stored_pages``; ``step_sizes`` sets its limits.
+  ``step_plan`` has the request and the plan that all rooms share.
 - ``device/``: ``executor`` fills a ``step_input`` of one of the ``buckets`` and launches one of the
-  ``programs`` (stored in ``program_store``), which runs ``step`` on the ``state``; ``step_results``
-  come back. ``page_pool`` sizes the cache, ``page_packing`` and
-  ``page_transfer`` copy its pages, ``model_arrays`` has the weights, ``processes`` spans hosts.
+  ``programs`` (stored in ``program_store``), which runs ``step`` on the ``state``, and reads
+  the results. ``page_pool`` sizes the cache, ``page_packing`` and ``page_transfer`` copy its
+  pages, ``model_arrays`` has the weights, ``processes`` spans hosts.
 - ``requests/``: ``delivery`` hands results to ``grammar`` and, in a thread, to ``output``: text.
 - ``stats.py`` has figures; ``expert_rebalancer.py`` moves experts while the engine serves.
 """
@@ -21,7 +21,7 @@ from dsv3_jax.engine.engine import Engine
 from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import QueueFullError
-from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets
+from dsv3_jax.engine.scheduling.step_sizes import LatencyTargets
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.generation.errors import EngineError, RequestError
 from dsv3_jax.pages import CacheTiers

@@ -33,7 +33,7 @@ from dsv3_jax.engine.requests.grammar import Grammar
 from dsv3_jax.engine.requests.intake import Intake, SubmitOptions
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
+from dsv3_jax.engine.scheduling.step_sizes import LatencyTargets, SlaController
 from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.settings import EngineSettings
 from dsv3_jax.engine.stats import EngineStats
@@ -79,7 +79,7 @@ class Engine:
       process: the part of this process on a mesh of several processes: a Leader, or a Follower,
         whose engine gets no requests, see :mod:`dsv3_jax.engine.device.processes`.
       targets: latencies to keep. The engine then runs fewer requests, and prefills less in a step,
-        than it could, see :class:`dsv3_jax.engine.scheduling.sla_controller.SlaController`.
+        than it could, see :class:`dsv3_jax.engine.scheduling.step_sizes.SlaController`.
 
     Raises:
       ValueError: a setting is out of range, or the model does not fit.
@@ -136,16 +136,16 @@ class Engine:
         self._programs = programs = Programs(
             model,
             settings.buckets,
+            settings.draft_plan,
             num_slots=max_running,
             max_len=max_len,
             page_size=page_size,
-            drafter=settings.plan.drafter,
-            depth=settings.plan.max_depth,
             vocab_size=settings.vocab_size,
             count_routing=count_routing,
         )
+        mtp = settings.draft_plan.mtp
         most_tokens = max_running * programs.max_pages * page_size
-        pool = PoolLayout.fitting(model, cache_tokens, most_tokens, page_size, mtp=settings.mtp)
+        pool = PoolLayout.fitting(model, cache_tokens, most_tokens, page_size, mtp=mtp)
         state = programs.new_state(pool.num_pages)
         self.compilations = programs.compilations
         """The compilations that steps wait for."""
@@ -154,15 +154,15 @@ class Engine:
             process.compilations = self.compilations
         transfer = copier = swaps = None
         if tiers is not None:
-            transfer = PageTransfer.of(model, state.pool, pool, tiers, mtp=settings.mtp)
+            transfer = PageTransfer.of(model, state.pool, pool, tiers, mtp=mtp)
         if deterministic:
-            format = PageFormat.of(model.cache_spec(mtp=settings.mtp), page_size)
+            format = PageFormat.of(model.cache_spec(mtp=mtp), page_size)
             copier = RequestCopier(state, PagePacker(state.pool, format, None))
             swaps = [SwapSpace(pool.num_pages if swap_tokens is None else swap_tokens // page_size)]
         self._transfer = transfer
         scheduler = Scheduler(
             settings.scheduler,
-            pool.allocators(lookahead=int(settings.mtp), prefix_cache=prefix_cache),
+            pool.allocators(lookahead=int(mtp), prefix_cache=prefix_cache),
             swaps,
             store=transfer,
             load_seconds=math.inf if tiers is None else tiers.load_seconds,
@@ -176,7 +176,7 @@ class Engine:
             scheduler,
             self._executor,
             overlap=overlap,
-            limits=targets and SlaController(targets, scheduler.config.limits),
+            controller=targets and SlaController(targets, scheduler.config.limits),
             compilations=self.compilations,
         )
         if transfer is not None:

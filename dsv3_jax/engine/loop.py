@@ -26,14 +26,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-from dsv3_jax.engine.device.step_results import PlanExecutor
 from dsv3_jax.engine.requests.delivery import Delivery
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
 from dsv3_jax.engine.scheduling.step_plan import Phase, ScheduledRequest
-from dsv3_jax.engine.scheduling.step_times import Pace
+from dsv3_jax.engine.scheduling.step_sizes import FixedLimits, Pace
 from dsv3_jax.engine.stats import COMPILE_SECONDS, CompileTimes, EngineStats, HostTimes, ShardStats
-from dsv3_jax.engine.step_loop import StepLoop
+from dsv3_jax.engine.step_loop import PlanExecutor, StepLoop
 from dsv3_jax.generation.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -48,12 +46,8 @@ _PAGES_SECONDS = 0.002
 
 
 class EngineLoop:
-    """Moves requests from the waiting queue to their end.
-
-    Args:
-      overlap: see :class:`StepLoop`, as for ``limits`` and ``pace``.
-      compilations: those that steps wait for.
-    """
+    """Moves requests from the waiting queue to their end. ``overlap``, ``controller`` and ``pace``
+    are those of :class:`StepLoop`; steps wait for ``compilations``."""
 
     def __init__(
         self,
@@ -61,7 +55,7 @@ class EngineLoop:
         executor: PlanExecutor,
         *,
         overlap: bool,
-        limits: FixedLimits | None = None,
+        controller: FixedLimits | None = None,
         pace: Pace | None = None,
         compilations: CompileTimes | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -85,7 +79,7 @@ class EngineLoop:
             executor,
             self._delivery,
             overlap=overlap,
-            limits=limits or FixedLimits(scheduler.config.limits),
+            controller=controller or FixedLimits(scheduler.config.limits),
             pace=pace,
             lock=self._unless_failed,
             times=self._host_times,
@@ -347,7 +341,7 @@ class EngineLoop:
         with self._changed:
             if not self._scheduler.unfinished:  # nothing may be left of requests that have ended
                 self._scheduler.check_idle()
-                assert not self._executor.steps_in_flight, "an idle engine has steps in flight"
+                assert not self._executor.dispatches_in_flight, "an idle engine has steps in flight"
         return False
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from dsv3_jax.tokenizer import Tokenizer
 class EngineSettings:
     """Checked settings of an engine: those that follow from its arguments and its model."""
 
-    plan: DraftPlan
+    draft_plan: DraftPlan
     """The drafter and its depths."""
     buckets: Buckets
     scheduler: SchedulerConfig
@@ -56,9 +56,9 @@ class EngineSettings:
         check("max_len", max_len, expected, numbers.Integral, 2, longest)
         check("max_running", max_running, "an integer of at least 1", numbers.Integral, 1)
         check("page_size", page_size, "1 or more", numbers.Integral, 1)
-        plan = DraftPlan.read(draft, draft_depth, model.config)
+        draft_plan = DraftPlan.read(draft, draft_depth, model.config)
         if deterministic:
-            _check_deterministic(model, is_depth_adaptive=len(plan.depths) > 1)
+            _check_deterministic(model, is_depth_adaptive=len(draft_plan.depths) > 1)
         layout = model.layout
         shards = 1 if layout is None else layout.num_shards("batch")
         if max_running % shards:
@@ -98,17 +98,11 @@ class EngineSettings:
             max_waiting=max_waiting,
             aligned_prefixes=deterministic,
         )
-        return cls(plan, buckets, scheduler, vocab_size)
-
-    @property
-    def mtp(self) -> bool:
-        """Whether the MTP layer drafts, so that it has a cache."""
-        return self.plan.drafter is not None and self.plan.drafter.mtp_hidden is not None
+        return cls(draft_plan, buckets, scheduler, vocab_size)
 
 
 def _check_model(model: DeepSeekV3, *, is_led: bool) -> None:
-    """Raises ValueError for a model that the engine cannot run. ``is_led``: one of the processes of
-    its mesh makes the plans."""
+    """Raises ValueError for a model that the engine cannot run. ``is_led``: one process plans."""
     if not isinstance(model, DeepSeekV3):
         raise ValueError(f"model: expected a DeepSeekV3, got {type(model).__name__}")
     if model.attn_impl is not None:

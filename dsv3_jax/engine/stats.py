@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dsv3_jax.engine.scheduling.step_plan import StepPlan
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.pages import TierStats
 
 
@@ -277,7 +277,7 @@ class DispatchTimes:
         self._last_end: float | None = None
         """End of the last dispatch, unless there was nothing to do after it."""
 
-    def launches(self) -> float:
+    def begin_launch(self) -> float:
         """Marks the beginning of a launch, and returns its time."""
         now = time.perf_counter()
         with self._lock:
@@ -286,14 +286,13 @@ class DispatchTimes:
             self._launches.append(now)
         return now
 
-    def launched(self, began: float) -> None:
+    def end_launch(self, began: float) -> None:
         """Marks the end of the launch that began then."""
         with self._lock:
             self._add(launch_seconds=time.perf_counter() - began)
 
     def finished(self, shape: str, decode_steps: int = 1) -> None:
-        """Marks that the results of the oldest dispatch in flight, of this shape and number of
-        decode steps, have been read."""
+        """Marks that the results of the oldest dispatch in flight have been read."""
         now = time.perf_counter()
         with self._lock:
             began = self._launches.popleft()

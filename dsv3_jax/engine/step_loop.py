@@ -19,22 +19,68 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
-from dsv3_jax.engine.device.step_results import PlanExecutor, RequestResult
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import FixedLimits
 from dsv3_jax.engine.scheduling.step_plan import (
     End,
+    PageSave,
+    RequestResult,
     ScheduledRequest,
     StepGains,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.step_times import DecodePace, Pace
-from dsv3_jax.engine.stats import HostTimes
+from dsv3_jax.engine.scheduling.step_sizes import DecodePace, FixedLimits, Pace
+from dsv3_jax.engine.stats import DispatchTimes, HostTimes
 
 LEAD_SECONDS = 0.004
 """Time from planning a step to its first kernel on the device, with a margin."""
+
+
+class PlanExecutor(Protocol):
+    """Runs plans in order, as ``Executor`` does on a device."""
+
+    @property
+    def dispatches_in_flight(self) -> int:
+        """Plans whose results have not been read."""
+        ...
+
+    @property
+    def seconds_left(self) -> float:
+        """Predicted time until the step in flight ends; 0 if there is none, or no forecast."""
+        ...
+
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode steps in a plan."""
+        ...
+
+    @property
+    def compiled_after_warm_up(self) -> int:
+        """Number of programs that were compiled while requests were waiting for them."""
+        ...
+
+    @property
+    def times(self) -> DispatchTimes:
+        """Times of the dispatches, by shape."""
+        ...
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Launches a plan. An error of the launch may be raised by :meth:`wait`."""
+        ...
+
+    def save(self, saves: Sequence[PageSave]) -> Future[None]:
+        """Launches copies of pages without a plan. When done, all earlier ones are launched too."""
+        ...
+
+    def wait(self) -> tuple[StepPlan, list[RequestResult]]:
+        """Waits for the oldest plan, and returns it with its results."""
+        ...
+
+    def close(self) -> None:
+        """Frees the memory. Nothing can be dispatched after it."""
+        ...
 
 
 class Requests(Protocol):
@@ -63,7 +109,7 @@ class StepLoop:
 
     Args:
       overlap: whether a step is dispatched before the results of the step before it are read.
-      limits: changes the scheduler's limits.
+      controller: changes the scheduler's limits.
       pace: chooses the steps of dispatches that only decode.
       lock: is held while a step is planned, and while its results are taken.
       clock: the one of the requests' arrivals and deadlines.
@@ -76,7 +122,7 @@ class StepLoop:
         requests: Requests,
         *,
         overlap: bool,
-        limits: FixedLimits,
+        controller: FixedLimits,
         pace: Pace | None = None,
         lock: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         times: HostTimes | None = None,
@@ -86,7 +132,7 @@ class StepLoop:
         self._executor = executor
         self._requests = requests
         self._overlap = overlap
-        self._limits = limits
+        self._controller = controller
         self._pace: Pace = pace or DecodePace()
         self._lock = lock
         self.times = times or HostTimes(clock)
@@ -111,7 +157,7 @@ class StepLoop:
             with self.times.measure("planning"):
                 now, waiting = self._clock(), self._scheduler.waiting
                 since = waiting[0].arrival if waiting else None
-                self._scheduler.limit(self._limits.update(now, since))
+                self._scheduler.limit(self._controller.update(now, since))
                 steps, depth = self._pace.choose(executor.max_decode_steps)
                 plan, ended = self._scheduler.schedule(now, max_decode_steps=steps, depth=depth)
                 for request, reason in ended:
@@ -122,12 +168,12 @@ class StepLoop:
                 executor.dispatch(plan)
         elif saves:
             executor.save(saves)
-        if plan is None and not executor.steps_in_flight:
+        if plan is None and not executor.dispatches_in_flight:
             executor.times.rest()
-            self._limits.rest()
+            self._controller.rest()
         in_flight = 1 if self._overlap and plan is not None else 0
-        has_read = executor.steps_in_flight > in_flight
-        while executor.steps_in_flight > in_flight:
+        has_read = executor.dispatches_in_flight > in_flight
+        while executor.dispatches_in_flight > in_flight:
             self._read()
         return plan is not None or has_read or bool(ended)
 
@@ -141,7 +187,7 @@ class StepLoop:
             new_tokens, now = sum(map(len, gains.tokens.values())), self._clock()
             self.times.count(plan, new_tokens)
             self._pace.read(plan, results, now)
-            self._limits.read(plan, new_tokens, now)
+            self._controller.read(plan, new_tokens, now)
             self._scheduler.report(plan, *gains)
             for request, end in gains.ends.items():
                 self._requests.end(request, end)

@@ -252,6 +252,11 @@ class DraftPlan:
         """Maximum number of drafts per step."""
         return max(self.depths)
 
+    @property
+    def mtp(self) -> bool:
+        """Whether the MTP layer drafts, so that it has a cache."""
+        return self.drafter is not None and self.drafter.mtp_hidden is not None
+
     @classmethod
     def read(cls, draft: object, draft_depth: Any, config: ModelConfig) -> DraftPlan:
         """Interprets the arguments ``draft`` and ``draft_depth`` of :meth:`Generator.generate`.

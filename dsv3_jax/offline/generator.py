@@ -16,7 +16,7 @@ from dsv3_jax.engine.device.model_arrays import ModelArrays, ModelSignature
 from dsv3_jax.engine.device.processes import spans_processes
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.step_input import StepOptions
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation.completion import Generation, Piece
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import Drafter, DraftPlan
@@ -437,11 +437,10 @@ class Generator:
             self._programs[key] = Programs(
                 self._arrays.model(self._arrays.leaves),
                 buckets_of(size, layout, chunk, reproducible=self._reproducible),
+                plan,
                 num_slots=size,
                 max_len=self.max_len,
                 page_size=DEFAULT_PAGE_SIZE,
-                drafter=plan.drafter,
-                depth=plan.max_depth,
                 vocab_size=self._vocab_size,
                 count_routing=self._routing_counts is not None,
                 arrays=self._arrays,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 
 from dsv3_jax.engine.device.buckets import Buckets
-from dsv3_jax.engine.scheduling.step_plan import StepPlan
-from dsv3_jax.engine.scheduling.step_times import Result, StepTimes
+from dsv3_jax.engine.scheduling.step_plan import RequestResult, StepPlan
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation.depth import AUTO_SECONDS, AUTO_STEPS, DepthChooser
 from sharding import Layout
 
@@ -131,7 +131,7 @@ class OfflinePace:
         each = self._times.per_step(program)
         return default if each is None else int(max(seconds / max(each, 1e-9), 1))
 
-    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
         """Takes the results of a dispatch, and the time at which they were read."""
         began = self._began
         if self._overlap:  # the device begins a dispatch when it has ended the one before

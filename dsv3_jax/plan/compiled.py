@@ -17,7 +17,7 @@ from flax import nnx
 from dsv3_jax import compile_cache
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.step_input import StepOptions
-from dsv3_jax.generation.drafters import MTPDrafter
+from dsv3_jax.generation.drafters import DraftPlan, MTPDrafter
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.layers.on_mesh import stored_shardings
 from dsv3_jax.layers.paged_cache import PAGE_AXES
@@ -116,11 +116,10 @@ def _lower(layout: Layout, deployment: Deployment, phase: Phase) -> Compilation:
     programs = Programs(
         _model(deployment, layout),
         buckets,
+        DraftPlan(MTPDrafter() if deployment.mtp else None, (deployment.draft_depth,)),
         num_slots=deployment.batch,
         max_len=deployment.max_len,
         page_size=DEFAULT_PAGE_SIZE,
-        drafter=MTPDrafter() if deployment.mtp else None,
-        depth=deployment.draft_depth,
         vocab_size=deployment.config.vocab_size,
     )
     shard = model_shapes(deployment).shard(deployment.layout)

@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
-from dsv3_jax.engine.device.page_pool import default_pages, page_bytes
+from dsv3_jax.engine.device.buckets import Buckets
+from dsv3_jax.engine.device.page_pool import default_pages
 from dsv3_jax.engine.device.state import SlotState
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE, PagePool
 from dsv3_jax.layers.paged_cache import PAGE_AXES
@@ -29,14 +29,15 @@ def default_buckets(target: Target, layout_name: str, decodes: int) -> Buckets:
     return Buckets.default(
         decodes,
         platform=target.platform,
-        absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+        is_hopper=is_hopper,
+        token_shards=token_shards,
         one_request=is_hopper and target.devices == 1,
     )
 
 
 def bytes_per_page(deployment: Deployment) -> int:
     """Returns the bytes of a page in all layers."""
-    return page_bytes(deployment.cache_spec, DEFAULT_PAGE_SIZE, deployment.target.platform)
+    return deployment.cache_spec.page_bytes(DEFAULT_PAGE_SIZE, deployment.target.platform)
 
 
 def local_pages(shard: ModelShard, deployment: Deployment) -> int:

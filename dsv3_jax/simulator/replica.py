@@ -16,22 +16,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.scheduler_shard import shard_load
-from dsv3_jax.engine.scheduling.sla_controller import FixedLimits, LatencyTargets, SlaController
 from dsv3_jax.engine.scheduling.step_plan import (
     End,
     PageSave,
     Phase,
+    RequestResult,
     ScheduledRequest,
     SchedulerConfig,
     StepGains,
     StepPlan,
 )
-from dsv3_jax.engine.scheduling.step_times import DecodePace, Result
-from dsv3_jax.engine.scheduling.step_times import StepTimes as RecentTimes
+from dsv3_jax.engine.scheduling.step_sizes import (
+    DecodePace,
+    FixedLimits,
+    LatencyTargets,
+    SlaController,
+)
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes as RecentTimes
 from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.stats import DispatchTimes, HostTimes
 from dsv3_jax.engine.step_loop import StepLoop
@@ -122,15 +126,15 @@ class Replica:
         config = settings.scheduler
         self.scheduler = Scheduler(config, allocators, swaps)
         self._device = _Device(settings, times, self.scheduler, finished, seed)
-        limits = FixedLimits(config.limits)
+        controller = FixedLimits(config.limits)
         if settings.targets is not None:
-            limits = SlaController(settings.targets, config.limits)
+            controller = SlaController(settings.targets, config.limits)
         self._loop = StepLoop(
             self.scheduler,
             self._device,
             self._device,
             overlap=True,
-            limits=limits,
+            controller=controller,
             pace=DecodePace() if settings.adaptive_steps else _MostSteps(),
             times=_HostTimes(self._device),
             clock=self._device.clock,
@@ -204,7 +208,7 @@ class _MostSteps:
     def choose(self, most: int) -> tuple[int, None]:
         return most, None
 
-    def read(self, plan: StepPlan, results: Sequence[Result], now: float) -> None:
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
         pass
 
 
@@ -239,7 +243,7 @@ class _Device:
         return self.now
 
     @property
-    def steps_in_flight(self) -> int:
+    def dispatches_in_flight(self) -> int:
         return len(self._in_flight)
 
     @property

@@ -9,16 +9,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.loop import EngineLoop
 from dsv3_jax.engine.requests.output import RequestOutput
 from dsv3_jax.engine.requests.request import EngineRequest
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
 from dsv3_jax.engine.scheduling.step_plan import (
     PageSave,
+    RequestResult,
     ScheduledRequest,
     SchedulerConfig,
     StepPlan,
+    StepTokens,
 )
 from dsv3_jax.engine.scheduling.stored_pages import SwapSpace
 from dsv3_jax.engine.stats import DispatchTimes
@@ -71,7 +72,7 @@ class SimulatedExecutor:
         self._in_flight: deque[tuple[StepPlan, dict, set]] = deque()
 
     @property
-    def steps_in_flight(self) -> int:
+    def dispatches_in_flight(self) -> int:
         return len(self._in_flight)
 
     def dispatch(self, plan: StepPlan) -> None:

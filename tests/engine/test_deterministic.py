@@ -19,7 +19,7 @@ from dsv3_jax.engine.device.page_packing import (
     PAGES_PER_COPY,
     PagePacker,
     RequestCopier,
-    SavedRequest,
+    SwappedRequest,
     arrays_by_name,
 )
 from dsv3_jax.engine.device.programs import Programs
@@ -130,12 +130,12 @@ class Served:
         assert stats.prompt_tokens == prompt_tokens - stats.prefix_hit_tokens
         assert stats.cache_usage == 0.0
         assert stats.compiled_after_warm_up == 0
-        assert not saved_requests()
+        assert not swapped_requests()
 
 
-def saved_requests() -> list[SavedRequest]:
+def swapped_requests() -> list[SwappedRequest]:
     """The requests in host memory."""
-    return [each for each in gc.get_objects() if type(each) is SavedRequest]
+    return [each for each in gc.get_objects() if type(each) is SwappedRequest]
 
 
 def make(model: DeepSeekV3, *, deterministic: bool = True, **options) -> Engine:
@@ -198,13 +198,13 @@ def test_a_launch_with_a_preemption_transfers_nothing_implicitly(plain, monkeypa
 def test_a_cancelled_request_leaves_host_memory(plain):
     engine = plain.engine()
     handles = [engine.submit([i] * 40, max_new_tokens=70, ignore_eos=True) for i in range(2, 6)]
-    while not saved_requests():
+    while not swapped_requests():
         assert engine.step()
     for handle in handles:
         handle.cancel()
     while engine.step():
         engine.check_integrity()
-    assert not saved_requests()
+    assert not swapped_requests()
 
 
 def test_an_engine_with_threads(plain):
@@ -231,11 +231,11 @@ class TestRequestCopier:
         copier = RequestCopier(state, PagePacker(state.pool, PageFormat.of(spec, 4), None))
         source = [*range(7, 7 + PAGES_PER_COPY), 2, 9]  # more than one copy
         target: list = [*range(39, 39 - PAGES_PER_COPY, -1), None, 0]
-        saved = SavedRequest()
-        copier.save(state, 2, source, saved)
+        saved = SwappedRequest()
+        copier.swap_out(state, 2, source, saved)
         saved.free_device()
         assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((saved.slot, saved.pages)))
-        state = copier.restore(state, 1, target, saved)
+        state = copier.swap_in(state, 1, target, saved)
         pages, slots = jax.device_get((arrays_by_name(state.pool), jax.tree.leaves(state.slots)))
         for name, x in before[0].items():
             wanted = x.copy()

@@ -222,7 +222,7 @@ def test_without_overlap_a_step_is_read_at_once(tiny_mtp, programs):
     with make(tiny_mtp, overlap=False) as engine:
         flights: list[int] = []
         for i in range(1, 9):
-            programs[i] = lambda: flights.append(engine._executor.steps_in_flight)
+            programs[i] = lambda: flights.append(engine._executor.dispatches_in_flight)
         engine.submit(PROMPT, **SETTINGS).result(60)
     assert flights
     assert set(flights) == {0}
@@ -239,16 +239,16 @@ class TestDispatchTimes:
             now = moment
             event()
 
-        at(1.0, times.launches)
-        at(1.5, lambda: times.launched(1.0))
-        at(2.0, times.launches)  # in flight with the first
+        at(1.0, times.begin_launch)
+        at(1.5, lambda: times.end_launch(1.0))
+        at(2.0, times.begin_launch)  # in flight with the first
         at(4.0, lambda: times.finished("a"))
         before = times.figures
         at(5.0, lambda: times.finished("b"))
-        at(7.0, times.launches)  # two seconds after the last one ended
+        at(7.0, times.begin_launch)  # two seconds after the last one ended
         at(8.0, lambda: times.finished("a"))
         at(8.5, times.rest)
-        at(20.0, times.launches)
+        at(20.0, times.begin_launch)
         at(21.0, lambda: times.finished("a"))
         figures = times.figures
         assert figures.launch_seconds == 0.5
@@ -269,11 +269,11 @@ class TestDispatchTimes:
 
         def dispatch(seconds: float, steps: int = 1) -> None:
             nonlocal now
-            times.launches()
+            times.begin_launch()
             now += seconds
             times.finished("a", steps)
 
-        times.launches()
+        times.begin_launch()
         assert times.seconds_left("a") == 0.0  # unknown
         now += 4.0
         times.finished("a")
@@ -282,12 +282,12 @@ class TestDispatchTimes:
         dispatch(0.5, steps=2)  # other work
         times.rest()
         assert times.seconds_left("a") == 0.0  # nothing in flight
-        times.launches()
+        times.begin_launch()
         now += 0.5
         assert times.seconds_left("a") == 1.5
         assert times.seconds_left("b") == 0.0
         now += 1.0
-        times.launches()
+        times.begin_launch()
         assert times.seconds_left("a") == 0.0  # another one waits after it
         now += 1.0
         times.finished("a")
@@ -297,5 +297,5 @@ class TestDispatchTimes:
         times.finished("a")
         for _ in range(8):
             dispatch(6.0)
-        times.launches()
+        times.begin_launch()
         assert times.seconds_left("a") == 6.0  # the last eight count

@@ -360,7 +360,7 @@ def test_a_request_that_arrives_during_a_step_is_in_the_next_one():
     def sleep(seconds: float) -> None:
         sleeps.append(seconds)
         if len(sleeps) == 3:
-            arrivals.append((len(planned), engine.executor.steps_in_flight))
+            arrivals.append((len(planned), engine.executor.dispatches_in_flight))
             submit(engine, 2, 2)
 
     engine.loop.sleep = sleep

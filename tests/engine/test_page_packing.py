@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine.device import page_packing
-from dsv3_jax.engine.device.page_packing import PagePacker, arrays_by_name
+from dsv3_jax.engine.device.page_packing import PagePacker, arrays_by_name, payload_of
 from dsv3_jax.kv_cache import CacheSpec, PagePool
 from dsv3_jax.layers.paged_cache import CachedArray
 from dsv3_jax.pages import PageFormat
@@ -60,13 +60,13 @@ def test_pinned_memory_is_copied_by_the_device_alone(layout):
     ordinary = PagePacker(pool, format, on_mesh).gather(pool, range(COUNT))
     pages = packer.gather(pool, range(COUNT))
     for page, other in zip(pages, ordinary, strict=True):
-        (part,) = page.parts
+        (part,) = page
         assert part.sharding.memory_kind == "pinned_host"
-        payload = page.payload()
+        payload = payload_of(page)
         assert payload.ctypes.data == part.unsafe_buffer_pointer(), "it was copied"
-        np.testing.assert_array_equal(payload, other.payload())
+        np.testing.assert_array_equal(payload, payload_of(other))
     before = bits(pool)
-    staged = [packer.stage(page.payload(), page.parts) for page in pages]
+    staged = [packer.stage(payload_of(page), page) for page in pages]
     assert {each.sharding.memory_kind for parts in staged for each in parts} == {"device"}
     empty = PagePool.empty(ONE_SIZE, 48, page_size=PAGE_SIZE, layout=on_mesh, platform="cpu")
     after = bits(packer.scatter(empty, range(COUNT), staged))
@@ -101,7 +101,7 @@ def test_they_are_the_same_in_another_layout_and_width(source, target):
     pool, packer = random_pool(*source)
     other, other_packer = random_pool(*target)
     pages, other_pages = range(3, 3 + 4 * COUNT, 4), range(40, 40 - 3 * COUNT, -3)
-    payloads = [page.payload() for page in packer.gather(pool, pages)]
+    payloads = [payload_of(page) for page in packer.gather(pool, pages)]
     staged = [other_packer.stage(payload) for payload in payloads]
     given, before = bits(pool), bits(other)
     after = bits(other_packer.scatter(other, other_pages, staged))

@@ -15,7 +15,7 @@ from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device import program_store
 from dsv3_jax.engine.device.programs import Programs, _name
 from dsv3_jax.engine.device.step_input import empty_input
-from dsv3_jax.generation.drafters import MTPDrafter
+from dsv3_jax.generation.drafters import DraftPlan, MTPDrafter
 from tests.engine.conftest import BUCKETS, MAX_LEN
 
 PAGES, SLOTS = 8, 4
@@ -25,11 +25,10 @@ def make(model, *, buckets=BUCKETS, slots=SLOTS, drafter=None) -> Programs:
     return Programs(
         model,
         buckets,
+        DraftPlan() if drafter is None else DraftPlan(drafter, (1,)),
         num_slots=slots,
         max_len=MAX_LEN,
         page_size=64,
-        drafter=drafter,
-        depth=0 if drafter is None else 1,
         vocab_size=model.config.vocab_size,
     )
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3_jax.engine.device import buckets as buckets_module
-from dsv3_jax.engine.device.buckets import Buckets, absorbs_chunks
+from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import SlotRows, SlotState
-from dsv3_jax.engine.device.step import _decode_batch, _Options, _Requests
+from dsv3_jax.engine.device.step import _decode_batch, _Requests
 from dsv3_jax.engine.device.step_input import StepOptions, StepShape
 from dsv3_jax.generation.completion import RUNNING
-from dsv3_jax.generation.drafters import Drafts
+from dsv3_jax.generation.drafters import DraftPlan, Drafts
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.sampling import SamplingMode
 from dsv3_jax.plan.engine_state import default_buckets
@@ -39,11 +39,10 @@ def programs(tiny_mtp) -> Programs:
     return Programs(
         tiny_mtp,
         BUCKETS,
+        DraftPlan(),
         num_slots=SLOTS,
         max_len=MAX_LEN,
         page_size=64,
-        drafter=None,
-        depth=0,
         vocab_size=tiny_mtp.config.vocab_size,
     )
 
@@ -134,8 +133,7 @@ def test_padding_has_no_context(state):
     shape = BUCKETS.shape(3, 0, max_len=MAX_LEN, max_pages=2)
     tables = np.zeros((3, 2), np.int32)
     rows = SlotRows(None)
-    options = _Options(shape, None, 160, rows)
-    requests = _Requests.of(full, options, *map(jnp.asarray, (slots, tables)))
+    requests = _Requests.of(full, rows, shape, *map(jnp.asarray, (slots, tables)))
     batch = _decode_batch(full, rows, requests, Drafts.empty(3))
     assert batch.sequences.lengths.tolist() == [8, 0, 0]
     assert batch.counts.tolist() == [1, 0, 0]
@@ -164,16 +162,14 @@ def test_warm_up_compiles_the_largest_first_and_lowers_at_full_priority(
 
 
 class TestBuckets:
-    DEFAULT = Buckets.default(256, platform="gpu", absorbed_chunks=True)
+    DEFAULT = Buckets.default(256, platform="gpu", is_hopper=True)
     LIMITS: ClassVar = {"max_len": 5120, "max_pages": 80}
 
     def test_number_of_programs(self):
         shapes = self.DEFAULT.shapes(**self.LIMITS)
         assert len(shapes) == len(set(shapes)) == 30
-        assert (
-            len(Buckets.default(64, platform="gpu", absorbed_chunks=True).shapes(**self.LIMITS))
-            == 18
-        )
+        smaller = Buckets.default(64, platform="gpu", is_hopper=True)
+        assert len(smaller.shapes(**self.LIMITS)) == 18
         assert len(Buckets.default(16, platform="cpu").shapes(**self.LIMITS)) == 15
 
     @pytest.mark.parametrize(
@@ -217,9 +213,12 @@ class TestBuckets:
         assert buckets.shape(3, 0, **self.LIMITS) in buckets.shapes(**self.LIMITS)
 
     def test_chunks_are_absorbed_where_a_kernel_takes_them(self):
-        assert absorbs_chunks(is_hopper=True, token_shards=1)
-        assert not absorbs_chunks(is_hopper=True, token_shards=2)
-        assert not absorbs_chunks(is_hopper=False, token_shards=1)
+        for is_hopper, token_shards in ((True, 1), (True, 2), (False, 1)):
+            buckets = Buckets.default(
+                8, platform="gpu", is_hopper=is_hopper, token_shards=token_shards
+            )
+            absorbs = is_hopper and token_shards == 1
+            assert buckets.chunk_form == ("absorbed" if absorbs else "expanded")
         expanded = Buckets.default(8, platform="gpu")
         assert (expanded.chunk_form, expanded.chunk_tokens) == ("expanded", 256)
         h100, a100 = (

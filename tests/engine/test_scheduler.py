@@ -145,7 +145,7 @@ class TestOneStep:
         schedule = simulation.scheduler.schedule
 
         def checked(now, *, max_decode_steps):
-            in_flight.append(serial.decodes_in_flight)
+            in_flight.append(serial.decode_steps_in_flight)
             plan, ended = schedule(now, max_decode_steps=max_decode_steps)
             if plan and serial in plan.decodes:
                 assert in_flight[-1] == 0

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsv3_jax.engine.scheduling import sla_controller
+from dsv3_jax.engine.scheduling import step_sizes
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
 from dsv3_jax.engine.scheduling.scheduler import Scheduler
-from dsv3_jax.engine.scheduling.sla_controller import LatencyTargets, SlaController
 from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, SchedulerConfig, StepLimits
+from dsv3_jax.engine.scheduling.step_sizes import LatencyTargets, SlaController
 from dsv3_jax.simulator.cluster import Cluster, ClusterSettings, PoolSettings
 from dsv3_jax.simulator.workload import Lengths, poisson
 from tests.engine.simulated_engine import SimulatedEngine
@@ -62,8 +62,8 @@ def test_it_converges_below_the_target_and_stays_there(tpot, seed):
     late = limits_after(history, 12.0)
     assert late[:, 0].max() <= best + MOST.running / 32 + 1
     # A second decrease comes after an interval in which requests above the limit still ran.
-    assert late[:, 0].min() >= sla_controller.DECREASE**2 * sla_controller.MARGIN * best - 2
-    assert late[:, 0].max() / late[:, 0].min() <= 1 / sla_controller.DECREASE**2 + 0.25
+    assert late[:, 0].min() >= step_sizes.DECREASE**2 * step_sizes.MARGIN * best - 2
+    assert late[:, 0].max() / late[:, 0].min() <= 1 / step_sizes.DECREASE**2 + 0.25
     tpots = [
         each.tpot for each in outcome.requests if each.first_token > 10 and each.output_tokens > 20
     ]
@@ -146,13 +146,13 @@ def test_a_rest_is_no_latency():
 def test_the_engine_obeys_its_controller(monkeypatch):
     """With a target that no step can meet, requests end up running one at a time, with the tokens
     that they have without a controller."""
-    monkeypatch.setattr(sla_controller, "INTERVAL", 0.0)
-    monkeypatch.setattr(sla_controller, "_LEAST_SAMPLES", 1)
+    monkeypatch.setattr(step_sizes, "INTERVAL", 0.0)
+    monkeypatch.setattr(step_sizes, "_LEAST_SAMPLES", 1)
     simulated = SimulatedEngine(num_pages=64, max_waiting=100, latency=lambda: 0.0002)
     slots = simulated.scheduler.config.max_running
     most = StepLimits(slots, simulated.scheduler.config.max_chunks)
     controller = SlaController(LatencyTargets(tpot=1e-6), most)
-    simulated.loop._steps._limits = controller
+    simulated.loop._steps._controller = controller
     submitted = [simulated.submit([i % 7, 5, i % 4], 8) for i in range(4 * slots)]
     running = []
     while simulated.loop.step():

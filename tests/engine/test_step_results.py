@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from dsv3_jax.engine.device.executor import StepResults
 from dsv3_jax.engine.device.step import StepOutput
-from dsv3_jax.engine.device.step_results import StepResults
 
 MOST_STEPS, ROWS, TOKENS = 6, 3, 2
 

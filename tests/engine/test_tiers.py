@@ -294,7 +294,7 @@ class TestTransfer:
 
     def test_pages_that_cannot_be_saved_do_not_end_the_thread(self, transfer, caplog):
         class Page:
-            def payload(self):
+            def __iter__(self):
                 raise MemoryError
 
         size = IDENTITY.format.num_bytes

@@ -101,9 +101,8 @@ def test_up_projections_are_not_cut_in_the_loop(tiny):
     leaves, structure = jax.tree.flatten(programs.empty_state(2))
     shape = programs.shape(2, 0)
     buffer, _ = empty_input(shape, 2)
-    traced = jax.make_jaxpr(lambda *arguments: programs._run(*arguments, shape, structure))(
-        programs.leaves, leaves, buffer
-    )
+    program = programs._program(shape, structure)
+    traced = jax.make_jaxpr(program)(programs.leaves, leaves, buffer)
     c = tiny.config
     rows = c.qk_nope_head_dim + c.v_head_dim
     whole = (c.num_attention_heads, rows, c.kv_lora_rank)

@@ -8,9 +8,13 @@ import jax
 import pytest
 
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest, StepPlan
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_plan import (
+    RequestResult,
+    ScheduledRequest,
+    StepPlan,
+    StepTokens,
+)
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation.completion import RUNNING
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.errors import Interrupted

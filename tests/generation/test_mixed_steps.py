@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import dsv3_jax
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation.errors import Interrupted
 from dsv3_jax.offline.generator import Generator
 from dsv3_jax.offline.pace import OfflinePace

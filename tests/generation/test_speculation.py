@@ -15,7 +15,7 @@ import pytest
 
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.engine.scheduling.step_times import StepTimes
+from dsv3_jax.engine.scheduling.step_sizes import StepTimes
 from dsv3_jax.generation import drafters, selection
 from dsv3_jax.generation.depth import DepthChooser
 from dsv3_jax.generation.drafters import (

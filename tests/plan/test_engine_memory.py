@@ -10,7 +10,7 @@ from dsv3_jax import presets
 from dsv3_jax.engine.device import page_pool
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.engine.device.programs import Programs
-from dsv3_jax.generation.drafters import MTPDrafter
+from dsv3_jax.generation.drafters import DraftPlan, MTPDrafter
 from dsv3_jax.plan import capacity, engine_state, memory
 from dsv3_jax.plan.deployment import Deployment, EngineSettings
 from dsv3_jax.plan.estimate import estimate, model_shapes
@@ -63,11 +63,10 @@ def test_slots_and_pages_are_the_engines_arrays(shards, mtp):
     programs = Programs(
         model_shapes(deployment).model,
         Buckets((16,), (8,), 256, 1),
+        DraftPlan(MTPDrafter() if mtp else None, (int(mtp),)),
         num_slots=16,
         max_len=1000,
         page_size=64,
-        drafter=MTPDrafter() if mtp else None,
-        depth=int(mtp),
         vocab_size=4096,
     )
     leaves, _ = programs.state_shapes(100)

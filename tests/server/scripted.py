@@ -13,9 +13,8 @@ from typing import Any
 import dsv3_jax
 from dsv3_jax import chat_formats
 from dsv3_jax.engine import EngineError, EngineRequest
-from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.requests.output import RequestOutput
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import RequestResult, ScheduledRequest, StepTokens
 from dsv3_jax.engine.stats import EngineStats
 from dsv3_jax.generation.completion import RUNNING, STOPPED, FinishReason
 from dsv3_jax.generation.request import Request

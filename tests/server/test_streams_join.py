@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import EngineRequest
-from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.requests.output import RequestOutput
-from dsv3_jax.engine.scheduling.step_plan import ScheduledRequest
+from dsv3_jax.engine.scheduling.step_plan import RequestResult, ScheduledRequest, StepTokens
 from dsv3_jax.generation.completion import RUNNING, STOPPED
 from dsv3_jax.generation.request import Request
 from dsv3_jax.generation.text import ReasoningMarkers

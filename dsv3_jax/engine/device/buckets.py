@@ -36,8 +36,7 @@ class Buckets:
     """Form of the chunks' attention. ``absorbed`` takes more operations per cached token, but has
     no loop over the context, and pads less."""
     separate: bool = False
-    """Whether a step either prefills or decodes, so that a request's tokens always come from the
-    same two programs."""
+    """Whether a step either prefills or decodes, so that two programs compute every request."""
     single_shape: bool = False
     """Whether every step runs the program of the largest sizes, with both parts even if one is
     empty, and with every option that a request can ask for."""
@@ -49,7 +48,8 @@ class Buckets:
         *,
         platform: str,
         multiple: int = 1,
-        absorbed_chunks: bool = False,
+        is_hopper: bool = False,
+        token_shards: int = 1,
         one_request: bool = False,
     ) -> Buckets:
         """Returns the sizes for a platform.
@@ -64,11 +64,15 @@ class Buckets:
         Args:
           max_running: number of slots of each shard.
           multiple: number of micro-batches. Sizes are rounded up to multiples of it.
-          absorbed_chunks: whether chunks attend in absorbed form, see :func:`absorbs_chunks`. They
-            are shorter then.
+          is_hopper: whether these are Hopper GPUs, whose kernel takes many short sequences: chunks
+            are then short, and attend in absorbed form. Elsewhere that form would gather the cached
+            tokens of every few queries.
+          token_shards: number of devices that share the tokens of a sequence. Several would gather
+            them too.
           one_request: whether one decoding request has a size of its own. On a Hopper GPU, kernels
             for one or two tokens run most of its layers.
         """
+        absorbed_chunks = is_hopper and token_shards == 1
         base, first = {"cpu": (4, 0), "gpu": (2, 3)}.get(platform, (8, 1))
         decodes = (*(base**i for i in range(first, 16) if base**i < max_running), max_running)
         chunks = (4, 8, 16, 32) if absorbed_chunks else (1, 2, 4, 8)
@@ -92,12 +96,8 @@ class Buckets:
     def of_devices(
         cls, max_running: int, layout: Layout | None, *, one_request: bool = True
     ) -> Buckets:
-        """Returns the default sizes of an engine with this layout, or on the default device.
-
-        Args:
-          max_running: number of slots of all shards.
-          one_request: whether one decoding request has a size of its own where that is faster.
-        """
+        """Returns the default sizes of an engine with ``max_running`` slots on all shards of this
+        layout, or on the default device. ``one_request``: as for :meth:`default`."""
         if layout is None:
             platform, shards, multiple, token_shards = target.platform(), 1, 1, 1
         else:
@@ -108,7 +108,8 @@ class Buckets:
             max_running // shards,
             platform=platform,
             multiple=multiple,
-            absorbed_chunks=absorbs_chunks(is_hopper=is_hopper, token_shards=token_shards),
+            is_hopper=is_hopper,
+            token_shards=token_shards,
             one_request=one_request and is_hopper and layout is None,
         )
 
@@ -130,11 +131,7 @@ class Buckets:
     def single(self) -> Buckets:
         """Returns the buckets with one shape for every step: all slots and the fewest chunks."""
         return dataclasses.replace(
-            self,
-            decodes=self.decodes[-1:],
-            chunks=self.chunks[:1],
-            max_steps=1,
-            single_shape=True,
+            self, decodes=self.decodes[-1:], chunks=self.chunks[:1], max_steps=1, single_shape=True
         )
 
     @property
@@ -169,13 +166,8 @@ class Buckets:
         depth: int = 0,
         **sizes: int,
     ) -> StepShape:
-        """Returns the smallest shape that holds a step.
-
-        Args:
-          options: what its requests ask for.
-          depth: drafts of each request that decodes.
-          sizes: fields of the shape that are the same for all steps of an engine.
-        """
+        """Returns the smallest shape that holds a step whose requests ask for ``options``.
+        ``sizes`` are fields of the shape that are the same for all steps of an engine."""
         if self.single_shape:
             decodes, chunks = self.decodes[-1], self.chunks[-1]
             options = StepOptions("sampled", True, True, True, options.prompt_logprobs)
@@ -200,27 +192,13 @@ class Buckets:
         )
 
     def shapes(self, *, depth: int = 0, **sizes: int) -> list[StepShape]:
-        """Returns every shape that a step can have whose requests ask for no more than sampling,
-        see :meth:`shape`."""
+        """Returns every shape of a step whose requests ask for no more than sampling."""
         shapes = [
             self.shape(B, C, StepOptions(sampling), depth=depth, **sizes)
             for B, C in itertools.product(self.decodes, (0, *self.chunks))
             for sampling in get_args(SamplingMode)
         ]
         return list(dict.fromkeys(shapes))
-
-
-def absorbs_chunks(*, is_hopper: bool, token_shards: int) -> bool:
-    """Returns whether chunks attend in absorbed form by default.
-
-    They do on Hopper GPUs, whose kernel takes many short sequences. Elsewhere that form would
-    gather the cached tokens of every few queries, as it would where devices share the tokens of a
-    sequence.
-
-    Args:
-      token_shards: number of devices that share the cached tokens of a sequence.
-    """
-    return is_hopper and token_shards == 1
 
 
 def _round_up(size: int, sizes: tuple[int, ...] | list[int]) -> int:

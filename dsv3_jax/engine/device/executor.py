@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import os
 import queue
 import threading
@@ -18,20 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3_jax.engine.device.page_packing import RequestCopier, SavedRequest
+from dsv3_jax.engine.device.page_packing import RequestCopier, SwappedRequest
 from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.device.page_transfer import PageTransfer
 from dsv3_jax.engine.device.programs import Programs
 from dsv3_jax.engine.device.state import REWIND_SEED, SlotState
-from dsv3_jax.engine.device.step import StepOutput
+from dsv3_jax.engine.device.step import PromptLogprobs, StepOutput
 from dsv3_jax.engine.device.step_input import StepInput, StepOptions, StepShape, empty_input
-from dsv3_jax.engine.device.step_results import RequestResult, StepResults
 from dsv3_jax.engine.scheduling.step_plan import (
     Chunk,
     PageSave,
+    RequestResult,
     ScheduledRequest,
     ShardPlan,
     StepPlan,
+    StepTokens,
 )
 from dsv3_jax.engine.stats import DispatchTimes
 from dsv3_jax.generation.completion import NON_FINITE, RUNNING
@@ -49,7 +49,7 @@ class _Dispatched(NamedTuple):
 
     plan: StepPlan
     shape: StepShape
-    saved: list[SavedRequest]
+    swapped_out: list[SwappedRequest]
     """Copies of the requests that it preempts."""
     output: Future[StepOutput]
 
@@ -88,7 +88,7 @@ class Executor:
         self._replayed: Future[StepOutput] | None = None
 
     @property
-    def steps_in_flight(self) -> int:
+    def dispatches_in_flight(self) -> int:
         """Number of dispatches whose results have not been read."""
         return len(self._in_flight)
 
@@ -127,15 +127,36 @@ class Executor:
         for number, (shard, arguments) in enumerate(zip(plan.shards, inputs, strict=True)):
             self._fill(arguments, number, shard, plan.decode_steps)
             self._fill_adjustments(arguments, shard, shape)
-        saved = [SavedRequest() for _ in plan.swap_outs]
-        for out, each in zip(plan.swap_outs, saved, strict=True):
-            out.request.saved = each
-        restored = [back.request.saved for back in plan.swap_ins]
-        for back in plan.swap_ins:
-            back.request.saved = None
-        launch = functools.partial(self._launch, plan, buffer, shape, saved, restored)
+        for swap in plan.swap_outs:
+            swap.request.swapped = SwappedRequest()
+        swapped_out, swapped_in = (
+            [swap.request.swapped for swap in swaps] for swaps in (plan.swap_outs, plan.swap_ins)
+        )
+        for swap in plan.swap_ins:
+            swap.request.swapped = None
+
+        def launch(state: SlotState) -> tuple[SlotState, StepOutput]:
+            began = self.times.begin_launch()
+            if self._copier is not None:
+                for out, copy in zip(plan.swap_outs, swapped_out, strict=True):
+                    self._copier.swap_out(state, out.slot, out.pages, copy)
+                for back, copy in zip(plan.swap_ins, swapped_in, strict=True):
+                    pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
+                    state = self._copier.swap_in(state, back.slot, pages, copy)
+            if self._transfer is not None:
+                if plan.saves:
+                    self._transfer.save(state.pool, plan.saves)
+                if plan.loads:
+                    pool = self._transfer.write(state.pool, plan.loads)
+                    state = dataclasses.replace(state, pool=pool)
+            state, output = self.programs(state, buffer, shape)
+            for array in jax.tree.leaves(output):
+                array.copy_to_host_async()
+            self.times.end_launch(began)
+            return state, output
+
         output = self._launcher.launch(launch)
-        self._in_flight.append(_Dispatched(plan, shape, saved, output))
+        self._in_flight.append(_Dispatched(plan, shape, swapped_out, output))
 
     def replay(self, buffer: np.ndarray, shape: StepShape) -> None:
         """Launches a step that the leader of a mesh of processes has planned. Its results are not
@@ -156,7 +177,7 @@ class Executor:
 
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request of it."""
-        plan, shape, saved, future = self._in_flight.popleft()
+        plan, shape, swapped_out, future = self._in_flight.popleft()
         output: StepOutput = jax.device_get(future.result())
         self.times.finished(shape.name, plan.decode_steps)
         read = StepResults(output)
@@ -178,14 +199,14 @@ class Executor:
         for number, shard in enumerate(plan.shards):
             for row, request in enumerate(shard.decodes, number * shape.rows):
                 results.append(self._result(read, row, request, is_decode=True))
-        for each in saved:
-            each.free_device()
+        for swapped in swapped_out:
+            swapped.free_device()
         return plan, results
 
     def _result(
         self, read: StepResults, row: int, request: ScheduledRequest, *, is_decode: bool
     ) -> RequestResult:
-        new_tokens = read.new_tokens(row, top=read.has_top and _settings(request).logprobs > 0)
+        new_tokens = read.new_tokens(row, top=_settings(request).logprobs > 0)
         return RequestResult(request, new_tokens, read.finished[row], is_decode)
 
     def take_routing_counts(self) -> Future[jax.Array]:
@@ -210,34 +231,6 @@ class Executor:
         if self._transfer is not None:
             self._transfer.close(_CLOSE_SECONDS)
         self._in_flight.clear()
-
-    def _launch(
-        self,
-        plan: StepPlan,
-        buffer: np.ndarray,
-        shape: StepShape,
-        saved: list[SavedRequest],
-        restored: list[SavedRequest],
-        state: SlotState,
-    ) -> tuple[SlotState, StepOutput]:
-        began = self.times.launches()
-        if self._copier is not None:
-            for out, each in zip(plan.swap_outs, saved, strict=True):
-                self._copier.save(state, out.slot, out.pages, each)
-            for back, each in zip(plan.swap_ins, restored, strict=True):
-                pages = [None if i < back.shared else page for i, page in enumerate(back.pages)]
-                state = self._copier.restore(state, back.slot, pages, each)
-        if self._transfer is not None:
-            if plan.saves:
-                self._transfer.save(state.pool, plan.saves)
-            if plan.loads:
-                pool = self._transfer.write(state.pool, plan.loads)
-                state = dataclasses.replace(state, pool=pool)
-        state, output = self.programs(state, buffer, shape)
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
-        self.times.launched(began)
-        return state, output
 
     def _fill(self, inputs: StepInput, number: int, plan: ShardPlan, decode_steps: int) -> None:
         """Writes the plan of a shard into its arguments of a step."""
@@ -300,16 +293,53 @@ def _has_prompt_logprobs(chunk: Chunk) -> bool:
     return _settings(chunk.request).prompt_logprobs is not None
 
 
+class StepResults:
+    """The output of a dispatch, on the host.
+
+    Arrays become lists once, since reading a number from an array costs ten times as much.
+    """
+
+    def __init__(self, output: StepOutput):
+        arrays: Any = output  # NumPy's
+        # The arrays have room for the most steps of a dispatch. The executed ones come first.
+        executed = np.flatnonzero(arrays.counts.any(axis=1)).max(initial=-1) + 1
+        self._counts: list[list[int]] = arrays.counts[:executed].tolist()
+        self._tokens: list[list[list[int]]] = arrays.tokens[:executed].tolist()
+        self._logprobs: list[list[list[float]]] = arrays.logprobs[:executed].tolist()
+        self._drafted: list[list[int]] = arrays.drafted[:executed].tolist()
+        self.finished: list[int] = arrays.finished.tolist()
+        """RUNNING, STOPPED, FULL or NON_FINITE for each row."""
+        self._top = arrays.top_tokens, arrays.top_logprobs
+        self._prompt = arrays.prompt
+
+    def new_tokens(self, row: int, *, top: bool) -> list[StepTokens]:
+        """Returns the tokens of each step that gave some to a row, and if ``top`` the best ones."""
+        return [
+            StepTokens(
+                self._tokens[step][row][:count],
+                self._logprobs[step][row][:count],
+                self._drafted[step][row],
+                (self._top[0][step, row, :count], self._top[1][step, row, :count]) if top else None,
+            )
+            for step, counts in enumerate(self._counts)
+            if (count := counts[row])
+        ]
+
+    def prompt(self, number: int, chunk: Chunk) -> tuple[int, PromptLogprobs]:
+        """Returns :attr:`RequestResult.prompt` for the chunk with this number in the step."""
+        arrays = [array[number, : chunk.count] for array in self._prompt]
+        return chunk.start + 1, PromptLogprobs(*arrays)
+
+
 class Launcher:
     """Owns the state, and applies functions to it one after the other in the order of their launch.
 
     A launch can block: XLA's GPU runtime waits for the device where a program has a loop whose
     length is known on the device alone, and a long queue of kernels blocks as well. In a thread it
-    does not keep the engine from planning the next step and processing earlier results.
+    does not keep the engine from planning the next step and processing earlier results. Without
+    ``background`` each function has run when :meth:`launch` returns.
 
-    Args:
-      state: the initial state. Functions may donate it, so nobody else keeps it.
-      background: whether a thread runs them. Otherwise each has run when :meth:`launch` returns.
+    Functions may donate the state, so nobody else keeps it.
     """
 
     def __init__(self, state: SlotState, *, background: bool):
@@ -341,8 +371,7 @@ class Launcher:
         return future
 
     def close(self) -> None:
-        """Ends the thread after the launch under way, and frees the state's arrays. Launches behind
-        it fail with an EngineError."""
+        """Ends the thread after the launch under way, and frees the state. Later launches fail."""
         with self._closing:
             self._is_closed = True
             self._queue.put(None)

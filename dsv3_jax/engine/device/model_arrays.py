@@ -32,11 +32,8 @@ class ModelArrays:
     @classmethod
     def of(cls, model: DeepSeekV3, *, whole_sequences: bool = False) -> ModelArrays:
         """Returns the arrays of a model. A model of shapes, ``jax.ShapeDtypeStruct``, gives shapes
-        with the shardings of its layout.
-
-        Args:
-          whole_sequences: see :meth:`DeepSeekV3.attend_to_whole_sequences`.
-        """
+        with the shardings of its layout. ``whole_sequences``: see
+        :meth:`DeepSeekV3.attend_to_whole_sequences`."""
         graph, state = nnx.split(model)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             return cls._shapes(graph, state, whole_sequences)
@@ -85,8 +82,7 @@ def _prepared(model: DeepSeekV3, whole_sequences: bool) -> DeepSeekV3:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSignature:
-    """Everything about a model except the values of its arrays. Models with equal signatures run in
-    the same compiled programs."""
+    """A model without the values of its arrays. Equal signatures run in the same programs."""
 
     config: ModelConfig
     dtype: DTypeLike

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,34 +30,24 @@ from sharding import Layout
 PAGES_PER_COPY = 8
 """Pages that one call of a compiled program copies."""
 
-_Parts = tuple[jax.Array, ...]
 _PINNED = "pinned_host"
 
+PackedPage = tuple[jax.Array, ...]
+"""The contents of one page: vectors of unsigned integers, one for each item size of the format, on
+one device or in its pinned host memory."""
 
-class PackedPage(NamedTuple):
-    """The contents of one page on its way from the device."""
 
-    parts: _Parts
-    """Vectors of unsigned integers, one for each item size of the format, on one device or in its
-    pinned host memory."""
-
-    def payload(self) -> np.ndarray:
-        """Returns the payload of the page's record. Waits for the device. XLA shows pinned memory
-        to NumPy without a copy."""
-        parts = [np.asarray(part).reshape(-1).view(np.uint8) for part in self.parts]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def payload_of(page: PackedPage) -> np.ndarray:
+    """Returns the payload of a page's record, of pinned memory without a copy. Waits for it."""
+    parts = [np.asarray(part).reshape(-1).view(np.uint8) for part in page]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class PagePacker:
     """Compiled copies of any pages of a pool, for all its layers and arrays.
 
-    It compiles both directions when it is made.
-
-    Args:
-      pool: a pool of the shapes and shardings to compile for.
-      format: the format of its pages.
-      layout: the layout of the pool.
-      pinned: whether pages go to pinned host memory, which a device reads and writes itself.
+    It compiles both directions when it is made, for the shapes and shardings of ``pool``. With
+    ``pinned``, pages go to pinned host memory, which a device reads and writes itself.
 
     Raises:
       ValueError: pages cannot go there.
@@ -115,14 +105,14 @@ class PagePacker:
         for batch, numbers in self._batches(pages):
             # Each program returns PAGES_PER_COPY pages; the last of them may be padding.
             for page, parts in zip(batch, self._gather(arrays, numbers), strict=False):
-                packed.append(PackedPage(tuple(self._on_owner(page, part) for part in parts)))
+                packed.append(tuple(self._on_owner(page, part) for part in parts))
         if self.pinned:
-            return [PackedPage(tuple(map(_to_pinned, page.parts))) for page in packed]
-        for part in itertools.chain.from_iterable(page.parts for page in packed):
+            return [tuple(map(_to_pinned, page)) for page in packed]
+        for part in itertools.chain.from_iterable(packed):
             part.copy_to_host_async()
         return packed
 
-    def stage(self, payload: np.ndarray, pinned: _Parts | None = None) -> _Parts:
+    def stage(self, payload: np.ndarray, pinned: PackedPage | None = None) -> PackedPage:
         """Copies the payload of a record, or its copy in pinned host memory, to the device."""
         if pinned is not None:
             return tuple(jax.device_put([part.reshape(-1) for part in pinned], self._home))
@@ -133,7 +123,9 @@ class PagePacker:
             begin = end
         return tuple(jax.device_put(parts, self._everywhere))
 
-    def scatter(self, pool: PagePool, pages: Sequence[int], contents: Sequence[_Parts]) -> PagePool:
+    def scatter(
+        self, pool: PagePool, pages: Sequence[int], contents: Sequence[PackedPage]
+    ) -> PagePool:
         """Returns the pool, which is donated, with what :meth:`stage` returned in some pages."""
         arrays = arrays_by_name(pool)
         names = list(arrays)
@@ -167,7 +159,7 @@ class PagePacker:
         # A negative number would count from the end.
         return jnp.where(local < 0, pages_here, local)
 
-    def _gather_local(self, arrays: dict[str, jax.Array], pages: jax.Array) -> list[_Parts]:
+    def _gather_local(self, arrays: dict[str, jax.Array], pages: jax.Array) -> list[PackedPage]:
         """Packs pages. Those of other devices, and numbers out of bounds, give any contents."""
         packed: list[jax.Array] = []
         for size, of_size in self._sizes:
@@ -181,7 +173,7 @@ class PagePacker:
         return [tuple(part[i : i + 1] for part in packed) for i in range(len(pages))]
 
     def _scatter_local(
-        self, arrays: dict[str, jax.Array], pages: jax.Array, contents: list[_Parts]
+        self, arrays: dict[str, jax.Array], pages: jax.Array, contents: list[PackedPage]
     ) -> dict[str, jax.Array]:
         """Unpacks pages into the arrays. Those of other devices are dropped."""
         written = dict(arrays)
@@ -202,7 +194,7 @@ class PagePacker:
 
 
 @dataclasses.dataclass
-class SavedRequest:
+class SwappedRequest:
     """A preempted request in host memory, or on its way there. Empty until it is launched."""
 
     slot: list[Any] = dataclasses.field(default_factory=list)
@@ -215,14 +207,11 @@ class SavedRequest:
 
 
 class RequestCopier:
-    """Saves requests, and restores them in other slots and pages.
+    """Copies requests to host memory, and back to other slots and pages.
 
     A copy is read in the order of the device's work: steps that were dispatched before it are in
-    it, and later ones, which may write to the same pages, are not.
-
-    Args:
-      state: a state of the shapes and shardings to compile for, on one device.
-      packer: copies its pages.
+    it, and later ones, which may write to the same pages, are not. It is compiled for the shapes
+    and shardings of ``state``, on one device.
     """
 
     def __init__(self, state: SlotState, packer: PagePacker):
@@ -234,25 +223,27 @@ class RequestCopier:
         write = jax.jit(_write_row, donate_argnums=0, out_shardings=shardings)
         self._write = write.lower(rows, slot, jax.eval_shape(_read_row, rows, slot)).compile()
 
-    def save(self, state: SlotState, slot: int, pages: Sequence[int], saved: SavedRequest) -> None:
-        """Copies a request to ``saved``, still on the device, and starts its transfer."""
-        saved.slot = self._read(jax.tree.leaves(state.slots), jax.device_put(np.int32(slot)))
-        for array in saved.slot:
+    def swap_out(
+        self, state: SlotState, slot: int, pages: Sequence[int], swapped: SwappedRequest
+    ) -> None:
+        """Copies a request to ``swapped``, still on the device, and starts its transfer."""
+        swapped.slot = self._read(jax.tree.leaves(state.slots), jax.device_put(np.int32(slot)))
+        for array in swapped.slot:
             array.copy_to_host_async()
-        saved.pages = self._packer.gather(state.pool, pages)
+        swapped.pages = self._packer.gather(state.pool, pages)
 
-    def restore(
-        self, state: SlotState, slot: int, pages: Sequence[int | None], saved: SavedRequest
+    def swap_in(
+        self, state: SlotState, slot: int, pages: Sequence[int | None], swapped: SwappedRequest
     ) -> SlotState:
-        """Returns the state, which is donated, with a saved request. ``pages`` may be None."""
+        """Returns the state, which is donated, with a swapped request. ``pages`` may be None."""
         rows = self._write(
             jax.tree.leaves(state.slots),
             jax.device_put(np.int32(slot)),
-            jax.device_put(saved.slot),
+            jax.device_put(swapped.slot),
         )
-        pairs = zip(pages, saved.pages, strict=True)
+        pairs = zip(pages, swapped.pages, strict=True)
         contents = {
-            page: self._packer.stage(of.payload()) for page, of in pairs if page is not None
+            page: self._packer.stage(payload_of(of)) for page, of in pairs if page is not None
         }
         pool = self._packer.scatter(state.pool, [*contents], [*contents.values()])
         slots = jax.tree.unflatten(self._structure, rows)

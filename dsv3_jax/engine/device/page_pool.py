@@ -12,7 +12,6 @@ from jaxtyping import Int32
 
 from dsv3_jax.engine.device.processes import spans_processes
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
-from dsv3_jax.kv_cache import CacheSpec
 from dsv3_jax.layers.paged_cache import PAGE_AXES
 from dsv3_jax.model import DeepSeekV3
 from pallas_kernels import target
@@ -66,7 +65,6 @@ class PoolLayout:
           cache_tokens: size of the whole cache that the caller asks for, or None.
           most_tokens: tokens that all slots can hold together; a cache of default size is not
             larger than this on devices that do not report their memory.
-          mtp: whether the MTP layer has a cache.
 
         Raises:
           ValueError: ``cache_tokens`` is below a page on each device, or a device has no memory
@@ -89,7 +87,7 @@ class PoolLayout:
         else:
             free = stats["bytes_limit"] - stats["bytes_in_use"]
             platform = (layout and layout.platform) or target.platform()
-            pages = default_pages(free, page_bytes(model.cache_spec(mtp=mtp), page_size, platform))
+            pages = default_pages(free, model.cache_spec(mtp=mtp).page_bytes(page_size, platform))
             if pages < 1:
                 raise ValueError(
                     f"cache: expected memory for at least a page of {page_size} tokens, got {free}"
@@ -145,12 +143,3 @@ class PoolLayout:
 def default_pages(free: int, page_bytes: int) -> int:
     """Returns the pages of a cache of default size, from the free bytes of a device."""
     return int(_FREE_SHARE * free) // page_bytes
-
-
-def page_bytes(spec: CacheSpec, page_size: int, platform: str) -> int:
-    """Returns the bytes of a page in all layers, on ``cpu``, ``gpu`` or ``tpu``."""
-    return sum(
-        array.page_bytes(page_size, platform)
-        for layer in (*spec.layers, *spec.mtp)
-        for array in layer.values()
-    )

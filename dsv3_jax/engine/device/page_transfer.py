@@ -18,12 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from dsv3_jax.engine.device.page_packing import PackedPage, PagePacker
+from dsv3_jax.engine.device.page_packing import PackedPage, PagePacker, payload_of
 from dsv3_jax.engine.device.page_pool import PoolLayout
 from dsv3_jax.engine.scheduling.step_plan import PageLoad, PageSave
 from dsv3_jax.kv_cache import PagePool
@@ -46,18 +45,11 @@ _MOST_UNSAVED_BYTES = 2**28
 """Bytes of gathered pages, on the device, that wait for the host. More pages are not saved."""
 
 
-class StagedPage(NamedTuple):
-    """The contents of a page that is to be written to the pool."""
+StagedPage = PackedPage | np.ndarray
+"""A page to write to the pool: its copy on the device, or its payload if there was no room."""
 
-    payload: np.ndarray
-    parts: tuple[jax.Array, ...] | None
-    """On the device, or None if there was no room."""
-
-
-class _Gathered(NamedTuple):
-    identity: CacheIdentity
-    addresses: list[PageAddress]
-    pages: list[PackedPage]
+_Gathered = tuple[CacheIdentity, list[PageAddress], list[PackedPage]]
+"""Pages on their way to the tiers."""
 
 
 class StagedLoad:
@@ -81,15 +73,7 @@ class StagedLoad:
 
 
 class PageTransfer:
-    """The store of pages that a scheduler loads from and saves to, and the copies for it.
-
-    Args:
-      identity: everything besides tokens that the pages depend on.
-      tiers: where records are stored.
-      packer: copies pages between a pool and records.
-      pool: division of the pool.
-      config: limits.
-    """
+    """The store of pages that a scheduler loads from and saves to, and the copies for it."""
 
     def __init__(
         self,
@@ -122,11 +106,8 @@ class PageTransfer:
     def of(
         cls, model: DeepSeekV3, arrays: PagePool, pool: PoolLayout, config: CacheTiers, *, mtp: bool
     ) -> PageTransfer:
-        """Returns the transfer for the pages of a model. It reads all weights once.
-
-        Args:
-          arrays: a pool of the shapes and shardings to compile for.
-          mtp: whether the MTP layer has a cache.
+        """Returns the transfer for the pages of a model. It reads all weights once, and compiles
+        for a pool of the shapes and shardings of ``arrays``.
 
         Raises:
           OSError: the directory of the disk tier cannot be used.
@@ -157,21 +138,17 @@ class PageTransfer:
     def addresses(
         self, tokens: Sequence[int], known: Sequence[PageAddress] = ()
     ) -> list[PageAddress]:
-        """See :meth:`PageStore.addresses`."""
         is_current = bool(known) and known[0].parent == self.identity.digest
         return self.identity.addresses(tokens, known if is_current else ())
 
     @property
     def page_bytes(self) -> int:
-        """See :attr:`PageStore.page_bytes`."""
         return self.identity.format.num_bytes
 
     def lookup(self, addresses: Sequence[PageAddress]) -> int:
-        """See :meth:`PageStore.lookup`."""
         return self._tiers.lookup(addresses)
 
     def load(self, addresses: Sequence[PageAddress]) -> StagedLoad:
-        """See :meth:`PageStore.load`."""
         load, identity = StagedLoad(self), self.identity
         load.future = self._tiers.fetch(addresses)
 
@@ -213,7 +190,7 @@ class PageTransfer:
             except Exception as error:  # such as a lack of memory for the copies
                 self._drop(identity, count, error)
             else:
-                self._queue.put(_Gathered(identity, addresses, gathered))
+                self._queue.put((identity, addresses, gathered))
 
     def _drop(self, identity: CacheIdentity, pages: int, error: BaseException) -> None:
         logger.warning("cache tiers: %d pages were not saved: %r", pages, error)
@@ -225,7 +202,7 @@ class PageTransfer:
         """Returns the pool, which is donated, with pages that were loaded."""
         pages = self._pool.table([load.page for load in loads]).tolist()
         staged: list[StagedPage] = [page for load in loads for page in load.contents]
-        parts = [self._packer.stage(p.payload) if p.parts is None else p.parts for p in staged]
+        parts = [self._packer.stage(p) if isinstance(p, np.ndarray) else p for p in staged]
         return self._packer.scatter(pool, pages, parts)
 
     # Others call these.
@@ -280,15 +257,15 @@ class PageTransfer:
                 if load.is_closed:
                     break
                 record.check(identity, address)
-                parts = None
+                page: StagedPage = record.payload
                 with self._lock:
                     if has_room := record.num_bytes <= self._staging_bytes:
                         self._staging_bytes -= record.num_bytes
                         load.staged_bytes += record.num_bytes
                 if has_room:
-                    parts = self._packer.stage(record.payload, record.pinned)
-                contents.append(StagedPage(record.payload, parts))
-            jax.block_until_ready([page.parts for page in contents])
+                    page = self._packer.stage(record.payload, record.pinned)
+                contents.append(page)
+            jax.block_until_ready(contents)
         except PageError as error:
             logger.warning("cache tiers: a page is not used: %s", error)
         except BaseException:  # its requests wait for the load to end, whatever it is
@@ -322,8 +299,8 @@ class PageTransfer:
                             identity.digest,
                             address,
                             identity.format,
-                            page.payload(),
-                            page.parts if self._packer.pinned else None,
+                            payload_of(page),
+                            page if self._packer.pinned else None,
                         )
                         for address, page in zip(addresses, pages, strict=True)
                     ]

@@ -222,8 +222,7 @@ class Follower:
 
 
 def check_settings(**settings: Any) -> None:
-    """Raises ValueError for the first setting that is given and that a mesh of several processes
-    does not support."""
+    """Raises ValueError for the first setting that is given: several processes support none."""
     for name, value in settings.items():
         if value:
             raise ValueError(

@@ -70,12 +70,7 @@ class ProgramStore:
         self._devices = devices
 
     def load(self, name: str, shape: str) -> jax.stages.Compiled | None:
-        """Returns a program, or None if it must be compiled.
-
-        Args:
-          name: the program's file name.
-          shape: describes the program completely, in addition to the fingerprint.
-        """
+        """Returns a program with this description of its shape, or None if it must be compiled."""
         try:
             content = self._path(name).read_bytes()
         except FileNotFoundError:

@@ -27,7 +27,7 @@ from dsv3_jax.engine.device.state import SlotState, shard_state, state_shardings
 from dsv3_jax.engine.device.step import StepOutput, step
 from dsv3_jax.engine.device.step_input import GREEDY, StepOptions, StepShape, empty_input
 from dsv3_jax.engine.stats import CompileTimes
-from dsv3_jax.generation.drafters import Drafter
+from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.request import num_words
 from dsv3_jax.kv_cache import PagePool
 from dsv3_jax.model import DeepSeekV3
@@ -53,12 +53,7 @@ class Programs:
 
     Args:
       model: the model. Shapes in place of its arrays are enough to lower programs.
-      buckets: the sizes to compile for.
       num_slots: number of slots of all shards.
-      max_len: most tokens of a request.
-      page_size: tokens of a page.
-      depth: most drafts per step.
-      count_routing: whether steps count the tokens that choose each expert.
       arrays: those of the model, if another object has prepared them.
     """
 
@@ -66,12 +61,11 @@ class Programs:
         self,
         model: DeepSeekV3,
         buckets: Buckets,
+        draft_plan: DraftPlan,
         *,
         num_slots: int,
         max_len: int,
         page_size: int,
-        drafter: Drafter | None,
-        depth: int,
         vocab_size: int,
         count_routing: bool = False,
         arrays: ModelArrays | None = None,
@@ -88,14 +82,13 @@ class Programs:
         self._is_warm = False
         self.vocab_size = vocab_size
         """Number of token ids that a step can select."""
-        self._depth = depth
+        depth = self._depth = draft_plan.max_depth
         parts = 1 if model.layout is None else model.layout.num_shards("cached_tokens")
         self.max_pages = -(-(max_len + depth) // (page_size * parts)) * parts
         """Pages of the longest request, on all devices that share its tokens."""
         self.page_size = page_size
-        mtp = drafter is not None and drafter.mtp_hidden is not None
-        self._num_mtp_inputs = depth + 1 if mtp else 0
-        self._cache_spec = model.cache_spec(mtp=mtp)
+        self._num_mtp_inputs = depth + 1 if draft_plan.mtp else 0
+        self._cache_spec = model.cache_spec(mtp=draft_plan.mtp)
         shape = len(model.moe_layers()), model.config.n_routed_experts
         self._counts_shape = shape if count_routing else None
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
@@ -121,29 +114,12 @@ class Programs:
             "model": f"{model.config} {arrays.graph} {arrays.treedef}",
             "layout": repr(layout),
             "buckets": repr(buckets),
-            "drafter": f"{drafter!r} {depth} {vocab_size}",
+            "drafter": f"{draft_plan.drafter!r} {depth} {vocab_size}",
             "sizes": f"{num_slots} {max_len} {page_size}",
         }
-        # The closure below keeps no arrays.
-        arrays = dataclasses.replace(arrays, leaves=[])
-        options = {"drafter": drafter, "vocab_size": vocab_size}
-
-        # Takes flat lists of arrays: they are the cheapest arguments, and lowering unflattens trees
-        # into shapes, which the state classes reject when they check their types.
-        def run(
-            leaves: list[jax.Array],
-            state_leaves: list[jax.Array],
-            buffer: jax.Array,
-            shape: StepShape,
-            structure: Any,
-        ) -> tuple[list[jax.Array], StepOutput]:
-            model = arrays.model(leaves)
-            state = jax.tree.unflatten(structure, state_leaves)
-            state, output = step(model, state, buffer, shape=shape, **options)
-            return jax.tree.leaves(state), output
-
+        self._without_arrays = dataclasses.replace(arrays, leaves=[])
+        self._step_options = {"drafter": draft_plan.drafter, "vocab_size": vocab_size}
         self.platform = (layout and layout.platform) or target.platform()
-        self._run = run
         self._compiled: dict[StepShape, Any] = {}
 
     def arrays_of(self, model: DeepSeekV3) -> list[jax.Array]:
@@ -152,15 +128,9 @@ class Programs:
         return jax.block_until_ready(arrays.leaves)
 
     def shape(
-        self,
-        decodes: int,
-        chunks: int,
-        options: StepOptions = GREEDY,
-        *,
-        depth: int | None = None,
+        self, decodes: int, chunks: int, options: StepOptions = GREEDY, *, depth: int | None = None
     ) -> StepShape:
-        """Returns the smallest shape that holds a step. ``depth``: drafts of a decode, None for the
-        most."""
+        """Returns the smallest shape that holds a step. ``depth``: drafts, or None for the most."""
         depth = self._depth if depth is None else depth
         return self.buckets.shape(decodes, chunks, options, depth=depth, **self._sizes)
 
@@ -171,8 +141,7 @@ class Programs:
 
     @property
     def shapes(self) -> list[StepShape]:
-        """Every shape that a step can have whose requests ask for no top log-probabilities and no
-        adjustments."""
+        """Every shape of a step whose requests ask for no more than sampling."""
         if self.buckets.single_shape:
             return [self.shape(0, 0)]
         return self.buckets.shapes(depth=self._depth, **self._sizes)
@@ -184,13 +153,8 @@ class Programs:
         *,
         directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Compiles programs in parallel: those of ``shapes``, or all.
-
-        Args:
-          state: one that the programs are to take.
-          directory: where programs are stored after their compilation, and loaded from instead of
-            compiling them; see :class:`~dsv3_jax.engine.device.program_store.ProgramStore`.
-        """
+        """Compiles programs in parallel: those of ``shapes``, or all. With a ``directory``, they
+        are loaded from it instead, or stored there, see :class:`ProgramStore`."""
         missing = [s for s in shapes or self.shapes if s not in self._compiled]
         # The largest programs compile longest, so that none of them is left alone at the end.
         missing.sort(key=lambda s: s.decodes + s.chunks * s.chunk_tokens, reverse=True)
@@ -336,13 +300,24 @@ class Programs:
             buffer.shape, buffer.dtype, sharding=self._buffer_sharding
         )
 
-        def program(*arguments: Any) -> tuple[list[jax.Array], StepOutput]:
-            return self._run(*arguments)
+        jitted = jax.jit(self._program(shape, structure), donate_argnums=1, **options)
+        return jitted.lower(self.leaves, list(state_leaves), buffer_shape)
 
-        # Its name in profiles.
-        program.__name__ = _name(shape)
-        jitted = jax.jit(program, donate_argnums=1, static_argnums=(3, 4), **options)
-        return jitted.lower(self.leaves, list(state_leaves), buffer_shape, shape, structure)
+    def _program(self, shape: StepShape, structure: Any) -> Callable[..., Any]:
+        """Returns the step of a shape as a function of flat lists of arrays: they are the cheapest
+        arguments, and lowering unflattens trees into shapes, which the state classes reject when
+        they check their types."""
+        arrays, options = self._without_arrays, self._step_options  # the closure keeps no arrays
+
+        def program(
+            leaves: list[jax.Array], state_leaves: list[jax.Array], buffer: jax.Array
+        ) -> tuple[list[jax.Array], StepOutput]:
+            model, state = arrays.model(leaves), jax.tree.unflatten(structure, state_leaves)
+            state, output = step(model, state, buffer, shape=shape, **options)
+            return jax.tree.leaves(state), output
+
+        program.__name__ = _name(shape)  # in profiles
+        return program
 
     def _lower(self, state: SlotState, shape: StepShape) -> jax.stages.Lowered:
         return self.lower(*jax.tree.flatten(state), shape)

@@ -40,29 +40,21 @@ class SlotState:
 
     pool: PagePool
     """Cache pages of all requests."""
-
     tokens: Int[Array, "R S"]
     """Prompt and generated tokens; undefined past ``lengths``."""
-
     lengths: Int[Array, " R"]
     """Number of tokens."""
-
     limits: Int[Array, " R"]
     """Length at which the request ends."""
-
     finished: Int[Array, " R"]
     """RUNNING, STOPPED, FULL or NON_FINITE, see :mod:`dsv3_jax.generation.completion`."""
-
     sampling: Sampling
     """Sampling settings of each request."""
-
     mtp_inputs: Float[Array, "R F D"]
     """Hidden states of the newest cached tokens, which the MTP layer has not processed yet. F is
     the largest number of drafts plus 1 if the MTP layer drafts, else 0."""
-
     num_mtp_inputs: Int[Array, " R"]
     """Number of valid ``mtp_inputs``."""
-
     routing_counts: Int[Array, "L_moe E"] | None = None
     """Tokens that chose each expert so far; None if routing is not counted."""
 
@@ -184,8 +176,7 @@ class SlotRows:
         return jnp.where(mask, slots, num_slots // self.shards)
 
     def get(self, rows: _Tree, slots: Int[Array, " B *_"], *columns: Int[Array, " B *_"]) -> _Tree:
-        """Returns ``rows[slots, *columns]`` of each array of a tree. Indices of unused entries are
-        clipped."""
+        """Returns ``rows[slots, *columns]`` of each array of a tree. Unused indices are clipped."""
 
         def local(rows: _Tree, *indices: jax.Array) -> _Tree:
             return jax.tree.map(lambda array: array.at[indices].get(mode="clip"), rows)
@@ -201,37 +192,22 @@ class SlotRows:
     ) -> Shaped[Array, " R *_"]:
         """Returns rows in which ``rows[slots, *columns]`` are ``values``. Indices of unused entries
         and columns out of bounds are dropped."""
-        if isinstance(values, int):
-            constant = values
 
-            def fill(rows: jax.Array, *indices: jax.Array) -> jax.Array:
-                return rows.at[indices].set(constant, mode="drop")
-
-            return self._on_each_shard(fill)(rows, slots, *columns)
-
-        def local(rows: jax.Array, values: jax.Array, *indices: jax.Array) -> jax.Array:
+        def local(rows: jax.Array, values: jax.Array | int, *indices: jax.Array) -> jax.Array:
             return rows.at[indices].set(values, mode="drop")
 
+        if isinstance(values, int):  # the same on every shard
+            fill = self._on_each_shard(lambda rows, *indices: local(rows, values, *indices))
+            return fill(rows, slots, *columns)
         return self._on_each_shard(local)(rows, values, slots, *columns)
 
     def concatenate(self, *arrays: Shaped[Array, " _ *rest"]) -> Shaped[Array, " _ *rest"]:
         """Concatenates arrays of requests, shard by shard."""
         if self.shards == 1:
             return jnp.concatenate(arrays)
-        return self._joined(jnp.concatenate([self._by_shard(x) for x in arrays], axis=1))
-
-    def pad(self, array: Shaped[Array, " B *rest"], count: int) -> Shaped[Array, " _ *rest"]:
-        """Appends ``count`` zeros in all, equally many to each shard's entries."""
-        if self.shards == 1:
-            return jnp.pad(array, ((0, count), *[(0, 0)] * (array.ndim - 1)))
-        widths = ((0, 0), (0, count // self.shards), *[(0, 0)] * (array.ndim - 1))
-        return self._joined(jnp.pad(self._by_shard(array), widths))
-
-    def _by_shard(self, array: jax.Array) -> jax.Array:
-        return array.reshape(self.shards, len(array) // self.shards, *array.shape[1:])
-
-    def _joined(self, array: jax.Array) -> jax.Array:
-        return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+        by_shard = [x.reshape(self.shards, len(x) // self.shards, *x.shape[1:]) for x in arrays]
+        joined = jnp.concatenate(by_shard, axis=1)
+        return joined.reshape(joined.shape[0] * joined.shape[1], *joined.shape[2:])
 
     def _on_each_shard(self, body: Callable[..., Any]) -> Callable[..., Any]:
         layout = self._layout

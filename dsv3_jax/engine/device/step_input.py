@@ -12,12 +12,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from dsv3_jax.generation.adjustments import Adjustments, Penalties
 from dsv3_jax.generation.request import Request
@@ -118,55 +117,54 @@ class StepInput(NamedTuple):
     marks unused entries.
     """
 
-    steps: Int[Array, " one"]
+    steps: Int32[Array, " one"]
     """Number of decode steps of this dispatch."""
 
-    decode_slots: Int[Array, " B"]
-    decode_tables: Int[Array, "B max_pages"]
+    decode_slots: Int32[Array, " B"]
+    decode_tables: Int32[Array, "B max_pages"]
     """Block table of each request that decodes."""
-    max_drafts: Int[Array, " B"]
+    max_drafts: Int32[Array, " B"]
     """Most drafts to verify for each of them."""
 
-    chunk_slots: Int[Array, " C"]
-    chunk_tables: Int[Array, "C max_pages"]
-    starts: Int[Array, " C"]
+    chunk_slots: Int32[Array, " C"]
+    chunk_tables: Int32[Array, "C max_pages"]
+    starts: Int32[Array, " C"]
     """Position of a chunk's first token."""
-    counts: Int[Array, " C"]
+    counts: Int32[Array, " C"]
     """Tokens in a chunk."""
-    is_last: Int[Array, " C"]
+    is_last: Int32[Array, " C"]
     """1 if the chunk ends the prompt, so that the step samples the token after it."""
 
-    admitted_slots: Int[Array, " C"]
+    admitted_slots: Int32[Array, " C"]
     """Slot that the chunk's request gets in this step; unused if it has one already. The arrays
     below describe the admitted requests."""
-    prompts: Int[Array, "C S"]
+    prompts: Int32[Array, "C S"]
     """Tokens of the prompt, padded at the end."""
-    lengths: Int[Array, " C"]
+    lengths: Int32[Array, " C"]
     """Number of tokens in the prompt."""
-    limits: Int[Array, " C"]
+    limits: Int32[Array, " C"]
     """Length at which the request ends."""
     temperature: Float32[Array, " C"]
-    top_k: Int[Array, " C"]
+    top_k: Int32[Array, " C"]
     top_p: Float32[Array, " C"]
     min_p: Float32[Array, " C"]
     seed: UInt32[Array, " C"]
-    stop_tokens: Int[Array, "C n_stop"]
+    stop_tokens: Int32[Array, "C n_stop"]
 
     presence_penalty: Float32[Array, " N"] | None = None
-    """Fields of :class:`Penalties`, from here on: of all requests, at every step. None in a step
-    without penalties."""
+    """Fields of :class:`Penalties` of all requests, from here on. None in a step without any."""
     frequency_penalty: Float32[Array, " N"] | None = None
     repetition_penalty: Float32[Array, " N"] | None = None
-    prompt_lengths: Int[Array, " N"] | None = None
-    min_lengths: Int[Array, " N"] | None = None
-    bias_tokens: Int[Array, "N n_bias"] | None = None
+    prompt_lengths: Int32[Array, " N"] | None = None
+    min_lengths: Int32[Array, " N"] | None = None
+    bias_tokens: Int32[Array, "N n_bias"] | None = None
     biases: Float32[Array, "N n_bias"] | None = None
 
     allowed: UInt32[Array, "N n_words"] | None = None
     """Tokens that each request may generate now. None in a step without masks, as the next two."""
-    masks_next_only: Int[Array, " N"] | None = None
+    masks_next_only: Int32[Array, " N"] | None = None
     """1 if ``allowed`` is a grammar's, which is for the next token of the request alone."""
-    rewinds: Int[Array, " B"] | None = None
+    rewinds: Int32[Array, " B"] | None = None
     """Newest tokens of each request that decodes which its grammar has refused."""
 
     @property
@@ -197,7 +195,7 @@ class _Field(NamedTuple):
 
     begin: int
     shape: tuple[int, ...]
-    dtype: type[np.generic]
+    dtype: np.dtype
 
     @property
     def end(self) -> int:
@@ -206,46 +204,30 @@ class _Field(NamedTuple):
 
 _ALIGNMENT = 64  # in int32: 256 bytes
 
-_DTYPES: dict[str, type[np.generic]] = {
-    "temperature": np.float32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.uint32,
-    "presence_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "repetition_penalty": np.float32,
-    "biases": np.float32,
-    "allowed": np.uint32,
-}
-
 
 @functools.cache
 def _fields(shape: StepShape) -> dict[str, _Field]:
-    """Returns the location of each argument that steps of this shape have."""
-    B, C, M, S = shape.decodes, shape.chunks, shape.max_pages, shape.max_len
-    N = shape.rows
-    sizes: dict[str, tuple[int, ...]] = {
-        "steps": (1,),
-        "decode_slots": (B,),
-        "decode_tables": (B, M),
-        "max_drafts": (B,),
-        "chunk_tables": (C, M),
-        "prompts": (C, S),
-        "stop_tokens": (C, MAX_STOP_TOKENS),
-        **dict.fromkeys(Penalties._fields, (N,)),
-        "bias_tokens": (N, MAX_LOGIT_BIAS),
-        "biases": (N, MAX_LOGIT_BIAS),
-        "allowed": (N, shape.mask_words),
-        "masks_next_only": (N,),
-        "rewinds": (B,),
+    """Returns the location of each argument of this shape, by the annotations of StepInput."""
+    sizes = {
+        "one": 1,
+        "B": shape.decodes,
+        "C": shape.chunks,
+        "N": shape.rows,
+        "S": shape.max_len,
+        "max_pages": shape.max_pages,
+        "n_stop": MAX_STOP_TOKENS,
+        "n_bias": MAX_LOGIT_BIAS,
+        "n_words": shape.mask_words,
     }
     absent = set() if shape.options.penalties else set(Penalties._fields)
     if not shape.options.masks:
         absent |= {"allowed", "masks_next_only", "rewinds"}
     fields, begin = {}, 0
-    for name in StepInput._fields:
+    for name, annotation in get_type_hints(StepInput).items():
         if name not in absent:
-            fields[name] = _Field(begin, sizes.get(name, (C,)), _DTYPES.get(name, np.int32))
+            array = get_args(annotation)[0] if get_args(annotation) else annotation  # X | None
+            dims = tuple(sizes[letter] for letter in array.dim_str.split())
+            fields[name] = _Field(begin, dims, np.dtype(array.dtypes[0]))
             begin = -(-fields[name].end // _ALIGNMENT) * _ALIGNMENT
     return fields
 
@@ -279,9 +261,9 @@ def unpack(buffer: Int32[Array, "*shards n"], shape: StepShape) -> StepInput:
     def cut(field: _Field) -> jax.Array:
         sizes = (shape.shards * field.shape[0], *field.shape[1:])
         values = buffer[..., field.begin : field.end].reshape(sizes)
-        if field.dtype is np.int32:
+        if field.dtype == np.int32:
             return values
-        return jax.lax.bitcast_convert_type(values, jnp.dtype(field.dtype))
+        return jax.lax.bitcast_convert_type(values, field.dtype)
 
     fields: dict[str, Any] = {name: cut(field) for name, field in _fields(shape).items()}
     return StepInput(**fields)

@@ -11,9 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from dsv3_jax.engine.device.step_results import RequestResult
 from dsv3_jax.engine.requests.output import RequestOutput
-from dsv3_jax.engine.scheduling.step_plan import End, Phase, ScheduledRequest, StepGains, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import (
+    End,
+    Phase,
+    RequestResult,
+    ScheduledRequest,
+    StepGains,
+    StepPlan,
+)
 from dsv3_jax.engine.stats import HostTimes
 from dsv3_jax.generation.completion import NON_FINITE, RUNNING, STOPPED
 
@@ -33,9 +39,6 @@ class Delivery:
     :meth:`start` a thread does it, in the order of the results, so that no step waits for it. A
     stop string then ends its request's text at the same token as without the thread, but the
     scheduler learns of it a step or two later; the tokens in between are dropped.
-
-    Args:
-      times: counts drafts.
     """
 
     def __init__(self, times: HostTimes):

@@ -42,11 +42,7 @@ class Grammar(Protocol):
 
 
 class GrammarTracker:
-    """Follows a request with its grammar.
-
-    Args:
-      selectable: the tokens that any request may generate.
-    """
+    """Follows a request with its grammar. Any request may generate ``selectable`` tokens alone."""
 
     def __init__(self, grammar: Grammar, request: Request, selectable: TokenMask):
         self._grammar = grammar

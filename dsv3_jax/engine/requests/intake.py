@@ -37,12 +37,7 @@ class SubmitOptions:
 
 
 class Intake:
-    """Reads requests and checks them.
-
-    Args:
-      settings: the engine's.
-      cancel: called with a request that its holder cancels.
-    """
+    """Reads requests and checks them. ``cancel`` is called with one that its holder cancels."""
 
     def __init__(
         self,
@@ -55,7 +50,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._reader = RequestReader(config, tokenizer, max_len)
         self._selectable = TokenMask.of(config.vocab_size, range(settings.vocab_size))
-        self._plan = settings.plan
+        self._draft_plan = settings.draft_plan
         # A deterministic engine has one program, which reports no log-probabilities of prompts.
         self._deterministic = settings.scheduler.aligned_prefixes
         self._cancel = cancel
@@ -110,10 +105,10 @@ class Intake:
         decoder: Decoder | None,
         options: SubmitOptions,
     ) -> ScheduledRequest:
-        drafter = self._plan.drafter if options.draft else None
+        drafter = self._draft_plan.drafter if options.draft else None
         if grammar is not None and drafter is not None and not allows_drafts(request, drafter):
             drafter = None
-        depth, is_adaptive = self._plan.max_depth, len(self._plan.depths) > 1
+        depth, is_adaptive = self._draft_plan.max_depth, len(self._draft_plan.depths) > 1
         now = time.monotonic()
         scheduled = ScheduledRequest(
             tokens=list(request.prompt),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsv3_jax.engine.device.step_results import RequestResult, StepTokens
 from dsv3_jax.engine.requests.grammar import GrammarTracker
 from dsv3_jax.engine.requests.request import EngineRequest, PromptRecord
-from dsv3_jax.engine.scheduling.step_plan import End
+from dsv3_jax.engine.scheduling.step_plan import End, RequestResult, StepTokens
 from dsv3_jax.generation.completion import (
     FINISH_REASONS,
     NON_FINITE,

@@ -40,8 +40,7 @@ class PromptRecord:
         self.top_logprobs: list[list[tuple[int, float]] | None] = [None] * prompt_tokens
 
     def add(self, position: int, chunk: PromptLogprobs) -> None:
-        """Adds the values of consecutive tokens from ``position`` on. Values past the prompt are
-        dropped."""
+        """Adds the values of tokens from ``position`` on. Those past the prompt are dropped."""
         logprobs = np.maximum(np.asarray(chunk.logprobs), np.finfo(np.float32).min).tolist()
         tokens = np.asarray(chunk.top_tokens)[:, : self._count].tolist()
         top = np.asarray(chunk.top_logprobs)[:, : self._count].tolist()
@@ -66,8 +65,7 @@ class EngineRequest:
         self._cancel = cancel
         self._changed = threading.Condition()
         self.prompt_record: PromptRecord | None = None
-        """Log-probabilities of the prompt's tokens, complete with the first piece. None if the
-        request does not ask for them."""
+        """The prompt's log-probabilities, complete with the first piece; None if not asked for."""
         self.accepted_drafts: list[int] = []
         """Positions in the completion of the tokens so far that were drafted, in order."""
         self._tokens: list[int] = []

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -101,8 +101,7 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Returns ``count`` pages with one reference each, free ones first, or None if there are
-        too few."""
+        """Returns ``count`` pages with one reference each, free ones first, or None if too few."""
         if count > self.available:
             return None
         pages = []
@@ -113,8 +112,7 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes one reference from each page. One without references becomes cached if it is
-        indexed."""
+        """Takes one reference from each page. Without any, an indexed page becomes cached."""
         last = None
         for page in list(pages):
             if self._references.get(page, 0) < 1:
@@ -133,17 +131,10 @@ class PageAllocator:
             self._touch(last)
 
     def cached_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the pages that hold the longest indexed prefix of ``tokens``, without changing
-        anything. At least one token stays uncovered, since the model has to run on one to predict
-        the next."""
-        pages: list[int] = []
-        node: _Node | None = self._root
-        for number in range((len(tokens) - 1) // self.page_size):
-            node = node.children.get(self._key(tokens, number))
-            if node is None:
-                break
-            pages.append(node.page)
-        return pages
+        """Returns the pages that hold the longest indexed prefix of ``tokens``. At least one token
+        stays uncovered, since the model has to run on one to predict the next."""
+        numbers = range((len(tokens) - 1) // self.page_size)
+        return [node.page for node in self._indexed(tokens, numbers)]
 
     def is_indexed(self, page: int) -> bool:
         """Returns whether other requests can reuse a page."""
@@ -239,16 +230,20 @@ class PageAllocator:
     def _node_of_prefix(
         self, tokens: Sequence[int], pages: Sequence[int], count: int
     ) -> _Node | None:
-        """Returns the node that ends the first ``count`` pages of ``tokens``, or None if it is not
-        indexed."""
+        """Returns the node that ends the first ``count`` pages of ``tokens``, if it is indexed."""
         if count and pages[count - 1] in self._nodes:
             return self._nodes[pages[count - 1]]
-        node: _Node | None = self._root
-        for number in range(count):
-            node = node.children.get(self._key(tokens, number))
-            if node is None:
-                return None
-        return node
+        nodes = [self._root, *self._indexed(tokens, range(count))]
+        return nodes[count] if len(nodes) > count else None
+
+    def _indexed(self, tokens: Sequence[int], numbers: range) -> Iterator[_Node]:
+        """Yields the nodes of the first pages of ``tokens``, as far as they are indexed."""
+        node = self._root
+        for number in numbers:
+            child = node.children.get(self._key(tokens, number))
+            if child is None:
+                return
+            yield (node := child)
 
     def _touch(self, node: _Node | None) -> None:
         """Makes an indexed page and those before it the most recently used cached pages, the first

@@ -78,14 +78,12 @@ class Scheduler:
         load_bytes: float = math.inf,
     ):
         self.config = config
-        self.loads = PrefixLoads(store, pages, load_seconds, load_bytes, self._order)
+        self.loads = PrefixLoads(store, pages, load_seconds, load_bytes)
         self._saves = PageSaves(store, pages)
         self._limits = config.limits
-        self.waiting: list[ScheduledRequest] = []  # sorted by _order
+        self.waiting: list[ScheduledRequest] = []  # by order
         self.shards = [
-            SchedulerShard(
-                number, config, each, swap, self.loads, self._saves, self._order, self._enqueue
-            )
+            SchedulerShard(number, config, each, swap, self.loads, self._saves, self._enqueue)
             for number, (each, swap) in enumerate(
                 zip(pages, swaps or [SwapSpace() for _ in pages], strict=True)
             )
@@ -146,6 +144,7 @@ class Scheduler:
             )
         with contextlib.ExitStack() as unless_added:
             for request in requests:
+                request.order = request.arrival + request.priority * self.config.priority_seconds
                 unless_added.callback(self.loads.end, request)
                 self.loads.begin(request)
             unless_added.pop_all()
@@ -190,10 +189,10 @@ class Scheduler:
         )
         self._saves.drop_evicted()
         for request in plan.decodes:
-            request.decodes_in_flight += steps
+            request.decode_steps_in_flight += steps
         for chunk in plan.chunks:
             if chunk.is_last:
-                chunk.request.decodes_in_flight += 1
+                chunk.request.decode_steps_in_flight += 1
         for request in plan.requests:
             request.steps_in_flight += 1
         return plan, ended
@@ -209,10 +208,10 @@ class Scheduler:
         """Takes the results of a dispatched plan, see :class:`StepGains`. Tokens are dropped if
         their request has ended in the meantime, and kept if it was preempted."""
         for request in plan.decodes:
-            request.decodes_in_flight -= plan.decode_steps
+            request.decode_steps_in_flight -= plan.decode_steps
         for chunk in plan.chunks:
             if chunk.is_last:
-                chunk.request.decodes_in_flight -= 1
+                chunk.request.decode_steps_in_flight -= 1
             if chunk.is_first:
                 self.loads.written(chunk.request)
         for request in broken:
@@ -261,7 +260,7 @@ class Scheduler:
         """Ends every request now. The results of steps in flight must not be reported any more."""
         retiring = [request for shard in self.shards for request in shard.retiring]
         for request in [*self.unfinished, *retiring]:
-            request.steps_in_flight = request.decodes_in_flight = 0
+            request.steps_in_flight = request.decode_steps_in_flight = 0
             self.end(request)
         self.loads.forget_steps()
         self._saves.clear()
@@ -284,14 +283,11 @@ class Scheduler:
             assert not request.pages, "a waiting request has pages"
         self.loads.check_integrity(self.waiting)
         self._saves.check_integrity()
-        orders = [self._order(request) for request in self.waiting]
+        orders = [request.order for request in self.waiting]
         assert orders == sorted(orders), "the waiting queue is out of order"
 
-    def _order(self, request: ScheduledRequest) -> float:
-        return request.arrival + request.priority * self.config.priority_seconds
-
     def _enqueue(self, request: ScheduledRequest) -> None:
-        bisect.insort(self.waiting, request, key=self._order)
+        bisect.insort(self.waiting, request)
 
     def _shard_of(self, request: ScheduledRequest) -> SchedulerShard:
         assert request.shard is not None, "the request has no shard"
@@ -318,15 +314,12 @@ class Scheduler:
         return [request for request in retiring if request.phase is Phase.WAITING]
 
     def _admit(
-        self,
-        decodes: Sequence[list[ScheduledRequest]],
-        chunks: Sequence[list[Chunk]],
-        now: float,
+        self, decodes: Sequence[list[ScheduledRequest]], chunks: Sequence[list[Chunk]], now: float
     ) -> None:
         """Admits waiting requests, and adds their work to that of each shard."""
         self.loads.begin_queued(now)
         while (request := self._next_waiting(now)) is not None:
-            if any(self._order(each) <= self._order(request) for each in self._preempted()):
+            if any(each.order <= request.order for each in self._preempted()):
                 return  # that one comes first
             rooms = [self._limits.chunks - len(planned) for planned in chunks]
             choice = self._shard_with_room(request, rooms)

@@ -60,8 +60,7 @@ def choose_shard(
     """Returns the shard for one request, or None if no shard has room for it now. Equal costs go to
     the smaller load, then to the lower shard number: the same arguments give the same shard.
     ``hit_with_room`` returns the prompt tokens, at most ``most_hit``, in the prefix cache of a
-    shard, or None if the shard has no room; it is called for no shard that cannot be chosen any
-    more."""
+    shard, or None if the shard has no room. Only shards that can still be chosen are asked."""
     best: int | None = None
     best_cost = 0
     for shard in sorted(range(len(loads)), key=lambda shard: (loads[shard], shard)):
@@ -82,7 +81,6 @@ class SchedulerShard:
     Args:
       loads: pages that waiting requests read from a store.
       saves: pages that running requests write to a store.
-      order: returns the number that orders requests; the last one is preempted first.
       requeue: takes a preempted request once no step in flight refers to it.
     """
 
@@ -94,13 +92,12 @@ class SchedulerShard:
         swap: SwapSpace,
         loads: PrefixLoads,
         saves: PageSaves,
-        order: Callable[[ScheduledRequest], float],
         requeue: Callable[[ScheduledRequest], None],
     ):
         self.number = number
         self.pages = pages
         self.swap = swap
-        self.running: list[ScheduledRequest] = []  # sorted by order
+        self.running: list[ScheduledRequest] = []  # by order; the last one is preempted first
         # Ended or preempted requests whose steps are still in flight keep their slots and pages.
         self.retiring: list[ScheduledRequest] = []
         self.preemptions = 0
@@ -109,7 +106,6 @@ class SchedulerShard:
         self._growing = 0  # running requests that may need more pages
         self._loads = loads
         self._saves = saves
-        self._order = order
         self._requeue = requeue
         self._page_loads: list[PageLoad] = []  # of requests that this step admits
 
@@ -163,7 +159,7 @@ class SchedulerShard:
             request.published, request.verified = len(hit), 0
             request.is_broken = False
             request.generation = self.pages.generation
-        bisect.insort(self.running, request, key=self._order)
+        bisect.insort(self.running, request)
         self._growing += self._may_grow(request)
         return len(loaded)
 
@@ -173,7 +169,7 @@ class SchedulerShard:
         for request in list(self.running):
             if request.phase is not Phase.DECODE or request.least_length >= request.max_length:
                 continue  # it reaches its limit with the steps in flight
-            if request.is_serial and request.decodes_in_flight:
+            if request.is_serial and request.decode_steps_in_flight:
                 continue
             if self._grow(request, request.greatest_length + request.drafts):
                 planned.append(request)
@@ -245,8 +241,7 @@ class SchedulerShard:
         self.verify(request, len(request.tokens) - lag)
 
     def verify(self, request: ScheduledRequest, written: int) -> None:
-        """Notes that logits of the first ``written`` cache entries are finite. Their full pages can
-        be saved."""
+        """Notes that logits of the first ``written`` entries are finite, and saves full pages."""
         first, last = request.verified, min(written // self.pages.page_size, request.published)
         if last <= first or request.generation != self.pages.generation:
             return
@@ -309,7 +304,7 @@ class SchedulerShard:
         assert all(request.is_running for request in self.running)
         assert all(not request.is_running for request in self.retiring)
         assert all(request.steps_in_flight > 0 for request in self.retiring)
-        orders = [self._order(request) for request in self.running]
+        orders = [request.order for request in self.running]
         assert orders == sorted(orders), "a queue is out of order"
         growing = sum(map(self._may_grow, self.running))
         assert self._growing == growing, "requests that may grow are miscounted"

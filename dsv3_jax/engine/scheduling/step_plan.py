@@ -1,4 +1,4 @@
-"""Requests as the scheduler sees them, its limits, and the plan of one step."""
+"""Requests as the scheduler sees them, its limits, the plan of one step, and its results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from dsv3_jax.generation.depth import DraftDepth
 from dsv3_jax.generation.request import Request
@@ -35,8 +37,8 @@ class ScheduledRequest:
     the caller holds, and each ``RequestResult`` has the tokens that one dispatch gave it.
 
     The caller that submits it writes the first two groups of fields. All later writes are under the
-    loop's lock, and by the engine's thread except for ``is_cancelled``; only ``saved`` is written
-    without the lock, while the executor dispatches.
+    loop's lock, and by the engine's thread except for ``is_cancelled``; only ``swapped`` is
+    written without the lock, while the executor dispatches.
     """
 
     tokens: list[int]
@@ -65,8 +67,8 @@ class ScheduledRequest:
     after each step. None if the device is simulated."""
     output: object = None
     """Its ``RequestOutput``: text, log-probabilities, the caller's handle."""
-    saved: Any = None
-    """Its copy in host memory while it is swapped out. Nothing to do with ``PageSave``."""
+    swapped: Any = None
+    """Its copy in host memory while it is swapped out."""
     rewind: int = 0
     """Newest tokens in its slot that are not among ``tokens``, because its grammar refused them.
     ``Delivery`` sets it; the next plan takes it and sets it to 0, and that step removes them."""
@@ -74,6 +76,8 @@ class ScheduledRequest:
     """Number of steps whose tokens were refused."""
 
     # Written by the scheduler.
+    order: float = 0.0
+    """Requests with a smaller one come first. It never changes once the request is added."""
     phase: Phase = Phase.WAITING
     shard: int | None = None
     """The data-parallel shard that runs it, while it has a slot."""
@@ -86,7 +90,7 @@ class ScheduledRequest:
     """Prompt tokens that the prefix cache saved at the first admission."""
     steps_in_flight: int = 0
     """Dispatched plans that include it and whose results are not reported yet."""
-    decodes_in_flight: int = 0
+    decode_steps_in_flight: int = 0
     """Decode steps in those plans. Each adds at least one token, unless the request ends before:
     then the device computes nothing for it."""
     published: int = 0
@@ -106,6 +110,9 @@ class ScheduledRequest:
     is_slot_ready: bool = False
     """Whether a dispatched step has initialised its slot."""
 
+    def __lt__(self, other: ScheduledRequest) -> bool:
+        return self.order < other.order
+
     @property
     def is_running(self) -> bool:
         return self.phase in (Phase.PREFILL, Phase.DECODE)
@@ -113,12 +120,12 @@ class ScheduledRequest:
     @property
     def least_length(self) -> int:
         """Tokens it has at least when all dispatched steps are done."""
-        return len(self.tokens) + self.decodes_in_flight
+        return len(self.tokens) + self.decode_steps_in_flight
 
     @property
     def greatest_length(self) -> int:
         """Tokens it has at most when all dispatched steps are done."""
-        most = len(self.tokens) + self.decodes_in_flight * (1 + self.drafts)
+        most = len(self.tokens) + self.decode_steps_in_flight * (1 + self.drafts)
         return min(most, self.max_length)
 
 
@@ -155,8 +162,7 @@ class SwapIn(NamedTuple):
     pages: tuple[int, ...]
     """Pages that the copied ones go to, in order."""
     shared: int
-    """Number of the first of these pages that hold the right contents already, since they are in
-    the prefix cache."""
+    """Number of the first of these pages that need no copy: they are in the prefix cache."""
 
 
 class PageSave(NamedTuple):
@@ -186,20 +192,17 @@ class SchedulerConfig:
     chunk_tokens: int
     """Most tokens in a chunk; one chunk is one segment of the compiled step."""
     max_chunks: int
-    """Most chunks of each shard in a step. Its product with ``chunk_tokens`` is the shard's prefill
-    budget of a step."""
+    """Most chunks of each shard in a step: times ``chunk_tokens``, its prefill budget."""
     multi_step_decodes: int | None = None
     """Most requests on a shard that decode several steps in a dispatch; None for no limit."""
     max_waiting: int = 4096
     priority_seconds: float = 10.0
     """Head start, in seconds, that a request has over one with the next higher priority number."""
-
     separate: bool = False
     """Whether a step either prefills or decodes. Prompts come first."""
     refill_steps: int = 1
     """While requests wait: decode steps of a dispatch during which the slot of a request that has
     ended may stay empty."""
-
     aligned_prefixes: bool = False
     """Whether a request reuses whole chunks alone, which other requests prefilled as it would have:
     no part of a chunk, and no tokens that were generated."""
@@ -288,6 +291,48 @@ class StepPlan:
         return tuple(dict.fromkeys([*self.decodes, *(chunk.request for chunk in self.chunks)]))
 
 
+class StepTokens(NamedTuple):
+    """Tokens that one step gave to a request."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: int
+    """Number of drafts that the step verified."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """The most probable tokens in the place of each, best first, and their log-probabilities:
+    [t, n] each. None if the request does not ask for them."""
+
+    def first(self, count: int) -> StepTokens:
+        """Returns the first of these tokens."""
+        top = self.top and (self.top[0][:count], self.top[1][:count])
+        return StepTokens(self.tokens[:count], self.logprobs[:count], self.drafted, top)
+
+
+class RequestResult(NamedTuple):
+    """Tokens that a dispatch gave to one request."""
+
+    request: ScheduledRequest
+    steps: list[StepTokens]
+    """The steps that gained tokens."""
+    finished: int
+    """RUNNING, STOPPED, FULL or NON_FINITE."""
+    is_decode: bool
+    """Whether these were decode steps. Otherwise they were a chunk of its prompt."""
+    prompt: tuple[int, Any] | None = None
+    """Position of the token after the chunk's first one, and the ``PromptLogprobs`` of the tokens
+    from there on, if the request asks for them."""
+    finite_tokens: int | None = None
+    """Prompt tokens up to the end of a chunk that ends no prompt, if the logits there, which select
+    no token, are finite, and 0 if they are not. None for other results."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All new tokens."""
+        if len(self.steps) == 1:
+            return self.steps[0].tokens
+        return [token for step in self.steps for token in step.tokens]
+
+
 class StepGains(NamedTuple):
     """Gains of the requests of a plan: the arguments of :meth:`Scheduler.report` after the plan."""
 
@@ -295,8 +340,6 @@ class StepGains(NamedTuple):
     ends: Mapping[ScheduledRequest, End]
     """The requests that are at their end."""
     broken: Collection[ScheduledRequest] = ()
-    """Requests for which logits that are not finite were computed. Others reuse none of their
-    pages, and the store gets none."""
+    """Requests with logits that are not finite. Their pages are neither reused nor stored."""
     finite: Mapping[ScheduledRequest, int] = MappingProxyType({})
-    """Number of tokens after which the logits are known to be finite, of requests with a chunk that
-    does not end their prompt."""
+    """Tokens after which logits are finite, of requests with a chunk that ends no prompt."""

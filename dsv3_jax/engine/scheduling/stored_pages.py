@@ -32,7 +32,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from dsv3_jax.engine.scheduling.page_allocator import PageAllocator
@@ -94,7 +94,7 @@ class _SharedLoad:
     num_bytes: int
     requests: dict[ScheduledRequest, float] = dataclasses.field(default_factory=dict)
     """With the time until which each waits."""
-    writing: int = 0
+    writing: set[ScheduledRequest] = dataclasses.field(default_factory=set)
     """Requests that were admitted with its contents, in steps whose results are not there yet."""
 
 
@@ -105,7 +105,6 @@ class PrefixLoads:
       store: None if there is none, so that nothing is loaded.
       seconds: longest time that a request waits for its pages, from the beginning of its load.
       most_bytes: most bytes of all loads, at least those of a page.
-      order: returns the number that orders requests in the queue.
     """
 
     def __init__(
@@ -114,20 +113,17 @@ class PrefixLoads:
         pages: Sequence[PageAllocator],
         seconds: float,
         most_bytes: float,
-        order: Callable[[ScheduledRequest], float],
     ):
         self._store = store
         self._pages = pages
         self._seconds = seconds
         self._most_bytes = most_bytes
-        self._order = order
         self.num_bytes = 0
         """Bytes of all loads now."""
         self._by_key: dict[Any, _SharedLoad] = {}
         # None: the request is in `_queue`, and waits for bytes.
         self._of: dict[ScheduledRequest, _SharedLoad | None] = {}
         self._queue: list[ScheduledRequest] = []  # sorted by order
-        self._writing: dict[ScheduledRequest, _SharedLoad] = {}
         self._may_begin = False  # whether bytes or the head of the queue have changed
 
     @property
@@ -209,15 +205,14 @@ class PrefixLoads:
 
     def _take_bytes(self, request: ScheduledRequest, count: int) -> bool:
         """Returns whether a load can begin, after loads behind it were given up if bytes lack."""
-        order = self._order(request)
-        if self._queue and self._order(self._queue[0]) < order:
+        if self._queue and self._queue[0].order < request.order:
             return False
         lacking = self.num_bytes + count - self._most_bytes
         if lacking <= 0:
             return True
         idle = (each for each in self._by_key.values() if not each.writing)
-        first = {shared: min(map(self._order, shared.requests)) for shared in idle}
-        behind = [each for each in first if first[each] > order]
+        first = {shared: min(shared.requests).order for shared in idle}
+        behind = [each for each in first if first[each] > request.order]
         given_up: list[_SharedLoad] = []
         for shared in sorted(behind, key=first.__getitem__, reverse=True):
             given_up.append(shared)
@@ -235,7 +230,7 @@ class PrefixLoads:
     def _enqueue(self, request: ScheduledRequest) -> None:
         """Lets a request wait for bytes."""
         self._of[request] = None
-        bisect.insort(self._queue, request, key=self._order)
+        bisect.insort(self._queue, request)
 
     def is_loading(self, request: ScheduledRequest, now: float) -> bool:
         """Returns whether a request still waits for its pages."""
@@ -263,16 +258,14 @@ class PrefixLoads:
         ]
         taken = loaded[cached - shared.first :] if cached >= shared.first else []
         if taken:
-            shared.writing += 1
-            self._writing[request] = shared
+            shared.writing.add(request)
         self.end(request)
         return taken
 
     def written(self, request: ScheduledRequest) -> None:
         """Frees the contents that a request was admitted with. They are on the device."""
-        shared = self._writing.pop(request, None)
-        if shared is not None:
-            shared.writing -= 1
+        for shared in [each for each in self._by_key.values() if request in each.writing]:
+            shared.writing.remove(request)
             self._close_unused(shared)
 
     def end(self, request: ScheduledRequest) -> None:
@@ -294,8 +287,9 @@ class PrefixLoads:
 
     def forget_steps(self) -> None:
         """Frees the contents of requests whose steps will never be reported."""
-        for request in list(self._writing):
-            self.written(request)
+        for shared in list(self._by_key.values()):
+            shared.writing.clear()
+            self._close_unused(shared)
 
     def _close_unused(self, shared: _SharedLoad) -> None:
         if shared.requests or shared.writing:
@@ -303,12 +297,11 @@ class PrefixLoads:
         shared.load.close()
         self.num_bytes -= shared.num_bytes
         self._may_begin = True
-        if self._by_key.get(shared.key) is shared:
-            del self._by_key[shared.key]
+        del self._by_key[shared.key]
 
     def check_idle(self) -> None:
         """Raises AssertionError if a load is left though no request is."""
-        left = (self._of, self._queue, self._writing, self._by_key, self.num_bytes)
+        left = (self._of, self._queue, self._by_key, self.num_bytes)
         assert not any(left), "an idle engine loads pages"
 
     def check_integrity(self, waiting: Iterable[ScheduledRequest]) -> None:
@@ -317,14 +310,13 @@ class PrefixLoads:
         queued = [request for request, shared in self._of.items() if shared is None]
         assert set(queued) == set(self._queue), "a request is in a queue and has a load"
         assert len(queued) == len(self._queue), "a request is queued twice"
-        loads = {id(each): each for each in self._of.values() if each is not None}
-        loads |= {id(each): each for each in self._writing.values()}
-        assert {id(each) for each in self._by_key.values()} == set(loads)
-        requests = {r for each in loads.values() for r in each.requests}
-        assert requests == set(self._of) - set(queued), "a load is lost"
-        assert sum(each.writing for each in loads.values()) == len(self._writing)
-        assert all(time < math.inf for each in loads.values() for time in each.requests.values())
-        assert sum(each.num_bytes for each in loads.values()) == self.num_bytes <= self._most_bytes
+        loads = self._by_key.values()
+        assert all(each.requests or each.writing for each in loads), "nobody needs a load"
+        assert {(r, id(each)) for each in loads for r in each.requests} == {
+            (request, id(shared)) for request, shared in self._of.items() if shared is not None
+        }, "a load is lost"
+        assert all(time < math.inf for each in loads for time in each.requests.values())
+        assert sum(each.num_bytes for each in loads) == self.num_bytes <= self._most_bytes
 
 
 class PageSaves:
@@ -384,12 +376,8 @@ class PageSaves:
 
 
 class SwapSpace:
-    """Counts the pages of swapped requests.
-
-    Args:
-      num_pages: pages that fit into the host memory. None: there is no such memory, and preempted
-        requests are prefilled again.
-    """
+    """Counts the pages of swapped requests. ``num_pages`` fit into host memory; None: there is no
+    such memory, and preempted requests are prefilled again."""
 
     def __init__(self, num_pages: int | None = None):
         self.exists = num_pages is not None

@@ -1,4 +1,8 @@
-"""Keeps latencies below targets: fewer requests and chunks while they are missed, more otherwise.
+"""Chooses the sizes of the next steps from the times of earlier ones.
+
+A pace chooses how many decode steps a dispatch has, so that a new request does not wait long for
+its end. With latency targets, a controller chooses how many requests run and how many chunks a step
+prefills.
 
 Two limits of the scheduler decide over latency. More running requests make every step longer, and
 so do prefill chunks in the same step; fewer of either make new requests wait. The controller
@@ -17,8 +21,17 @@ new requests wait. Pure Python; times are on the caller's clock.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
-from dsv3_jax.engine.scheduling.step_plan import StepLimits, StepPlan
+from dsv3_jax.engine.scheduling.step_plan import RequestResult, StepLimits, StepPlan
+
+DISPATCH_SECONDS = 0.02
+"""Aim for the length of a dispatch that decodes several times. A new request waits for one."""
+
+_RECENT = 8
+_SMOOTHING = 0.9  # weight of earlier measurements
 
 INTERVAL = 0.5
 """Seconds between two changes."""
@@ -33,6 +46,82 @@ what one increase changes, so that it does not miss the target at once."""
 _STEPS = 32  # increases from nothing to the largest limit
 _PERCENTILE = 0.9
 _LEAST_SAMPLES = 4
+
+
+class StepTimes:
+    """Times of the last dispatches of each kind of work, such as a compiled program. With
+    ``skips_first``, a first dispatch, which also compiles or loads its program, does not count."""
+
+    def __init__(self, *, skips_first: bool = False):
+        self._skips_first = skips_first
+        self._known: set[Hashable] = set()
+        self._recent: defaultdict[tuple[Hashable, int], deque[float]] = defaultdict(
+            lambda: deque(maxlen=_RECENT)
+        )
+        self._per_step: dict[Hashable, float] = {}
+
+    def has_run(self, work: Hashable) -> bool:
+        """Returns whether such a dispatch has been recorded."""
+        return work in self._known
+
+    def record(self, work: Hashable, steps: int, seconds: float) -> None:
+        """Adds the time of a dispatch with this number of decode steps."""
+        is_measured = not self._skips_first or work in self._known
+        self._known.add(work)
+        if is_measured:
+            self._recent[work, steps].append(seconds)
+            if steps:
+                self._per_step[work] = seconds / steps
+
+    def least(self, work: Hashable, steps: int) -> float:
+        """Returns the shortest time of the last eight such dispatches, 0 without any. It is early:
+        a device that waits for the host costs more than a request that misses a step."""
+        return min(self._recent.get((work, steps), ()), default=0.0)
+
+    def per_step(self, work: Hashable) -> float | None:
+        """Returns the seconds per step of the last dispatch, or None if none was measured."""
+        return self._per_step.get(work)
+
+
+class Pace(Protocol):
+    """Chooses the size of dispatches that only decode."""
+
+    def choose(self, most: int) -> tuple[int, int | None]:
+        """Returns the number of decode steps, from 1 to ``most``, and the drafts in each, or None
+        for the most. It is called before every plan."""
+        ...
+
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+        """Takes the results of a dispatch, and the time at which they were read."""
+        ...
+
+
+class DecodePace:
+    """Lets a dispatch take about DISPATCH_SECONDS, by the recent mean time of a decode step."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        """Recent mean between two results of dispatches that only decode, per step."""
+        self._last_read: float | None = None
+
+    def read(self, plan: StepPlan, results: Sequence[RequestResult], now: float) -> None:
+        """Takes the time at which the results of a plan were read."""
+        if plan.chunks:
+            self._last_read = None
+            return
+        if self._last_read is not None:
+            seconds = (now - self._last_read) / plan.decode_steps
+            if self.seconds is None:
+                self.seconds = seconds
+            else:
+                self.seconds = _SMOOTHING * self.seconds + (1 - _SMOOTHING) * seconds
+        self._last_read = now
+
+    def choose(self, most: int) -> tuple[int, None]:
+        """Returns the number of decode steps for a dispatch, from 1 to ``most``."""
+        if self.seconds is None:
+            return 1, None
+        return max(1, min(int(DISPATCH_SECONDS / self.seconds), most)), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +158,13 @@ class FixedLimits:
         """Marks that there is nothing to do until the next request arrives."""
 
     def update(self, now: float, waiting_since: float | None) -> StepLimits:
-        """Returns the limits of the next step. The first waiting request arrived at
-        ``waiting_since``."""
+        """Returns the next step's limits. A request has waited since ``waiting_since``, or none."""
         return self._most
 
 
 class SlaController(FixedLimits):
-    """Chooses the limits of every step, which change once in an interval.
-
-    Args:
-      most: the largest limits, those that programs are compiled for. It begins with them.
-    """
+    """Chooses the limits of every step, which change once in an interval. It begins with the
+    largest ones, ``most``, which programs are compiled for."""
 
     def __init__(self, targets: LatencyTargets, most: StepLimits):
         super().__init__(most)
@@ -135,16 +220,14 @@ class SlaController(FixedLimits):
             samples.clear()
 
     def _tpot_share(self, prefills: bool) -> float:
-        """Returns the latency of a kind of steps divided by its target; 0 if there is no target or
-        too few steps."""
+        """Returns the latency of steps over its target; 0 without one or with too few steps."""
         samples = self._tpots[prefills]
         if self.targets.tpot is None or len(samples) < _LEAST_SAMPLES:
             return 0.0
         return _percentile(samples) / self.targets.tpot
 
     def _ttft_share(self, now: float, waiting_since: float | None) -> float:
-        """Returns the time to the first token divided by its target. A waiting request counts with
-        the time that it has waited."""
+        """Returns the time to the first token, so far for a waiting request, over its target."""
         samples = self._ttfts[:]
         if waiting_since is not None:
             samples.append(now - waiting_since)
