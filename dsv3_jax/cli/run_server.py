@@ -32,8 +32,8 @@ from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers, PageFormat
 from dsv3_jax.server.access_log import log_to_stderr
-from dsv3_jax.server.api_keys import ApiKeys, read_keys
 from dsv3_jax.server.frontend.process import run_with_http_process
+from dsv3_jax.server.middleware import ApiKeys, read_keys
 from dsv3_jax.server.run import bind, run
 from dsv3_jax.server.settings import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer

@@ -36,8 +36,8 @@ from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
 from dsv3_jax.serve_ray.front_process import results_of
 from dsv3_jax.serve_ray.hosts import Hosts
 from dsv3_jax.serve_ray.settings import AppSettings
-from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.app import create_app
+from dsv3_jax.server.middleware import ApiKeys
 from dsv3_jax.server.run import Watchdog, bind
 from dsv3_jax.server.service import Service
 

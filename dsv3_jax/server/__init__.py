@@ -3,11 +3,10 @@
 In the order a request moves through it:
 
 ==================== =========================================================================
-app.py               the application: middleware, endpoints, start and end
+app.py               the application: middleware, endpoints, start and end; probes
 access_log.py        one line of JSON for every request, without its text
-api_keys.py          who may send requests
 connection_limits.py limits of request headers, and of answers that clients do not read
-body_limit.py        size and time limits of request bodies
+middleware.py        API keys; size and time limits of request bodies
 openai/              the endpoints, and the types of their bodies
 anthropic/           the same for /v1/messages
 conversation.py      what the endpoints for conversations translate their bodies to
@@ -18,7 +17,6 @@ job.py               one HTTP request's completions in the engine
 sse.py               streams of events, and clients that go away
 parsers/             parts of an answer: reasoning, content, tool calls
 errors.py            errors in the shapes of both APIs
-health.py            /health, /ready, /version
 metrics.py           /metrics, with the names of vLLM
 prefill.py           /prefill: pages of prompts for decode servers
 page/                the page at /

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
-from dsv3_jax.server.api_keys import ApiKeys
+from dsv3_jax.server.middleware import ApiKeys
 
 
 @dataclasses.dataclass(frozen=True)

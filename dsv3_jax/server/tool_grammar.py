@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsv3_jax.server.grammar import JSON_OPTIONS, MAX_DEPTH, MAX_TEXT, GrammarSource, schema_text
-from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser
-from dsv3_jax.server.parsers.deepseek_v31 import DeepSeekV31Parser
+from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser, DeepSeekV31Parser
 from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser

@@ -18,11 +18,12 @@ from dsv3_jax.server.openai.body import AnswerPart, Body, BodyRoute, without_ref
 from dsv3_jax.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from dsv3_jax.server.openai.sampling_fields import (
     SYSTEM_FINGERPRINT,
+    ResponseFormat,
     SamplingFields,
     TemplateArguments,
+    TextForm,
     Usage,
 )
-from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.server.openai.tool_types import (
     AnsweredCall,
     AnsweredFunction,

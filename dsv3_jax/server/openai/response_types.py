@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
 from dsv3_jax.server.openai.body import Body, Json, without_refused
-from dsv3_jax.server.openai.response_input import InputItem, messages_of
-from dsv3_jax.server.openai.response_items import AnyItem, Status
+from dsv3_jax.server.openai.response_input import InputItem, Status, messages_of
 from dsv3_jax.server.openai.sampling_fields import (
+    JsonObjectFormat,
     Metadata,
     MinP,
+    NamedSchema,
     Priority,
     RepetitionPenalty,
     TemplateArguments,
+    TextFormat,
     TopK,
     Usage,
 )
-from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
 from dsv3_jax.server.openai.tool_types import (
     ResponseTool,
     ToolChoice,
@@ -161,6 +162,57 @@ class ResponsesRequest(Body):
         }
         present = {name: value for name, value in settings.items() if value is not None}
         return {**present, "max_new_tokens": self.max_output_tokens}
+
+
+class OutputText(BaseModel):
+    """Text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+    annotations: list[JsonValue] = []
+    logprobs: list[JsonValue] = []
+
+
+class ReasoningText(BaseModel):
+    """Text of the reasoning."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class Item(BaseModel):
+    """Base class of all items."""
+
+    id: str
+    status: Status = "in_progress"
+
+
+class MessageItem(Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(Item):
+    """The reasoning. It is no summary."""
+
+    type: Literal["reasoning"] = "reasoning"
+    summary: list[JsonValue] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(Item):
+    """A tool call."""
+
+    type: Literal["function_call"] = "function_call"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+AnyItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(BaseModel):
