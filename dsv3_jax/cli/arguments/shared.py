@@ -8,6 +8,9 @@ from typing import get_args
 from dsv3_jax.cli.arguments.parser import Flags
 from sharding.names import Exchange, LayoutName
 
+MODEL = "demo, demo-sparse, a Hugging Face directory, a store, or a Hub name"
+"""Help of a flag or argument that names a model."""
+
 
 def add_layout(add: Flags) -> None:
     """Adds ``--layout``."""
