@@ -15,12 +15,7 @@ from dsv3_jax.words import how_to_install
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: a package is missing, a setting is out of range, there is no server, or no request
-        succeeded.
-    """
+    """Runs the command."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ValueError(
             f"expected the packages of the extra serve ({how_to_install('serve')}), which has"

@@ -19,11 +19,7 @@ from dsv3_jax.generation.settings import check, check_settings
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command until ``/exit``, the end of the input, or Ctrl-D.
-
-    Raises:
-      ValueError: a setting, the model or the server is refused.
-    """
+    """Runs the command until ``/exit``, the end of the input, or Ctrl-D."""
     sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p}
     new_tokens = arguments.max_new_tokens
     check_settings(

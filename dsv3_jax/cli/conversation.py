@@ -28,11 +28,7 @@ class ChatModel(Protocol):
 
 
 class Conversation:
-    """Messages and answers so far.
-
-    Args:
-      system: system message, or None.
-    """
+    """Messages and answers so far, after the system message, if there is one."""
 
     def __init__(self, model: ChatModel, system: str | None):
         self._model = model
@@ -43,13 +39,8 @@ class Conversation:
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> None:
-        """Reads messages until ``/exit`` or the end of the input, and answers each.
-
-        At a terminal, a refused message is reported and the conversation goes on.
-
-        Raises:
-          ValueError: a message was refused, and the input is no terminal.
-        """
+        """Reads messages until ``/exit`` or the end of the input, and answers each. A message that
+        is refused ends it with a ValueError, except at a terminal, where it is reported."""
         if self._is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401, which gives input() editing and a history

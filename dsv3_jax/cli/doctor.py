@@ -42,11 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def examine(allocator: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Returns versions, devices, back-ends and caches, in one section each.
-
-    Args:
-      allocator: what the commands do with the memory of GPUs.
-    """
+    """Returns versions, devices, back-ends and caches, in one section each. ``allocator`` describes
+    how the commands use the memory of GPUs."""
     cache = compile_cache.enable()
     outcomes = probes.examine(timed=jax.default_backend() != "cpu")
     return {

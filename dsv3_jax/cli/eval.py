@@ -34,12 +34,7 @@ _LENGTH = 1024
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: a setting, the model, the data or the file of an earlier command is refused, or
-        the model does not fit.
-    """
+    """Runs the command."""
     began = time.perf_counter()
     check_weights(arguments)
     if arguments.resume and arguments.out is None:
@@ -176,11 +171,8 @@ def _batches(number: int) -> str:
 
 
 def _read(out: Path, identity: dict[str, Any], total: int) -> tuple[tuple[int, float], float]:
-    """Returns batches and nats of an earlier command, and its seconds.
-
-    Raises:
-      ValueError: the file is none of this command, or of other weights, data or settings.
-    """
+    """Returns batches and nats of an earlier command, and its seconds. Raises ValueError for a file
+    of another command, or of other weights, data or settings."""
     try:
         content = json.loads(out.read_text("utf-8"))
         recorded, batches = content["eval"], content["batches"]

@@ -25,11 +25,7 @@ from dsv3_jax.training.config import TrainingConfig
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: the source or the destination is refused.
-    """
+    """Runs the command."""
     source, destination = arguments.source, arguments.hf_directory
     with flags.naming("HF_DIR"):
         check_new(destination)

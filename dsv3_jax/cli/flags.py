@@ -55,11 +55,8 @@ def given_values(arguments: argparse.Namespace, settings: type) -> dict[str, Any
 
 
 def recorded_values(values: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Returns the values that a run.json has for the fields of a settings dataclass.
-
-    Raises:
-      ValueError: a value has no field, because another version wrote the file.
-    """
+    """Returns the values that a run.json has for the fields of a settings dataclass. Raises
+    ValueError for one without a field, of another version."""
     names = [field.name for field in dataclasses.fields(settings)]
     if unknown := [name for name in values if name not in names]:
         raise ValueError(
@@ -123,11 +120,7 @@ def check_weights(arguments: argparse.Namespace) -> None:
 
 
 def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
-    """Returns ``--max-len``, or its default.
-
-    Raises:
-      ValueError: it is more than the model has positions for.
-    """
+    """Returns ``--max-len``, or its default. Raises ValueError if the model has fewer positions."""
     most = config.max_position_embeddings
     if arguments.max_len is None:
         return min(_DEFAULT_MAX_LEN, most)
@@ -137,11 +130,7 @@ def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
 
 
 def read_api_key(path: Path | None) -> str | None:
-    """Returns the first key of ``--api-key-file``, as ``dsv3 serve`` reads it, or None.
-
-    Raises:
-      ValueError: the file has no key, or it cannot be read.
-    """
+    """Returns the first key of ``--api-key-file``, as ``dsv3 serve`` reads it, or None."""
     if path is None:
         return None
     with naming("--api-key-file"):

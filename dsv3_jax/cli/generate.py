@@ -23,11 +23,7 @@ _MAX_LEN_MULTIPLE = 256  # max_len is rounded up to a multiple, so that few leng
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: a setting, a prompt or the model is refused.
-    """
+    """Runs the command."""
     settings = _settings(arguments)
     texts = read_prompts(arguments.prompts)
     if arguments.stream and len(texts) != 1:
@@ -87,11 +83,7 @@ def _without_drafts(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_config_and_tokenizer(model: str) -> tuple[ModelConfig, Tokenizer]:
-    """Reads the config and the tokenizer of a model, but no weights.
-
-    Raises:
-      ValueError: the model does not exist or has no tokenizer.
-    """
+    """Reads the config and the tokenizer of a model, but no weights."""
     from dsv3_jax.checkpoint.find import find_config_directory
     from dsv3_jax.config import ModelConfig
     from dsv3_jax.generation_config import with_end_tokens
@@ -129,15 +121,8 @@ def _max_len(
 
 
 def read_prompts(sources: Sequence[tuple[str, str]]) -> list[str]:
-    """Returns the texts of ``--prompt`` and ``--prompt-file``, in the order of the flags.
-
-    Args:
-      sources: pairs of a flag and its value. ``--prompt -`` is standard input.
-
-    Raises:
-      ValueError: there is no source, a text is empty or not UTF-8, a file cannot be read, or
-        standard input is used twice.
-    """
+    """Returns the texts of ``--prompt`` and ``--prompt-file``, given as pairs of the flag and its
+    value, in their order. ``--prompt -`` is standard input."""
     if not sources:
         raise ValueError("--prompt: expected a --prompt or a --prompt-file, got none")
     if list(sources).count(("--prompt", "-")) > 1:
@@ -174,14 +159,9 @@ def _decode(name: str, content: bytes) -> str:
 
 
 def check_text(name: str, text: str) -> None:
-    """Checks that a text came from valid UTF-8.
-
-    Python turns an invalid byte of an argument, and in the C locale of standard input, into a lone
-    surrogate.
-
-    Raises:
-      ValueError: the text has such a character. The message has ``name``, the source of the text.
-    """
+    """Raises ValueError unless a text came from valid UTF-8. Python turns an invalid byte of an
+    argument, and in the C locale of standard input, into a lone surrogate. ``name`` is the source
+    of the text."""
     for position, character in enumerate(text):
         if 0xDC80 <= ord(character) <= 0xDCFF:
             raise _not_utf8(name, ord(character) - 0xDC00, f"character {position}")

@@ -22,14 +22,7 @@ from dsv3_jax.server.parsers.reasoning import ReasoningParser
 
 class LocalChat:
     """Loads a model and compiles its programs. A context manager, which ends the engine.
-
-    Args:
-      arguments: the command's flags.
-      settings: of :meth:`dsv3_jax.Engine.submit`.
-
-    Raises:
-      ValueError: the model or the layout is refused.
-    """
+    ``settings`` are those of :meth:`dsv3_jax.Engine.submit`."""
 
     def __init__(self, arguments: argparse.Namespace, settings: dict[str, Any]):
         self.model: str = arguments.model or "demo"
@@ -72,11 +65,8 @@ class LocalChat:
         self._engine.shutdown(drain=False)
 
     def answer(self, messages: Sequence[Message]) -> Generator[Delta, None, None]:
-        """Yields the answer to a conversation as it arrives. Closing it ends the request.
-
-        Raises:
-          ValueError: the conversation is too long, or the model has no chat template.
-        """
+        """Yields the answer to a conversation as it arrives. Closing it ends the request. Raises
+        ValueError for one that is too long."""
         prompt = self._tokenizer.chat(messages)
         available = self._max_len - len(prompt)
         if available < 1:

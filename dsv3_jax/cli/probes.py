@@ -60,11 +60,8 @@ def examine(*, timed: bool = False) -> dict[str, str]:
 
 
 def chosen(outcomes: dict[str, str]) -> dict[str, str]:
-    """Returns the back-end that each operation uses on its probe: the first one that takes it.
-
-    Args:
-      outcomes: result of :func:`examine`, whose back-ends are in the order of dispatch.
-    """
+    """Returns the back-end that each operation uses on its probe: the first of :func:`examine`, in
+    the order of dispatch, that takes it."""
     used: dict[str, str] = {}
     for key, outcome in outcomes.items():
         op, _, backend = key.partition(": ")

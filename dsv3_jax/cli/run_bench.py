@@ -33,11 +33,7 @@ _COLUMNS = (
 
 
 def run_bench(arguments: argparse.Namespace) -> None:
-    """Measures every load of the command, one after the other.
-
-    Raises:
-      ValueError: there is no server, or no request succeeded.
-    """
+    """Measures every load of the command, one after the other."""
     measured = asyncio.run(_measure(arguments))
     if arguments.json:
         print_json(measured[0] if len(measured) == 1 else {"results": measured})

@@ -42,16 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> None:
-    """Serves until the process is told to end.
-
-    Args:
-      arguments: the command's flags.
-      draft: name of the drafter, or None.
-      depth: drafts per step, or ``"auto"``.
-
-    Raises:
-      ValueError: the model, the chat template, the layout, the keys or the address is refused.
-    """
+    """Serves until the process is told to end, with this drafter or None, and drafts per step or
+    ``"auto"``."""
     with (
         log_to_stderr(arguments.log_level),
         bind(arguments.host, arguments.port) as bound,
@@ -178,11 +170,8 @@ _PREFILL_HOST_BYTES = 4 * 2**30
 
 
 def sender_of(arguments: argparse.Namespace) -> Sender | None:
-    """Returns what gives pages to decode servers; None if this is no prefill server.
-
-    Raises:
-      ValueError: ``--host`` is not the address of one interface, which ``--transfer jax`` needs.
-    """
+    """Returns what gives pages to decode servers; None if this is no prefill server. ``--transfer
+    jax`` needs a ``--host`` of one interface."""
     if arguments.role != "prefill":
         return None
     if arguments.transfer != "jax":
@@ -191,11 +180,7 @@ def sender_of(arguments: argparse.Namespace) -> Sender | None:
 
 
 def prefill_key_of(arguments: argparse.Namespace) -> str | None:
-    """Returns the key that prefill servers expect, or None.
-
-    Raises:
-      ValueError: the file of the key has none, or cannot be read.
-    """
+    """Returns the key that prefill servers expect, or None."""
     if arguments.prefill_api_key_file is None:
         return None
     with naming("--prefill-api-key-file"):

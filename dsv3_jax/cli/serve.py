@@ -18,12 +18,7 @@ _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command until SIGTERM or Ctrl-C.
-
-    Raises:
-      ValueError: a package is missing, a setting is out of range, or the model or the address is
-        refused.
-    """
+    """Runs the command until SIGTERM or Ctrl-C."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -96,9 +91,7 @@ _FLAGS_OF = {
 
 def check_role(arguments: argparse.Namespace) -> None:
     """Raises ValueError for flags that do not belong to the role, or are out of range.
-
-    :func:`check_prefill_urls` is apart, because a decode server on Ray has no such flag.
-    """
+    :func:`check_prefill_urls` is apart, because a decode server on Ray has no such flag."""
     role = arguments.role
     for name in sorted({name for names in _FLAGS_OF.values() for name in names}):
         if getattr(arguments, name) is not None and name not in _FLAGS_OF[role]:

@@ -20,11 +20,7 @@ _MAX_FINDINGS = 100  # the number that is printed
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: an argument is refused, or there are findings; they have been printed.
-    """
+    """Runs the command. Findings are printed, and end it with a ValueError."""
     began = time.perf_counter()
     _check(arguments)
     # Imported here because they import orbax, which takes seconds.

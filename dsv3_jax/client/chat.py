@@ -48,11 +48,8 @@ class ChatServer:
         self._settings = settings
 
     def answer(self, messages: Sequence[Message]) -> Generator[Delta, None, None]:
-        """Yields the answer to a conversation as it arrives. Closing it ends the request.
-
-        Raises:
-          ValueError: the server refuses the request, or fails.
-        """
+        """Yields the answer to a conversation as it arrives. Closing it ends the request. Raises
+        ValueError if the server refuses the request, or fails."""
         fields = {"model": self.model, "messages": list(messages), "stream": True}
         try:
             with self._open("/v1/chat/completions", fields | self._settings) as response:

@@ -51,20 +51,14 @@ class Workload:
         return cls(trace, prompts, outputs, shortened)
 
     def arrivals(self, rate: float) -> list[float]:
-        """Returns the seconds after the beginning at which each request is sent.
-
-        Args:
-          rate: mean requests per second; infinity sends all at once.
-        """
+        """Returns the seconds after the beginning at which each request is sent, at a mean rate per
+        second; infinity sends all at once."""
         return [r.unit_arrival / rate for r in self.trace.requests[: len(self.prompts)]]
 
 
 async def open_loop(send: Send, arrivals: Sequence[float]) -> list[RequestRecord]:
-    """Sends each request at its arrival time, whether or not earlier ones have ended.
-
-    Args:
-      arrivals: seconds after the beginning, in ascending order.
-    """
+    """Sends each request at its arrival time, in ascending seconds after the beginning, whether or
+    not earlier ones have ended."""
     began = time.perf_counter()
     tasks = []
     for i, arrival in enumerate(arrivals):

@@ -79,12 +79,8 @@ class _Variant(MultiHeadLatentAttention):
         keys_values: Callable[[Array], tuple[Array, Array]],
         block_tokens: int | None,
     ) -> tuple[Float[Array, "B T H V"], LayerPages]:
-        """Caches ``new`` in the array of that name, and attends with a key and a value per head.
-
-        Args:
-          keys_values: see :func:`attend_by_heads`.
-          block_tokens: see :func:`attend_by_heads`.
-        """
+        """Caches ``new`` in the array of that name, and attends with a key and a value per head, as
+        :func:`attend_by_heads` does."""
         cache, shard = append({name: new}, cache, None)
         scale, pages = self.config.softmax_scale, cache.pages
         out, _ = attend_by_heads(
@@ -167,10 +163,8 @@ class CopyingAttention(_Variant):
 
 
 class MaterializedProjections(NamedTuple):
-    """Matrix products of neighbouring projections of each head, in the activations' dtype.
-
-    Q is the rank of the queries, or D without q_a_proj.
-    """
+    """Matrix products of neighbouring projections of each head, in the activations' dtype. Q is the
+    rank of the queries, or D without q_a_proj."""
 
     w_qk: Float[Array, "H C Q"]
     """W_UK' W_UQ: from the query's latent to the key's."""

@@ -154,10 +154,8 @@ def most_tokens(layer: DecoderLayer) -> int:
 
 
 def shared_counter(layout: Layout | None, tokens: int) -> Any:
-    """Returns the counter that the kernels of all layers share, or None if none can run.
-
-    With a counter each, XLA would copy a constant for every layer.
-    """
+    """Returns the counter that the kernels of all layers share, or None if none can run. With a
+    counter each, XLA would copy a constant for every layer."""
     if layout is not None or tokens > MOST_TOKENS or not _on_one_hopper(layout):
         return None
     return jax.new_ref(new_counter())

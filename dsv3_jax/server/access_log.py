@@ -73,10 +73,8 @@ class AccessLog:
 
 @contextlib.contextmanager
 def log_to_stderr(level: str) -> Iterator[None]:
-    """Writes the server's log and the access log on stderr during the body.
-
-    Does nothing inside the body of another one.
-    """
+    """Writes the server's log and the access log on stderr during the body, unless another one
+    does."""
     if any(isinstance(handler, _Stderr) for handler in logger.handlers):
         yield
         return

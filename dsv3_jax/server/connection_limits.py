@@ -138,11 +138,9 @@ class _Unread(NamedTuple):
 
 
 class UnreadAnswers:
-    """Closes connections whose clients take nothing for too long.
-
-    It counts looks instead of reading a clock: if the server itself was paused, with its machine or
-    its container, that time does not count.
-    """
+    """Closes connections whose clients take nothing for too long. It counts looks instead of
+    reading a clock: time in which the server was paused, with its machine or container, does not
+    count."""
 
     def __init__(self, transports: Callable[[], Iterable[asyncio.Transport]], seconds: float):
         self._transports = transports

@@ -114,12 +114,8 @@ class Conversation:
     async def submit(
         self, service: Service, *, n: int, prompt_field: str, **settings: Any
     ) -> SubmittedConversation:
-        """Puts requests for ``n`` answers into the engine's queue.
-
-        Args:
-          prompt_field: name of the messages in the body, for errors.
-          settings: of :meth:`Service.submit`.
-        """
+        """Puts requests for ``n`` answers into the engine's queue. ``prompt_field`` is the name of
+        the messages in the body, and ``settings`` are those of :meth:`Service.submit`."""
         if self.required_tools:
             settings["grammar"] = functools.partial(
                 tool_call_grammar,

@@ -129,12 +129,8 @@ class ApiError(Exception):
 
     @classmethod
     def of_engine(cls, error: ValueError, prompt_field: str) -> ApiError:
-        """Returns the error for a setting or prompt that the engine refused.
-
-        Args:
-          error: its message begins with the setting's name.
-          prompt_field: name of the prompt in the body.
-        """
+        """Returns the error for a setting or prompt that the engine refused. The message begins
+        with the setting's name; that of prompts becomes ``prompt_field``."""
         message = str(error)
         name, colon, rest = message.partition(":")
         is_name = bool(colon) and name.isidentifier()
@@ -154,11 +150,8 @@ class ApiError(Exception):
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """Returns the error of a server that cannot take the request now.
-
-    Args:
-      retry_after: seconds after which the client should try again.
-    """
+    """Returns the error of a server that cannot take the request now, but perhaps in
+    ``retry_after`` seconds."""
     return ApiError(
         503,
         message,

@@ -188,10 +188,8 @@ class Grammars:
         self._threads = _threads()
 
     def load(self) -> None:
-        """Reads the vocabulary, which takes two seconds if it is large. Call it first.
-
-        If llguidance cannot read it, all grammars are refused.
-        """
+        """Reads the vocabulary, which takes two seconds if it is large. Without it all grammars are
+        refused."""
         try:
             self._vocabulary = llguidance.LLTokenizer(
                 self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._end_tokens
@@ -204,12 +202,8 @@ class Grammars:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source)
 
     def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> AnswerGrammar:
-        """Returns the grammar of one answer.
-
-        Args:
-          prompt: ids of a conversation, which say whether the answer begins with reasoning. The
-            grammar applies after it. None for text that is no conversation.
-        """
+        """Returns the grammar of one answer. ``prompt`` has the ids of a conversation, whose answer
+        may begin with reasoning: the grammar applies after it. None stands for other text."""
         begins_in: Part = "content"
         if prompt is not None and self._tags is not None:
             begins_in = ReasoningParser.of_prompt(self._tokenizer, prompt).part

@@ -29,11 +29,8 @@ class Job:
         self._on_close: Callable[[Job], None] | None = on_close
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields pieces of text, with the index of their completion, as they arrive.
-
-        Raises:
-          ApiError: a completion failed, was cancelled by the engine, or ran out of time.
-        """
+        """Yields pieces of text, with the index of their completion, as they arrive. Raises
+        ApiError if a completion failed, was cancelled by the engine, or ran out of time."""
         if len(self.handles) == 1:  # without the tasks and the queue below, which cost every token
             async with contextlib.aclosing(_checked(self.handles[0])) as pieces:
                 async for piece in pieces:

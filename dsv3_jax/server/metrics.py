@@ -134,7 +134,6 @@ class _EngineFigures(Figures):
         self._page_size = page_size
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the figures."""
         stats, gauge, counter = self._engine.stats(), self.gauge, self.counter
         if stats.loading_bytes is not None:
             yield gauge(
@@ -219,7 +218,6 @@ class DecodeFigures(Figures):
         self._remote = remote
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the figures."""
         figures = self._remote.figures
         open_requests, counter = figures.open_requests, self.counter
         yield self.gauge(

@@ -1,4 +1,4 @@
-"""What requests pass before their endpoints: API keys, then limits of their bodies."""
+"""API keys, and limits of the bodies of requests: the middleware before all endpoints."""
 
 from __future__ import annotations
 
@@ -38,12 +38,8 @@ class ApiKeys:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Reads a file with one key on each line. Empty lines and lines with ``#`` are skipped.
-
-    Raises:
-      ValueError: the file has no key, or is not UTF-8.
-      OSError: it cannot be read.
-    """
+    """Reads a file with one key on each line. Empty lines and lines with ``#`` are skipped. Raises
+    ValueError if there is no key."""
     try:
         lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
     except UnicodeDecodeError:

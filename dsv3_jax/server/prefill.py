@@ -66,7 +66,6 @@ class PrefillFigures(Figures):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the figures."""
         counts, counter = self._counts, self.counter
         yield self.gauge("dsv3:prefill_answers_open", "Answers under way.", counts.open_answers)
         yield counter("dsv3:prefill_prompts", "Prompts of decode servers.", counts.prompts)

@@ -84,14 +84,8 @@ class Watchdog:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a TCP socket with an address.
-
-    Args:
-      port: 0 takes a free one.
-
-    Raises:
-      ValueError: the address cannot be used.
-    """
+    """Returns a TCP socket with an address. The port 0 takes a free one. Raises ValueError if the
+    address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

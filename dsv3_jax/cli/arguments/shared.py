@@ -88,11 +88,8 @@ def add_cache_dtype(add: Flags) -> None:
 
 
 def add_workers(add: Flags, items: str) -> None:
-    """Adds ``--workers``, for passes over files.
-
-    Args:
-      items: plural of what each worker processes, for the help.
-    """
+    """Adds ``--workers``, for passes over files. The help calls what a worker processes
+    ``items``."""
     add.integer(
         "--workers",
         f"number of {items} processed at once; more need more memory (default: number of"

@@ -209,7 +209,6 @@ class _Answer(Answer):
         self._skips_special_tokens = submitted.skips_special_tokens
 
     def body(self, completions: list[Completion]) -> MessageAnswer:
-        """Returns the answer."""
         (completion,) = completions
         blocks = blocks_of(self._parser.add(completion.text, is_last=True))
         reason, sequence = self._stop(completion)
@@ -223,7 +222,6 @@ class _Answer(Answer):
         )
 
     async def events(self) -> AsyncGenerator[NamedEvent, None]:
-        """Yields the events of a stream."""
         usage = MessagesUsage(input_tokens=self._prompt_tokens, output_tokens=0)
         yield NamedEvent.of(
             "message_start",

@@ -37,11 +37,7 @@ _LOOK_SECONDS = 0.2  # between two looks at the engine
 
 
 class EngineHost:
-    """Answers calls, and sends what requests gain.
-
-    Args:
-      connection: to the process that serves HTTP.
-    """
+    """Answers calls of the process that serves HTTP, and sends it what requests gain."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, connection: Connection):
         self._engine = engine
@@ -112,7 +108,6 @@ class EngineHost:
     # The methods that can be called. They run in several threads.
 
     def call_submit(self, submission: Submission) -> None:
-        """Puts requests into the engine's queue."""
         grammars = [self._grammars.start(*grammar) for grammar in submission.grammars]
         handles = self._engine.submit_all(
             submission.prompts, grammars=grammars, **submission.settings
@@ -120,15 +115,12 @@ class EngineHost:
         self._outbox.add(submission.ids, handles)
 
     def call_cancel(self, number: int) -> None:
-        """Ends a request within one step."""
         self._outbox.cancel(number)
 
     def call_compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar, unless it is cached."""
         self._grammars.start(source)
 
     def call_warm_up(self, store: str | os.PathLike[str] | None) -> float:
-        """Compiles or loads the programs of the default options."""
         self.is_warming_up = True
         try:
             self._grammars.load()
@@ -137,15 +129,12 @@ class EngineHost:
             self.is_warming_up = False
 
     def call_stats(self) -> EngineStats:
-        """Returns the engine's figures."""
         return self._engine.stats()
 
     def call_fail_if_stuck(self, seconds: float) -> None:
-        """Gives up a step that lasts too long."""
         self._engine.fail_if_stuck(seconds)
 
     def call_shutdown(self) -> None:
-        """Cancels all requests, and ends the engine."""
         self._engine.shutdown(drain=False)
 
 
@@ -191,7 +180,6 @@ class _Outbox:
             self._marked[number] = None
 
     def run(self) -> None:
-        """The body of the thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._marked or self._is_closed)

@@ -37,11 +37,8 @@ tokens of other streams are sent."""
 
 
 class HttpProcess:
-    """A process that serves an engine of this process over HTTP. A context manager.
-
-    Args:
-      bound: the socket to listen on. The process has a copy of its own.
-    """
+    """A process that serves an engine of this process over HTTP. A context manager. The process has
+    a copy of the socket ``bound``, on which it listens."""
 
     def __init__(
         self,
@@ -103,11 +100,7 @@ class HttpProcess:
 def run_with_http_process(
     engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
 ) -> None:
-    """Serves like :func:`dsv3_jax.server.run.run`, with HTTP in a process of its own.
-
-    Args:
-      bound: the socket to listen on. It is closed at the end.
-    """
+    """Serves like :func:`dsv3_jax.server.run.run`, with HTTP in a process of its own."""
     with (
         log_to_stderr(settings.log_level),
         bound,

@@ -43,11 +43,8 @@ _LEAST_SECONDS = 10.0
 
 
 class Silence:
-    """Measures how long a process has sent nothing.
-
-    A thread counts how often it looked in vain, instead of reading a clock: if this process was
-    paused too, as with its container or its machine, that time does not count.
-    """
+    """Measures how long a process has sent nothing. A thread counts how often it looked in vain,
+    instead of reading a clock: time in which this process was paused too does not count."""
 
     def __init__(self) -> None:
         self._messages = 0  # written by the thread that receives
@@ -158,7 +155,6 @@ class RemoteEngine:
             self._is_warming_up = False
 
     def stats(self) -> EngineStats:
-        """Returns the engine's figures."""
         return self._call("stats")
 
     @property
@@ -205,11 +201,7 @@ class RemoteEngine:
         self._is_closed = True
 
     def compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar in the engine's process.
-
-        Raises:
-          GrammarError: it is refused.
-        """
+        """Compiles a grammar in the engine's process, which may refuse it with a GrammarError."""
         self._call("compile", source)
 
     def _cancel(self, number: int) -> None:
@@ -236,7 +228,6 @@ class RemoteEngine:
         return number, reply
 
     def _send(self) -> None:
-        """The body of the thread that sends calls."""
         with contextlib.suppress(OSError):  # the process has ended; the reader notices it too
             while (content := self._outgoing.get()) is not None:
                 self._connection.send_bytes(content)
@@ -339,11 +330,7 @@ class RemoteGrammars:
         """Does nothing: the engine's process reads the vocabulary before it compiles programs."""
 
     async def compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar, unless it is cached.
-
-        Raises:
-          GrammarError: it is refused.
-        """
+        """Compiles a grammar, unless it is cached. A GrammarError refuses it."""
         await asyncio.get_running_loop().run_in_executor(None, self._engine.compile, source)
 
     def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> GrammarStart:

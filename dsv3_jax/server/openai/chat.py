@@ -254,7 +254,6 @@ class _Answer(Answer):
         self._parsers = submitted.parsers
 
     def body(self, completions: list[Completion]) -> ChatResponse:
-        """Returns all answers."""
         return ChatResponse(
             id=self.id,
             created=self.created,

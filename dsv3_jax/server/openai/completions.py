@@ -158,7 +158,6 @@ class _Answer(Answer):
         self._encoded: dict[int, list[int]] = {}  # by the prompt's number
 
     def body(self, completions: list[Completion]) -> CompletionResponse:
-        """Returns all completions."""
         completions = [self._requested_part(completion) for completion in completions]
         choices = [
             self._choice(i, completion, is_first=True) for i, completion in enumerate(completions)
@@ -194,11 +193,7 @@ class _Answer(Answer):
         )
 
     def _choice(self, index: int, part: Completion | Piece, *, is_first: bool) -> CompletionChoice:
-        """Returns a completion or a piece of it.
-
-        Args:
-          is_first: whether it is the whole or the first piece, to which the prompt belongs.
-        """
+        """Returns a completion or a piece of it. The prompt belongs to the first piece."""
         echo = is_first and bool(self._body.echo)
         return CompletionChoice(
             index=index,

@@ -66,11 +66,8 @@ class TextGrowth:
         """Characters of the text so far."""
 
     def add(self, token: int, *, is_last: bool = False) -> str | None:
-        """Adds a token. Returns the characters that it adds, None for a special token.
-
-        Args:
-          is_last: whether the text ends here, so that an incomplete character becomes U+FFFD.
-        """
+        """Adds a token. Returns the characters that it adds, None for a special token. At the end
+        of the text, an incomplete character becomes U+FFFD."""
         content = self._bytes(token)
         text = self._decoder.decode(content or b"", is_last)
         self.length += len(text)

@@ -46,7 +46,6 @@ class JsonSchemaForm(NamedSchema):
     type: Literal["json_schema"]
 
     def source(self, field: str) -> GrammarSource | None:
-        """Returns the source of such JSON."""
         return GrammarSource.of_schema(self.schema_, field)
 
 

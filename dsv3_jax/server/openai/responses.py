@@ -158,7 +158,6 @@ class _Answer(Answer):
         self.event_format = NamedEventFormat(self._error_event)
 
     def body(self, completions: list[Completion]) -> ResponseBody:
-        """Returns the answer."""
         (completion,) = completions
         for _ in self._stream.add(self._parser.add(completion.text, is_last=True)):
             pass
@@ -167,7 +166,6 @@ class _Answer(Answer):
         return self._final(completion, self.usage(completions))
 
     async def events(self) -> AsyncGenerator[ResponseEvent, None]:
-        """Yields the events of a stream."""
         stream, begun = self._stream, self._response("in_progress", None)
         yield stream.event("response.created", response=begun)
         yield stream.event("response.in_progress", response=begun)

@@ -72,11 +72,7 @@ class TextForm(Protocol):
     """A description of the text."""
 
     def source(self, field: str) -> GrammarSource | None:
-        """Returns its grammar, or None for any text.
-
-        Args:
-          field: name of the body's field, for errors.
-        """
+        """Returns its grammar, or None for any text. Errors name the body's ``field``."""
         ...
 
 
@@ -96,7 +92,6 @@ class TextFormat(Body):
     type: Literal["text"]
 
     def source(self, field: str) -> GrammarSource | None:
-        """Returns nothing, as there is no grammar."""
         return None
 
 
@@ -106,7 +101,6 @@ class JsonObjectFormat(Body):
     type: Literal["json_object"]
 
     def source(self, field: str) -> GrammarSource | None:
-        """Returns the source of JSON objects."""
         return GrammarSource.of_schema(_OBJECT, field)
 
 
@@ -126,7 +120,6 @@ class JsonSchemaFormat(Body):
     json_schema: NamedSchema
 
     def source(self, field: str) -> GrammarSource | None:
-        """Returns the source of such JSON."""
         return GrammarSource.of_schema(self.json_schema.schema_, field)
 
 
@@ -155,7 +148,6 @@ class StructuredOutputs(Body):
         return self
 
     def source(self, field: str) -> GrammarSource | None:
-        """Returns the source of the text."""
         if self.regex is not None:
             return GrammarSource("regex", self.regex, field)
         if self.grammar is not None:

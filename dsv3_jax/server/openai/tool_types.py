@@ -105,11 +105,8 @@ def described_tools(
 def required_tools(
     choice: ToolChoice | None, tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns the tools from which an answer has to call one, or none if it is free.
-
-    Raises:
-      ValueError: there are no such tools.
-    """
+    """Returns the tools from which an answer has to call one, or none if it is free. Raises
+    ValueError if there are no such tools."""
     if choice in (None, "none", "auto"):
         return []
     if not tools:

@@ -91,11 +91,8 @@ class _Answer(Answer):
 
 
 def split(piece: Piece, is_draft: list[bool], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Returns the texts of a piece with whether they were drafted.
-
-    A piece whose text is not that of its single tokens, because of a character that several tokens
-    form, counts as drafted if all its tokens were.
-    """
+    """Returns the texts of a piece with whether they were drafted. If tokens share a character, the
+    piece is one text, and drafted if all its tokens were."""
     texts = [tokenizer.decode([token]) for token in piece.tokens]
     if "".join(texts) != piece.text:
         return [(piece.text, bool(is_draft) and all(is_draft))]

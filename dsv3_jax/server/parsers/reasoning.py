@@ -48,12 +48,8 @@ class ReasoningParser:
     def of_prompt(
         cls, tokenizer: Tokenizer, prompt: Sequence[int], ends: Sequence[str] = ()
     ) -> ReasoningParser:
-        """Returns the parser of text after a prompt.
-
-        Args:
-          prompt: ids of a conversation up to the beginning of the answer.
-          ends: see the class.
-        """
+        """Returns the parser of text after a prompt, the ids of a conversation up to the beginning
+        of the answer."""
         tag = tokenizer.encode(END, add_special_tokens=False, split_special_tokens=False)
         if len(tag) != 1:
             return cls("content")  # the model knows no reasoning
@@ -68,10 +64,8 @@ class ReasoningParser:
         return self._state
 
     def add(self, text: str, *, is_last: bool = False) -> Parts:
-        """Returns the new text of both parts, without the tags.
-
-        A part ends before what may be the beginning of a tag, unless the text ``is_last``.
-        """
+        """Returns the new text of both parts, without the tags. Unless the text ``is_last``, a part
+        ends before what may be the beginning of a tag."""
         text, self._pending = self._pending + text, ""
         if self._state == "undecided":
             if not text.strip() and not is_last:
