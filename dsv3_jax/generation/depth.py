@@ -24,13 +24,9 @@ token that it verifies: most of them once for all tokens, but experts for few to
 
 
 class _Acceptance:
-    """Running estimate of the probability ``a_j`` that draft j of a step is accepted, given that
-    all before it were.
-
-    Args:
-      most: drafts of a step.
-      prior: acceptance of a draft that has not been checked yet, which counts as two checks.
-    """
+    """Running estimate of the probability ``a_j`` that draft j of ``most`` in a step is accepted,
+    given that all before it were. A draft that has not been checked has the acceptance ``prior``,
+    as of two checks."""
 
     def __init__(self, most: int, prior: float):
         self._checked = [2.0] * most

@@ -137,11 +137,8 @@ def sample_filtered(
     positions: Int[Array, " B"],
     purpose: int,
 ) -> Int[Array, " B"]:
-    """Samples from softmax(logits) by the Gumbel-max trick: argmax(logits + Gumbel noise).
-
-    Args:
-      logits: result of :func:`filter_logits`; of ``sampling`` only the seeds are read.
-    """
+    """Samples from softmax(logits) by the Gumbel-max trick: argmax(logits + Gumbel noise). The
+    logits are those of :func:`filter_logits`; of ``sampling`` only the seeds are read."""
     shape = logits.shape[1:]
     gumbel = random_values(
         lambda key: jax.random.gumbel(key, shape, jnp.float32), sampling, positions, purpose

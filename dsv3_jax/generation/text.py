@@ -183,11 +183,9 @@ class TextTracker:
         return self._decoder.decode(tokens)
 
     def piece(self, *, final: bool) -> str:
-        """Returns the text that no earlier piece contained.
-
-        Unless ``final``, it ends before what later tokens may still change: an incomplete
-        character, and the beginning of a stop string.
-        """
+        """Returns the text that no earlier piece contained. Unless ``final``, it ends before what
+        later tokens may still change: an incomplete character, and the beginning of a stop
+        string."""
         if final and self._window.pending:
             pending = self._window.pending
             self._parts.append(pending)
@@ -225,15 +223,7 @@ class ReasoningMarkers:
 
 class StopScope:
     """Hands an answer's tokens to the tracker of its text. Stop strings count neither in the
-    reasoning nor inside opaque tokens.
-
-    Args:
-      tracker: of the text.
-      decoder: the tracker's.
-      reasoning: markers of the reasoning; None for an answer without.
-      opaque: tokens inside whose text no stop string counts, because readers of the answer do not
-        see it.
-    """
+    reasoning nor inside the text of ``opaque`` tokens, which readers of the answer do not see."""
 
     def __init__(
         self,

@@ -87,10 +87,7 @@ class DecoderLayer(nnx.Module):
         valid: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or the experts' output to that sum.
-
-        Args:
-          valid: False for padding, which goes to no expert.
-        """
+        Padding, where ``valid`` is False, goes to no expert."""
         norm: Callable[..., Array] = self.post_attention_layernorm
         if isinstance(norm, RMSNorm):
             h, normed = norm.add_and_norm(x, attended)  # [B, T, D] each
@@ -118,10 +115,8 @@ class DecoderLayer(nnx.Module):
         run: run_layer.ForwardCached | None = None,
     ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
         """Does :meth:`forward_cached`, or ``run`` in its place, on the devices of the layout.
-
         Returns the output of each batch, the page arrays with the new tokens, and the statistics of
-        all tokens.
-        """
+        all tokens."""
         run = run or DecoderLayer.forward_cached
         return run_layer.forward_cached(self, run, xs, rotations, caches, forms)
 

@@ -54,11 +54,7 @@ def index_cache_spec(
     config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
 ) -> LayerCacheSpec:
     """Returns what an indexer caches, a scaled array in float8: nothing in models without one.
-
-    Raises:
-      ValueError: ``index_head_dim`` is not a power of two, so that there is no Hadamard matrix for
-        float8 keys.
-    """
+    Float8 keys need a Hadamard matrix, and so an ``index_head_dim`` that is a power of two."""
     if (D := config.index_head_dim) is None:
         return {}
     if not float8:
@@ -93,11 +89,7 @@ class Indexer(nnx.Module):
 
     def use_float8_keys(self) -> None:
         """Makes queries and keys float8, with one scale per vector, as in DeepSeek's inference. A
-        Hadamard matrix spreads outliers first, and leaves exact dot products as they are.
-
-        Raises:
-          ValueError: see :func:`index_cache_spec`.
-        """
+        Hadamard matrix spreads outliers first, and leaves exact dot products as they are."""
         index_cache_spec(self.config, jnp.float32, float8=True)
         self.float8_keys = True
 
@@ -226,10 +218,8 @@ def _scores(
     shard: PageShard,
     layout: Layout | None,
 ) -> Float32[Array, "B T S"]:
-    """Returns the scores of all S cached tokens, -inf where a query does not see one.
-
-    Where devices share the tokens of a sequence, each scores its own, and all gather the scores.
-    """
+    """Returns the scores of all S cached tokens, -inf where a query does not see one. Where devices
+    share the tokens of a sequence, each scores its own, and all gather the scores."""
     B, T = queries.weights.shape[:2]
     keys = pages["index_key"]
     page_size = shard.page_size if keys.dtype == jnp.uint8 else None

@@ -153,12 +153,8 @@ class Embedding(nnx.Module):
 def per_head_matmul(
     x: Float[Array, "B T H K"], weight: Float[Array, "H _ _"], *, contracted: int, dtype: DTypeLike
 ) -> Float[Array, "B T H N"]:
-    """Multiplies each head by its own matrix, with sums in float32.
-
-    Args:
-      contracted: the dimension of ``weight`` that is summed over.
-      dtype: of the result. The sums are rounded once.
-    """
+    """Multiplies each head by its own matrix. The sum over the dimension ``contracted`` of
+    ``weight`` is in float32, and rounded once to ``dtype``."""
     B, T, H, K = x.shape
     # On CPUs, sums of bfloat16 are in float32 only if the result is.
     sum_dtype = jnp.float32 if target.platform() == "cpu" else dtype

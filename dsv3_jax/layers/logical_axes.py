@@ -182,10 +182,8 @@ def _has_scale_per_row(quantization: Quantization) -> bool:
 
 
 def _stored_block(quantization: Quantization) -> tuple[int, int]:
-    """Returns the rows and stored columns that must stay on one device.
-
-    A stored column of int4 holds two values.
-    """
+    """Returns the rows and stored columns that must stay on one device. One of int4 holds two
+    values."""
     if not isinstance(quantization, IntegerQuantization):
         return quantization.weight_block_size
     columns = quantization.group_size or 1

@@ -70,10 +70,8 @@ class Experts(nnx.Module):
     def _float8(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> BFloat16[Array, "MK D"]:
-        """Does :meth:`__call__` with activations in float8.
-
-        Each token is rounded once for all its experts.
-        """
+        """Does :meth:`__call__` with activations in float8. Each token is rounded once for all its
+        experts."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         values, scale = gate.quantize_activations(tokens)
         hidden: Any = grouped_swiglu(
@@ -174,11 +172,8 @@ class MoE(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape), stats
 
     def place(self, phy2log: Int32[Array, " P"], replicas: Replicas) -> None:
-        """Moves expert ``phy2log[p]`` to slot p of the stacks.
-
-        This sets the layer's Variables: :meth:`~dsv3_jax.model.DeepSeekV3.place_experts` calls it
-        on the layers of a copy.
-        """
+        """Moves expert ``phy2log[p]`` to slot p of the stacks, on a copy of the model: see
+        :meth:`~dsv3_jax.model.DeepSeekV3.place_experts`."""
         current = self.replicas
         # All copies of an expert are equal: take the first.
         source = phy2log if current is None else current.log2phy[phy2log, 0]
@@ -204,11 +199,9 @@ class MoE(nnx.Module):
     def _mix(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
     ) -> Float32[Array, "M D"]:
-        """Returns the weighted sum of each token's K experts, all on this device.
-
-        It runs the experts on (token, slot) pairs sorted by slot. The router has sorted the pairs
-        by expert, which is the same unless experts are placed.
-        """
+        """Returns the weighted sum of each token's K experts, all on this device. They run on
+        (token, slot) pairs sorted by slot: by expert, as the router sorts them, unless experts are
+        placed."""
         K = self.config.num_experts_per_tok
         if self.replicas is not None:
             order, inverse, sizes = sort_pairs(self._slots(routes), valid, self.num_slots)

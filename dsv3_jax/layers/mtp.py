@@ -54,12 +54,8 @@ class MTPLayer(DecoderLayer):
     def join(
         self, hidden: Float[Array, "B T D"], next_embedding: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """Returns the layer's input.
-
-        Args:
-          hidden: the hidden state of token i.
-          next_embedding: the embedding of token i+1.
-        """
+        """Returns the layer's input, from the hidden state of token i and the embedding of token
+        i+1."""
         joined = jnp.concatenate([self.enorm(next_embedding), self.hnorm(hidden)], axis=-1)
         return batch_sharded(self.layout, "eh_proj", self.eh_proj, joined)
 
@@ -71,14 +67,9 @@ class MTPLayer(DecoderLayer):
         form: Form,
         extend: Callable[..., tuple[Array, LayerPages, RoutingStats | None]],
     ) -> tuple[Float[Array, "B 1 D"], LayerPages, RoutingStats | None]:
-        """Does :meth:`extend`, but only returns the output at the last valid token.
-
-        Of the other tokens the layer computes what it caches. The output of a sequence without
-        valid tokens is undefined.
-
-        Args:
-          extend: has the arguments and results of :meth:`extend`.
-        """
+        """Does :meth:`extend`, or the function ``extend`` in its place, but only returns the output
+        at the last valid token. Of the other tokens the layer computes what it caches. The output
+        of a sequence without valid tokens is undefined."""
         newest = newest_positions(cache)
         x_newest, rotation_newest = jax.tree.map(lambda a: select(a, newest), (x, rotation))
         cache_newest = newest_cache(cache, newest)

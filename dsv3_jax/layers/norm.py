@@ -31,10 +31,8 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """``weight * (x - mean) / sqrt(variance + eps) + bias`` over the last axis.
-
-    Weight, bias and arithmetic are float32; the result has x's dtype.
-    """
+    """``weight * (x - mean) / sqrt(variance + eps) + bias`` over the last axis, in float32; the
+    result has x's dtype."""
 
     def __init__(self, width: int, *, eps: float):
         self.eps = eps

@@ -112,11 +112,8 @@ def split_tokens(
 
 
 class PageShard(NamedTuple):
-    """The part of a sequence's pages on one device, where ``num_shards`` devices share them.
-
-    Page p is on the device whose ``shard`` is ``p % num_shards``, so that whatever the length, the
-    numbers of pages on two devices differ by one at most.
-    """
+    """The part of a sequence's pages on one device, where ``num_shards`` devices share them. Page p
+    is on the device whose ``shard`` is ``p % num_shards``."""
 
     page_size: int
     num_shards: int = 1
@@ -191,11 +188,8 @@ def append_batches(
     caches: Sequence[LayerCache],
     layout: Layout | None,
 ) -> list[AppendedTokens]:
-    """Writes the new tokens of all batches, joined in ``entries``, see :func:`append`.
-
-    A sequence may have tokens in several batches or entries of one: all of them are written before
-    any is read.
-    """
+    """Writes the new tokens of all batches, joined in ``entries``, see :func:`append`. A sequence
+    may have tokens in several batches: all of them are written before any is read."""
     by_batch = [
         dict(zip(entries, values, strict=True))
         for values in zip(*(split_tokens(each, caches) for each in entries.values()), strict=True)
@@ -237,11 +231,8 @@ def write_scaled(
     values: UInt8[Array, "B T bytes"],
     page_size: int,
 ) -> UInt8[Array, "P rows width"]:
-    """Stores the values and scales of ``valid`` tokens in a scaled array, as :func:`write` does.
-
-    Args:
-      values: D bytes of each token, then four of its scale.
-    """
+    """Stores the values and scales of ``valid`` tokens in a scaled array, as :func:`write` does: D
+    bytes of each token, then four of its scale."""
     P, _, width = pages.shape
     D = values.shape[-1] - SCALE_BYTES
     page = _page_numbers(P, page_size, block_tables, positions, valid)
@@ -283,13 +274,9 @@ def new_slots(cache: LayerCache) -> Int[Array, "B T"]:
 def latent_cache_spec(
     config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
 ) -> LayerCacheSpec:
-    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key.
-
-    In float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns.
-
-    Raises:
-      ValueError: float8 needs latents of another width.
-    """
+    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key. In
+    float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns, which refuses
+    other widths."""
     if not float8:
         return {"latent": CachedArray(config.latent_dim, dtype)}
     width = float8_token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)

@@ -68,11 +68,9 @@ def _tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotation_at(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
-    """Returns cos and sin of the angles of every position.
-
-    They are exact below ``max_position_embeddings``. Later positions, of padding or of dropped
-    tokens, get finite but meaningless numbers.
-    """
+    """Returns cos and sin of the angles of every position. They are exact below
+    ``max_position_embeddings``; those of later positions, of padding, are finite but
+    meaningless."""
     coarse, fine = _tables(config)
     i, j = positions // _STRIDE, positions % _STRIDE
     cos_i, sin_i = jnp.asarray(np.real(coarse))[i], jnp.asarray(np.imag(coarse))[i]

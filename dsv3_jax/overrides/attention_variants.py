@@ -234,11 +234,9 @@ _CLASSES: dict[AttnImpl | None, type[MultiHeadLatentAttention]] = {
 
 
 def set_variant(attention: MultiHeadLatentAttention, attn_impl: AttnImpl | None) -> None:
-    """Makes an attention compute as ``attn_impl`` does. None stands for the default.
-
-    The subclasses add neither parameters nor settings, so the object changes its class only.
-    Sparse attention has no variants and stays as it is.
-    """
+    """Makes an attention compute as ``attn_impl`` does; None is the default. The subclasses add
+    neither parameters nor settings, so the object changes its class only. Sparse attention has no
+    variants."""
     if attention.config.has_indexer:
         return
     # Not an ordinary assignment, which nnx would record as an attribute of the module.

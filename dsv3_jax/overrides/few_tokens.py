@@ -300,12 +300,8 @@ def _attend(
     *,
     in_parts: bool,
 ) -> Float[Array, "_ _ H C"] | Parts:
-    """Returns attention's output before W_UV.
-
-    Args:
-      caches: without the new tokens, which are in ``queries.pages``.
-      in_parts: whether not to merge the parts of split sequences, of one batch.
-    """
+    """Returns attention's output before W_UV. The new tokens are in ``queries.pages``. ``in_parts``
+    leaves the parts of split sequences, of one batch, unmerged."""
     q_latent, q_rope, pages = queries
     caches = [cache._replace(pages=pages) for cache in caches]
     if in_parts:

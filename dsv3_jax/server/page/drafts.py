@@ -67,7 +67,6 @@ class _Answer(Answer):
         raise NotImplementedError
 
     async def events(self) -> AsyncGenerator[Spans, None]:
-        """Yields the new spans of each piece."""
         position = 0
         async for _, piece in self.job.pieces():
             end = position + len(piece.tokens)
