@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import run_layer
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.linear import WeightArgs
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages, join_tokens
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.sparse_attention import SparseAttention
-from dsv3_jax.quantization import Quantization
 from sharding import Layout
 
 
@@ -30,22 +29,14 @@ class DecoderLayer(nnx.Module):
     docs/change_the_model.md. Statistics are those of an MoE, and None for other layers.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dense: bool,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, *, dense: bool, **weights: Unpack[WeightArgs]):
         D, F, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        weights = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
+        norms = norm_dtype(config, weights["dtype"])
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
-        self.input_layernorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
+        self.input_layernorm = RMSNorm(D, eps=eps, dtype=norms)
         attention = SparseAttention if config.has_indexer else MultiHeadLatentAttention
         self.self_attn = attention(config, **weights)
-        self.post_attention_layernorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
+        self.post_attention_layernorm = RMSNorm(D, eps=eps, dtype=norms)
         self.mlp: Any  # an MLP, a MoE, or a module that replaces it
         if dense:
             self.mlp = MLP(D, F, std=config.initializer_range, **weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,14 @@ FEW_TOKENS = 64
 """Input rows per matrix, on average, up to which activations are not rounded to float8.
 
 A matmul with so few rows takes the time to read the matrix, so float8 activations save nothing."""
+
+
+class WeightArgs(TypedDict):
+    """How a module makes its weights: random numbers, their dtype, and their quantization."""
+
+    rngs: nnx.Rngs
+    dtype: DTypeLike
+    quantization: Quantization | None
 
 
 class Weight(nnx.Module):

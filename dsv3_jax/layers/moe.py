@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, Int32
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.linear import Weight
+from dsv3_jax.layers.linear import Weight, WeightArgs
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
-from dsv3_jax.quantization import Quantization
 from pallas_kernels import Routes, gather_rows, grouped_matmul, grouped_swiglu, sort_pairs
 from sharding import Layout, choose_replicas, mix_experts, physical_experts
 
@@ -34,20 +32,12 @@ class RoutingStats(NamedTuple):
 class Experts(nnx.Module):
     """The routed experts: stacks of matrices [E, out, in], with one matrix per expert slot."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
         E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        kwargs: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
-        kwargs["std"] = config.initializer_range
-        self.gate_proj = Weight((E, F, D), **kwargs)
-        self.up_proj = Weight((E, F, D), **kwargs)
-        self.down_proj = Weight((E, D, F), **kwargs)
+        std = config.initializer_range
+        self.gate_proj = Weight((E, F, D), std=std, **weights)
+        self.up_proj = Weight((E, F, D), std=std, **weights)
+        self.down_proj = Weight((E, D, F), std=std, **weights)
 
     def __call__(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
@@ -124,29 +114,17 @@ class MoE(nnx.Module):
     :meth:`place`; then an expert may have several slots.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
         self.config = config
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.replicas: Replicas | None = None  # see place; None: slot p holds expert p
-        self.gate = Router(config, rngs=rngs, dtype=dtype)
-        kwargs: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
-        self.experts = Experts(config, **kwargs)
+        self.gate = Router(config, rngs=weights["rngs"], dtype=weights["dtype"])
+        self.experts = Experts(config, **weights)
         if config.n_shared_experts:
             # Several shared experts are published as one MLP of their summed width.
-            F, std = (
-                config.n_shared_experts * config.moe_intermediate_size,
-                config.initializer_range,
-            )
-            self.shared_experts = MLP(
-                config.hidden_size, F, std=std, hidden_axis="shared_ffn", **kwargs
-            )
+            D, F = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
+            std = config.initializer_range
+            self.shared_experts = MLP(D, F, std=std, hidden_axis="shared_ffn", **weights)
 
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None

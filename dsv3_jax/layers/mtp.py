@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,12 @@ from jaxtyping import Array, Float
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.linear import Linear, WeightArgs
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import batch_sharded
 from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation
-from dsv3_jax.quantization import Quantization
 
 
 class SharedHead(nnx.Module):
@@ -36,15 +36,9 @@ class MTPLayer(DecoderLayer):
     the checkpoint's order, embedding first). Embedding and LM head are the model's own.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
-        super().__init__(config, dense=False, rngs=rngs, dtype=dtype, quantization=quantization)
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
+        super().__init__(config, dense=False, **weights)
+        rngs, dtype = weights["rngs"], weights["dtype"]
         D, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
         self.hnorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
