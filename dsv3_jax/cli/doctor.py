@@ -29,9 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the command."""
     report = examine(arguments.allocator)
     if arguments.collectives:
-        from dsv3_jax.cli import collectives
-
-        report["collectives"] = collectives.measure()
+        report["collectives"] = probes.time_exchanges()
     if arguments.json:
         print_json(report)
         return

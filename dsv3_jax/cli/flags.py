@@ -119,6 +119,31 @@ def check_weights(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--activations: expected --quantization fp8 or int4 with it, got {got}")
 
 
+def check_ranges(
+    arguments: argparse.Namespace, ranges: Mapping[str, tuple[str, type, *tuple[float, ...]]]
+) -> None:
+    """Raises ValueError for a value out of its range. Those that were not given have none.
+
+    Args:
+      ranges: by the name of the argument, what :func:`check` takes: a description, a type, the
+        least value and, if there is one, the largest.
+    """
+    for name, limits in ranges.items():
+        value = getattr(arguments, name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None:
+                check(f"--{name.replace('_', '-')}", each, *limits)
+
+
+def draft_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns ``--draft`` and ``--draft-depth`` as settings of an engine or a request."""
+    draft, depth = arguments.draft, arguments.draft_depth
+    return {
+        "draft": None if draft == "none" else draft,
+        "draft_depth": int(depth) if depth.isdecimal() else depth,
+    }
+
+
 def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
     """Returns ``--max-len``, or its default. Raises ValueError if the model has fewer positions."""
     most = config.max_position_embeddings

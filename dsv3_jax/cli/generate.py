@@ -7,17 +7,17 @@ tokenizer. :mod:`dsv3_jax.cli.run_generation` does the rest."""
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv3_jax.cli.flags import check_weights, max_len_of
-from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
+from dsv3_jax.cli.flags import check_ranges, check_weights, draft_of, max_len_of
+from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check_settings
 
 if TYPE_CHECKING:
     from dsv3_jax.config import ModelConfig
     from dsv3_jax.tokenizer import Tokenizer
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 _MAX_LEN_MULTIPLE = 256  # max_len is rounded up to a multiple, so that few lengths are compiled
 
@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"--max-new-tokens: expected at most {available} (a cache of {max_len} tokens, less the"
             f" prompt), got {arguments.max_new_tokens}"
         )
-    RequestReader(config, tokenizer, max_len).read(prompts, **_without_drafts(settings))
+    of_requests = {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
+    RequestReader(config, tokenizer, max_len).read(prompts, **of_requests)
 
     from dsv3_jax.cli.run_generation import run_generation
 
@@ -58,16 +59,13 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     others = ("min_tokens", "stop", "ignore_eos", "logprobs")
     settings = {name: getattr(arguments, name) for name in (*sampling, *penalties, *others)}
     settings["max_new_tokens"] = arguments.max_new_tokens
-    depth = arguments.draft_depth
-    settings["draft"] = None if arguments.draft == "none" else arguments.draft
-    settings["draft_depth"] = int(depth) if depth.isdecimal() else depth
+    settings |= draft_of(arguments)
     # The Generator has its own defaults for settings that were not given.
     settings = {n: v for n, v in settings.items() if v is not None or n == "draft"}
     for stop in arguments.stop:
         check_text("--stop", stop)
     check_settings(**settings)
-    if arguments.max_len is not None:
-        check("--max-len", arguments.max_len, "an integer of at least 2", int, 2)
+    check_ranges(arguments, {"max_len": ("an integer of at least 2", int, 2)})
     if arguments.logprobs and not arguments.json:
         raise ValueError("--logprobs: expected --json with it, which prints them; got none")
     if arguments.system is not None:
@@ -76,10 +74,6 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         check_text("--system", arguments.system)
     check_weights(arguments)
     return settings
-
-
-def _without_drafts(settings: dict[str, Any]) -> dict[str, Any]:
-    return {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
 
 
 def _read_config_and_tokenizer(model: str) -> tuple[ModelConfig, Tokenizer]:

@@ -9,11 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from dsv3_jax import compile_cache
-from dsv3_jax.cli.flags import max_len_of
+from dsv3_jax.cli.flags import draft_of, max_len_of
 from dsv3_jax.cli.loading import directory_of, load_model, make_layout_from
 from dsv3_jax.cli.output import log
 from dsv3_jax.cli.progress import StatusLine
-from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.client.chat import Delta, Message
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
@@ -45,8 +44,7 @@ class LocalChat:
             tokenizer,
             self._max_len,
             max_running=shards,
-            draft=draft_of(arguments),
-            draft_depth=depth_of(arguments),
+            **draft_of(arguments),
         )
         with StatusLine("compiling"):
             self._engine.warm_up()

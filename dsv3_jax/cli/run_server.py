@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from dsv3_jax import chat_formats, compile_cache
-from dsv3_jax.cli.flags import max_len_of, naming
+from dsv3_jax.cli.flags import draft_of, max_len_of, naming
 from dsv3_jax.cli.loading import (
     directory_of,
     latency_targets,
@@ -41,16 +41,15 @@ from dsv3_jax.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> None:
-    """Serves until the process is told to end, with this drafter or None, and drafts per step or
-    ``"auto"``."""
+def run_server(arguments: argparse.Namespace) -> None:
+    """Serves until the process is told to end."""
     with (
         log_to_stderr(arguments.log_level),
         bind(arguments.host, arguments.port) as bound,
         contextlib.ExitStack() as stack,
     ):
         sender = sender_of(arguments)
-        engine, tokenizer, settings, remote = make_engine(arguments, draft, depth)
+        engine, tokenizer, settings, remote = make_engine(arguments)
         if remote is not None:
             stack.callback(remote.close)  # after the engine
         with engine:
@@ -71,20 +70,10 @@ class MadeEngine(NamedTuple):
 
 
 def make_engine(
-    arguments: argparse.Namespace,
-    draft: str | None,
-    depth: int | str,
-    *,
-    process: Leader | Follower | None = None,
+    arguments: argparse.Namespace, *, process: Leader | Follower | None = None
 ) -> MadeEngine:
-    """Loads the model, and returns its engine.
-
-    Args:
-      process: the part of this process on a mesh of several processes, see :class:`Engine`.
-
-    Raises:
-      ValueError: the model, the chat template, the layout or the keys are refused.
-    """
+    """Loads the model, and returns its engine. ``process`` is this one's part on a mesh of several
+    processes, see :class:`Engine`."""
     template = None
     if arguments.chat_template is not None:
         with naming("--chat-template"):
@@ -112,11 +101,10 @@ def make_engine(
             max_running=arguments.max_running,
             max_waiting=max_requests,  # the server itself counts
             cache_tokens=arguments.cache_tokens,
-            draft=draft,
-            draft_depth=depth,
             tiers=tiers_of(arguments, remote),
             targets=latency_targets(arguments),
             process=process,
+            **draft_of(arguments),
         )
     settings = ServerSettings(
         model_name=arguments.served_name or arguments.model,
@@ -138,7 +126,10 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
     """Loads the model and its tokenizer."""
     layout = make_layout_from(arguments)
     if arguments.program_store is not None and jax.default_backend() == "cpu":
-        _disable_compile_cache(arguments)
+        # Programs from JAX's cache cannot be stored again, see ProgramStore.save.
+        jax.config.update("jax_enable_compilation_cache", False)
+        if arguments.compile_cache is not None:
+            log("on CPUs --program-store keeps the programs, and --compile-cache is not used")
     else:
         compile_cache.enable(arguments.compile_cache)
     began = time.perf_counter()
@@ -148,14 +139,6 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
     logger.info("loaded %s in %.1f s", arguments.model, time.perf_counter() - began)
     assert tokenizer is not None
     return model, tokenizer
-
-
-def _disable_compile_cache(arguments: argparse.Namespace) -> None:
-    """Disables JAX's cache. On CPUs its programs cannot be stored again, see
-    :meth:`dsv3_jax.engine.device.program_store.ProgramStore.save`."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    if arguments.compile_cache is not None:
-        log("on CPUs --program-store keeps the programs, and --compile-cache is not used")
 
 
 def _expected(model: str) -> str:

@@ -27,7 +27,6 @@ from starlette.types import Message
 
 from dsv3_jax.cli import allocator
 from dsv3_jax.cli.run_server import MadeEngine, make_engine, sender_of
-from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.disaggregation.peers import PrefillAddress, keep_current
 from dsv3_jax.disaggregation.protocol import Sender
 from dsv3_jax.engine import Follower, Leader
@@ -82,7 +81,7 @@ class Replica:
     ) -> MadeEngine:
         """Returns the engine and what its server needs."""
         allocator.configure("serve")  # as the command does
-        return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
+        return make_engine(arguments, process=process)
 
     async def metrics(self) -> tuple[str, str]:
         """Returns the replica's id and its figures in Prometheus' text format."""
