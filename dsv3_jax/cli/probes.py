@@ -1,8 +1,9 @@
 """Runs every back-end of every operation on a small input, and compares it with the reference; and
 times every exchange that can bring tokens to their experts and back.
 
-On an accelerator each call of a back-end is also timed. Such a small call mostly consists of its launch: the
-times tell a back-end that works from one that is out of order, not how fast a model runs.
+On an accelerator each call of a back-end is also timed. Such a small call mostly consists of its
+launch: the times tell a back-end that works from one that is out of order, not how fast a model
+runs.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ A matmul with so few rows takes the time to read the matrix, so float8 activatio
 
 
 class WeightArgs(TypedDict):
-    """How a module makes its weights: random numbers, their dtype, and their quantization."""
+    """Arguments of a module for its weights: random numbers, their dtype, their quantization."""
 
     rngs: nnx.Rngs
     dtype: DTypeLike
