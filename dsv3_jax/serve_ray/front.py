@@ -20,8 +20,14 @@ from starlette.types import Message, Receive, Scope, Send
 from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call
 from dsv3_jax.serve_ray.placement import prefix_key
 from dsv3_jax.server.errors import ApiError, endpoint_path, overloaded, send_error
-from dsv3_jax.server.openai.responses import ResponseEvent
-from dsv3_jax.server.sse import EventFormat, NamedEvent, NamedEventFormat, disconnected, first_of
+from dsv3_jax.server.sse import (
+    EventFormat,
+    NamedEvent,
+    NamedEventFormat,
+    ResponseEvent,
+    disconnected,
+    first_of,
+)
 from dsv3_jax.words import one_line
 
 _PROBES = ("/health", "/ready")

@@ -30,6 +30,12 @@ class NamedEvent(BaseModel):
         return cls(type=kind, **fields)
 
 
+class ResponseEvent(NamedEvent):
+    """An event of /v1/responses."""
+
+    sequence_number: int
+
+
 class EventFormat:
     """OpenAI's format of a stream: events have no names, and the last one is ``[DONE]``."""
 

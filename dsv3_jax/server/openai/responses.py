@@ -31,13 +31,7 @@ from dsv3_jax.server.openai.response_types import (
 from dsv3_jax.server.openai.sampling_fields import Usage
 from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import service_of
-from dsv3_jax.server.sse import STREAMED, NamedEvent, NamedEventFormat, unless_gone
-
-
-class ResponseEvent(NamedEvent):
-    """An event of a stream."""
-
-    sequence_number: int
+from dsv3_jax.server.sse import STREAMED, NamedEventFormat, ResponseEvent, unless_gone
 
 
 class ItemStream:
