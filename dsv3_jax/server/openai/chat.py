@@ -26,13 +26,10 @@ from dsv3_jax.server.openai.sampling_fields import (
 )
 from dsv3_jax.server.openai.tool_types import (
     AnsweredCall,
-    AnsweredFunction,
     ToolCall,
     ToolChoice,
     Tools,
-    allows_parallel_calls,
-    described_tools,
-    required_tools,
+    tool_settings,
 )
 from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import service_of
@@ -136,7 +133,7 @@ class ChatRequest(SamplingFields):
                 f"tools: expected none with {self.grammar.field}, which an answer with tool calls"
                 " could not match; got both"
             )
-        required_tools(self.tool_choice, described_tools(self.tool_choice, self.tools))
+        self._tool_settings()
         return self
 
     def text_forms(self) -> Mapping[str, TextForm | None]:
@@ -145,14 +142,14 @@ class ChatRequest(SamplingFields):
 
     def conversation(self) -> Conversation:
         """Returns the conversation."""
-        tools = described_tools(self.tool_choice, self.tools)
         return Conversation(
             messages=[message.for_template() for message in self.messages],
-            tools=tools,
-            required_tools=required_tools(self.tool_choice, tools),
-            parallel_calls=allows_parallel_calls(self.tool_choice, self.parallel_tool_calls),
             arguments=self.chat_template_kwargs or {},
+            **self._tool_settings(),
         )
+
+    def _tool_settings(self) -> dict[str, Any]:
+        return tool_settings(self.tool_choice, self.tools, self.parallel_tool_calls)
 
     def engine_settings(self) -> dict[str, Any]:
         """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`. Without a limit of tokens, an
@@ -292,15 +289,13 @@ class _Answer(Answer):
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         parser = self._parsers[index]
-        events = parser.add(completion.text, is_last=True)
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
-        calls = calls_of(events)
+        delta = _delta(parser.add(completion.text, is_last=True))
+        calls = delta.get("tool_calls")
         message = AnswerMessage(
-            content=None if calls and not content else content,
-            reasoning_content=reasoning,
-            reasoning=reasoning,
-            tool_calls=calls or None,
+            content=delta.get("content", None if calls else ""),
+            reasoning_content=delta.get("reasoning_content"),
+            reasoning=delta.get("reasoning"),
+            tool_calls=calls,
         )
         return ChatChoice(
             index=index,
@@ -331,15 +326,3 @@ def _delta(events: Sequence[Event]) -> dict[str, Any]:
                 call = calls.setdefault(event.index, empty)
                 call["function"]["arguments"] += event.text
     return delta | ({"tool_calls": list(calls.values())} if calls else {})
-
-
-def calls_of(events: Sequence[Event]) -> list[AnsweredCall]:
-    """Returns the tool calls of a whole answer."""
-    calls = []
-    for event in events:
-        if isinstance(event, CallBegin):
-            function = AnsweredFunction(name=event.name, arguments="")
-            calls.append(AnsweredCall(id=event.id, function=function))
-        elif isinstance(event, CallArguments):
-            calls[event.index].function.arguments += event.text
-    return calls

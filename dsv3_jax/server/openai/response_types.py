@@ -25,9 +25,7 @@ from dsv3_jax.server.openai.sampling_fields import (
 from dsv3_jax.server.openai.tool_types import (
     ResponseTool,
     ToolChoice,
-    allows_parallel_calls,
-    described_tools,
-    required_tools,
+    tool_settings,
 )
 
 _REFUSED = {
@@ -119,9 +117,7 @@ class ResponsesRequest(Body):
     def _read_grammar(self) -> ResponsesRequest:
         form = self.text and self.text.format
         self._grammar = form.source("text") if form else None
-        tools = described_tools(self.tool_choice, self.tools)
-        required_tools(self.tool_choice, tools)
-        if self._grammar is not None and tools:
+        if self._tool_settings()["tools"] and self._grammar is not None:
             raise ValueError(
                 "tools: expected none with text.format, which an answer with tool calls could not"
                 " match; got both"
@@ -138,15 +134,15 @@ class ResponsesRequest(Body):
             messages.insert(0, {"role": "system", "content": self.instructions})
         effort = self.reasoning and self.reasoning.effort
         thinking = effort != "none" if effort else None
-        tools = described_tools(self.tool_choice, self.tools)
         return Conversation(
             messages=messages,
-            tools=tools,
-            required_tools=required_tools(self.tool_choice, tools),
-            parallel_calls=allows_parallel_calls(self.tool_choice, self.parallel_tool_calls),
             thinking=thinking,
             arguments=self.chat_template_kwargs or {},
+            **self._tool_settings(),
         )
+
+    def _tool_settings(self) -> dict[str, Any]:
+        return tool_settings(self.tool_choice, self.tools, self.parallel_tool_calls)
 
     def engine_settings(self) -> dict[str, Any]:
         """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`. Without a limit of tokens, an
