@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Generator, Sequence
-from types import TracebackType
 from typing import Any
 
 from dsv3_jax import compile_cache
@@ -54,12 +53,7 @@ class LocalChat:
     def __enter__(self) -> LocalChat:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._engine.shutdown(drain=False)
 
     def answer(self, messages: Sequence[Message]) -> Generator[Delta, None, None]:

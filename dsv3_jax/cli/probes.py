@@ -32,14 +32,10 @@ _TIMED_CALLS = 20
 class Probe(NamedTuple):
     """A small input of an operation."""
 
-    op: str
-    """Name of the operation, a package in ``pallas_kernels``."""
-    input: str
-    """Description of the input."""
-    arrays: tuple[np.ndarray, ...]
-    """Positional arguments."""
-    settings: dict[str, Any]
-    """Keyword arguments."""
+    op: str  # name of the operation, a package in ``pallas_kernels``
+    input: str  # description of the input
+    arrays: tuple[np.ndarray, ...]  # positional arguments
+    settings: dict[str, Any]  # keyword arguments
 
 
 def examine(*, timed: bool = False) -> dict[str, str]:

@@ -47,20 +47,16 @@ async def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     key = read_api_key(arguments.api_key_file)
     async with CompletionClient(arguments.url, key) as client:
         model = await client.served_model()
-        await _check_a_request(client, model)
+        # One short request, so that a server that refuses all is not measured.
+        record = await client.complete(model.name, [10, 11, 12], 1)
+        if record.error:
+            raise ValueError(f"a first request failed: {record.error}")
         loads = [(None, concurrency) for concurrency in arguments.concurrency or ()]
         loads = loads or [(rate, None) for rate in arguments.rate or (math.inf,)]
         return [
             await _measure_load(arguments, client, model, number, rate, concurrency)
             for number, (rate, concurrency) in enumerate(loads)
         ]
-
-
-async def _check_a_request(client: CompletionClient, model: ServedModel) -> None:
-    """Sends one short request, so that a server that refuses all is not measured."""
-    record = await client.complete(model.name, [10, 11, 12], 1)
-    if record.error:
-        raise ValueError(f"a first request failed: {record.error}")
 
 
 async def _measure_load(

@@ -65,8 +65,7 @@ class MadeEngine(NamedTuple):
     engine: Engine
     tokenizer: Tokenizer
     settings: ServerSettings
-    remote: RemotePrefill | None
-    """The source of pages of a server with the role ``decode``."""
+    remote: RemotePrefill | None  # the source of pages of a server with the role ``decode``
 
 
 def make_engine(

@@ -292,8 +292,7 @@ class _Window(NamedTuple):
 
     tokens: list[int]
     settled: str
-    pending: str
-    """Text after ``settled`` that later tokens may change."""
+    pending: str  # text after ``settled`` that later tokens may change
 
 
 class StopStrings:

@@ -45,8 +45,7 @@ at 128k tokens."""
 class IndexQueries(NamedTuple):
     """Queries of the indexer for some tokens."""
 
-    q: Float[Array, "B T J D"]
-    """Rotated. In float8 their scales are in the weights."""
+    q: Float[Array, "B T J D"]  # rotated. In float8 their scales are in the weights.
     weights: Float32[Array, "B T J"]
 
 

@@ -21,12 +21,9 @@ from sharding import Layout, choose_replicas, mix_experts, physical_experts
 class RoutingStats(NamedTuple):
     """Routing of one MoE layer, for balancing and inspection."""
 
-    counts: Int[Array, " E"]
-    """Number of tokens that chose each expert, without padding."""
-    scores: Float32[Array, "M E"]
-    """Unbiased scores of every token, padding included."""
-    experts: Int[Array, "M K"]
-    """Chosen experts of every token, padding included."""
+    counts: Int[Array, " E"]  # number of tokens that chose each expert, without padding
+    scores: Float32[Array, "M E"]  # unbiased scores of every token, padding included
+    experts: Int[Array, "M K"]  # chosen experts of every token, padding included
 
 
 class Experts(nnx.Module):
@@ -101,10 +98,8 @@ def _grouped(
 class Replicas(NamedTuple):
     """The slots of each expert of one layer, from :class:`sharding.Placement`."""
 
-    log2phy: Int32[Array, "E max_rep"]
-    """Slots of each logical expert, ascending, then -1."""
-    logcnt: Int32[Array, " E"]
-    """Number of slots of each logical expert."""
+    log2phy: Int32[Array, "E max_rep"]  # slots of each logical expert, ascending, then -1
+    logcnt: Int32[Array, " E"]  # number of slots of each logical expert
 
 
 class MoE(nnx.Module):

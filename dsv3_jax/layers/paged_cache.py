@@ -173,14 +173,10 @@ def append(
 class AppendedTokens(NamedTuple):
     """New tokens of one batch, after those of all batches were written to the cache."""
 
-    entries: Mapping[str, Shaped[Array, "B T _"]]
-    """The values that each page array stores for them."""
-    cache: LayerCache
-    """With the page arrays of this device."""
-    shard: PageShard
-    """This device's part of each sequence."""
-    index_queries: Any = None
-    """Queries of the attention's indexer, if it has one."""
+    entries: Mapping[str, Shaped[Array, "B T _"]]  # the values that each page array stores for them
+    cache: LayerCache  # with the page arrays of this device
+    shard: PageShard  # this device's part of each sequence
+    index_queries: Any = None  # queries of the attention's indexer, if it has one
 
 
 def append_batches(

@@ -166,12 +166,9 @@ class MaterializedProjections(NamedTuple):
     """Matrix products of neighbouring projections of each head, in the activations' dtype. Q is the
     rank of the queries, or D without q_a_proj."""
 
-    w_qk: Float[Array, "H C Q"]
-    """W_UK' W_UQ: from the query's latent to the key's."""
-    w_q_rope: Float[Array, "H R Q"]
-    """W_QR unchanged: the rotation comes between it and the keys."""
-    w_vo: Float[Array, "D H C"]
-    """W_O W_UV: from the attended latents to the layer's output."""
+    w_qk: Float[Array, "H C Q"]  # W_UK' W_UQ: from the query's latent to the key's
+    w_q_rope: Float[Array, "H R Q"]  # W_QR unchanged: the rotation comes between it and the keys
+    w_vo: Float[Array, "D H C"]  # W_O W_UV: from the attended latents to the layer's output
 
 
 class MaterializedAttention(_Variant):

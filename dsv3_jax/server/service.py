@@ -163,9 +163,9 @@ class Service:
         handles = [handle for job in self._jobs for handle in job.handles]
         await self.in_thread(lambda: [handle.cancel() for handle in handles], "calls")
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError unless ``name`` is the id of the served model."""
-        if name != self.settings.model_name:
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError unless ``name``, if given, is the id of the served model."""
+        if name not in (None, self.settings.model_name):
             raise ApiError(
                 404,
                 f"The model `{name:.200}` does not exist; expected `{self.settings.model_name}`",

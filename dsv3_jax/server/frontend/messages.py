@@ -31,8 +31,7 @@ class GrammarStart(NamedTuple):
 class Call(NamedTuple):
     """Asks for the result of a method of :class:`EngineHost`."""
 
-    number: int
-    """Number of its reply."""
+    number: int  # number of its reply
     method: str
     arguments: tuple[Any, ...]
 
@@ -40,8 +39,7 @@ class Call(NamedTuple):
 class Submission(NamedTuple):
     """Arguments of :meth:`dsv3_jax.Engine.submit_all`."""
 
-    ids: Sequence[int]
-    """A number for each completion."""
+    ids: Sequence[int]  # a number for each completion
     prompts: Sequence[Prompt]
     grammars: Sequence[GrammarStart]
     settings: Mapping[str, Any]
@@ -64,12 +62,9 @@ class Gain(NamedTuple):
     logprobs: list[float]
     top_logprobs: list[TopLogprobs] | None
     accepted_drafts: list[int]
-    prompt_record: PromptRecord | None
-    """With the first message of a request that asks for it."""
-    completion: Completion | None
-    """At the end of the request."""
-    error: PortableError | None
-    """If it failed."""
+    prompt_record: PromptRecord | None  # with the first message of a request that asks for it
+    completion: Completion | None  # at the end of the request
+    error: PortableError | None  # if it failed
 
 
 class Gains(NamedTuple):
@@ -90,8 +85,7 @@ class Compiling(NamedTuple):
     """The engine's process begins to compile a program that a step waits for, or has ended. It may
     give no sign of life meanwhile, because lowering keeps Python's lock."""
 
-    program: str | None
-    """The program; None at the end."""
+    program: str | None  # the program; None at the end
 
 
 class Failed(NamedTuple):

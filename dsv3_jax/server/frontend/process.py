@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -85,12 +84,7 @@ class HttpProcess:
         if self._process.is_alive() and self._process.pid is not None:
             self._process.terminate()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
         self._process.join()
         self._connection.close()
@@ -124,17 +118,11 @@ def _serve_http(
     engine = RemoteEngine(connection, on_loss=exit_now)
 
     def exit_process() -> None:
-        if engine.is_given_up:
-            _kill_parent()
+        parent = multiprocessing.parent_process() if engine.is_given_up else None
+        if parent is not None and parent.is_alive() and parent.pid is not None:
+            # It cannot end itself. A supervisor that waits for it starts the server again then.
+            logger.error("killing the engine's process %d, which is frozen", parent.pid)
+            os.kill(parent.pid, signal.SIGKILL)
         exit_now()
 
     run(engine, tokenizer, settings, bound, exit_process=exit_process)
-
-
-def _kill_parent() -> None:
-    """Ends the process that has started this one, which cannot end itself. A supervisor that waits
-    for it starts the server again then."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.is_alive() and parent.pid is not None:
-        logger.error("killing the engine's process %d, which is frozen", parent.pid)
-        os.kill(parent.pid, signal.SIGKILL)

@@ -279,12 +279,10 @@ class RemoteEngine:
 
     def _deliver(self, gains: Gains) -> None:
         for gain in gains.gains:
-            self._deliver_one(gain)
+            if (handle := self._open.get(gain.id)) is not None:
+                self._add(gain, handle)
 
-    def _deliver_one(self, gain: Gain) -> None:
-        handle = self._open.get(gain.id)
-        if handle is None:
-            return
+    def _add(self, gain: Gain, handle: EngineRequest) -> None:
         handle.accepted_drafts += gain.accepted_drafts
         if gain.prompt_record is not None:
             handle.prompt_record = gain.prompt_record

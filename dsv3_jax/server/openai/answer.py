@@ -70,7 +70,9 @@ class Answer(abc.ABC):
     def usage(self, completions: list[Completion]) -> Usage:
         """Returns the usage of completions, and logs it."""
         usage = Usage.of(completions, self.n)
-        self._request.state.log.update(usage.log_fields())
+        self._request.state.log.update(
+            usage.model_dump(include={"prompt_tokens", "completion_tokens"})
+        )
         return usage
 
     def final_usage(self) -> Usage:

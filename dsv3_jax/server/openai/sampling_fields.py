@@ -348,10 +348,6 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
-    def log_fields(self) -> dict[str, int]:
-        """Returns the fields of the access log."""
-        return self.model_dump(include={"prompt_tokens", "completion_tokens"})
-
     @classmethod
     def of(cls, completions: list[Completion], n: int) -> Usage:
         """Returns the sums over completions. Those of the same prompt, ``n`` in a sequence, count
