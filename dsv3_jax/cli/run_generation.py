@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv3_jax import compile_cache
-from dsv3_jax.cli.loading import (
-    load_model,
-    make_layout_from,
-    only_first_process_prints,
-    refused_if_too_large,
-)
+from dsv3_jax.cli import loading
 from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
@@ -45,15 +40,15 @@ def run_generation(
     """
     DraftPlan.read(settings["draft"], settings["draft_depth"], config)
     compile_cache.enable(arguments.compile_cache)
-    layout = make_layout_from(arguments)
+    layout = loading.make_layout_from(arguments)
     expected = (
         f"{arguments.model}: expected a model and a cache that fit on the devices (--quantization,"
         " --layout, --max-new-tokens and the number of prompts change their size; dsv3 plan reports"
         " what fits)"
     )
-    with only_first_process_prints(), refused_if_too_large(expected):
+    with loading.only_first_process_prints(), loading.refused_if_too_large(expected):
         began = time.perf_counter()
-        model, tokenizer = load_model(arguments, arguments.model, layout)
+        model, tokenizer = loading.load_model(arguments, arguments.model, layout)
         log(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
         generator = Generator(model, tokenizer, max_len)
         # Again, with the weights, which may lack a part that the config promises, such as MTP.

@@ -12,14 +12,8 @@ from typing import NamedTuple
 import jax
 
 from dsv3_jax import chat_formats, compile_cache
+from dsv3_jax.cli import loading
 from dsv3_jax.cli.flags import draft_of, max_len_of, naming
-from dsv3_jax.cli.loading import (
-    directory_of,
-    latency_targets,
-    load_model,
-    make_layout_from,
-    refused_if_too_large,
-)
 from dsv3_jax.cli.output import log
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
@@ -86,13 +80,13 @@ def make_engine(
             raise ValueError(
                 f"{flag}: expected a directory that can be written, got {directory} ({reason})"
             )
-    max_len = max_len_of(arguments, ModelConfig.from_hf(directory_of(arguments.model)))
+    max_len = max_len_of(arguments, ModelConfig.from_hf(loading.directory_of(arguments.model)))
     model, tokenizer = _load(arguments)
     if template is not None:
         tokenizer = tokenizer.with_chat_template(template)
     max_requests = arguments.max_running + arguments.max_waiting
     remote = remote_of(arguments, model, prefill_key)
-    with refused_if_too_large(_expected(arguments.model)):
+    with loading.refused_if_too_large(_expected(arguments.model)):
         engine = Engine(
             model,
             tokenizer,
@@ -101,7 +95,7 @@ def make_engine(
             max_waiting=max_requests,  # the server itself counts
             cache_tokens=arguments.cache_tokens,
             tiers=tiers_of(arguments, remote),
-            targets=latency_targets(arguments),
+            targets=loading.latency_targets(arguments),
             process=process,
             **draft_of(arguments),
         )
@@ -123,7 +117,7 @@ def make_engine(
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
     """Loads the model and its tokenizer."""
-    layout = make_layout_from(arguments)
+    layout = loading.make_layout_from(arguments)
     if arguments.program_store is not None and jax.default_backend() == "cpu":
         # Programs from JAX's cache cannot be stored again, see ProgramStore.save.
         jax.config.update("jax_enable_compilation_cache", False)
@@ -133,8 +127,8 @@ def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
         compile_cache.enable(arguments.compile_cache)
     began = time.perf_counter()
     logger.info("loading %s", arguments.model)
-    with refused_if_too_large(_expected(arguments.model)):
-        model, tokenizer = load_model(arguments, arguments.model, layout)
+    with loading.refused_if_too_large(_expected(arguments.model)):
+        model, tokenizer = loading.load_model(arguments, arguments.model, layout)
     logger.info("loaded %s in %.1f s", arguments.model, time.perf_counter() - began)
     assert tokenizer is not None
     return model, tokenizer

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dsv3_jax.engine import EngineError, QueueFullError, RequestError
 from dsv3_jax.engine.requests.request import PromptRecord
 from dsv3_jax.generation.completion import Completion, TopLogprobs
 from dsv3_jax.generation.errors import NonFiniteLogitsError
-from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.grammar import GrammarError, GrammarSource
 
 
@@ -34,15 +33,6 @@ class Call(NamedTuple):
     number: int  # number of its reply
     method: str
     arguments: tuple[Any, ...]
-
-
-class Submission(NamedTuple):
-    """Arguments of :meth:`dsv3_jax.Engine.submit_all`."""
-
-    ids: Sequence[int]  # a number for each completion
-    prompts: Sequence[Prompt]
-    grammars: Sequence[GrammarStart]
-    settings: Mapping[str, Any]
 
 
 class Reply(NamedTuple):

@@ -19,18 +19,7 @@ from dsv3_jax.connections import hang_up
 from dsv3_jax.engine import EngineError, EngineRequest, EngineStats
 from dsv3_jax.engine.stats import COMPILE_SECONDS
 from dsv3_jax.generation.request import Prompt
-from dsv3_jax.server.frontend.messages import (
-    Alive,
-    Call,
-    Compiling,
-    Failed,
-    Gain,
-    Gains,
-    GrammarStart,
-    Hello,
-    Reply,
-    Submission,
-)
+from dsv3_jax.server.frontend import messages
 from dsv3_jax.server.grammar import GrammarSource
 
 logger = logging.getLogger(__name__)
@@ -109,7 +98,7 @@ class RemoteEngine:
         self.is_given_up = False
         """Whether the engine's process gave no sign of life for too long."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        hello: Hello = connection.recv()
+        hello: messages.Hello = connection.recv()
         self.vocab_size, self.end_tokens = hello
         self._silence = Silence()
         for work, name in ((self._read, "dsv3-remote-engine"), (self._send, "dsv3-remote-calls")):
@@ -128,7 +117,7 @@ class RemoteEngine:
         prompts: Sequence[Prompt],
         *,
         n: int = 1,
-        grammars: Sequence[GrammarStart] = (),
+        grammars: Sequence[messages.GrammarStart] = (),
         **settings: Any,
     ) -> list[EngineRequest]:
         """Does the same as :meth:`dsv3_jax.Engine.submit_all`."""
@@ -137,9 +126,8 @@ class RemoteEngine:
             number = next(self._numbers)
             handles[number] = EngineRequest(lambda _, number=number: self._cancel(number))
         self._open |= handles  # before the first of them can gain anything
-        submission = Submission(list(handles), list(prompts), grammars, {"n": n, **settings})
         try:
-            self._call("submit", submission)
+            self._call("submit", list(handles), list(prompts), grammars, {"n": n, **settings})
         except BaseException:
             for number in handles:
                 self._open.pop(number, None)
@@ -219,7 +207,8 @@ class RemoteEngine:
         self, method: str, *arguments: Any
     ) -> tuple[int, concurrent.futures.Future[Any]]:
         number, reply = next(self._numbers), concurrent.futures.Future[Any]()
-        content = ForkingPickler.dumps(Call(number, method, arguments))  # as Connection.send does
+        call = messages.Call(number, method, arguments)
+        content = ForkingPickler.dumps(call)  # as Connection.send does
         self._replies[number] = reply
         self._outgoing.put(content)
         if self._failure is not None:  # the reader may have ended before
@@ -238,15 +227,15 @@ class RemoteEngine:
             while True:
                 message = self._connection.recv()
                 self._silence.interrupt()
-                if isinstance(message, Gains):
+                if isinstance(message, messages.Gains):
                     self._in_loop(self._deliver, message)
-                elif isinstance(message, Reply):
+                elif isinstance(message, messages.Reply):
                     self._take(message)
-                elif isinstance(message, Alive):
+                elif isinstance(message, messages.Alive):
                     self._step_seconds = message.step_seconds
-                elif isinstance(message, Compiling):
+                elif isinstance(message, messages.Compiling):
                     self._compiling = message.program
-                elif isinstance(message, Failed):
+                elif isinstance(message, messages.Failed):
                     self._failure = EngineError(message.message)
         except (EOFError, OSError):
             pass
@@ -258,7 +247,7 @@ class RemoteEngine:
         if not self._is_closed and not self.is_given_up:
             self._on_loss()
 
-    def _take(self, reply: Reply) -> None:
+    def _take(self, reply: messages.Reply) -> None:
         future = self._replies.pop(reply.number, None)
         if future is None:
             return
@@ -277,12 +266,12 @@ class RemoteEngine:
                 return
         function(*arguments)
 
-    def _deliver(self, gains: Gains) -> None:
+    def _deliver(self, gains: messages.Gains) -> None:
         for gain in gains.gains:
             if (handle := self._open.get(gain.id)) is not None:
                 self._add(gain, handle)
 
-    def _add(self, gain: Gain, handle: EngineRequest) -> None:
+    def _add(self, gain: messages.Gain, handle: EngineRequest) -> None:
         handle.accepted_drafts += gain.accepted_drafts
         if gain.prompt_record is not None:
             handle.prompt_record = gain.prompt_record
@@ -331,9 +320,11 @@ class RemoteGrammars:
         """Compiles a grammar, unless it is cached. A GrammarError refuses it."""
         await asyncio.get_running_loop().run_in_executor(None, self._engine.compile, source)
 
-    def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> GrammarStart:
+    def start(
+        self, source: GrammarSource, prompt: Sequence[int] | None = None
+    ) -> messages.GrammarStart:
         """Returns a description of one answer's grammar, which the engine's process starts."""
-        return GrammarStart(source, prompt)
+        return messages.GrammarStart(source, prompt)
 
     def close(self) -> None:
         """Does nothing."""

@@ -8,20 +8,9 @@ from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
+from dsv3_jax.server.openai import sampling_fields
 from dsv3_jax.server.openai.body import Body, Json, without_refused
 from dsv3_jax.server.openai.response_input import InputItem, Status, messages_of
-from dsv3_jax.server.openai.sampling_fields import (
-    JsonObjectFormat,
-    Metadata,
-    MinP,
-    NamedSchema,
-    Priority,
-    RepetitionPenalty,
-    TemplateArguments,
-    TextFormat,
-    TopK,
-    Usage,
-)
 from dsv3_jax.server.openai.tool_types import (
     ResponseTool,
     ToolChoice,
@@ -38,7 +27,7 @@ _REFUSED = {
 }
 
 
-class JsonSchemaForm(NamedSchema):
+class JsonSchemaForm(sampling_fields.NamedSchema):
     """JSON that is valid under a schema."""
 
     type: Literal["json_schema"]
@@ -47,7 +36,10 @@ class JsonSchemaForm(NamedSchema):
         return GrammarSource.of_schema(self.schema_, field)
 
 
-Form = Annotated[TextFormat | JsonObjectFormat | JsonSchemaForm, Field(discriminator="type")]
+Form = Annotated[
+    sampling_fields.TextFormat | sampling_fields.JsonObjectFormat | JsonSchemaForm,
+    Field(discriminator="type"),
+]
 
 
 class TextSettings(Body):
@@ -83,18 +75,18 @@ class ResponsesRequest(Body):
     text: TextSettings | None = None
     stream: bool | None = None
     truncation: Literal["disabled"] | None = None
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: sampling_fields.TemplateArguments | None = None
 
     # Settings that vLLM added. The gateway smg sends them with every request.
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    priority: Priority | None = None
+    top_k: sampling_fields.TopK | None = None
+    min_p: sampling_fields.MinP | None = None
+    repetition_penalty: sampling_fields.RepetitionPenalty | None = None
+    priority: sampling_fields.Priority | None = None
 
     # Accepted and ignored: they change nothing about the text, and nothing is stored.
     store: bool | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    metadata: Metadata | None = None
+    metadata: sampling_fields.Metadata | None = None
     user: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
@@ -232,7 +224,7 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
     @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int) -> ResponseUsage:
+    def of(cls, usage: sampling_fields.Usage, reasoning_tokens: int) -> ResponseUsage:
         """Returns the usage in the shape of this endpoint."""
         cached = usage.prompt_tokens_details.cached_tokens
         return cls(
