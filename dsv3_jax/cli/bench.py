@@ -26,7 +26,6 @@ _RANGES = {
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ValueError(
             f"expected the packages of the extra serve ({how_to_install('serve')}), which has"

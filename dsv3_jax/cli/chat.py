@@ -57,9 +57,7 @@ class ChatModel(Protocol):
     """A model that answers."""
 
     @property
-    def model(self) -> str:
-        """Name of the model."""
-        ...
+    def model(self) -> str: ...
 
     def answer(self, messages: Sequence[Message]) -> Generator[Delta, None, None]:
         """Yields an answer as it arrives. Closing it ends the request."""

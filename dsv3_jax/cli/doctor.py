@@ -26,7 +26,6 @@ _TITLES = {
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
     report = examine(arguments.allocator)
     if arguments.collectives:
         report["collectives"] = probes.time_exchanges()

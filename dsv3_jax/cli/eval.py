@@ -34,7 +34,6 @@ _LENGTH = 1024
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
     began = time.perf_counter()
     check_weights(arguments)
     if arguments.resume and arguments.out is None:

@@ -25,7 +25,6 @@ from dsv3_jax.training.config import TrainingConfig
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
     source, destination = arguments.source, arguments.hf_directory
     with flags.naming("HF_DIR"):
         check_new(destination)

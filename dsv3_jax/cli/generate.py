@@ -23,7 +23,6 @@ _MAX_LEN_MULTIPLE = 256  # max_len is rounded up to a multiple, so that few leng
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
     settings = _settings(arguments)
     texts = read_prompts(arguments.prompts)
     if arguments.stream and len(texts) != 1:

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(arguments: argparse.Namespace) -> None:
-    """Serves until the process is told to end."""
     with (
         log_to_stderr(arguments.log_level),
         bind(arguments.host, arguments.port) as bound,
@@ -116,7 +115,6 @@ def make_engine(
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
-    """Loads the model and its tokenizer."""
     layout = loading.make_layout_from(arguments)
     if arguments.program_store is not None and jax.default_backend() == "cpu":
         # Programs from JAX's cache cannot be stored again, see ProgramStore.save.

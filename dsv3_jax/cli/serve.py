@@ -18,7 +18,6 @@ _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command until SIGTERM or Ctrl-C."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(

@@ -40,7 +40,6 @@ def results(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Returns lists with an entry per request."""
     return {
         "input_lens": [record.prompt_tokens for record in records],
         "output_lens": [record.output_tokens for record in records],

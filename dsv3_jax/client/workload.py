@@ -84,7 +84,6 @@ async def closed_loop(send: Send, count: int, concurrency: int) -> list[RequestR
 
 
 def load_name(rate: float | None, concurrency: int | None) -> str:
-    """Returns a short description of a load."""
     if concurrency is not None:
         return f"{concurrency} at a time"
     assert rate is not None

@@ -107,7 +107,6 @@ class TextTracker:
         self.extend(tokens)
 
     def _add(self, tokens: Sequence[int]) -> None:
-        """Adds a block of tokens."""
         window, settled = self._extended(tokens)
         state, begin = self._state, None
         if self._stop is not None and len(self.tokens) >= self._min_tokens:

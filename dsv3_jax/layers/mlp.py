@@ -44,7 +44,6 @@ class MLP(nnx.Module):
         )
 
     def _hidden(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
-        """Returns ``silu(gate x) * up x``."""
         gate, up = self.gate_proj, self.up_proj
         if type(gate) is not Linear or type(up) is not Linear:  # replaced
             return silu_and_multiply(gate(x), up(x))

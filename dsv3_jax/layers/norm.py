@@ -20,7 +20,6 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """Returns the norm of ``x``."""
         return rms_norm(x, self.weight[...], eps=self.eps)
 
     def add_and_norm(
@@ -40,7 +39,6 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """Returns the norm of ``x``."""
         y = x.astype(jnp.float32)
         y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)

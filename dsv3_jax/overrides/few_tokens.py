@@ -231,7 +231,6 @@ class FewTokens:
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
     ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
-        """Does :meth:`DecoderLayer.forward_cached`."""
         valid = join_tokens([cache.valid for cache in caches])
         queries = self.queries(layer, x, rotation, caches, forms)
         if queries is not None:

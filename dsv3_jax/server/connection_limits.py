@@ -150,13 +150,11 @@ class UnreadAnswers:
         self._unread: dict[asyncio.Transport, _Unread] = {}
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
         while True:
             await asyncio.sleep(self._interval)
             self.look()
 
     def look(self) -> None:
-        """Looks at all connections once."""
         before, self._unread = self._unread, {}
         for transport in self._transports():
             size = unread_bytes(transport)

@@ -216,7 +216,6 @@ class Grammars:
         )
 
     def close(self) -> None:
-        """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _matcher(self, source: GrammarSource) -> llguidance.LLMatcher:
@@ -281,7 +280,6 @@ class AnswerGrammar:
         self._free = free
 
     def mask(self) -> np.ndarray:
-        """Returns the tokens that may come next."""
         if self._part == "reasoning":
             return self._free.words
         words = np.zeros_like(self._free.words)
@@ -292,7 +290,6 @@ class AnswerGrammar:
         return words
 
     def accept(self, token: int) -> None:
-        """Takes the token that came next."""
         if self._part == "reasoning":
             if token == self._end:
                 self._part = "content"

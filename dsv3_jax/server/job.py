@@ -60,7 +60,6 @@ class Job:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def completions(self) -> list[Completion]:
-        """Waits for all completions."""
         try:
             completions = await asyncio.gather(*(h.async_result() for h in self.handles))
         except _FAILURES as error:
@@ -92,7 +91,6 @@ class Job:
 
 
 async def _checked(handle: EngineRequest) -> AsyncGenerator[Piece, None]:
-    """Yields the pieces of one completion."""
     try:
         async with contextlib.aclosing(aiter(handle)) as pieces:
             async for piece in pieces:
@@ -103,7 +101,6 @@ async def _checked(handle: EngineRequest) -> AsyncGenerator[Piece, None]:
 
 
 def _failed(error: Exception) -> ApiError:
-    """Returns the error of a completion that failed."""
     if isinstance(error.__cause__, GrammarError):
         return ApiError.of_engine(error.__cause__, "prompt")
     return engine_failed(error)

@@ -88,7 +88,6 @@ class Metrics:
                 self._time_per_token.observe((times.end - times.first_token) / (tokens - 1))
 
     def add(self, figures: Collector) -> None:
-        """Adds figures of another part of the server."""
         self._registry.register(figures)
 
     def text(self) -> bytes:
@@ -126,8 +125,6 @@ class Figures(Collector):
 
 
 class _EngineFigures(Figures):
-    """Figures of the engine."""
-
     def __init__(self, engine: Engine | RemoteEngine, model_name: str, page_size: int):
         super().__init__(model_name)
         self._engine = engine

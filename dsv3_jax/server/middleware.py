@@ -27,11 +27,9 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Reads keys from a file, see :func:`read_keys`."""
         return cls(read_keys(path))
 
     def has(self, key: str) -> bool:
-        """Returns whether ``key`` is one of the keys."""
         digest = _digest(key)
         # All keys are compared, so that the time does not depend on which one it is.
         return sum([hmac.compare_digest(digest, each) for each in self._digests]) > 0

@@ -59,8 +59,6 @@ class PrefillCounts:
 
 
 class PrefillFigures(Figures):
-    """The figures in /metrics."""
-
     def __init__(self, counts: PrefillCounts, model_name: str):
         super().__init__(model_name)
         self._counts = counts
@@ -200,7 +198,6 @@ class _Answer(Response):
         await asyncio.shield(asyncio.to_thread(self._lease.close))
 
     async def _send(self, send: Send) -> None:
-        """Sends the pages as they come."""
 
         async def send_frame(frame: bytes) -> None:
             await send({"type": "http.response.body", "body": frame, "more_body": True})

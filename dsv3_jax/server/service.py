@@ -58,7 +58,6 @@ class Admission:
         self.open += count
 
     def leave(self, count: int) -> None:
-        """Closes completions."""
         self.open -= count
         assert self.open >= 0, "more completions were closed than opened"
 
@@ -174,7 +173,6 @@ class Service:
             )
 
     async def in_thread(self, function: Callable[[], T], pool: Pool) -> T:
-        """Runs ``function`` in one of the server's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads[pool], function)
 
     async def submit(

@@ -233,7 +233,6 @@ def _properties(schema: Schema) -> tuple[dict[str, Any], set[str]]:
 
 
 def _list(schema: Schema, key: str) -> list[Any]:
-    """Returns the elements of a list in a schema."""
     value = schema[key]
     if not (isinstance(value, list) and value):
         raise ValueError(f"tools: expected a list with elements as {key}, got {value!r:.80}")
@@ -267,7 +266,6 @@ def _whole(pattern: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text as a literal."""
     return json.dumps(text, ensure_ascii=False)
 
 

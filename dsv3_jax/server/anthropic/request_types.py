@@ -207,7 +207,6 @@ class CountRequest(Body):
         return tool_settings(by_type[choice.type], self.tools, parallel)
 
     def conversation(self) -> Conversation:
-        """Returns the conversation."""
         system = join_text(self.system or "")
         messages = [{"role": "system", "content": system}] if system else []
         for message in _turns(self.messages):
@@ -263,5 +262,4 @@ def _turns(messages: Sequence[InputMessage]) -> Iterator[InputMessage]:
 
 
 def join_text(content: str | Sequence[TextBlock]) -> str:
-    """Returns the text of blocks."""
     return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -143,7 +143,6 @@ class _Outbox:
         self._is_closed = False
 
     def add(self, ids: Sequence[int], handles: Sequence[EngineRequest]) -> None:
-        """Follows new requests."""
         with self._changed:
             self._open |= {i: _OpenRequest(i, h) for i, h in zip(ids, handles, strict=True)}
         for i, handle in zip(ids, handles, strict=True):
@@ -213,7 +212,6 @@ class _OpenRequest:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing has been sent yet."""
         return not self._pieces
 
     def failed(self, error: Exception) -> messages.Gain:
@@ -224,7 +222,6 @@ class _OpenRequest:
         )
 
     def gain(self) -> messages.Gain | None:
-        """Returns what is new, or None."""
         error = self.handle.error  # first: what came before the error is sent with it
         pieces = self.handle.pieces_from(self._pieces)
         if not pieces and error is None:

@@ -108,7 +108,6 @@ class PortableError(NamedTuple):
         return cls(kind, str(error), None if cause is None else cls.of(cause))
 
     def exception(self) -> Exception:
-        """Returns the exception."""
         error = _KINDS.get(self.kind, RuntimeError)(self.message)
         if self.cause is not None:
             error.__cause__ = self.cause.exception()

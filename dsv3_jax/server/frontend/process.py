@@ -65,12 +65,10 @@ class HttpProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.is_alive()
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the engine's programs are being compiled."""
         return self._host.is_warming_up
 
     def wait(self) -> int:
@@ -80,7 +78,6 @@ class HttpProcess:
         return status if status in (0, 1) else 1
 
     def end(self, *_: Any) -> None:
-        """Asks the process to finish its requests and to end."""
         if self._process.is_alive() and self._process.pid is not None:
             self._process.terminate()
 
@@ -111,7 +108,6 @@ def run_with_http_process(
 def _serve_http(
     connection: Connection, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
 ) -> None:
-    """The body of the process."""
     # The engine's process owns the devices. This one computes nothing.
     jax.config.update("jax_platforms", "cpu")
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -44,7 +44,6 @@ class Silence:
         self._thread.start()
 
     def interrupt(self) -> None:
-        """Notes that a message came."""
         self._messages += 1
 
     @property
@@ -55,7 +54,6 @@ class Silence:
         return seconds if is_long else 0.0
 
     def end(self) -> None:
-        """Ends the thread."""
         self._has_ended.set()
 
     def look(self) -> None:
@@ -65,7 +63,6 @@ class Silence:
         self._seen = messages
 
     def _run(self) -> None:
-        """The body of the thread."""
         while not self._has_ended.wait(LOOK_SECONDS):
             self.look()
 

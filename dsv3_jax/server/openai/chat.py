@@ -141,7 +141,6 @@ class ChatRequest(SamplingFields):
         return {**super().text_forms(), "response_format": self.response_format}
 
     def conversation(self) -> Conversation:
-        """Returns the conversation."""
         return Conversation(
             messages=[message.for_template() for message in self.messages],
             arguments=self.chat_template_kwargs or {},
@@ -241,8 +240,6 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "chatcmpl-"
 
     def __init__(self, request: Request, body: ChatRequest, submitted: SubmittedConversation):

@@ -146,8 +146,6 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "cmpl-"
 
     def __init__(self, request: Request, body: CompletionRequest, prompts: list[Prompt], job: Job):

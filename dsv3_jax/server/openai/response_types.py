@@ -117,7 +117,6 @@ class ResponsesRequest(Body):
         return self
 
     def conversation(self) -> Conversation:
-        """Returns the conversation."""
         if isinstance(self.input, str):
             messages = [{"role": "user", "content": self.input}]
         else:

@@ -46,12 +46,10 @@ class ItemStream:
         self._sequence_number = -1
 
     def event(self, kind: str, **fields: Any) -> ResponseEvent:
-        """Returns the next event."""
         self._sequence_number += 1
         return ResponseEvent(type=kind, sequence_number=self._sequence_number, **fields)
 
     def add(self, events: Sequence[Event]) -> Iterator[ResponseEvent]:
-        """Yields the events for new parts of the answer."""
         for event in events:
             match event:
                 case Content(text):
@@ -139,8 +137,6 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "resp_"
 
     def __init__(self, request: Request, body: ResponsesRequest, submitted: SubmittedConversation):

@@ -84,7 +84,6 @@ class NamedTool(Body):
 
     @property
     def called(self) -> str | None:
-        """The name of the function."""
         return self.function.name if self.function else self.name
 
 

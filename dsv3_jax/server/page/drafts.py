@@ -54,8 +54,6 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "spans-"
 
     def __init__(self, request: Request, body: ChatRequest, submitted: SubmittedConversation):

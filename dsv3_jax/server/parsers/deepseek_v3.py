@@ -43,6 +43,5 @@ class DeepSeekV31Parser(DeepSeekV3Parser):
 
     @staticmethod
     def read_header(header: str) -> tuple[str, str | None] | None:
-        """Returns the name."""
         name = function_name(header)
         return (name, None) if name else None

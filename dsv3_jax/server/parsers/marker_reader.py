@@ -90,7 +90,7 @@ class MarkerReader:
 
 
 class SpecialTokenFilter:
-    """Follows one text."""
+    """Leaves out the special tokens of one text."""
 
     def __init__(self, tokens: Sequence[str]):
         markers = Markers.of(tuple(tokens))
