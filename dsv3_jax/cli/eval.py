@@ -149,14 +149,9 @@ def _sum(
 
 
 def _progress(ends: Sequence[int], done: int, nats: float, first: int, seconds: float) -> str:
-    """Returns a line of progress.
-
-    Args:
-      ends: number of tokens in the first 0, 1, 2, ... batches.
-      done: number of batches whose sum is ``nats``.
-      first: the first batch of this command, which includes compilation.
-      seconds: since its end.
-    """
+    """Returns a line of progress: ``done`` batches have the sum ``nats``, and took N ``seconds``
+    since the end of the first one of this command, which includes compilation. ``ends`` has the
+    number of tokens in the first 0, 1, 2, ... batches."""
     line = f"{done} of {_batches(len(ends) - 1)}, {nats / ends[done]:.4f} nats per token so far"
     if timed := ends[done] - ends[first + 1]:
         remaining = seconds / timed * (ends[-1] - ends[done])

@@ -31,14 +31,8 @@ def add_fields(
     descriptions: Mapping[str, str],
     defaults: Mapping[str, str],
 ) -> None:
-    """Adds a flag ``--some-name`` for each field ``some_name``.
-
-    Args:
-      title: title of the flags' group in the help.
-      settings: a dataclass.
-      descriptions: help text of each field, without its default.
-      defaults: default to show for a field, where it is not the dataclass's own.
-    """
+    """Adds a flag ``--some-name`` for each field ``some_name`` of a dataclass of settings, in a
+    group. ``defaults`` has those to show where they are not the dataclass's own."""
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):

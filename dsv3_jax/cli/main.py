@@ -76,13 +76,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
-    """Runs one command and returns its exit status.
-
-    Args:
-      arguments: the words after ``dsv3``. None takes those of the process.
-      interrupts: handler of Ctrl-C, if the command has the process to itself. Then the command also
-        sets JAX's allocator.
-    """
+    """Runs one command, the words after ``dsv3``, and returns its exit status. A command that has
+    the process to itself has a handler of Ctrl-C, ``interrupts``, and sets JAX's allocator."""
     parsed = parser().parse_args(arguments)
     parsed.allocator = allocator.describe(os.environ)
     if interrupts is not None:

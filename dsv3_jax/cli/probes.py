@@ -39,16 +39,9 @@ class Probe(NamedTuple):
 
 
 def examine(*, timed: bool = False) -> dict[str, str]:
-    """Runs all probes.
-
-    Args:
-      timed: whether the outcome of a back-end that works has its time.
-
-    Returns:
-      The outcome of each back-end, by ``"operation: back-end"``: "works" if the result agrees with
-      the reference, "refused" with the back-end's reason, "wrong" with the difference, or "fails"
-      with the exception.
-    """
+    """Runs all probes. Returns the outcome of each back-end, by ``"operation: back-end"``: "works",
+    with its time if ``timed``, if the result agrees with the reference, "refused" with the reason,
+    "wrong" with the difference, or "fails" with the exception."""
     outcomes: dict[str, str] = {}
     for probe in probes():
         backends = importlib.import_module(f"pallas_kernels.{probe.op}.api").BACKENDS

@@ -28,16 +28,8 @@ def run_generation(
     max_len: int,
     settings: dict[str, Any],
 ) -> None:
-    """Completes prompts that were checked against the model's config and tokenizer.
-
-    Args:
-      arguments: the command's flags.
-      config: the model's.
-      texts: the prompts as text.
-      prompts: the prompts as token ids.
-      max_len: positions of the cache, for prompt and completion together.
-      settings: keyword arguments of :meth:`Generator.generate`.
-    """
+    """Completes prompts, as texts and ids, that were checked against the model's config and
+    tokenizer, with settings of :meth:`Generator.generate`."""
     DraftPlan.read(settings["draft"], settings["draft_depth"], config)
     compile_cache.enable(arguments.compile_cache)
     layout = loading.make_layout_from(arguments)

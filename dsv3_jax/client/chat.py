@@ -23,17 +23,9 @@ class Delta(NamedTuple):
 
 
 class ChatServer:
-    """A server with OpenAI's API.
-
-    Args:
-      url: of the server, without ``/v1``.
-      model: id of the model; None takes the first one that the server lists.
-      api_key: key that the server expects, or None.
-      settings: further fields of each request.
-
-    Raises:
-      ValueError: there is no such server.
-    """
+    """A server with OpenAI's API at an address without ``/v1``. Its first model answers if none is
+    named, with ``settings`` as further fields of each request. Raises ValueError if there is no
+    server."""
 
     def __init__(
         self, url: str, model: str | None, api_key: str | None, settings: dict[str, Any]

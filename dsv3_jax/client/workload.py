@@ -28,17 +28,9 @@ class Workload:
     def of(
         cls, trace: Trace, count: int | None, *, scale: float, max_len: int, vocab_size: int
     ) -> Workload:
-        """Returns the first requests of a trace.
-
-        A request that is longer than ``max_len`` loses tokens of its output until half of
-        ``max_len`` is left, and then the end of its prompt.
-
-        Args:
-          count: number of requests; None takes all.
-          scale: factor of prompt and output lengths, for small models.
-          max_len: most tokens of a prompt and its output together.
-          vocab_size: prompts have ids below it.
-        """
+        """Returns the first ``count`` requests of a trace, or all, with lengths times ``scale`` and
+        ids below ``vocab_size``. One that is longer than ``max_len`` loses tokens of its output
+        until half of it is left, and then the end of its prompt."""
         prompts, outputs, shortened = [], [], 0
         for i, request in enumerate(trace.requests[:count]):
             prompt = trace.prompt(i, vocab_size)

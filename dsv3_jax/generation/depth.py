@@ -44,16 +44,14 @@ class _Acceptance:
 
 
 class DraftDepth:
-    """Chooses how many drafts a request verifies in its next step, from its own acceptance.
+    """Chooses how many drafts a request verifies in its next step, at most ``most``, from its own
+    acceptance.
 
     Drafts are verified as far as ``a_1 ... a_j`` is large enough. A request whose drafts are
     rejected verifies none, except in probes, which verify one draft more.
 
     Results may be observed any number of steps late. The choice depends only on tokens of the past,
     and each depth preserves the model's distribution, so the choices do too.
-
-    Args:
-      most: greatest depth.
     """
 
     def __init__(self, most: int):

@@ -58,13 +58,8 @@ class DecoderLayer(nnx.Module):
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
     ) -> tuple[Float[Array, "_ _ D"], LayerPages, RoutingStats | None]:
-        """Runs new tokens on one device, after the cached ones of their sequences.
-
-        Args:
-          x: the tokens of all batches, see :func:`join_tokens`.
-          caches: one for each batch. All have the same page arrays.
-          forms: one for each batch.
-        """
+        """Runs new tokens on one device, after the cached ones of their sequences. Tokens, caches
+        and forms are those of :meth:`Attention.extend_batches`."""
         valid = join_tokens([cache.valid for cache in caches])  # [B, T], or [1, N] of all batches
         normed = self.input_layernorm(x)  # [B, T, D]
         attended, pages = self.self_attn.extend_batches(normed, rotation, caches, forms)

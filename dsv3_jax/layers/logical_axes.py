@@ -136,16 +136,9 @@ def parameter_shardings(
 
 
 def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None = None) -> None:
-    """Checks that layers of this shape can run on ``layout``, whatever their parameters.
-
-    Args:
-      expert_slots: number of expert slots of a layer. By default each expert has one.
-
-    Raises:
-      ValueError: heads do not divide over the devices, the rules shard an axis that layers do not
-        reduce over, or the experts do not fit the exchange.
-      NotImplementedError: the platform lacks the exchange.
-    """
+    """Raises ValueError if layers of this shape, with this number of slots of experts (by default
+    one of each), cannot run on ``layout``, and NotImplementedError if the platform lacks the
+    exchange."""
     heads, devices = config.num_attention_heads, layout.num_shards("heads")
     if heads % devices:
         raise ValueError(

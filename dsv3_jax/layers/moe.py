@@ -39,15 +39,9 @@ class Experts(nnx.Module):
     def __call__(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> Float[Array, "MK D"]:
-        """Runs the MLP of every expert on the tokens that chose it.
-
-        Args:
-          rows: index into ``tokens`` of each (token, expert) pair, with the pairs sorted by expert.
-          group_sizes: number of pairs of each expert.
-
-        Returns:
-          One output per pair, in the order of ``rows``.
-        """
+        """Runs the MLP of every expert on the tokens that chose it. ``rows`` has the index into
+        ``tokens`` of each (token, expert) pair, sorted by expert, and ``group_sizes`` the pairs of
+        each expert. Returns one output per pair, in the order of ``rows``."""
         if self.gate_proj.uses_float8_activations(len(rows)):
             return self._float8(tokens, rows, group_sizes).astype(tokens.dtype)
         tokens = gather_rows(tokens, rows)
@@ -124,11 +118,8 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], RoutingStats]:
-        """Returns the layer's output and its routing.
-
-        Args:
-          valid: False for padding, which goes to no expert and whose output is undefined.
-        """
+        """Returns the layer's output and its routing. Padding, where ``valid`` is False, goes to no
+        expert, and its output is undefined."""
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
         routes = self.gate(tokens, valid)

@@ -148,14 +148,10 @@ class PageShard(NamedTuple):
 def append(
     new: Mapping[str, Shaped[Array, "B T _"]], cache: LayerCache, layout: Layout | None
 ) -> tuple[LayerCache, PageShard]:
-    """Writes T new tokens per sequence after the cached ones, if they belong to this device.
-
-    Returns the cache with the new tokens, and this device's part of each sequence.
-
-    Args:
-      new: what each page array stores for the new tokens. For a scaled array these are the bytes
-        that :func:`~pallas_kernels.sparse_index.scaled_pages.token_bytes` returns.
-    """
+    """Writes T new tokens per sequence, by the names of their page arrays, after the cached ones if
+    they belong to this device. Those of a scaled array are bytes of
+    :func:`~pallas_kernels.sparse_index.scaled_pages.token_bytes`. Returns the cache, and this
+    device's part of each sequence."""
     shard = PageShard.of_device(layout, cache.page_size)
     T = cache.valid.shape[1]
     is_local, positions = shard.local_positions(cache.starts[:, None] + jnp.arange(T))

@@ -35,16 +35,9 @@ def create_app(
     sender: Sender | None = None,
     remote: RemotePrefill | None = None,
 ) -> FastAPI:
-    """Returns the application of a server.
-
-    It compiles the engine's programs when it starts, and shuts the engine down when it ends.
-
-    Args:
-      engine: runs in a thread of its own, or in another process, but not with the last two.
-      tokenizer: the model's.
-      sender: gives pages to decode servers; None if this is no prefill server.
-      remote: the engine's source of pages on prefill servers, or None.
-    """
+    """Returns the application of a server, which compiles the engine's programs when it starts, and
+    shuts the engine down when it ends. On prefill servers ``sender`` gives pages to decode servers,
+    on which ``remote`` is the engine's source of pages; both need the engine in this process."""
     service = Service(
         engine, tokenizer, settings, remote=remote, is_prefill_server=sender is not None
     )

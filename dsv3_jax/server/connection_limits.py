@@ -34,13 +34,8 @@ MAX_HEADERS = 128
 
 
 class HeaderLimit(HttpToolsProtocol):
-    """A connection.
-
-    Args:
-      seconds: longest time without a request: after the connection was made, and after each
-        response, the headers of the next request have to be complete within it.
-      settings: of uvicorn's protocol.
-    """
+    """A connection that is closed after N ``seconds`` without a request: after it was made, and
+    after each response, the headers of the next request have to be complete within this time."""
 
     def __init__(self, *, seconds: float, **settings: Any):
         super().__init__(**settings)

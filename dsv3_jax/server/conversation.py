@@ -60,15 +60,9 @@ class Conversation:
     def encode(
         self, tokenizer: Tokenizer, max_len: int, *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Returns the ids of the conversation. Text never becomes a control token.
-
-        Args:
-          max_len: a conversation that cannot have at most so many tokens is not encoded.
-
-        Raises:
-          ValueError: there is no template, it refuses the messages, does not read an argument, or
-            they are too long.
-        """
+        """Returns the ids of the conversation, at most ``max_len``. Text never becomes a control
+        token. Raises ValueError if there is no template, it refuses the messages, does not read an
+        argument, or they are too long."""
         tools = {"tools": list(self.tools)} if self.tools else {}
         messages = _with_readable_calls(self.messages, tokenizer.chat_template or "")
         arguments = {

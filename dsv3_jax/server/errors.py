@@ -85,16 +85,9 @@ _MESSAGES_TYPES = {
 
 
 class ApiError(Exception):
-    """An error that the client sees.
-
-    Args:
-      status: HTTP status.
-      message: one line.
-      kind: OpenAI's type of the error.
-      param: field of the body that caused it.
-      code: OpenAI's code, for programs.
-      headers: further headers of the response.
-    """
+    """An error that the client sees: an HTTP status, a message of one line, OpenAI's type of the
+    error (``kind``), the field of the body that caused it (``param``), and OpenAI's code, for
+    programs."""
 
     def __init__(
         self,

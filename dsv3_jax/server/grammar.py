@@ -255,14 +255,9 @@ class Grammars:
 
 class AnswerGrammar:
     """Decides which tokens of one answer may come next, as :class:`dsv3_jax.engine.Grammar` asks.
-
-    Args:
-      matcher: at the beginning of the answer.
-      field: name of the body's field, for errors.
-      begins_in: part in which the answer begins, see :class:`ReasoningParser`.
-      tags: tokens that begin and end reasoning.
-      free: tokens that reasoning may have.
-    """
+    The matcher is at the beginning of the answer, which begins in one of the parts of
+    :class:`ReasoningParser`. ``tags`` begin and end reasoning, which may have the tokens
+    ``free``."""
 
     def __init__(
         self,

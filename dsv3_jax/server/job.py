@@ -17,12 +17,8 @@ _FAILURES = EngineError, RequestError, NonFiniteLogitsError
 
 
 class Job:
-    """The completions of one HTTP request: ``n`` for each of its prompts, in order.
-
-    Args:
-      handles: their requests in the engine.
-      on_close: called once, when nobody waits for them any more.
-    """
+    """The completions of one HTTP request: ``n`` for each of its prompts, in order. ``on_close`` is
+    called once, when nobody waits for them any more."""
 
     def __init__(self, handles: Sequence[EngineRequest], on_close: Callable[[Job], None]):
         self.handles = list(handles)

@@ -50,11 +50,7 @@ def read_keys(path: Path) -> list[str]:
 
 class ApiKeyCheck:
     """ASGI middleware that answers requests without a valid key with status 401, before their
-    bodies are read.
-
-    Args:
-      keys: the valid keys. They are sent as ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``.
-    """
+    bodies are read. Keys are sent as ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys):
         self._app = app
@@ -90,12 +86,8 @@ _DISCARDED_BYTES = 16 * 2**20
 
 
 class BodyLimit:
-    """ASGI middleware that reads a request's body before the application sees the request.
-
-    Args:
-      max_bytes: larger bodies get status 413.
-      seconds: bodies that take longer get status 408.
-    """
+    """ASGI middleware that reads a request's body before the application sees the request. Bodies
+    that are larger get status 413, and those that take longer 408."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float):
         self._app = app

@@ -35,15 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """A thread that looks at the engine at least once a second. A context manager.
-
-    It needs neither the event loop nor the engine's thread, which may both be blocked.
-
-    Args:
-      end: asks the server to end.
-      exit_now: ends the process.
-      seconds: time between the two.
-    """
+    """A thread that looks at the engine at least once a second, and needs neither the event loop
+    nor the engine's thread, which may both be blocked. A context manager. ``end`` asks the server
+    to end, and so many seconds later ``exit_now`` ends the process."""
 
     def __init__(
         self,

@@ -72,13 +72,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 
 
 class EventStream(Response):
-    """A response of server-sent events that ends when its client goes away.
-
-    Args:
-      events: bodies of the events. An error that it raises becomes the last one.
-      close: called at the end, however the stream ends.
-      event_format: that of the API.
-    """
+    """A response of server-sent events that ends when its client goes away. An error of the events
+    becomes the last one. ``close`` is called at the end, however the stream ends."""
 
     def __init__(
         self,

@@ -49,14 +49,10 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TextGrowth:
-    """Follows a text that grows token by token: where each token begins, and what it adds.
-
-    A character of several tokens belongs to the last of them, as in vLLM; the others add nothing.
-    So do special tokens, which the text leaves out. Joined, the additions are the text.
-
-    Args:
-      shows_special: whether the text has special tokens, as that of answers with tools.
-    """
+    """Follows a text that grows token by token: where each token begins, and what it adds. Joined,
+    the additions are the text: a character of several tokens belongs to the last of them, as in
+    vLLM, and special tokens add nothing unless the text ``shows_special``, as that of answers with
+    tools."""
 
     def __init__(self, tokenizer: Tokenizer, *, shows_special: bool = False):
         self._tokenizer = tokenizer

@@ -17,17 +17,9 @@ from dsv3_jax.server.parsers.tool_parser import (
 
 
 class AnswerParser:
-    """Follows one answer.
-
-    Args:
-      reasoning: parser of the reasoning.
-      tools: parser of tool calls; None if there are no tools. Then the text contains no special
-        tokens.
-      special_tokens: texts of special tokens, which are left out after parsing.
-      parallel: whether there may be several tool calls. Otherwise the first one counts alone.
-      required: whether a grammar makes the answer consist of calls. Then an unfinished call at its
-        end is left out.
-    """
+    """Follows one answer: its reasoning, its tool calls if there are tools, and special tokens,
+    which are left out. Without ``parallel`` calls the first one counts alone. If a grammar makes
+    the answer consist of calls (``required``), an unfinished one at its end is left out."""
 
     def __init__(
         self,

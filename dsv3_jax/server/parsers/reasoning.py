@@ -28,13 +28,9 @@ class Parts:
 
 
 class ReasoningParser:
-    """Follows one text.
-
-    Args:
-      state: part in which the text begins. ``"undecided"`` means that it is reasoning if it begins
-        with ``<think>``, after white space at most.
-      ends: markers that end reasoning in place of ``</think>``, and belong to the content.
-    """
+    """Follows one text that begins in a part. An undecided one is reasoning if it begins with
+    ``<think>``, after white space at most. The markers ``ends`` end reasoning too, and belong to
+    the content."""
 
     def __init__(self, state: Part, ends: Sequence[str] = ()):
         self._state: Part = state
