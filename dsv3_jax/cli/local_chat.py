@@ -15,7 +15,7 @@ from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.client.chat import Delta, Message
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
-from dsv3_jax.server.parsers.reasoning import ReasoningParser
+from dsv3_jax.server.parsers.answer_parser import ReasoningParser
 
 
 class LocalChat:

@@ -14,8 +14,7 @@ from dsv3_jax.cli.flags import read_api_key
 from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.client.completions import CompletionClient, RequestRecord, ServedModel
-from dsv3_jax.client.results import details, results
-from dsv3_jax.client.workload import Workload, closed_loop, load_name, open_loop
+from dsv3_jax.client.workload import Workload, closed_loop, details, load_name, open_loop, results
 from dsv3_jax.traces import TRACES, Trace, fixed
 from dsv3_jax.words import counted
 

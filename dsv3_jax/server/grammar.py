@@ -24,7 +24,7 @@ import llguidance
 import numpy as np
 
 from dsv3_jax.generation.request import TokenMask
-from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
+from dsv3_jax.server.parsers.answer_parser import BEGIN, END, Part, ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import TOOL_PARSERS
 from dsv3_jax.tokenizer import Tokenizer
 

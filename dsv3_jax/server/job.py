@@ -11,7 +11,6 @@ from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
 from dsv3_jax.server.grammar import GrammarError
-from dsv3_jax.server.metrics import Metrics
 
 _FAILURES = EngineError, RequestError, NonFiniteLogitsError
 
@@ -67,17 +66,6 @@ class Job:
     def completion(self, index: int) -> Completion:
         """Returns a completion that is at its end."""
         return self.handles[index].result(0)
-
-    def observe(self, index: int, metrics: Metrics) -> None:
-        """Adds a completion to the figures, however it ended. One that is not at its end is about
-        to be cancelled."""
-        handle = self.handles[index]
-        if handle.error is not None:
-            metrics.count("error")
-        elif handle.is_done:
-            metrics.observe(handle, self.completion(index))
-        else:
-            metrics.count("abort")
 
     def close(self) -> None:
         """Cancels what is not at its end. Further calls do nothing."""

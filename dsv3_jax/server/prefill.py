@@ -45,16 +45,11 @@ _POLL_SECONDS = 0.002
 class PrefillCounts:
     """Figures of a prefill server. The event loop writes them."""
 
-    prompts: int = 0
-    """Prompts whose pages were asked for."""
-    pages: int = 0
-    """Pages that were sent or offered."""
-    num_bytes: int = 0
-    """Bytes of their contents."""
-    missing_pages: int = 0
-    """Pages that were not found in host memory although they had been computed."""
-    interrupted: int = 0
-    """Answers that ended early: the decode server went away, or its time was over."""
+    prompts: int = 0  # whose pages were asked for
+    pages: int = 0  # that were sent or offered
+    num_bytes: int = 0  # of their contents
+    missing_pages: int = 0  # that were not found in host memory although they had been computed
+    interrupted: int = 0  # answers; the decode server went away, or its time was over
     open_answers: int = 0
 
 

@@ -275,8 +275,13 @@ class Service:
         self._jobs.discard(job)
         self.admission.leave(len(job.handles))
         loop = asyncio.get_running_loop()
-        for i, handle in enumerate(job.handles):
-            job.observe(i, self.metrics)
+        for handle in job.handles:
+            if handle.error is not None:
+                self.metrics.count("error")
+            elif handle.is_done:
+                self.metrics.observe(handle, handle.result(0))
+            else:
+                self.metrics.count("abort")
             if not handle.is_done:
                 # In a thread, because the engine's lock may be taken for some milliseconds.
                 loop.run_in_executor(self._threads["calls"], handle.cancel)

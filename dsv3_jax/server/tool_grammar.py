@@ -274,10 +274,7 @@ def tool_call_grammar(
 ) -> GrammarSource:
     """Returns the source of answers that consist of calls of these tools."""
     parser = find_tool_parser(tokenizer)
-
-    def rule(text: str) -> str:
-        return _rule(tokenizer, text)
-
+    rule = functools.partial(_rule, tokenizer)
     if parser is DeepSeekV32Parser:
         text = dsml_grammar(rule, [tool["function"] for tool in tools], parallel=parallel)
         return GrammarSource("lark", text, "tools", is_trusted=True)
