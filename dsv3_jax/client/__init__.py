@@ -3,8 +3,8 @@
 In the order a measurement moves through it:
 
 =============== ========================================================================
-workload.py     the requests of a trace, fitted to the served model; Poisson arrivals or N at a time;
-                throughput and latencies, with the field names of ``vllm bench serve``
+workload.py     the requests of a trace, fitted to the served model; arrivals at a rate or N at a
+                time; throughput and latencies, with the names of ``vllm bench serve``
 completions.py  one streamed request to /v1/completions, and the times of its chunks
 chat.py         a conversation with /v1/chat/completions, without other packages
 =============== ========================================================================
