@@ -116,12 +116,8 @@ def check_weights(arguments: argparse.Namespace) -> None:
 def check_ranges(
     arguments: argparse.Namespace, ranges: Mapping[str, tuple[str, type, *tuple[float, ...]]]
 ) -> None:
-    """Raises ValueError for a value out of its range. Those that were not given have none.
-
-    Args:
-      ranges: by the name of the argument, what :func:`check` takes: a description, a type, the
-        least value and, if there is one, the largest.
-    """
+    """Raises ValueError for a value that was given and is out of its range: by its name, the
+    arguments of :func:`check` after the value."""
     for name, limits in ranges.items():
         value = getattr(arguments, name)
         for each in value if isinstance(value, list) else [value]:

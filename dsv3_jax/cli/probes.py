@@ -178,11 +178,8 @@ _LAYERS, _REPEATS = 16, 5
 
 def time_exchanges() -> dict[str, str]:
     """Returns the microseconds per layer of each exchange, and the fastest one, by tokens per
-    device.
-
-    The tokens are bfloat16, on a CPU float32. Experts are chosen at random and return their input.
-    Float8 dispatch is timed too, but never proposed, because it changes results.
-    """
+    device. They are bfloat16, on a CPU float32. Experts are chosen at random and return their
+    input. Float8 dispatch is timed, but never proposed, because it changes results."""
     if jax.device_count() == 1:
         return {"exchange": "nothing to measure: one device"}
     hidden = _HIDDEN_ON_CPU if jax.default_backend() == "cpu" else _HIDDEN

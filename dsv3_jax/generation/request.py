@@ -86,11 +86,8 @@ def num_words(vocab_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt with its settings.
-
-    Raises:
-      ValueError: a setting is out of range. The message contains its name and value, and the range.
-    """
+    """One prompt with its settings. Raises ValueError for a setting that is out of range, with its
+    name."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = DEFAULT_NEW_TOKENS

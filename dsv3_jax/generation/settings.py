@@ -65,15 +65,10 @@ def check(
 
 
 def check_settings(**settings: Any) -> None:
-    """Checks settings of :meth:`Generator.generate`, given by name with the value for one prompt.
-
-    ``stop`` is a string or a collection of strings, and lists of tokens are sequences of ids. None
-    for ``max_new_tokens`` or ``seed`` leaves the choice to the Generator.
-
-    Raises:
-      ValueError: a setting is out of range. The message contains its name and value, and the range.
-      TypeError: there is no such setting.
-    """
+    """Checks settings of :meth:`Generator.generate`, given by name with the value for one prompt,
+    and raises ValueError or TypeError. ``stop`` is a string or a collection of strings, and lists
+    of tokens are sequences of ids. None for ``max_new_tokens`` or ``seed`` leaves the choice to the
+    Generator."""
     draft = {name: settings.pop(name) for name in ("draft", "draft_depth") if name in settings}
     for name, value in settings.items():
         if value is not None or name not in ("max_new_tokens", "seed"):

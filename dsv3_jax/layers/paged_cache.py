@@ -204,11 +204,8 @@ def write(
     valid: Bool[Array, "B T"],
     values: Shaped[Array, "B T columns"],
 ) -> Shaped[Array, "P page width"]:
-    """Stores the values of ``valid`` tokens at their positions.
-
-    Other tokens are dropped. So are positions past the end of the block table, and pages whose
-    number is not from 0 to P - 1: only the sequence's own slots change.
-    """
+    """Stores the values of ``valid`` tokens at their positions. Others are dropped, as are
+    positions past the end of the block table, and pages whose number is not from 0 to P - 1."""
     P, page_size, width = pages.shape
     values = jnp.pad(values, ((0, 0), (0, 0), (0, width - values.shape[-1])))
     page = _page_numbers(P, page_size, block_tables, positions, valid)

@@ -203,11 +203,8 @@ class MaterializedAttention(_Variant):
 
 
 def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> MaterializedProjections:
-    """Returns the multiplied projections, summed in float32 and rounded once.
-
-    They have H (C Q + R Q + C D) numbers: 583 million per layer in DeepSeek-V3, where all
-    projections of an attention have 187 million.
-    """
+    """Returns the multiplied projections, summed in float32 and rounded once: H (C Q + R Q + C D)
+    numbers, 583 million per layer in DeepSeek-V3, where all of an attention have 187 million."""
     c, f32 = attention.config, jnp.float32
     H, K, V = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
     w_uk, w_uv = attention.up_projections(dtype)

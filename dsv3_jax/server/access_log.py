@@ -27,11 +27,9 @@ _MAX_LINE = 2000
 
 
 class AccessLog:
-    """ASGI middleware that logs every request when its response has ended.
-
-    The response has the request's id in the header X-Request-Id. Endpoints add fields to
-    ``request.state.log``.
-    """
+    """ASGI middleware that logs every request when its response has ended, with fields that
+    endpoints add to ``request.state.log``. The response has the request's id in the header
+    X-Request-Id."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

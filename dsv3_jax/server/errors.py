@@ -229,11 +229,8 @@ def _most_specific(errors: Sequence[Mapping[str, Any]], body: Any) -> Mapping[st
 
 def _path(location: Sequence[str | int], body: Any, *, is_missing: bool = False) -> list[str]:
     """Returns the names and indices that lead to a value of ``body``. The location of an error also
-    has the alternatives of a field's type, such as ``list[int]``.
-
-    Args:
-      is_missing: whether the last name is one that the body does not have.
-    """
+    has the alternatives of a field's type, such as ``list[int]``. If a name is missing, the last
+    one is not in the body."""
     path: list[str] = []
     value: Any = body
     for i, part in enumerate(location):

@@ -109,14 +109,8 @@ def run(
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
     at most ``settings.drain_seconds``, and returns. If the engine fails or is stuck, it ends the
-    process with exit status 1; if a program is being compiled, which cannot be interrupted, with 0.
-
-    Args:
-      bound: the socket to listen on. It is closed at the end.
-      sender: gives pages to decode servers, or None, see :func:`create_app`.
-      remote: the engine's source of pages on prefill servers, or None.
-      exit_process: ends the process after a failure; None for :func:`exit_now`.
-    """
+    process with exit status 1, by ``exit_process`` if given; if a program is being compiled, which
+    cannot be interrupted, with 0. ``sender`` and ``remote`` are those of :func:`create_app`."""
     exit_process = exit_process or exit_now
     with log_to_stderr(settings.log_level):
         # uvicorn sends the signal again when it has finished, which would end the process at once.

@@ -187,24 +187,16 @@ class Service:
         settings_of: Callable[[], dict[str, Any]] = dict,
         **settings: Any,
     ) -> Job:
-        """Puts requests into the engine's queue.
+        """Puts requests into the engine's queue: ``n`` for each of the prompts, which are named
+        ``prompt_field`` in the body. ``read_prompts`` runs in a thread, and then ``settings_of``,
+        which returns further settings of :meth:`dsv3_jax.Engine.submit_all`.
 
-        Args:
-          read_prompts: returns the prompts. It runs in a thread.
-          num_prompts: number of prompts.
-          n: completions of each.
-          prompt_field: name of the prompts in the body, for errors.
-          grammar: what the text of each completion has to match, after its reasoning if the prompts
-            are conversations, or None. A function that returns it runs in a thread, once the
-            request is admitted.
-          peer: prefill server that has the prompts' pages, if a proxy says so.
-          settings_of: returns further settings, which may depend on the prompts. It runs in a
-            thread, after ``read_prompts``.
-          settings: of :meth:`dsv3_jax.Engine.submit_all`.
+        The text of each completion has to match ``grammar``, after its reasoning if the prompts are
+        conversations. A function that returns it runs in a thread, once the request is admitted.
+        ``peer`` is the prefill server that has the prompts' pages, if a proxy names one.
 
-        Raises:
-          ApiError: a prompt, a setting or the grammar is refused, the queue is full, or the engine
-            is not ready.
+        It raises ApiError if a prompt, a setting or the grammar is refused, the queue is full, or
+        the engine is not ready.
         """
         if self.failure is not None:
             raise engine_failed(self.failure)

@@ -103,10 +103,8 @@ class RemoteEngine:
 
     def deliver_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes requests gain their tokens in the thread of ``loop``, one call for each message.
-
-        Readers in this loop are then woken up directly. Otherwise every token of every request
-        writes to the loop's socket, and both threads compete for Python's lock meanwhile.
-        """
+        Otherwise every token of every request would write to the loop's socket to wake up its
+        reader, and both threads would compete for Python's lock meanwhile."""
         self._loop = loop
 
     def submit_all(

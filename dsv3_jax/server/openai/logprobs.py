@@ -97,16 +97,11 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Returns log-probabilities in the shape of /v1/completions.
 
-    A token's text is what it adds to the text, or the name of a special token, and its offset is
-    where that begins. ``top_logprobs`` of a token contains the token itself, even if it is not
-    among the most probable ones. Of tokens with the same text, it contains the most probable one.
-
-    Args:
-      growth: the text before these tokens, which are added to it.
-      tokens: ids.
-      logprobs: of each token; None where nothing precedes it.
-      top_logprobs: most probable tokens at each position, best first.
-      ends: indices of the tokens after which a text ends: that of the prompt, or all of it.
+    A token's text is what it adds to ``growth``, the text before, or the name of a special token,
+    and its offset is where that begins. ``top_logprobs`` of a token contains the token itself, even
+    if it is not among the most probable ones. Of tokens with the same text, it contains the most
+    probable one. A text ends after the tokens with the indices ``ends``: the prompt, or all of it.
+    Where nothing precedes a token, its log-probability is None.
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for i, (token, logprob, top) in enumerate(zip(tokens, logprobs, top_logprobs, strict=True)):

@@ -101,11 +101,8 @@ def tool_settings(
     choice: ToolChoice | None, tools: Sequence[_DescribedTool] | None, parallel: bool | None
 ) -> dict[str, Any]:
     """Returns the fields of a :class:`~dsv3_jax.server.conversation.Conversation` about tools. With
-    the choice ``none``, the model learns of none. A tool that is named is called once.
-
-    Raises:
-      ValueError: the choice requires tools that are not there.
-    """
+    the choice ``none``, the model learns of none. A tool that is named is called once. Raises
+    ValueError for a choice that requires tools that are not there."""
     described = [] if choice == "none" else [tool.for_template() for tool in tools or ()]
     required = described
     if choice in (None, "none", "auto"):
