@@ -29,7 +29,7 @@ from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.middleware import ApiKeys, read_keys
 from dsv3_jax.server.run import bind, run
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -108,6 +108,8 @@ def parameter_shardings(
         raise ValueError(
             f"fsdp_axes: expected weights without quantization, got {type(quantization).__name__}"
         )
+    is_integer = isinstance(quantization, IntegerQuantization)
+    has_scale_per_row = is_integer and quantization.group_size is None
     flat = dict(nnx.to_flat_state(nnx.state(model)))
     shardings: dict[ParameterPath, NamedSharding] = {}
     # Most layers are alike: V3 has 1,500 parameters of 20 kinds.
@@ -120,7 +122,7 @@ def parameter_shardings(
         name = dotted((*prefix, *path))
         block = None
         if quantization is not None:
-            if path[-1] in _SCALES and _has_scale_per_row(quantization):
+            if path[-1] in _SCALES and has_scale_per_row:
                 axes = (*axes[:-1], None)
             elif any((*path[:-1], scale) in flat for scale in _SCALES if path[-1] == "weight"):
                 block = (*(1,) * (len(shape) - 2), *_stored_block(quantization))
@@ -168,10 +170,6 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
         float8=layout.float8_dispatch,
         hidden_size=config.hidden_size,
     )
-
-
-def _has_scale_per_row(quantization: Quantization) -> bool:
-    return isinstance(quantization, IntegerQuantization) and quantization.group_size is None
 
 
 def _stored_block(quantization: Quantization) -> tuple[int, int]:

@@ -22,8 +22,7 @@ from dsv3_jax.server.metrics import DecodeFigures
 from dsv3_jax.server.middleware import ApiKeyCheck, BodyLimit
 from dsv3_jax.server.openai import chat, completions, models, responses, tokens
 from dsv3_jax.server.page import drafts, routes
-from dsv3_jax.server.service import Service, service_of
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings, Service, service_of
 from dsv3_jax.tokenizer import Tokenizer
 
 

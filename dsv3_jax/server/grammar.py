@@ -208,7 +208,7 @@ class Grammars:
         if prompt is not None and self._tags is not None:
             begins_in = ReasoningParser.of_prompt(self._tokenizer, prompt).part
         return AnswerGrammar(
-            self._matcher(source),
+            self._cached(source) or self._threads.submit(self._compile, source).result(),
             source.field,
             begins_in,
             tags=self._tags or (-1, -1),
@@ -218,10 +218,6 @@ class Grammars:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _matcher(self, source: GrammarSource) -> llguidance.LLMatcher:
-        """Returns a matcher at the beginning of an answer."""
-        return self._cached(source) or self._threads.submit(self._compile, source).result()
-
     def _cached(self, source: GrammarSource) -> llguidance.LLMatcher | None:
         with self._lock:
             if (matcher := self._compiled.get(source)) is None:
@@ -230,7 +226,7 @@ class Grammars:
             return matcher.deep_copy()
 
     def _compile(self, source: GrammarSource) -> llguidance.LLMatcher:
-        """The same as :meth:`_matcher`, in one of the threads."""
+        """Returns a matcher at the beginning of an answer. It runs in one of the threads."""
         if (matcher := self._cached(source)) is not None:
             return matcher
         if self._vocabulary is None:

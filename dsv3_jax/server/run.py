@@ -24,8 +24,7 @@ from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.connection_limits import HeaderLimit, UnreadAnswers
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
-from dsv3_jax.server.service import Service
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings, Service
 from dsv3_jax.tokenizer import Tokenizer
 
 _ENDING_SECONDS = 5

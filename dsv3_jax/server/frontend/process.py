@@ -24,7 +24,7 @@ from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.frontend.host import EngineHost
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.run import exit_now, run
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

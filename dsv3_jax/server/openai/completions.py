@@ -192,10 +192,13 @@ class _Answer(Answer):
 
     def _choice(self, index: int, part: Completion | Piece, *, is_first: bool) -> CompletionChoice:
         """Returns a completion or a piece of it. The prompt belongs to the first piece."""
-        echo = is_first and bool(self._body.echo)
+        echo, text = is_first and bool(self._body.echo), part.text
+        if echo:
+            prompt = self._prompts[index // self.n]
+            text = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)) + text
         return CompletionChoice(
             index=index,
-            text=(self._prompt_text(index) if echo else "") + part.text,
+            text=text,
             logprobs=self._logprobs(index, part, echo=echo),
             finish_reason=part.finish_reason,
         )
@@ -229,7 +232,3 @@ class _Answer(Answer):
             is_text = isinstance(prompt, str)
             self._encoded[number] = self.tokenizer.encode(prompt) if is_text else list(prompt)
         return self._encoded[number]
-
-    def _prompt_text(self, index: int) -> str:
-        prompt = self._prompts[index // self.n]
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
