@@ -193,12 +193,15 @@ class _Answer(Response):
         await asyncio.shield(asyncio.to_thread(self._lease.close))
 
     async def _send(self, send: Send) -> None:
-
         async def send_frame(frame: bytes) -> None:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
 
         while self._left:
-            records = await self._next_records()
+            records: list[PageRecord] = []
+            if count := await self._pages_there():
+                records = await asyncio.wrap_future(self._store.fetch(self._left[:count]))
+            else:
+                self._computed.result()
             if not records:
                 self._counts.missing_pages += len(self._left)
                 break
@@ -210,14 +213,6 @@ class _Answer(Response):
         await send_frame(LAST_FRAME)
         if self._sender.keeps_records:
             await asyncio.Event().wait()  # until the decode server goes away
-
-    async def _next_records(self) -> list[PageRecord]:
-        """Waits for the next pages. Returns none if there will be none."""
-        count = await self._pages_there()
-        if not count:
-            self._computed.result()
-            return []
-        return await asyncio.wrap_future(self._store.fetch(self._left[:count]))
 
     async def _pages_there(self) -> int:
         """Waits until the next page is stored, or the prompt is computed and all its pages were.
