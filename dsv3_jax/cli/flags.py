@@ -116,8 +116,8 @@ def check_weights(arguments: argparse.Namespace) -> None:
 def check_ranges(
     arguments: argparse.Namespace, ranges: Mapping[str, tuple[str, type, *tuple[float, ...]]]
 ) -> None:
-    """Raises ValueError for a value that was given and is out of its range: by its name, the
-    arguments of :func:`check` after the value."""
+    """Raises ValueError for a value that was given and is out of its range. ``ranges`` has what
+    :func:`check` takes after the value, by the value's name."""
     for name, limits in ranges.items():
         value = getattr(arguments, name)
         for each in value if isinstance(value, list) else [value]:

@@ -44,10 +44,7 @@ COMMANDS = {
         servers.add_doctor,
         "Report this machine's versions, devices, and which kernels work on it.",
     ),
-    "serve": (
-        servers.add_serve,
-        "Serve a model over HTTP with the APIs of OpenAI and Anthropic.",
-    ),
+    "serve": (servers.add_serve, "Serve a model over HTTP with the APIs of OpenAI and Anthropic."),
     "chat": (models.add_chat, "Chat with a model in the terminal."),
     "bench": (
         servers.add_bench,
@@ -69,9 +66,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (add_arguments, summary) in COMMANDS.items():
-        add_arguments(
-            commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        )
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        add_arguments(command)
     return top
 
 

@@ -35,8 +35,9 @@ def create_app(
     remote: RemotePrefill | None = None,
 ) -> FastAPI:
     """Returns the application of a server, which compiles the engine's programs when it starts, and
-    shuts the engine down when it ends. On prefill servers ``sender`` gives pages to decode servers,
-    on which ``remote`` is the engine's source of pages; both need the engine in this process."""
+    shuts the engine down when it ends. ``sender`` of a prefill server gives pages to decode
+    servers, and ``remote`` of a decode server asks for them; such a server has its engine in this
+    process."""
     service = Service(
         engine, tokenizer, settings, remote=remote, is_prefill_server=sender is not None
     )
