@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.body import AnswerPart, Body, Json
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json, text_of
 from dsv3_jax.server.openai.sampling_fields import StopStrings, TemplateArguments
 from dsv3_jax.server.openai.tool_types import CallId, FunctionName, NamedTool, tool_settings
 
@@ -91,7 +91,7 @@ class InputMessage(Body):
                 if text:
                     yield {"role": "user", "content": "".join(text)}
                     text = []
-                content = join_text(block.content)
+                content = text_of(block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             elif isinstance(block, TextBlock):
                 text.append(block.text)
@@ -207,7 +207,7 @@ class CountRequest(Body):
         return tool_settings(by_type[choice.type], self.tools, parallel)
 
     def conversation(self) -> Conversation:
-        system = join_text(self.system or "")
+        system = text_of(self.system or "")
         messages = [{"role": "system", "content": system}] if system else []
         for message in _turns(self.messages):
             messages += message.for_template()
@@ -259,7 +259,3 @@ def _turns(messages: Sequence[InputMessage]) -> Iterator[InputMessage]:
                 [TextBlock(type="text", text=content)] if isinstance(content, str) else content
             )
         yield InputMessage.model_construct(role=role, content=blocks)
-
-
-def join_text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -15,8 +15,8 @@ import itertools
 import json
 import math
 import typing
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 import pydantic_core
 from fastapi import Request
@@ -190,6 +190,15 @@ class AnswerPart(Body):
         if not isinstance(part, dict):
             return part
         return {k: v for k, v in part.items() if v is not None or k in cls.model_fields}
+
+
+class _TextPart(Protocol):
+    text: str
+
+
+def text_of(content: str | Sequence[_TextPart]) -> str:
+    """Returns content that is text, or has parts with text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def without_refused(body: Any, refused: Mapping[str, str]) -> Any:

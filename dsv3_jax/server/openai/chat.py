@@ -14,7 +14,7 @@ from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.server.conversation import Conversation, SubmittedConversation
 from dsv3_jax.server.openai.answer import Answer
-from dsv3_jax.server.openai.body import AnswerPart, Body, BodyRoute, without_refused
+from dsv3_jax.server.openai.body import AnswerPart, Body, BodyRoute, text_of, without_refused
 from dsv3_jax.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from dsv3_jax.server.openai.sampling_fields import (
     SYSTEM_FINGERPRINT,
@@ -64,9 +64,7 @@ class Message(AnswerPart):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates read it. They know no role ``developer``."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
+        content = None if self.content is None else text_of(self.content)
         reasoning = self.reasoning_content or self.reasoning
         if content is None and not self.tool_calls:
             content = ""  # an answer that ended in its reasoning

@@ -100,10 +100,5 @@ def _parts(
     parser: AnswerParser, text: str, *, is_last: bool
 ) -> Iterator[tuple[Literal["reasoning", "content"], str]]:
     for event in parser.add(text, is_last=is_last):
-        match event:
-            case Reasoning():
-                yield "reasoning", event.text
-            case Content():
-                yield "content", event.text
-            case _:
-                pass
+        if isinstance(event, Reasoning | Content):
+            yield "reasoning" if isinstance(event, Reasoning) else "content", event.text
