@@ -16,7 +16,7 @@ from dsv3_jax.engine import Engine
 from dsv3_jax.server import metrics, prefill
 from dsv3_jax.server.access_log import AccessLog
 from dsv3_jax.server.anthropic import messages
-from dsv3_jax.server.errors import ApiError, ErrorBody, add_handlers, overloaded
+from dsv3_jax.server.errors import ErrorBody, add_handlers, engine_failed, overloaded
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine, silent
 from dsv3_jax.server.metrics import DecodeFigures
 from dsv3_jax.server.middleware import ApiKeyCheck, BodyLimit
@@ -107,13 +107,13 @@ async def health(request: Request) -> Status:
     lasts suspiciously long."""
     service = service_of(request)
     if service.failure is not None:
-        raise _unhealthy(str(service.failure))
+        raise engine_failed(service.failure, 503)
     engine, limit = service.engine, service.settings.stuck_seconds / 2
     if isinstance(engine, RemoteEngine) and (seconds := engine.silent_seconds) > limit:
-        raise _unhealthy(str(silent(seconds)))
+        raise engine_failed(silent(seconds), 503)
     seconds = engine.step_seconds
     if seconds > limit:
-        raise _unhealthy(f"engine: a step has taken {seconds:.1f} s so far")
+        raise engine_failed(f"engine: a step has taken {seconds:.1f} s so far", 503)
     return Status(status="ok")
 
 
@@ -131,7 +131,3 @@ async def ready(request: Request) -> Status:
 async def version() -> Version:
     """Returns the version of dsv3_jax."""
     return Version(version=dsv3_jax.__version__)
-
-
-def _unhealthy(message: str) -> ApiError:
-    return ApiError(503, message, kind="server_error", code="engine_error")

@@ -154,9 +154,9 @@ def overloaded(message: str, retry_after: int = 1) -> ApiError:
     )
 
 
-def engine_failed(error: BaseException) -> ApiError:
-    """Returns the error for a request that failed in the engine."""
-    return ApiError(500, str(error), kind="server_error", code="engine_error")
+def engine_failed(error: object, status: int = 500) -> ApiError:
+    """Returns the error for a request that failed in the engine, or for a probe of one that did."""
+    return ApiError(status, str(error), kind="server_error", code="engine_error")
 
 
 def endpoint_path(scope: Scope) -> str:
