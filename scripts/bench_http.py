@@ -30,8 +30,7 @@ from benchmarks.decode import models
 from benchmarks.serving.local_server import random_tokenizer, serving
 from benchmarks.serving.replay import replay
 from dsv3_jax.client.completions import CompletionClient
-from dsv3_jax.client.results import results
-from dsv3_jax.client.workload import Workload, open_loop
+from dsv3_jax.client.workload import Workload, open_loop, results
 from dsv3_jax.engine import Engine
 from dsv3_jax.files import atomic_write
 from dsv3_jax.traces import TRACES

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from dsv3_jax.checkpoint.find import DEMO
-from dsv3_jax.cli import collectives, loading, probes, run_generation
+from dsv3_jax.cli import loading, probes, run_generation
 from dsv3_jax.generation.completion import Completion, Generation, Stats
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
 from dsv3_jax.offline.generator import Generator
@@ -444,7 +444,7 @@ def test_doctor(capsys):
 
 @pytest.mark.slow
 def test_doctor_times_exchanges(monkeypatch, capsys):
-    monkeypatch.setattr(collectives, "_TOKENS", (2,))
+    monkeypatch.setattr(probes, "_TOKENS", (2,))
     assert run("doctor", "--json", "--collectives") == 0
     (entry,) = json.loads(capsys.readouterr().out)["collectives"].items()
     exchanges = "all_gather", "all_to_all", "one_sided"

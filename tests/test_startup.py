@@ -16,27 +16,10 @@ import pytest
 import dsv3_jax
 import sharding
 from dsv3_jax import other_names
-from dsv3_jax.cli.arguments import (
-    bench,
-    chat,
-    convert,
-    doctor,
-    export,
-    generate,
-    plan,
-    serve,
-    train,
-    verify,
-)
-from dsv3_jax.cli.main import main, parser
+from dsv3_jax.cli.main import COMMANDS, main, parser
 from dsv3_jax.cli.output import print_json
 from dsv3_jax.generation.request import RequestReader
 from sharding.names import LayoutName
-
-COMMANDS = [
-    module.__name__.rsplit(".", 1)[1]
-    for module in (bench, chat, convert, doctor, export, generate, plan, serve, train, verify)
-]
 
 # Packages that are slow to import, or import a slow one.
 HEAVY = {

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from dsv3_jax.engine import Engine
 from dsv3_jax.server.frontend.process import HttpProcess
 from dsv3_jax.server.run import bind
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
 _LETTERS = list("abcdefghijklmnopqrstuvwxyz")

@@ -44,11 +44,8 @@ def settings(command: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the commands that run a model do, for ``dsv3 doctor``.
-
-    Args:
-      environment: that of the user, before :func:`configure`.
-    """
+    """Returns what the commands do for ``dsv3 doctor``, given the user's environment, before
+    :func:`configure`."""
     given = [name for name in (*_SHARES, _RESERVES, _KIND) if environment.get(name)]
     reserved = f"reserve {SHARE:.0%} of a GPU's memory when they start"
     described = {

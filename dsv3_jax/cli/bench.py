@@ -10,33 +10,35 @@ import importlib.util
 from numbers import Integral, Real
 from urllib.parse import urlsplit
 
-from dsv3_jax.generation.settings import check
+from dsv3_jax.cli.flags import check_ranges
 from dsv3_jax.words import how_to_install
+
+_RANGES = {
+    "rate": ("requests per second from 0.001, or inf", Real, 1e-3),
+    "concurrency": ("1 to 10000 clients", Integral, 1, 10000),
+    "num_requests": ("an integer of at least 1", Integral, 1),
+    "input_len": ("an integer of at least 1", Integral, 1),
+    "output_len": ("an integer of at least 1", Integral, 1),
+    "scale": ("a factor from 0.001 to 100", Real, 1e-3, 100),
+    "vocab_size": ("an integer of at least 21", Integral, 21),
+    "seed": ("an integer of at least 0", Integral, 0),
+}
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: a package is missing, a setting is out of range, there is no server, or no request
-        succeeded.
-    """
     if importlib.util.find_spec("aiohttp") is None:
         raise ValueError(
             f"expected the packages of the extra serve ({how_to_install('serve')}), which has"
             " aiohttp; found none"
         )
     check_url(arguments.url)
-    for rate in arguments.rate or ():
-        check("--rate", rate, "requests per second from 0.001, or inf", Real, 1e-3)
-    for concurrency in arguments.concurrency or ():
-        check("--concurrency", concurrency, "1 to 10000 clients", Integral, 1, 10000)
-    if arguments.num_requests is not None:
-        check("--num-requests", arguments.num_requests, "an integer of at least 1", Integral, 1)
-    _check_lengths(arguments)
-    check("--scale", arguments.scale, "a factor from 0.001 to 100", Real, 1e-3, 100)
-    check("--vocab-size", arguments.vocab_size, "an integer of at least 21", Integral, 21)
-    check("--seed", arguments.seed, "an integer of at least 0", Integral, 0)
+    check_ranges(arguments, _RANGES)
+    lengths = {"--input-len": arguments.input_len, "--output-len": arguments.output_len}
+    given = [flag for flag, length in lengths.items() if length is not None]
+    if len(given) == 1:
+        raise ValueError(f"{', '.join(lengths)}: expected both or neither, got {given[0]}")
+    if given and arguments.trace is not None:
+        raise ValueError(f"--trace: expected no trace with --input-len, got {arguments.trace}")
     if arguments.details and not arguments.json:
         raise ValueError("--details: expected --json with it, which prints them; got none")
     if arguments.picture is not None:
@@ -47,17 +49,6 @@ def run(arguments: argparse.Namespace) -> None:
     from dsv3_jax.cli.run_bench import run_bench
 
     run_bench(arguments)
-
-
-def _check_lengths(arguments: argparse.Namespace) -> None:
-    lengths = {"--input-len": arguments.input_len, "--output-len": arguments.output_len}
-    given = {flag: length for flag, length in lengths.items() if length is not None}
-    for flag, length in given.items():
-        check(flag, length, "an integer of at least 1", Integral, 1)
-    if len(given) == 1:
-        raise ValueError(f"{', '.join(lengths)}: expected both or neither, got {next(iter(given))}")
-    if given and arguments.trace is not None:
-        raise ValueError(f"--trace: expected no trace with --input-len, got {arguments.trace}")
 
 
 def check_url(url: str) -> None:

@@ -19,11 +19,6 @@ from dsv3_jax.words import counted
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: the source or the destination is refused.
-    """
     # Imported here because it imports orbax, which takes seconds.
     from dsv3_jax.checkpoint.convert import RESUME_HINT, check_destination, convert
 

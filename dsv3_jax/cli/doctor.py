@@ -26,12 +26,9 @@ _TITLES = {
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
     report = examine(arguments.allocator)
     if arguments.collectives:
-        from dsv3_jax.cli import collectives
-
-        report["collectives"] = collectives.measure()
+        report["collectives"] = probes.time_exchanges()
     if arguments.json:
         print_json(report)
         return
@@ -42,11 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def examine(allocator: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Returns versions, devices, back-ends and caches, in one section each.
-
-    Args:
-      allocator: what the commands do with the memory of GPUs.
-    """
+    """Returns versions, devices, back-ends and caches, in one section each. ``allocator`` describes
+    how the commands use the memory of GPUs."""
     cache = compile_cache.enable()
     outcomes = probes.examine(timed=jax.default_backend() != "cpu")
     return {

@@ -34,12 +34,6 @@ _LENGTH = 1024
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: a setting, the model, the data or the file of an earlier command is refused, or
-        the model does not fit.
-    """
     began = time.perf_counter()
     check_weights(arguments)
     if arguments.resume and arguments.out is None:
@@ -155,14 +149,9 @@ def _sum(
 
 
 def _progress(ends: Sequence[int], done: int, nats: float, first: int, seconds: float) -> str:
-    """Returns a line of progress.
-
-    Args:
-      ends: number of tokens in the first 0, 1, 2, ... batches.
-      done: number of batches whose sum is ``nats``.
-      first: the first batch of this command, which includes compilation.
-      seconds: since its end.
-    """
+    """Returns a line of progress: ``done`` batches have the sum ``nats``, and took N ``seconds``
+    since the end of the first one of this command, which includes compilation. ``ends`` has the
+    number of tokens in the first 0, 1, 2, ... batches."""
     line = f"{done} of {_batches(len(ends) - 1)}, {nats / ends[done]:.4f} nats per token so far"
     if timed := ends[done] - ends[first + 1]:
         remaining = seconds / timed * (ends[-1] - ends[done])
@@ -176,11 +165,8 @@ def _batches(number: int) -> str:
 
 
 def _read(out: Path, identity: dict[str, Any], total: int) -> tuple[tuple[int, float], float]:
-    """Returns batches and nats of an earlier command, and its seconds.
-
-    Raises:
-      ValueError: the file is none of this command, or of other weights, data or settings.
-    """
+    """Returns batches and nats of an earlier command, and its seconds. Raises ValueError for a file
+    of another command, or of other weights, data or settings."""
     try:
         content = json.loads(out.read_text("utf-8"))
         recorded, batches = content["eval"], content["batches"]

@@ -25,11 +25,6 @@ from dsv3_jax.training.config import TrainingConfig
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: the source or the destination is refused.
-    """
     source, destination = arguments.source, arguments.hf_directory
     with flags.naming("HF_DIR"):
         check_new(destination)
@@ -91,15 +86,8 @@ def _export_run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
-    """Returns the float32 model of a training run's checkpoint, and its step.
-
-    Args:
-      step: None takes the last checkpoint.
-
-    Raises:
-      ValueError: the directory has no run, or the run no such checkpoint; or the run trained
-        low-rank updates, and the weights that it froze have changed since.
-    """
+    """Returns the float32 model of a training run's checkpoint, by default the last, and its step.
+    Raises ValueError if there is none, or the weights that the run froze have changed since."""
     from dsv3_jax.training.checkpoints import CheckpointStore
     from dsv3_jax.training.record import CHECKPOINTS
     from dsv3_jax.training.trainer import Trainer

@@ -31,14 +31,8 @@ def add_fields(
     descriptions: Mapping[str, str],
     defaults: Mapping[str, str],
 ) -> None:
-    """Adds a flag ``--some-name`` for each field ``some_name``.
-
-    Args:
-      title: title of the flags' group in the help.
-      settings: a dataclass.
-      descriptions: help text of each field, without its default.
-      defaults: default to show for a field, where it is not the dataclass's own.
-    """
+    """Adds a flag ``--some-name`` for each field ``some_name`` of a dataclass of settings, in a
+    group. ``defaults`` has those to show where they are not the dataclass's own."""
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
@@ -55,11 +49,8 @@ def given_values(arguments: argparse.Namespace, settings: type) -> dict[str, Any
 
 
 def recorded_values(values: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Returns the values that a run.json has for the fields of a settings dataclass.
-
-    Raises:
-      ValueError: a value has no field, because another version wrote the file.
-    """
+    """Returns the values that a run.json has for the fields of a settings dataclass. Raises
+    ValueError for one without a field, of another version."""
     names = [field.name for field in dataclasses.fields(settings)]
     if unknown := [name for name in values if name not in names]:
         raise ValueError(
@@ -122,12 +113,29 @@ def check_weights(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--activations: expected --quantization fp8 or int4 with it, got {got}")
 
 
-def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
-    """Returns ``--max-len``, or its default.
+def check_ranges(
+    arguments: argparse.Namespace, ranges: Mapping[str, tuple[str, type, *tuple[float, ...]]]
+) -> None:
+    """Raises ValueError for a value that was given and is out of its range. ``ranges`` has what
+    :func:`check` takes after the value, by the value's name."""
+    for name, limits in ranges.items():
+        value = getattr(arguments, name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None:
+                check(f"--{name.replace('_', '-')}", each, *limits)
 
-    Raises:
-      ValueError: it is more than the model has positions for.
-    """
+
+def draft_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns ``--draft`` and ``--draft-depth`` as settings of an engine or a request."""
+    draft, depth = arguments.draft, arguments.draft_depth
+    return {
+        "draft": None if draft == "none" else draft,
+        "draft_depth": int(depth) if depth.isdecimal() else depth,
+    }
+
+
+def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
+    """Returns ``--max-len``, or its default. Raises ValueError if the model has fewer positions."""
     most = config.max_position_embeddings
     if arguments.max_len is None:
         return min(_DEFAULT_MAX_LEN, most)
@@ -137,11 +145,7 @@ def max_len_of(arguments: argparse.Namespace, config: ModelConfig) -> int:
 
 
 def read_api_key(path: Path | None) -> str | None:
-    """Returns the first key of ``--api-key-file``, as ``dsv3 serve`` reads it, or None.
-
-    Raises:
-      ValueError: the file has no key, or it cannot be read.
-    """
+    """Returns the first key of ``--api-key-file``, as ``dsv3 serve`` reads it, or None."""
     if path is None:
         return None
     with naming("--api-key-file"):

@@ -7,27 +7,22 @@ tokenizer. :mod:`dsv3_jax.cli.run_generation` does the rest."""
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv3_jax.cli.flags import check_weights, max_len_of
-from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check, check_settings
+from dsv3_jax.cli.flags import check_ranges, check_weights, draft_of, max_len_of
+from dsv3_jax.generation.settings import DEFAULT_NEW_TOKENS, check_settings
 
 if TYPE_CHECKING:
     from dsv3_jax.config import ModelConfig
     from dsv3_jax.tokenizer import Tokenizer
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 _MAX_LEN_MULTIPLE = 256  # max_len is rounded up to a multiple, so that few lengths are compiled
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: a setting, a prompt or the model is refused.
-    """
     settings = _settings(arguments)
     texts = read_prompts(arguments.prompts)
     if arguments.stream and len(texts) != 1:
@@ -48,7 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"--max-new-tokens: expected at most {available} (a cache of {max_len} tokens, less the"
             f" prompt), got {arguments.max_new_tokens}"
         )
-    RequestReader(config, tokenizer, max_len).read(prompts, **_without_drafts(settings))
+    of_requests = {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
+    RequestReader(config, tokenizer, max_len).read(prompts, **of_requests)
 
     from dsv3_jax.cli.run_generation import run_generation
 
@@ -62,16 +58,13 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     others = ("min_tokens", "stop", "ignore_eos", "logprobs")
     settings = {name: getattr(arguments, name) for name in (*sampling, *penalties, *others)}
     settings["max_new_tokens"] = arguments.max_new_tokens
-    depth = arguments.draft_depth
-    settings["draft"] = None if arguments.draft == "none" else arguments.draft
-    settings["draft_depth"] = int(depth) if depth.isdecimal() else depth
+    settings |= draft_of(arguments)
     # The Generator has its own defaults for settings that were not given.
     settings = {n: v for n, v in settings.items() if v is not None or n == "draft"}
     for stop in arguments.stop:
         check_text("--stop", stop)
     check_settings(**settings)
-    if arguments.max_len is not None:
-        check("--max-len", arguments.max_len, "an integer of at least 2", int, 2)
+    check_ranges(arguments, {"max_len": ("an integer of at least 2", int, 2)})
     if arguments.logprobs and not arguments.json:
         raise ValueError("--logprobs: expected --json with it, which prints them; got none")
     if arguments.system is not None:
@@ -82,16 +75,8 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _without_drafts(settings: dict[str, Any]) -> dict[str, Any]:
-    return {n: v for n, v in settings.items() if n not in ("draft", "draft_depth")}
-
-
 def _read_config_and_tokenizer(model: str) -> tuple[ModelConfig, Tokenizer]:
-    """Reads the config and the tokenizer of a model, but no weights.
-
-    Raises:
-      ValueError: the model does not exist or has no tokenizer.
-    """
+    """Reads the config and the tokenizer of a model, but no weights."""
     from dsv3_jax.checkpoint.find import find_config_directory
     from dsv3_jax.config import ModelConfig
     from dsv3_jax.generation_config import with_end_tokens
@@ -129,15 +114,8 @@ def _max_len(
 
 
 def read_prompts(sources: Sequence[tuple[str, str]]) -> list[str]:
-    """Returns the texts of ``--prompt`` and ``--prompt-file``, in the order of the flags.
-
-    Args:
-      sources: pairs of a flag and its value. ``--prompt -`` is standard input.
-
-    Raises:
-      ValueError: there is no source, a text is empty or not UTF-8, a file cannot be read, or
-        standard input is used twice.
-    """
+    """Returns the texts of ``--prompt`` and ``--prompt-file``, given as pairs of the flag and its
+    value, in their order. ``--prompt -`` is standard input."""
     if not sources:
         raise ValueError("--prompt: expected a --prompt or a --prompt-file, got none")
     if list(sources).count(("--prompt", "-")) > 1:
@@ -174,14 +152,9 @@ def _decode(name: str, content: bytes) -> str:
 
 
 def check_text(name: str, text: str) -> None:
-    """Checks that a text came from valid UTF-8.
-
-    Python turns an invalid byte of an argument, and in the C locale of standard input, into a lone
-    surrogate.
-
-    Raises:
-      ValueError: the text has such a character. The message has ``name``, the source of the text.
-    """
+    """Raises ValueError unless a text came from valid UTF-8. Python turns an invalid byte of an
+    argument, and in the C locale of standard input, into a lone surrogate. ``name`` is the source
+    of the text."""
     for position, character in enumerate(text):
         if 0xDC80 <= ord(character) <= 0xDCFF:
             raise _not_utf8(name, ord(character) - 0xDC00, f"character {position}")

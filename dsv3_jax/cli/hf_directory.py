@@ -18,13 +18,9 @@ WeightFormat = Literal["bf16", "fp8", "float32"]
 def write(
     model: DeepSeekV3, directory: Path, weight_format: WeightFormat, tokenizer: Path | None
 ) -> None:
-    """Writes a directory that :func:`dsv3_jax.load` and transformers can read.
-
-    Args:
-      directory: must not exist.
-      weight_format: fp8 has blocks of 128x128 with scales, as DeepSeek-V3 is published.
-      tokenizer: directory whose tokenizer files are copied, or None.
-    """
+    """Writes a new directory that :func:`dsv3_jax.load` and transformers can read, with the files
+    of a directory with a tokenizer, or without. fp8 has blocks of 128x128 with scales, as
+    DeepSeek-V3 is published."""
     quantization, dtype = _form(weight_format)
     copy = None if tokenizer is None else functools.partial(tokenizer_files.copy, tokenizer)
     writer.write_checkpoint(

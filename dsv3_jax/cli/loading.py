@@ -22,16 +22,9 @@ from sharding.expert_parallel import check_platform
 
 
 def make_layout_from(arguments: argparse.Namespace) -> Layout | None:
-    """Returns the layout over all devices that was asked for; None without ``--layout``.
-
-    With ``--distributed`` this process first joins the others of its run. JAX must not have been
-    asked for its devices before.
-
-    Raises:
-      ValueError: ``--exchange`` or ``--distributed`` without ``--layout``; an exchange that this
-        platform lacks; or as :func:`sharding.make_layout` and
-        :func:`dsv3_jax.distributed.initialize`.
-    """
+    """Returns the layout over all devices that was asked for; None without ``--layout``. With
+    ``--distributed`` this process first joins the others of its run, so JAX must not have been
+    asked for its devices before."""
     if arguments.layout is None:
         for name in ("exchange", "float8_dispatch", "distributed"):
             if getattr(arguments, name, None):
@@ -68,11 +61,8 @@ def load_model(
 
 
 def directory_of(model: str) -> Path:
-    """Returns the directory of a model's config.
-
-    Raises:
-      ValueError: there is no such model, or it has no tokenizer.
-    """
+    """Returns the directory of a model's config. Raises ValueError if there is no such model, or it
+    has no tokenizer."""
     directory = find_config_directory(model)
     if not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{model}: expected a tokenizer.json, found none")
@@ -80,10 +70,8 @@ def directory_of(model: str) -> Path:
 
 
 def only_first_process_prints() -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which stdout is discarded, except on the first process of a run.
-
-    All processes have the same results.
-    """
+    """Returns a context in which stdout is discarded, except on the first process of a run: all
+    have the same results."""
     if jax.process_index() == 0:
         return contextlib.nullcontext()
     return contextlib.redirect_stdout(io.StringIO())  # unlike None, it can be flushed
@@ -91,11 +79,8 @@ def only_first_process_prints() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def refused_if_too_large(expected: str) -> Iterator[None]:
-    """Turns a device's lack of memory into a ValueError of one line.
-
-    Args:
-      expected: what should have fit, and which flags change its size.
-    """
+    """Turns a device's lack of memory into a ValueError of one line, which begins with
+    ``expected``: the model, and the flags that change its size."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -106,11 +91,7 @@ def refused_if_too_large(expected: str) -> Iterator[None]:
 
 
 def latency_targets(arguments: argparse.Namespace) -> LatencyTargets | None:
-    """Returns the targets in seconds, or None if neither flag is given.
-
-    Raises:
-      ValueError: a target is not above 0.
-    """
+    """Returns the targets in seconds, or None if neither flag is given."""
     milliseconds = arguments.target_ttft_ms, arguments.target_tpot_ms
     if milliseconds == (None, None):
         return None

@@ -5,31 +5,22 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Generator, Sequence
-from types import TracebackType
 from typing import Any
 
 from dsv3_jax import compile_cache
-from dsv3_jax.cli.flags import max_len_of
+from dsv3_jax.cli.flags import draft_of, max_len_of
 from dsv3_jax.cli.loading import directory_of, load_model, make_layout_from
 from dsv3_jax.cli.output import log
 from dsv3_jax.cli.progress import StatusLine
-from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.client.chat import Delta, Message
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.engine import Engine
-from dsv3_jax.server.parsers.reasoning import ReasoningParser
+from dsv3_jax.server.parsers.answer_parser import ReasoningParser
 
 
 class LocalChat:
     """Loads a model and compiles its programs. A context manager, which ends the engine.
-
-    Args:
-      arguments: the command's flags.
-      settings: of :meth:`dsv3_jax.Engine.submit`.
-
-    Raises:
-      ValueError: the model or the layout is refused.
-    """
+    ``settings`` are those of :meth:`dsv3_jax.Engine.submit`."""
 
     def __init__(self, arguments: argparse.Namespace, settings: dict[str, Any]):
         self.model: str = arguments.model or "demo"
@@ -52,8 +43,7 @@ class LocalChat:
             tokenizer,
             self._max_len,
             max_running=shards,
-            draft=draft_of(arguments),
-            draft_depth=depth_of(arguments),
+            **draft_of(arguments),
         )
         with StatusLine("compiling"):
             self._engine.warm_up()
@@ -63,20 +53,12 @@ class LocalChat:
     def __enter__(self) -> LocalChat:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._engine.shutdown(drain=False)
 
     def answer(self, messages: Sequence[Message]) -> Generator[Delta, None, None]:
-        """Yields the answer to a conversation as it arrives. Closing it ends the request.
-
-        Raises:
-          ValueError: the conversation is too long, or the model has no chat template.
-        """
+        """Yields the answer to a conversation as it arrives. Closing it ends the request. Raises
+        ValueError for one that is too long."""
         prompt = self._tokenizer.chat(messages)
         available = self._max_len - len(prompt)
         if available < 1:

@@ -4,8 +4,8 @@ Exit status 0: success. 1: an internal error, with its traceback. 2: bad usage, 
 that the system cannot read or write, with one line on stderr. 130: interrupted. Results go to
 stdout, everything else to stderr.
 
-Arguments are parsed before anything slow is imported. ``cli/arguments/NAME.py`` defines the
-arguments of a subcommand and does not import JAX; ``cli/NAME.py`` runs it.
+Arguments are parsed before anything slow is imported. ``cli/arguments`` defines the arguments of
+subcommands and does not import JAX; ``cli/NAME.py`` runs one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,39 @@ from collections.abc import Sequence
 
 import dsv3_jax
 from dsv3_jax.cli import allocator
-from dsv3_jax.cli.arguments import (
-    bench,
-    chat,
-    convert,
-    doctor,
-    export,
-    generate,
-    plan,
-    serve,
-    train,
-    verify,
-)
-from dsv3_jax.cli.arguments import eval as evaluation
+from dsv3_jax.cli.arguments import checkpoints, models, plan, servers, train
 from dsv3_jax.cli.arguments.parser import Parser
 from dsv3_jax.interrupts import STATUS, Interrupts
+
+COMMANDS = {
+    "generate": (models.add_generate, "Complete prompts with a model."),
+    "convert": (
+        checkpoints.add_convert,
+        "Convert a published checkpoint to a store of bf16, fp8, int8 or int4 weights; resumable.",
+    ),
+    "verify": (
+        checkpoints.add_verify,
+        "Check every value of a checkpoint, or compare two checkpoints.",
+    ),
+    "export": (
+        checkpoints.add_export,
+        "Write a store, or a checkpoint of a training run, as a Hugging Face directory.",
+    ),
+    "train": (train.add_arguments, train.SUMMARY),
+    "eval": (models.add_eval, "Measure the perplexity of a model on texts."),
+    "plan": (plan.add_arguments, plan.SUMMARY),
+    "doctor": (
+        servers.add_doctor,
+        "Report this machine's versions, devices, and which kernels work on it.",
+    ),
+    "serve": (servers.add_serve, "Serve a model over HTTP with the APIs of OpenAI and Anthropic."),
+    "chat": (models.add_chat, "Chat with a model in the terminal."),
+    "bench": (
+        servers.add_bench,
+        "Measure a server: throughput and latencies of a trace of requests.",
+    ),
+}
+"""The function that adds the arguments of each subcommand, and its summary."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,23 +65,15 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"dsv3 {dsv3_jax.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    checkpoints, others = (convert, verify, export), (plan, doctor, serve, chat, bench)
-    for module in (generate, *checkpoints, train, evaluation, *others):
-        name = module.__name__.rsplit(".", 1)[1]
-        summary = module.SUMMARY
+    for name, (add_arguments, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        module.add_arguments(command)
+        add_arguments(command)
     return top
 
 
 def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
-    """Runs one command and returns its exit status.
-
-    Args:
-      arguments: the words after ``dsv3``. None takes those of the process.
-      interrupts: handler of Ctrl-C, if the command has the process to itself. Then the command also
-        sets JAX's allocator.
-    """
+    """Runs one command, the words after ``dsv3``, and returns its exit status. A command that has
+    the process to itself has a handler of Ctrl-C, ``interrupts``, and sets JAX's allocator."""
     parsed = parser().parse_args(arguments)
     parsed.allocator = allocator.describe(os.environ)
     if interrupts is not None:

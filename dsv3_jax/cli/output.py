@@ -20,10 +20,8 @@ def print_json(value: Any) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Returns one line of JSON.
-
-    Floats that are not finite become null, because JSON has neither NaN nor infinity.
-    """
+    """Returns one line of JSON, in which floats that are not finite become null: JSON has
+    neither."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 

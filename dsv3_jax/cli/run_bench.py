@@ -14,8 +14,7 @@ from dsv3_jax.cli.flags import read_api_key
 from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.client.completions import CompletionClient, RequestRecord, ServedModel
-from dsv3_jax.client.results import details, results
-from dsv3_jax.client.workload import Workload, closed_loop, load_name, open_loop
+from dsv3_jax.client.workload import Workload, closed_loop, details, load_name, open_loop, results
 from dsv3_jax.traces import TRACES, Trace, fixed
 from dsv3_jax.words import counted
 
@@ -33,11 +32,7 @@ _COLUMNS = (
 
 
 def run_bench(arguments: argparse.Namespace) -> None:
-    """Measures every load of the command, one after the other.
-
-    Raises:
-      ValueError: there is no server, or no request succeeded.
-    """
+    """Measures every load of the command, one after the other."""
     measured = asyncio.run(_measure(arguments))
     if arguments.json:
         print_json(measured[0] if len(measured) == 1 else {"results": measured})
@@ -51,20 +46,16 @@ async def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     key = read_api_key(arguments.api_key_file)
     async with CompletionClient(arguments.url, key) as client:
         model = await client.served_model()
-        await _check_a_request(client, model)
+        # One short request, so that a server that refuses all is not measured.
+        record = await client.complete(model.name, [10, 11, 12], 1)
+        if record.error:
+            raise ValueError(f"a first request failed: {record.error}")
         loads = [(None, concurrency) for concurrency in arguments.concurrency or ()]
         loads = loads or [(rate, None) for rate in arguments.rate or (math.inf,)]
         return [
             await _measure_load(arguments, client, model, number, rate, concurrency)
             for number, (rate, concurrency) in enumerate(loads)
         ]
-
-
-async def _check_a_request(client: CompletionClient, model: ServedModel) -> None:
-    """Sends one short request, so that a server that refuses all is not measured."""
-    record = await client.complete(model.name, [10, 11, 12], 1)
-    if record.error:
-        raise ValueError(f"a first request failed: {record.error}")
 
 
 async def _measure_load(

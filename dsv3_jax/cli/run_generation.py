@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv3_jax import compile_cache
-from dsv3_jax.cli.loading import (
-    load_model,
-    make_layout_from,
-    only_first_process_prints,
-    refused_if_too_large,
-)
+from dsv3_jax.cli import loading
 from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
@@ -23,7 +18,6 @@ from dsv3_jax.generation.drafters import DraftPlan
 from dsv3_jax.generation.errors import Interrupted, NonFiniteLogitsError
 from dsv3_jax.offline.generator import Generator
 from dsv3_jax.words import counted
-from sharding import Layout
 
 
 def run_generation(
@@ -34,65 +28,45 @@ def run_generation(
     max_len: int,
     settings: dict[str, Any],
 ) -> None:
-    """Completes prompts that were checked against the model's config and tokenizer.
-
-    Args:
-      arguments: the command's flags.
-      texts: the prompts as text.
-      prompts: the prompts as token ids.
-      max_len: positions of the cache, for prompt and completion together.
-      settings: keyword arguments of :meth:`Generator.generate`.
-
-    Raises:
-      ValueError: the layout, the draft or the checkpoint is refused, or the model does not fit.
-    """
+    """Completes prompts, as texts and ids, that were checked against the model's config and
+    tokenizer, with settings of :meth:`Generator.generate`."""
     DraftPlan.read(settings["draft"], settings["draft_depth"], config)
     compile_cache.enable(arguments.compile_cache)
-    layout = make_layout_from(arguments)
+    layout = loading.make_layout_from(arguments)
     expected = (
         f"{arguments.model}: expected a model and a cache that fit on the devices (--quantization,"
         " --layout, --max-new-tokens and the number of prompts change their size; dsv3 plan reports"
         " what fits)"
     )
-    with only_first_process_prints(), refused_if_too_large(expected):
-        _generate(arguments, layout, texts, prompts, max_len, settings)
-
-
-def _generate(
-    arguments: argparse.Namespace,
-    layout: Layout | None,
-    texts: Sequence[str],
-    prompts: Sequence[list[int]],
-    max_len: int,
-    settings: dict[str, Any],
-) -> None:
-    began = time.perf_counter()
-    model, tokenizer = load_model(arguments, arguments.model, layout)
-    log(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
-    generator = Generator(model, tokenizer, max_len)
-    # Checked again with the weights, which may lack a part that the config promises, such as MTP.
-    generator.requests(prompts, **settings)
-    speculation = {name: settings[name] for name in ("draft", "draft_depth")}
-    with StatusLine("compiling"):
-        batch_size = len(prompts) * settings.get("n", 1)
-        compiled = generator.warm_up(batch_size, logprobs=arguments.logprobs, **speculation)
-    log(f"compiled, or loaded from the compile cache, in {compiled:.1f} s")
-    if arguments.draft.startswith("synthetic"):
-        log(f"draft {arguments.draft}: what follows is NOT the model's text; it shows speed alone")
-    if arguments.stream:
-        _stream(generator, texts[0], prompts[0], settings, arguments.echo)
-        return
-    try:
-        with StatusLine("generating") as status:
-            generation = generator.generate(
-                prompts,
-                **settings,
-                progress=lambda tokens: status.show(counted(tokens, "token")),
-            )
-    except (Interrupted, NonFiniteLogitsError) as error:
-        _print(arguments, texts, error.generation)  # the completions so far
-        raise
-    _print(arguments, texts, generation)
+    with loading.only_first_process_prints(), loading.refused_if_too_large(expected):
+        began = time.perf_counter()
+        model, tokenizer = loading.load_model(arguments, arguments.model, layout)
+        log(f"loaded {arguments.model} in {time.perf_counter() - began:.1f} s")
+        generator = Generator(model, tokenizer, max_len)
+        # Again, with the weights, which may lack a part that the config promises, such as MTP.
+        generator.requests(prompts, **settings)
+        speculation = {name: settings[name] for name in ("draft", "draft_depth")}
+        with StatusLine("compiling"):
+            batch_size = len(prompts) * settings.get("n", 1)
+            compiled = generator.warm_up(batch_size, logprobs=arguments.logprobs, **speculation)
+        log(f"compiled, or loaded from the compile cache, in {compiled:.1f} s")
+        if arguments.draft.startswith("synthetic"):
+            warning = "what follows is NOT the model's text; it shows speed alone"
+            log(f"draft {arguments.draft}: {warning}")
+        if arguments.stream:
+            _stream(generator, texts[0], prompts[0], settings, arguments.echo)
+            return
+        try:
+            with StatusLine("generating") as status:
+                generation = generator.generate(
+                    prompts,
+                    **settings,
+                    progress=lambda tokens: status.show(counted(tokens, "token")),
+                )
+        except (Interrupted, NonFiniteLogitsError) as error:
+            _print(arguments, texts, error.generation)  # the completions so far
+            raise
+        _print(arguments, texts, generation)
 
 
 def _print(arguments: argparse.Namespace, texts: Sequence[str], generation: Generation) -> None:

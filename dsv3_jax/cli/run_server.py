@@ -12,14 +12,8 @@ from typing import NamedTuple
 import jax
 
 from dsv3_jax import chat_formats, compile_cache
-from dsv3_jax.cli.flags import max_len_of, naming
-from dsv3_jax.cli.loading import (
-    directory_of,
-    latency_targets,
-    load_model,
-    make_layout_from,
-    refused_if_too_large,
-)
+from dsv3_jax.cli import loading
+from dsv3_jax.cli.flags import draft_of, max_len_of, naming
 from dsv3_jax.cli.output import log
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.disaggregation.jax_transfer import JaxReceiver, JaxSender
@@ -32,33 +26,23 @@ from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.pages import CacheTiers, PageFormat
 from dsv3_jax.server.access_log import log_to_stderr
-from dsv3_jax.server.api_keys import ApiKeys, read_keys
 from dsv3_jax.server.frontend.process import run_with_http_process
+from dsv3_jax.server.middleware import ApiKeys, read_keys
 from dsv3_jax.server.run import bind, run
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def run_server(arguments: argparse.Namespace, draft: str | None, depth: int | str) -> None:
-    """Serves until the process is told to end.
-
-    Args:
-      arguments: the command's flags.
-      draft: name of the drafter, or None.
-      depth: drafts per step, or ``"auto"``.
-
-    Raises:
-      ValueError: the model, the chat template, the layout, the keys or the address is refused.
-    """
+def run_server(arguments: argparse.Namespace) -> None:
     with (
         log_to_stderr(arguments.log_level),
         bind(arguments.host, arguments.port) as bound,
         contextlib.ExitStack() as stack,
     ):
         sender = sender_of(arguments)
-        engine, tokenizer, settings, remote = make_engine(arguments, draft, depth)
+        engine, tokenizer, settings, remote = make_engine(arguments)
         if remote is not None:
             stack.callback(remote.close)  # after the engine
         with engine:
@@ -74,25 +58,14 @@ class MadeEngine(NamedTuple):
     engine: Engine
     tokenizer: Tokenizer
     settings: ServerSettings
-    remote: RemotePrefill | None
-    """The source of pages of a server with the role ``decode``."""
+    remote: RemotePrefill | None  # the source of pages of a server with the role ``decode``
 
 
 def make_engine(
-    arguments: argparse.Namespace,
-    draft: str | None,
-    depth: int | str,
-    *,
-    process: Leader | Follower | None = None,
+    arguments: argparse.Namespace, *, process: Leader | Follower | None = None
 ) -> MadeEngine:
-    """Loads the model, and returns its engine.
-
-    Args:
-      process: the part of this process on a mesh of several processes, see :class:`Engine`.
-
-    Raises:
-      ValueError: the model, the chat template, the layout or the keys are refused.
-    """
+    """Loads the model, and returns its engine. ``process`` is this one's part on a mesh of several
+    processes, see :class:`Engine`."""
     template = None
     if arguments.chat_template is not None:
         with naming("--chat-template"):
@@ -106,13 +79,13 @@ def make_engine(
             raise ValueError(
                 f"{flag}: expected a directory that can be written, got {directory} ({reason})"
             )
-    max_len = max_len_of(arguments, ModelConfig.from_hf(directory_of(arguments.model)))
+    max_len = max_len_of(arguments, ModelConfig.from_hf(loading.directory_of(arguments.model)))
     model, tokenizer = _load(arguments)
     if template is not None:
         tokenizer = tokenizer.with_chat_template(template)
     max_requests = arguments.max_running + arguments.max_waiting
     remote = remote_of(arguments, model, prefill_key)
-    with refused_if_too_large(_expected(arguments.model)):
+    with loading.refused_if_too_large(_expected(arguments.model)):
         engine = Engine(
             model,
             tokenizer,
@@ -120,11 +93,10 @@ def make_engine(
             max_running=arguments.max_running,
             max_waiting=max_requests,  # the server itself counts
             cache_tokens=arguments.cache_tokens,
-            draft=draft,
-            draft_depth=depth,
             tiers=tiers_of(arguments, remote),
-            targets=latency_targets(arguments),
+            targets=loading.latency_targets(arguments),
             process=process,
+            **draft_of(arguments),
         )
     settings = ServerSettings(
         model_name=arguments.served_name or arguments.model,
@@ -143,27 +115,21 @@ def make_engine(
 
 
 def _load(arguments: argparse.Namespace) -> tuple[DeepSeekV3, Tokenizer]:
-    """Loads the model and its tokenizer."""
-    layout = make_layout_from(arguments)
+    layout = loading.make_layout_from(arguments)
     if arguments.program_store is not None and jax.default_backend() == "cpu":
-        _disable_compile_cache(arguments)
+        # Programs from JAX's cache cannot be stored again, see ProgramStore.save.
+        jax.config.update("jax_enable_compilation_cache", False)
+        if arguments.compile_cache is not None:
+            log("on CPUs --program-store keeps the programs, and --compile-cache is not used")
     else:
         compile_cache.enable(arguments.compile_cache)
     began = time.perf_counter()
     logger.info("loading %s", arguments.model)
-    with refused_if_too_large(_expected(arguments.model)):
-        model, tokenizer = load_model(arguments, arguments.model, layout)
+    with loading.refused_if_too_large(_expected(arguments.model)):
+        model, tokenizer = loading.load_model(arguments, arguments.model, layout)
     logger.info("loaded %s in %.1f s", arguments.model, time.perf_counter() - began)
     assert tokenizer is not None
     return model, tokenizer
-
-
-def _disable_compile_cache(arguments: argparse.Namespace) -> None:
-    """Disables JAX's cache. On CPUs its programs cannot be stored again, see
-    :meth:`dsv3_jax.engine.device.program_store.ProgramStore.save`."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    if arguments.compile_cache is not None:
-        log("on CPUs --program-store keeps the programs, and --compile-cache is not used")
 
 
 def _expected(model: str) -> str:
@@ -178,11 +144,8 @@ _PREFILL_HOST_BYTES = 4 * 2**30
 
 
 def sender_of(arguments: argparse.Namespace) -> Sender | None:
-    """Returns what gives pages to decode servers; None if this is no prefill server.
-
-    Raises:
-      ValueError: ``--host`` is not the address of one interface, which ``--transfer jax`` needs.
-    """
+    """Returns what gives pages to decode servers; None if this is no prefill server. ``--transfer
+    jax`` needs a ``--host`` of one interface."""
     if arguments.role != "prefill":
         return None
     if arguments.transfer != "jax":
@@ -191,11 +154,7 @@ def sender_of(arguments: argparse.Namespace) -> Sender | None:
 
 
 def prefill_key_of(arguments: argparse.Namespace) -> str | None:
-    """Returns the key that prefill servers expect, or None.
-
-    Raises:
-      ValueError: the file of the key has none, or cannot be read.
-    """
+    """Returns the key that prefill servers expect, or None."""
     if arguments.prefill_api_key_file is None:
         return None
     with naming("--prefill-api-key-file"):

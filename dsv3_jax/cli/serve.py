@@ -9,21 +9,15 @@ import argparse
 import importlib.util
 from numbers import Integral, Real
 
-from dsv3_jax.cli.flags import check_weights
+from dsv3_jax.cli.flags import check_ranges, check_weights, draft_of
 from dsv3_jax.disaggregation.peers import Peers
-from dsv3_jax.generation.settings import check, check_draft
+from dsv3_jax.generation.settings import check_draft
 from dsv3_jax.words import how_to_install
 
 _PACKAGES = ("aiohttp", "fastapi", "llguidance", "prometheus_client", "uvicorn")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command until SIGTERM or Ctrl-C.
-
-    Raises:
-      ValueError: a package is missing, a setting is out of range, or the model or the address is
-        refused.
-    """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -35,50 +29,35 @@ def run(arguments: argparse.Namespace) -> None:
 
     from dsv3_jax.cli.run_server import run_server
 
-    run_server(arguments, draft_of(arguments), depth_of(arguments))
+    run_server(arguments)
+
+
+_RANGES = {
+    "port": ("a port from 0 to 65535", Integral, 0, 65535),
+    "max_len": ("an integer of at least 2", Integral, 2),
+    "max_running": ("an integer of at least 1", Integral, 1),
+    "max_body_mib": ("an integer of at least 1", Integral, 1),
+    "max_waiting": ("an integer of at least 0", Integral, 0),
+    "host_cache_gib": ("GiB from 0 to 1048576", Real, 0, 2**20),
+    "disk_cache_gib": ("GiB from 0 to 1048576", Real, 0, 2**20),
+    "prefix_load_gib": ("GiB from 0.001 to 1048576", Real, 1e-3, 2**20),
+    "drain_seconds": ("seconds from 0 to 86400", Real, 0, 86400),
+    "unread_seconds": ("seconds from 0.1 to 86400", Real, 0.1, 86400),
+    "stuck_seconds": ("seconds from 0.1 to 86400", Real, 0.1, 86400),
+    "request_seconds": ("seconds from 0.001 to 86400", Real, 1e-3, 86400),
+    "target_ttft_ms": ("milliseconds from 0.1 to 3600000", Real, 0.1, 3.6e6),
+    "target_tpot_ms": ("milliseconds from 0.1 to 3600000", Real, 0.1, 3.6e6),
+}
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises ValueError for a setting that is out of range."""
-    check("--port", arguments.port, "a port from 0 to 65535", Integral, 0, 65535)
-    if arguments.max_len is not None:
-        check("--max-len", arguments.max_len, "an integer of at least 2", Integral, 2)
-    for name in ("max_running", "max_body_mib"):
-        flag = "--" + name.replace("_", "-")
-        check(flag, getattr(arguments, name), "an integer of at least 1", Integral, 1)
-    check("--max-waiting", arguments.max_waiting, "an integer of at least 0", Integral, 0)
-    for name in ("host_cache_gib", "disk_cache_gib"):
-        flag = "--" + name.replace("_", "-")
-        check(flag, getattr(arguments, name), "GiB from 0 to 1048576", Real, 0, 2**20)
-    if (gib := arguments.prefix_load_gib) is not None:
-        check("--prefix-load-gib", gib, "GiB from 0.001 to 1048576", Real, 1e-3, 2**20)
+    check_ranges(arguments, _RANGES)
     if arguments.host_cache_pinned and not arguments.host_cache_gib and arguments.role != "prefill":
         raise ValueError("--host-cache-pinned: expected --host-cache-gib with it")
-    check("--drain-seconds", arguments.drain_seconds, "seconds from 0 to 86400", Real, 0, 86400)
-    unread_seconds = arguments.unread_seconds
-    check("--unread-seconds", unread_seconds, "seconds from 0.1 to 86400", Real, 0.1, 86400)
-    check("--stuck-seconds", arguments.stuck_seconds, "seconds from 0.1 to 86400", Real, 0.1, 86400)
-    if arguments.request_seconds is not None:
-        seconds = arguments.request_seconds
-        check("--request-seconds", seconds, "seconds from 0.001 to 86400", Real, 1e-3, 86400)
-    for name in ("target_ttft_ms", "target_tpot_ms"):
-        if (milliseconds := getattr(arguments, name)) is not None:
-            flag = "--" + name.replace("_", "-")
-            check(flag, milliseconds, "milliseconds from 0.1 to 3600000", Real, 0.1, 3.6e6)
-    check_draft(draft_of(arguments), depth_of(arguments))
+    check_draft(**draft_of(arguments))
     check_weights(arguments)
     check_role(arguments)
-
-
-def draft_of(arguments: argparse.Namespace) -> str | None:
-    """Returns the name of the drafter, or None."""
-    return None if arguments.draft == "none" else arguments.draft
-
-
-def depth_of(arguments: argparse.Namespace) -> int | str:
-    """Returns the number of drafts per step, or the text if it is no number."""
-    depth = arguments.draft_depth
-    return int(depth) if depth.isdecimal() else depth
 
 
 _FLAGS_OF = {
@@ -92,26 +71,24 @@ _FLAGS_OF = {
         "transfer",
     ),
 }
+_ROLE_RANGES = {
+    "prefill_seconds": ("seconds from 0.001 to 3600", Real, 1e-3, 3600),
+    "prefill_min_tokens": ("an integer of at least 1", Integral, 1),
+    "transfer_port": ("a port from 0 to 65535", Integral, 0, 65535),
+}
 
 
 def check_role(arguments: argparse.Namespace) -> None:
     """Raises ValueError for flags that do not belong to the role, or are out of range.
-
-    :func:`check_prefill_urls` is apart, because a decode server on Ray has no such flag.
-    """
+    :func:`check_prefill_urls` is apart, because a decode server on Ray has no such flag."""
     role = arguments.role
     for name in sorted({name for names in _FLAGS_OF.values() for name in names}):
         if getattr(arguments, name) is not None and name not in _FLAGS_OF[role]:
             roles = " or ".join(each for each, names in _FLAGS_OF.items() if name in names)
             raise ValueError(f"--{name.replace('_', '-')}: expected --role {roles}, got {role}")
-    if (seconds := arguments.prefill_seconds) is not None:
-        check("--prefill-seconds", seconds, "seconds from 0.001 to 3600", Real, 1e-3, 3600)
-    if (tokens := arguments.prefill_min_tokens) is not None:
-        check("--prefill-min-tokens", tokens, "an integer of at least 1", Integral, 1)
-    if (port := arguments.transfer_port) is not None:
-        if arguments.transfer != "jax":
-            raise ValueError("--transfer-port: expected --transfer jax with it")
-        check("--transfer-port", port, "a port from 0 to 65535", Integral, 0, 65535)
+    if arguments.transfer_port is not None and arguments.transfer != "jax":
+        raise ValueError("--transfer-port: expected --transfer jax with it")
+    check_ranges(arguments, _ROLE_RANGES)
 
 
 def check_prefill_urls(arguments: argparse.Namespace) -> None:

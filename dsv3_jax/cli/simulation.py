@@ -78,11 +78,8 @@ def run(arguments: argparse.Namespace, deployment: Deployment) -> None:
 
 
 def lines(figures: Mapping[str, Any], *, at_best: bool) -> list[str]:
-    """Returns the lines of the report.
-
-    Args:
-      at_best: whether steps are as fast as the peak rates allow, which no program is.
-    """
+    """Returns the lines of the report. ``at_best``: steps are as fast as the peak rates allow,
+    which no program is."""
     ttft, tpot = figures["ttft_ms"], figures["tpot_ms"]
     best = " at best" if at_best else ""
     text = [

@@ -20,13 +20,15 @@ _MAX_FINDINGS = 100  # the number that is printed
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command.
-
-    Raises:
-      ValueError: an argument is refused, or there are findings; they have been printed.
-    """
+    """Runs the command. Findings are printed, and end it with a ValueError."""
     began = time.perf_counter()
-    _check(arguments)
+    # Before anything is read, because reading may take an hour.
+    if arguments.workers < 1:
+        raise ValueError(f"--workers: expected at least 1, got {arguments.workers}")
+    if arguments.equal and arguments.b is None:
+        raise ValueError("--equal: expected two checkpoints, got one")
+    if arguments.plot is not None:
+        check_picture("--plot", arguments.plot)
     # Imported here because they import orbax, which takes seconds.
     from dsv3_jax.checkpoint.compare import compare
     from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
@@ -76,16 +78,6 @@ def run(arguments: argparse.Namespace) -> None:
     if findings:
         more = f" and {len(findings) - 1:,} more" if len(findings) > 1 else ""
         raise ValueError(findings[0] + more)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Checks the arguments before anything is read, because reading may take an hour."""
-    if arguments.workers < 1:
-        raise ValueError(f"--workers: expected at least 1, got {arguments.workers}")
-    if arguments.equal and arguments.b is None:
-        raise ValueError("--equal: expected two checkpoints, got one")
-    if arguments.plot is not None:
-        check_picture("--plot", arguments.plot)
 
 
 T = TypeVar("T", ValueStats, Difference)

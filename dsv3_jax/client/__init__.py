@@ -3,9 +3,9 @@
 In the order a measurement moves through it:
 
 =============== ========================================================================
-workload.py     the requests of a trace, fitted to the served model; Poisson arrivals or N at a time
+workload.py     the requests of a trace, fitted to the served model; arrivals at a rate or N at a
+                time; throughput and latencies, with the names of ``vllm bench serve``
 completions.py  one streamed request to /v1/completions, and the times of its chunks
-results.py      throughput and latencies, with the field names of ``vllm bench serve``
 chat.py         a conversation with /v1/chat/completions, without other packages
 =============== ========================================================================
 """

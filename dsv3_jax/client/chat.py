@@ -23,17 +23,9 @@ class Delta(NamedTuple):
 
 
 class ChatServer:
-    """A server with OpenAI's API.
-
-    Args:
-      url: of the server, without ``/v1``.
-      model: id of the model; None takes the first one that the server lists.
-      api_key: key that the server expects, or None.
-      settings: further fields of each request.
-
-    Raises:
-      ValueError: there is no such server.
-    """
+    """A server with OpenAI's API at an address without ``/v1``. Its first model answers if none is
+    named, with ``settings`` as further fields of each request. Raises ValueError if there is no
+    server."""
 
     def __init__(
         self, url: str, model: str | None, api_key: str | None, settings: dict[str, Any]
@@ -48,11 +40,8 @@ class ChatServer:
         self._settings = settings
 
     def answer(self, messages: Sequence[Message]) -> Generator[Delta, None, None]:
-        """Yields the answer to a conversation as it arrives. Closing it ends the request.
-
-        Raises:
-          ValueError: the server refuses the request, or fails.
-        """
+        """Yields the answer to a conversation as it arrives. Closing it ends the request. Raises
+        ValueError if the server refuses the request, or fails."""
         fields = {"model": self.model, "messages": list(messages), "stream": True}
         try:
             with self._open("/v1/chat/completions", fields | self._settings) as response:

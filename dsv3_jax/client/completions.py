@@ -57,11 +57,8 @@ class CompletionClient:
         await self._session.close()
 
     async def served_model(self) -> ServedModel:
-        """Returns the first model that the server lists.
-
-        Raises:
-          ValueError: there is no server, or its answer is not that of OpenAI's API.
-        """
+        """Returns the first model that the server lists. Raises ValueError if there is no server,
+        or its answer is not that of OpenAI's API."""
         address = f"{self._url}/v1/models"
         try:
             async with self._session.get(address) as response:

@@ -1,4 +1,10 @@
-"""The requests of a trace, fitted to the served model, and two ways to send them."""
+"""The requests of a trace, fitted to the served model; two ways to send them; and the results:
+throughput and latencies, with the field names and definitions of ``vllm bench serve``.
+
+TTFT is the time from sending a request to its first chunk of text, ITL the time between two chunks,
+E2EL the time to the last chunk, and TPOT the time after the first chunk per later token. A chunk
+has several tokens if drafts were accepted, so ITL and TPOT then differ.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,9 @@ import dataclasses
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from dsv3_jax.client.completions import RequestRecord
 from dsv3_jax.traces import Trace
@@ -28,17 +37,9 @@ class Workload:
     def of(
         cls, trace: Trace, count: int | None, *, scale: float, max_len: int, vocab_size: int
     ) -> Workload:
-        """Returns the first requests of a trace.
-
-        A request that is longer than ``max_len`` loses tokens of its output until half of
-        ``max_len`` is left, and then the end of its prompt.
-
-        Args:
-          count: number of requests; None takes all.
-          scale: factor of prompt and output lengths, for small models.
-          max_len: most tokens of a prompt and its output together.
-          vocab_size: prompts have ids below it.
-        """
+        """Returns the first ``count`` requests of a trace, or all, with lengths times ``scale`` and
+        ids below ``vocab_size``. One that is longer than ``max_len`` loses tokens of its output
+        until half of it is left, and then the end of its prompt."""
         prompts, outputs, shortened = [], [], 0
         for i, request in enumerate(trace.requests[:count]):
             prompt = trace.prompt(i, vocab_size)
@@ -51,20 +52,14 @@ class Workload:
         return cls(trace, prompts, outputs, shortened)
 
     def arrivals(self, rate: float) -> list[float]:
-        """Returns the seconds after the beginning at which each request is sent.
-
-        Args:
-          rate: mean requests per second; infinity sends all at once.
-        """
+        """Returns the seconds after the beginning at which each request is sent, at a mean rate per
+        second; infinity sends all at once."""
         return [r.unit_arrival / rate for r in self.trace.requests[: len(self.prompts)]]
 
 
 async def open_loop(send: Send, arrivals: Sequence[float]) -> list[RequestRecord]:
-    """Sends each request at its arrival time, whether or not earlier ones have ended.
-
-    Args:
-      arrivals: seconds after the beginning, in ascending order.
-    """
+    """Sends each request at its arrival time, in ascending seconds after the beginning, whether or
+    not earlier ones have ended."""
     began = time.perf_counter()
     tasks = []
     for i, arrival in enumerate(arrivals):
@@ -90,8 +85,72 @@ async def closed_loop(send: Send, count: int, concurrency: int) -> list[RequestR
 
 
 def load_name(rate: float | None, concurrency: int | None) -> str:
-    """Returns a short description of a load."""
     if concurrency is not None:
         return f"{concurrency} at a time"
     assert rate is not None
     return "all at once" if math.isinf(rate) else f"{rate:g} per second"
+
+
+_PERCENTILES = (50, 90, 99)
+
+
+def results(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Returns the figures of all requests. Latencies are those of the requests that succeeded."""
+    ended = [record for record in records if not record.error]
+    last = max((r.start + r.chunks[-1] for r in records if r.chunks), default=math.nan)
+    duration = last - min((record.start for record in records), default=math.nan)
+    inputs = sum(record.prompt_tokens for record in ended)
+    outputs = sum(record.output_tokens for record in ended)
+    return {
+        "duration": duration,
+        "completed": len(ended),
+        "failed": len(records) - len(ended),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(ended) / duration,
+        "output_throughput": outputs / duration,
+        "total_token_throughput": (inputs + outputs) / duration,
+        "max_concurrent_requests": _most_at_a_time(records),
+        **_latencies(ended),
+    }
+
+
+def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    return {
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [record.output_tokens for record in records],
+        "start_times": [record.start for record in records],
+        "ttfts": [record.chunks[0] if record.chunks else 0.0 for record in records],
+        "itls": [np.diff(record.chunks).tolist() for record in records],
+        "errors": [record.error for record in records],
+    }
+
+
+def _latencies(ended: Sequence[RequestRecord]) -> dict[str, float]:
+    """Returns statistics of each kind of latency in milliseconds."""
+    seconds = {
+        "ttft": [record.chunks[0] for record in ended],
+        "tpot": [
+            (record.chunks[-1] - record.chunks[0]) / (record.output_tokens - 1)
+            for record in ended
+            if record.output_tokens > 1
+        ],
+        "itl": [gap for record in ended for gap in np.diff(record.chunks).tolist()],
+        "e2el": [record.chunks[-1] for record in ended],
+    }
+    figures: dict[str, float] = {}
+    for name, values in seconds.items():
+        ms = 1e3 * np.asarray(values or [0.0])
+        figures[f"mean_{name}_ms"] = float(ms.mean())
+        figures[f"median_{name}_ms"] = float(np.median(ms))
+        figures[f"std_{name}_ms"] = float(ms.std())
+        for p in _PERCENTILES:
+            figures[f"p{p}_{name}_ms"] = float(np.percentile(ms, p))
+    return figures
+
+
+def _most_at_a_time(records: Sequence[RequestRecord]) -> int:
+    """Returns the largest number of requests that were open at one time."""
+    events = [(record.start, 1) for record in records]
+    events += [(r.start + (r.chunks[-1] if r.chunks else 0.0), -1) for r in records]
+    return int(max(np.cumsum([change for _, change in sorted(events)]), default=0))

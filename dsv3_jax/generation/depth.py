@@ -24,13 +24,9 @@ token that it verifies: most of them once for all tokens, but experts for few to
 
 
 class _Acceptance:
-    """Running estimate of the probability ``a_j`` that draft j of a step is accepted, given that
-    all before it were.
-
-    Args:
-      most: drafts of a step.
-      prior: acceptance of a draft that has not been checked yet, which counts as two checks.
-    """
+    """Running estimate of the probability ``a_j`` that draft j of ``most`` in a step is accepted,
+    given that all before it were. A draft that has not been checked has the acceptance ``prior``,
+    as of two checks."""
 
     def __init__(self, most: int, prior: float):
         self._checked = [2.0] * most
@@ -48,16 +44,14 @@ class _Acceptance:
 
 
 class DraftDepth:
-    """Chooses how many drafts a request verifies in its next step, from its own acceptance.
+    """Chooses how many drafts a request verifies in its next step, at most ``most``, from its own
+    acceptance.
 
     Drafts are verified as far as ``a_1 ... a_j`` is large enough. A request whose drafts are
     rejected verifies none, except in probes, which verify one draft more.
 
     Results may be observed any number of steps late. The choice depends only on tokens of the past,
     and each depth preserves the model's distribution, so the choices do too.
-
-    Args:
-      most: greatest depth.
     """
 
     def __init__(self, most: int):

@@ -32,11 +32,8 @@ _BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but never mean
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenMask:
-    """The tokens that a request may generate.
-
-    Attributes:
-      words: bit ``i % 32`` of word ``i // 32`` is 1 if token i is allowed.
-    """
+    """The tokens that a request may generate: bit ``i % 32`` of word ``i // 32`` is 1 if token i is
+    allowed."""
 
     words: UInt32[np.ndarray, " n_words"]
 
@@ -89,11 +86,8 @@ def num_words(vocab_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt with its settings.
-
-    Raises:
-      ValueError: a setting is out of range. The message contains its name and value, and the range.
-    """
+    """One prompt with its settings. Raises ValueError for a setting that is out of range, with its
+    name."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = DEFAULT_NEW_TOKENS
@@ -145,13 +139,8 @@ class Request:
 
 
 class RequestReader:
-    """Converts the arguments of :meth:`Generator.generate` to requests.
-
-    Args:
-      config: the model's, for its vocabulary and end-of-sequence tokens.
-      tokenizer: None if all prompts are token ids.
-      max_len: maximum number of prompt and generated tokens.
-    """
+    """Converts the arguments of :meth:`Generator.generate` to requests of at most ``max_len``
+    tokens. Without a tokenizer, all prompts are token ids."""
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_len: int):
         self._config = config
@@ -176,16 +165,9 @@ class RequestReader:
         banned_tokens: Any = (),
         **settings: Any,
     ) -> list[Request]:
-        """Returns ``n`` requests per prompt; those of the first prompt come first.
-
-        Each setting is one value for all prompts, or a sequence with one value per prompt. See
-        :meth:`Generator.generate`.
-
-        Raises:
-          ValueError: a prompt is empty, too long or contains an id out of range, or a setting is
-            invalid.
-          TypeError: there is no such setting.
-        """
+        """Returns ``n`` requests per prompt; those of the first prompt come first. Each setting is
+        one value for all prompts, or a sequence with one value per prompt, see
+        :meth:`Generator.generate`."""
         check_arguments(settings, NAMES)
         check_setting("n", n)
         prompts = _prompts(prompts)
@@ -337,12 +319,9 @@ def check_fits(name: str, text: str, tokenizer: Tokenizer, max_len: int) -> None
 
 
 def _per_prompt(name: str, value: Any, count: int, *, is_sequence: bool = False) -> list[Any]:
-    """Returns one value per prompt, from one value for all or a sequence of ``count`` values.
-
-    Args:
-      is_sequence: a single value is a sequence itself. Then ``value`` has one per prompt if any of
-        its elements is a collection.
-    """
+    """Returns one value per prompt, from one value for all or a sequence of ``count`` values. If a
+    single value is a sequence itself, ``value`` has one per prompt if any of its elements is a
+    collection."""
     value = _to_python(value)
     is_scalar = isinstance(value, str) or not isinstance(value, Sequence)
     if is_scalar or (is_sequence and not any(map(_is_collection, value))):

@@ -47,11 +47,8 @@ class Sampling:
 
     def choose(self, sampled: Callable[[], _T], greedy: Callable[[], _T]) -> _T:
         """Returns ``greedy()`` if all temperatures are 0, else ``sampled()``, which must be right
-        for any temperatures.
-
-        Sorting a whole vocabulary costs more than the rest of sampling, so greedy and unfiltered
-        batches skip it.
-        """
+        for any temperatures. Sorting a whole vocabulary costs more than the rest of sampling, so
+        greedy and unfiltered batches skip it."""
         if self.mode is None:
             return jax.lax.cond(jnp.any(self.temperature > 0.0), sampled, greedy)
         return greedy() if self.mode == "greedy" else sampled()
@@ -59,13 +56,8 @@ class Sampling:
 
 def filter_mask(logits: Float32[Array, "B W"], sampling: Sampling) -> Bool[Array, "B W"]:
     """Returns the mask of tokens that pass top_k, top_p and min_p, applied in that order, as
-    transformers applies them.
-
-    The most probable token always passes. Among equal logits, lower ids rank first.
-
-    Args:
-      logits: logits divided by the temperature.
-    """
+    transformers applies them, to logits divided by the temperature. The most probable token always
+    passes. Among equal logits, lower ids rank first."""
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     negated, order = jax.lax.sort((-logits, ids), num_keys=1, is_stable=True)
     ranked, rank = -negated, jnp.arange(logits.shape[-1])
@@ -137,11 +129,8 @@ def sample_filtered(
     positions: Int[Array, " B"],
     purpose: int,
 ) -> Int[Array, " B"]:
-    """Samples from softmax(logits) by the Gumbel-max trick: argmax(logits + Gumbel noise).
-
-    Args:
-      logits: result of :func:`filter_logits`; of ``sampling`` only the seeds are read.
-    """
+    """Samples from softmax(logits) by the Gumbel-max trick: argmax(logits + Gumbel noise). The
+    logits are those of :func:`filter_logits`; of ``sampling`` only the seeds are read."""
     shape = logits.shape[1:]
     gumbel = random_values(
         lambda key: jax.random.gumbel(key, shape, jnp.float32), sampling, positions, purpose

@@ -57,26 +57,18 @@ NAMES = (
 def check(
     name: str, value: Any, expected: str, kind: type, minimum: float, maximum: float = math.inf
 ) -> None:
-    """Raises ValueError unless ``value`` is a ``kind`` other than bool, in [minimum, maximum].
-
-    Args:
-      expected: description of valid values, for the message.
-    """
+    """Raises ValueError unless ``value`` is a ``kind`` other than bool, in [minimum, maximum]. The
+    message has ``expected``, a description of valid values."""
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     if not is_number or not minimum <= value <= maximum:  # NaN compares false
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def check_settings(**settings: Any) -> None:
-    """Checks settings of :meth:`Generator.generate`, given by name with the value for one prompt.
-
-    ``stop`` is a string or a collection of strings, and lists of tokens are sequences of ids. None
-    for ``max_new_tokens`` or ``seed`` leaves the choice to the Generator.
-
-    Raises:
-      ValueError: a setting is out of range. The message contains its name and value, and the range.
-      TypeError: there is no such setting.
-    """
+    """Checks settings of :meth:`Generator.generate`, given by name with the value for one prompt,
+    and raises ValueError or TypeError. ``stop`` is a string or a collection of strings, and lists
+    of tokens are sequences of ids. None for ``max_new_tokens`` or ``seed`` leaves the choice to the
+    Generator."""
     draft = {name: settings.pop(name) for name in ("draft", "draft_depth") if name in settings}
     for name, value in settings.items():
         if value is not None or name not in ("max_new_tokens", "seed"):
@@ -128,13 +120,8 @@ def check_draft(draft: Any = None, draft_depth: Any = 1) -> None:
 
 
 def parse_draft(draft: str) -> tuple[str, float | None]:
-    """Splits the name of a drafter into its kind and acceptance rate.
-
-    Names are ``"mtp"``, ``"ngram"`` and ``"synthetic:RATE"``. Only the last has a rate.
-
-    Raises:
-      ValueError: there is no such drafter.
-    """
+    """Splits ``"mtp"``, ``"ngram"`` or ``"synthetic:RATE"`` into the kind of drafter and its
+    acceptance rate, which only the last has. Raises ValueError for another name."""
     kind, _, text = draft.partition(":")
     if draft in ("mtp", "ngram"):
         return draft, None

@@ -107,7 +107,6 @@ class TextTracker:
         self.extend(tokens)
 
     def _add(self, tokens: Sequence[int]) -> None:
-        """Adds a block of tokens."""
         window, settled = self._extended(tokens)
         state, begin = self._state, None
         if self._stop is not None and len(self.tokens) >= self._min_tokens:
@@ -183,11 +182,9 @@ class TextTracker:
         return self._decoder.decode(tokens)
 
     def piece(self, *, final: bool) -> str:
-        """Returns the text that no earlier piece contained.
-
-        Unless ``final``, it ends before what later tokens may still change: an incomplete
-        character, and the beginning of a stop string.
-        """
+        """Returns the text that no earlier piece contained. Unless ``final``, it ends before what
+        later tokens may still change: an incomplete character, and the beginning of a stop
+        string."""
         if final and self._window.pending:
             pending = self._window.pending
             self._parts.append(pending)
@@ -225,15 +222,7 @@ class ReasoningMarkers:
 
 class StopScope:
     """Hands an answer's tokens to the tracker of its text. Stop strings count neither in the
-    reasoning nor inside opaque tokens.
-
-    Args:
-      tracker: of the text.
-      decoder: the tracker's.
-      reasoning: markers of the reasoning; None for an answer without.
-      opaque: tokens inside whose text no stop string counts, because readers of the answer do not
-        see it.
-    """
+    reasoning nor inside the text of ``opaque`` tokens, which readers of the answer do not see."""
 
     def __init__(
         self,
@@ -302,8 +291,7 @@ class _Window(NamedTuple):
 
     tokens: list[int]
     settled: str
-    pending: str
-    """Text after ``settled`` that later tokens may change."""
+    pending: str  # text after ``settled`` that later tokens may change
 
 
 class StopStrings:

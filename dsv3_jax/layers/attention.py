@@ -13,7 +13,7 @@ are computed in two orders:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from dsv3_jax.layers.cached_attention import (
     merge_devices,
     split_groups,
 )
-from dsv3_jax.layers.linear import Linear, per_head_matmul
+from dsv3_jax.layers.linear import Linear, WeightArgs, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.layers.paged_cache import (
@@ -47,7 +47,6 @@ from dsv3_jax.layers.paged_cache import (
     split_tokens,
 )
 from dsv3_jax.layers.rope import Rotation, rotate
-from dsv3_jax.quantization import Quantization
 from pallas_kernels import mla_decode, mla_decode_whole_sequences, mla_prefill, target
 from pallas_kernels.hopper.split_kv import Schedule
 from sharding import Layout
@@ -107,29 +106,23 @@ class MultiHeadLatentAttention(nnx.Module):
     q_proj. On a mesh, H is the number of heads on the device.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
         self.config = config
         D, H, C = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
 
+        norm: Any = {"eps": _LATENT_NORM_EPS, "dtype": norm_dtype(config, weights["dtype"])}
+
         def linear(n_in: int, n_out: int) -> Linear:
-            settings = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
-            return Linear(n_in, n_out, std=config.initializer_range, **settings)
+            return Linear(n_in, n_out, std=config.initializer_range, **weights)
 
         if (Q := config.q_lora_rank) is None:
             self.q_proj = linear(D, H * config.qk_head_dim)
         else:
             self.q_a_proj = linear(D, Q)
-            self.q_a_layernorm = RMSNorm(Q, eps=_LATENT_NORM_EPS, dtype=norm_dtype(config, dtype))
+            self.q_a_layernorm = RMSNorm(Q, **norm)
             self.q_b_proj = linear(Q, H * config.qk_head_dim)
         self.kv_a_proj_with_mqa = linear(D, config.latent_dim)
-        self.kv_a_layernorm = RMSNorm(C, eps=_LATENT_NORM_EPS, dtype=norm_dtype(config, dtype))
+        self.kv_a_layernorm = RMSNorm(C, **norm)
         self.kv_b_proj = linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(H * config.v_head_dim, D)
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out

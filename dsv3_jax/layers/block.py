@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers import run_layer
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
+from dsv3_jax.layers.linear import WeightArgs
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, RoutingStats
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages, join_tokens
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.layers.sparse_attention import SparseAttention
-from dsv3_jax.quantization import Quantization
 from sharding import Layout
 
 
@@ -30,22 +29,14 @@ class DecoderLayer(nnx.Module):
     docs/change_the_model.md. Statistics are those of an MoE, and None for other layers.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dense: bool,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, *, dense: bool, **weights: Unpack[WeightArgs]):
         D, F, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        weights = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
+        norms = norm_dtype(config, weights["dtype"])
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
-        self.input_layernorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
+        self.input_layernorm = RMSNorm(D, eps=eps, dtype=norms)
         attention = SparseAttention if config.has_indexer else MultiHeadLatentAttention
         self.self_attn = attention(config, **weights)
-        self.post_attention_layernorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
+        self.post_attention_layernorm = RMSNorm(D, eps=eps, dtype=norms)
         self.mlp: Any  # an MLP, a MoE, or a module that replaces it
         if dense:
             self.mlp = MLP(D, F, std=config.initializer_range, **weights)
@@ -67,13 +58,8 @@ class DecoderLayer(nnx.Module):
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
     ) -> tuple[Float[Array, "_ _ D"], LayerPages, RoutingStats | None]:
-        """Runs new tokens on one device, after the cached ones of their sequences.
-
-        Args:
-          x: the tokens of all batches, see :func:`join_tokens`.
-          caches: one for each batch. All have the same page arrays.
-          forms: one for each batch.
-        """
+        """Runs new tokens on one device, after the cached ones of their sequences. Tokens, caches
+        and forms are those of :meth:`Attention.extend_batches`."""
         valid = join_tokens([cache.valid for cache in caches])  # [B, T], or [1, N] of all batches
         normed = self.input_layernorm(x)  # [B, T, D]
         attended, pages = self.self_attn.extend_batches(normed, rotation, caches, forms)
@@ -87,10 +73,7 @@ class DecoderLayer(nnx.Module):
         valid: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
         """Adds attention's output to ``x``, and the MLP's or the experts' output to that sum.
-
-        Args:
-          valid: False for padding, which goes to no expert.
-        """
+        Padding, where ``valid`` is False, goes to no expert."""
         norm: Callable[..., Array] = self.post_attention_layernorm
         if isinstance(norm, RMSNorm):
             h, normed = norm.add_and_norm(x, attended)  # [B, T, D] each
@@ -118,10 +101,8 @@ class DecoderLayer(nnx.Module):
         run: run_layer.ForwardCached | None = None,
     ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
         """Does :meth:`forward_cached`, or ``run`` in its place, on the devices of the layout.
-
         Returns the output of each batch, the page arrays with the new tokens, and the statistics of
-        all tokens.
-        """
+        all tokens."""
         run = run or DecoderLayer.forward_cached
         return run_layer.forward_cached(self, run, xs, rotations, caches, forms)
 

@@ -58,10 +58,8 @@ def join_groups(x: Shaped[Array, "groups t *rest"], tokens: int) -> Shaped[Array
 def group_tables(
     block_tables: Int[Array, "B max_pages"], starts: Int[Array, " B"], valid: Bool[Array, "B T"]
 ) -> tuple[Int[Array, "groups max_pages"], Int[Array, " groups"]]:
-    """Returns the pages of each group, and its length with its own tokens, padding included.
-
-    A group of padding alone has length 0.
-    """
+    """Returns the pages of each group, and its length with its own tokens, padding included. A
+    group of padding alone has length 0."""
     T = valid.shape[1]
     if (groups := num_groups(T)) == 1:
         # Padded queries count too, so that query t sees exactly the t tokens before it.
@@ -195,10 +193,8 @@ def attend_local(
 
 
 def weigh_once(lse: Float32[Array, "B T H"], shard: PageShard) -> Float32[Array, "B T H"]:
-    """Returns the log-sum-exp of attention that every device computed, so that it counts once.
-
-    On all devices but the first it becomes -inf.
-    """
+    """Returns the log-sum-exp of attention that every device computed, so that it counts once: on
+    all devices but the first it is -inf."""
     return jnp.where(shard.shard == 0, lse, -jnp.inf)
 
 

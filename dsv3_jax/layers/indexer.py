@@ -16,7 +16,7 @@ then all its scales in one array.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt8
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.linear import Linear, WeightArgs
 from dsv3_jax.layers.norm import LayerNorm
 from dsv3_jax.layers.paged_cache import CachedArray, LayerCacheSpec, LayerPages, PageShard
 from dsv3_jax.layers.rope import Rotation, rotate
-from dsv3_jax.quantization import BlockQuantization, Quantization
+from dsv3_jax.quantization import BlockQuantization
 from pallas_kernels import block_quant, sparse_index, top_k
 from pallas_kernels.sparse_index import scaled_pages
 from sharding import Layout
@@ -45,8 +45,7 @@ at 128k tokens."""
 class IndexQueries(NamedTuple):
     """Queries of the indexer for some tokens."""
 
-    q: Float[Array, "B T J D"]
-    """Rotated. In float8 their scales are in the weights."""
+    q: Float[Array, "B T J D"]  # rotated. In float8 their scales are in the weights.
     weights: Float32[Array, "B T J"]
 
 
@@ -54,11 +53,7 @@ def index_cache_spec(
     config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
 ) -> LayerCacheSpec:
     """Returns what an indexer caches, a scaled array in float8: nothing in models without one.
-
-    Raises:
-      ValueError: ``index_head_dim`` is not a power of two, so that there is no Hadamard matrix for
-        float8 keys.
-    """
+    Float8 keys need a Hadamard matrix, and so an ``index_head_dim`` that is a power of two."""
     if (D := config.index_head_dim) is None:
         return {}
     if not float8:
@@ -71,33 +66,23 @@ def index_cache_spec(
 class Indexer(nnx.Module):
     """The indexer of one layer. Parameters are named as in the checkpoint."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
         J, D, Q = config.index_n_heads, config.index_head_dim, config.q_lora_rank
         if J is None or D is None or Q is None or config.index_topk is None:
             raise ValueError(f"config: expected an indexer, got model_type {config.model_type}")
         self.config = config
         self.topk = config.index_topk
         self.float8_keys = False
-        kwargs = {"std": config.initializer_range, "rngs": rngs, "dtype": dtype}
-        self.wq_b = Linear(Q, J * D, quantization=quantization, **kwargs)
-        self.wk = Linear(config.hidden_size, D, quantization=quantization, **kwargs)
+        std = config.initializer_range
+        self.wq_b = Linear(Q, J * D, std=std, **weights)
+        self.wk = Linear(config.hidden_size, D, std=std, **weights)
         self.k_norm = LayerNorm(D, eps=_KEY_NORM_EPS)
-        self.weights_proj = Linear(config.hidden_size, J, **kwargs)  # never quantized
+        rngs, dtype = weights["rngs"], weights["dtype"]  # never quantized
+        self.weights_proj = Linear(config.hidden_size, J, std=std, rngs=rngs, dtype=dtype)
 
     def use_float8_keys(self) -> None:
         """Makes queries and keys float8, with one scale per vector, as in DeepSeek's inference. A
-        Hadamard matrix spreads outliers first, and leaves exact dot products as they are.
-
-        Raises:
-          ValueError: see :func:`index_cache_spec`.
-        """
+        Hadamard matrix spreads outliers first, and leaves exact dot products as they are."""
         index_cache_spec(self.config, jnp.float32, float8=True)
         self.float8_keys = True
 
@@ -226,10 +211,8 @@ def _scores(
     shard: PageShard,
     layout: Layout | None,
 ) -> Float32[Array, "B T S"]:
-    """Returns the scores of all S cached tokens, -inf where a query does not see one.
-
-    Where devices share the tokens of a sequence, each scores its own, and all gather the scores.
-    """
+    """Returns the scores of all S cached tokens, -inf where a query does not see one. Where devices
+    share the tokens of a sequence, each scores its own, and all gather the scores."""
     B, T = queries.weights.shape[:2]
     keys = pages["index_key"]
     page_size = shard.page_size if keys.dtype == jnp.uint8 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,14 @@ FEW_TOKENS = 64
 """Input rows per matrix, on average, up to which activations are not rounded to float8.
 
 A matmul with so few rows takes the time to read the matrix, so float8 activations save nothing."""
+
+
+class WeightArgs(TypedDict):
+    """Arguments of a module for its weights: random numbers, their dtype, their quantization."""
+
+    rngs: nnx.Rngs
+    dtype: DTypeLike
+    quantization: Quantization | None
 
 
 class Weight(nnx.Module):
@@ -153,12 +161,8 @@ class Embedding(nnx.Module):
 def per_head_matmul(
     x: Float[Array, "B T H K"], weight: Float[Array, "H _ _"], *, contracted: int, dtype: DTypeLike
 ) -> Float[Array, "B T H N"]:
-    """Multiplies each head by its own matrix, with sums in float32.
-
-    Args:
-      contracted: the dimension of ``weight`` that is summed over.
-      dtype: of the result. The sums are rounded once.
-    """
+    """Multiplies each head by its own matrix. The sum over the dimension ``contracted`` of
+    ``weight`` is in float32, and rounded once to ``dtype``."""
     B, T, H, K = x.shape
     # On CPUs, sums of bfloat16 are in float32 only if the result is.
     sum_dtype = jnp.float32 if target.platform() == "cpu" else dtype

@@ -108,6 +108,8 @@ def parameter_shardings(
         raise ValueError(
             f"fsdp_axes: expected weights without quantization, got {type(quantization).__name__}"
         )
+    is_integer = isinstance(quantization, IntegerQuantization)
+    has_scale_per_row = is_integer and quantization.group_size is None
     flat = dict(nnx.to_flat_state(nnx.state(model)))
     shardings: dict[ParameterPath, NamedSharding] = {}
     # Most layers are alike: V3 has 1,500 parameters of 20 kinds.
@@ -120,7 +122,7 @@ def parameter_shardings(
         name = dotted((*prefix, *path))
         block = None
         if quantization is not None:
-            if path[-1] in _SCALES and _has_scale_per_row(quantization):
+            if path[-1] in _SCALES and has_scale_per_row:
                 axes = (*axes[:-1], None)
             elif any((*path[:-1], scale) in flat for scale in _SCALES if path[-1] == "weight"):
                 block = (*(1,) * (len(shape) - 2), *_stored_block(quantization))
@@ -136,16 +138,9 @@ def parameter_shardings(
 
 
 def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None = None) -> None:
-    """Checks that layers of this shape can run on ``layout``, whatever their parameters.
-
-    Args:
-      expert_slots: number of expert slots of a layer. By default each expert has one.
-
-    Raises:
-      ValueError: heads do not divide over the devices, the rules shard an axis that layers do not
-        reduce over, or the experts do not fit the exchange.
-      NotImplementedError: the platform lacks the exchange.
-    """
+    """Raises ValueError if layers of this shape, with this number of slots of experts (by default
+    one of each), cannot run on ``layout``, and NotImplementedError if the platform lacks the
+    exchange."""
     heads, devices = config.num_attention_heads, layout.num_shards("heads")
     if heads % devices:
         raise ValueError(
@@ -177,15 +172,9 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
     )
 
 
-def _has_scale_per_row(quantization: Quantization) -> bool:
-    return isinstance(quantization, IntegerQuantization) and quantization.group_size is None
-
-
 def _stored_block(quantization: Quantization) -> tuple[int, int]:
-    """Returns the rows and stored columns that must stay on one device.
-
-    A stored column of int4 holds two values.
-    """
+    """Returns the rows and stored columns that must stay on one device. One of int4 holds two
+    values."""
     if not isinstance(quantization, IntegerQuantization):
         return quantization.weight_block_size
     columns = quantization.group_size or 1

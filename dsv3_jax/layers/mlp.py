@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.linear import Linear, WeightArgs
 from dsv3_jax.layers.on_mesh import sharded_linear
-from dsv3_jax.quantization import Quantization
 from pallas_kernels import swiglu
 from sharding import Layout
 
@@ -26,17 +26,14 @@ class MLP(nnx.Module):
         hidden: int,
         *,
         std: float,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
         hidden_axis: str = "ffn",
+        **weights: Unpack[WeightArgs],
     ):
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.hidden_axis = hidden_axis  # logical axis of the hidden width
-        kwargs = {"std": std, "rngs": rngs, "dtype": dtype, "quantization": quantization}
-        self.gate_proj = Linear(width, hidden, **kwargs)
-        self.up_proj = Linear(width, hidden, **kwargs)
-        self.down_proj = Linear(hidden, width, **kwargs)
+        self.gate_proj = Linear(width, hidden, std=std, **weights)
+        self.up_proj = Linear(width, hidden, std=std, **weights)
+        self.down_proj = Linear(hidden, width, std=std, **weights)
 
     def __call__(
         self, x: Float[Array, "*batch D"], out_dtype: DTypeLike | None = None
@@ -47,7 +44,6 @@ class MLP(nnx.Module):
         )
 
     def _hidden(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
-        """Returns ``silu(gate x) * up x``."""
         gate, up = self.gate_proj, self.up_proj
         if type(gate) is not Linear or type(up) is not Linear:  # replaced
             return silu_and_multiply(gate(x), up(x))

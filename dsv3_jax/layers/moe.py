@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, Int32
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.layers.linear import Weight
+from dsv3_jax.layers.linear import Weight, WeightArgs
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
-from dsv3_jax.quantization import Quantization
 from pallas_kernels import Routes, gather_rows, grouped_matmul, grouped_swiglu, sort_pairs
 from sharding import Layout, choose_replicas, mix_experts, physical_experts
 
@@ -23,44 +21,27 @@ from sharding import Layout, choose_replicas, mix_experts, physical_experts
 class RoutingStats(NamedTuple):
     """Routing of one MoE layer, for balancing and inspection."""
 
-    counts: Int[Array, " E"]
-    """Number of tokens that chose each expert, without padding."""
-    scores: Float32[Array, "M E"]
-    """Unbiased scores of every token, padding included."""
-    experts: Int[Array, "M K"]
-    """Chosen experts of every token, padding included."""
+    counts: Int[Array, " E"]  # number of tokens that chose each expert, without padding
+    scores: Float32[Array, "M E"]  # unbiased scores of every token, padding included
+    experts: Int[Array, "M K"]  # chosen experts of every token, padding included
 
 
 class Experts(nnx.Module):
     """The routed experts: stacks of matrices [E, out, in], with one matrix per expert slot."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
         E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        kwargs: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
-        kwargs["std"] = config.initializer_range
-        self.gate_proj = Weight((E, F, D), **kwargs)
-        self.up_proj = Weight((E, F, D), **kwargs)
-        self.down_proj = Weight((E, D, F), **kwargs)
+        std = config.initializer_range
+        self.gate_proj = Weight((E, F, D), std=std, **weights)
+        self.up_proj = Weight((E, F, D), std=std, **weights)
+        self.down_proj = Weight((E, D, F), std=std, **weights)
 
     def __call__(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> Float[Array, "MK D"]:
-        """Runs the MLP of every expert on the tokens that chose it.
-
-        Args:
-          rows: index into ``tokens`` of each (token, expert) pair, with the pairs sorted by expert.
-          group_sizes: number of pairs of each expert.
-
-        Returns:
-          One output per pair, in the order of ``rows``.
-        """
+        """Runs the MLP of every expert on the tokens that chose it. ``rows`` has the index into
+        ``tokens`` of each (token, expert) pair, sorted by expert, and ``group_sizes`` the pairs of
+        each expert. Returns one output per pair, in the order of ``rows``."""
         if self.gate_proj.uses_float8_activations(len(rows)):
             return self._float8(tokens, rows, group_sizes).astype(tokens.dtype)
         tokens = gather_rows(tokens, rows)
@@ -70,10 +51,8 @@ class Experts(nnx.Module):
     def _float8(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
     ) -> BFloat16[Array, "MK D"]:
-        """Does :meth:`__call__` with activations in float8.
-
-        Each token is rounded once for all its experts.
-        """
+        """Does :meth:`__call__` with activations in float8. Each token is rounded once for all its
+        experts."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         values, scale = gate.quantize_activations(tokens)
         hidden: Any = grouped_swiglu(
@@ -113,10 +92,8 @@ def _grouped(
 class Replicas(NamedTuple):
     """The slots of each expert of one layer, from :class:`sharding.Placement`."""
 
-    log2phy: Int32[Array, "E max_rep"]
-    """Slots of each logical expert, ascending, then -1."""
-    logcnt: Int32[Array, " E"]
-    """Number of slots of each logical expert."""
+    log2phy: Int32[Array, "E max_rep"]  # slots of each logical expert, ascending, then -1
+    logcnt: Int32[Array, " E"]  # number of slots of each logical expert
 
 
 class MoE(nnx.Module):
@@ -126,38 +103,23 @@ class MoE(nnx.Module):
     :meth:`place`; then an expert may have several slots.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
         self.config = config
         self.layout: Layout | None = None  # see DeepSeekV3.lay_out
         self.replicas: Replicas | None = None  # see place; None: slot p holds expert p
-        self.gate = Router(config, rngs=rngs, dtype=dtype)
-        kwargs: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "quantization": quantization}
-        self.experts = Experts(config, **kwargs)
+        self.gate = Router(config, rngs=weights["rngs"], dtype=weights["dtype"])
+        self.experts = Experts(config, **weights)
         if config.n_shared_experts:
             # Several shared experts are published as one MLP of their summed width.
-            F, std = (
-                config.n_shared_experts * config.moe_intermediate_size,
-                config.initializer_range,
-            )
-            self.shared_experts = MLP(
-                config.hidden_size, F, std=std, hidden_axis="shared_ffn", **kwargs
-            )
+            D, F = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
+            std = config.initializer_range
+            self.shared_experts = MLP(D, F, std=std, hidden_axis="shared_ffn", **weights)
 
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], RoutingStats]:
-        """Returns the layer's output and its routing.
-
-        Args:
-          valid: False for padding, which goes to no expert and whose output is undefined.
-        """
+        """Returns the layer's output and its routing. Padding, where ``valid`` is False, goes to no
+        expert, and its output is undefined."""
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
         routes = self.gate(tokens, valid)
@@ -174,11 +136,8 @@ class MoE(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape), stats
 
     def place(self, phy2log: Int32[Array, " P"], replicas: Replicas) -> None:
-        """Moves expert ``phy2log[p]`` to slot p of the stacks.
-
-        This sets the layer's Variables: :meth:`~dsv3_jax.model.DeepSeekV3.place_experts` calls it
-        on the layers of a copy.
-        """
+        """Moves expert ``phy2log[p]`` to slot p of the stacks, on a copy of the model: see
+        :meth:`~dsv3_jax.model.DeepSeekV3.place_experts`."""
         current = self.replicas
         # All copies of an expert are equal: take the first.
         source = phy2log if current is None else current.log2phy[phy2log, 0]
@@ -204,11 +163,9 @@ class MoE(nnx.Module):
     def _mix(
         self, tokens: Float[Array, "M D"], routes: Routes, valid: Bool[Array, " M"] | None
     ) -> Float32[Array, "M D"]:
-        """Returns the weighted sum of each token's K experts, all on this device.
-
-        It runs the experts on (token, slot) pairs sorted by slot. The router has sorted the pairs
-        by expert, which is the same unless experts are placed.
-        """
+        """Returns the weighted sum of each token's K experts, all on this device. They run on
+        (token, slot) pairs sorted by slot: by expert, as the router sorts them, unless experts are
+        placed."""
         K = self.config.num_experts_per_tok
         if self.replicas is not None:
             order, inverse, sizes = sort_pairs(self._slots(routes), valid, self.num_slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,12 @@ from jaxtyping import Array, Float
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.block import DecoderLayer
-from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.linear import Linear, WeightArgs
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import batch_sharded
 from dsv3_jax.layers.paged_cache import Form, LayerCache, LayerPages
 from dsv3_jax.layers.rope import Rotation
-from dsv3_jax.quantization import Quantization
 
 
 class SharedHead(nnx.Module):
@@ -36,15 +36,9 @@ class MTPLayer(DecoderLayer):
     the checkpoint's order, embedding first). Embedding and LM head are the model's own.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
-        super().__init__(config, dense=False, rngs=rngs, dtype=dtype, quantization=quantization)
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
+        super().__init__(config, dense=False, **weights)
+        rngs, dtype = weights["rngs"], weights["dtype"]
         D, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
         self.hnorm = RMSNorm(D, eps=eps, dtype=norm_dtype(config, dtype))
@@ -54,12 +48,8 @@ class MTPLayer(DecoderLayer):
     def join(
         self, hidden: Float[Array, "B T D"], next_embedding: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """Returns the layer's input.
-
-        Args:
-          hidden: the hidden state of token i.
-          next_embedding: the embedding of token i+1.
-        """
+        """Returns the layer's input, from the hidden state of token i and the embedding of token
+        i+1."""
         joined = jnp.concatenate([self.enorm(next_embedding), self.hnorm(hidden)], axis=-1)
         return batch_sharded(self.layout, "eh_proj", self.eh_proj, joined)
 
@@ -71,14 +61,9 @@ class MTPLayer(DecoderLayer):
         form: Form,
         extend: Callable[..., tuple[Array, LayerPages, RoutingStats | None]],
     ) -> tuple[Float[Array, "B 1 D"], LayerPages, RoutingStats | None]:
-        """Does :meth:`extend`, but only returns the output at the last valid token.
-
-        Of the other tokens the layer computes what it caches. The output of a sequence without
-        valid tokens is undefined.
-
-        Args:
-          extend: has the arguments and results of :meth:`extend`.
-        """
+        """Does :meth:`extend`, or the function ``extend`` in its place, but only returns the output
+        at the last valid token. Of the other tokens the layer computes what it caches. The output
+        of a sequence without valid tokens is undefined."""
         newest = newest_positions(cache)
         x_newest, rotation_newest = jax.tree.map(lambda a: select(a, newest), (x, rotation))
         cache_newest = newest_cache(cache, newest)

@@ -20,7 +20,6 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """Returns the norm of ``x``."""
         return rms_norm(x, self.weight[...], eps=self.eps)
 
     def add_and_norm(
@@ -31,10 +30,8 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """``weight * (x - mean) / sqrt(variance + eps) + bias`` over the last axis.
-
-    Weight, bias and arithmetic are float32; the result has x's dtype.
-    """
+    """``weight * (x - mean) / sqrt(variance + eps) + bias`` over the last axis, in float32; the
+    result has x's dtype."""
 
     def __init__(self, width: int, *, eps: float):
         self.eps = eps
@@ -42,7 +39,6 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """Returns the norm of ``x``."""
         y = x.astype(jnp.float32)
         y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)

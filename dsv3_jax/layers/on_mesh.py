@@ -74,14 +74,9 @@ def stored_shardings(module: nnx.Module, layout: Layout) -> dict[ParameterPath, 
 def batch_sharded(
     layout: Layout | None, name: str, module: Any, x: jax.Array, *args: Any
 ) -> jax.Array:
-    """Returns ``module(x, *args)`` for ``x`` [B, ...], whose sequences may be sharded.
-
-    Where parameters are stored sharded, each device gathers them and computes its own sequences.
-    Otherwise XLA partitions the operation.
-
-    Args:
-      name: attribute of the module in the model.
-    """
+    """Returns ``module(x, *args)`` for ``x`` [B, ...], whose sequences may be sharded. Where
+    parameters are stored sharded, each device gathers those of the model's attribute ``name`` and
+    computes its own sequences. Otherwise XLA partitions the operation."""
     if layout is None or not layout.fsdp_axes:
         return module(x, *args)
     batch = layout.partition_spec(("batch",))
@@ -90,10 +85,8 @@ def batch_sharded(
 
 
 def apply(linear: Any, x: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """Returns ``linear(x)`` in ``out_dtype``, by default the dtype of ``linear``'s result.
-
-    A module that replaces a :class:`Linear` need not take the dtype.
-    """
+    """Returns ``linear(x)`` in ``out_dtype``, by default the dtype of ``linear``'s result. A module
+    that replaces a :class:`Linear` need not take the dtype."""
     if isinstance(linear, Linear) or out_dtype is None:
         return linear(x) if out_dtype is None else linear(x, out_dtype)
     return linear(x).astype(out_dtype)
@@ -103,9 +96,7 @@ def sharded_linear(
     linear: Any, x: jax.Array, layout: Layout | None, axis: str, out_dtype: Any = None
 ) -> jax.Array:
     """Returns ``linear(x)`` where the input dimension of ``linear`` has the logical axis ``axis``.
-
-    If devices share that axis, the partial results are summed in float32 and rounded once.
-    """
+    If devices share that axis, the partial results are summed in float32 and rounded once."""
     if layout is None or layout.num_shards(axis) == 1:
         return apply(linear, x, out_dtype)
     return layout.psum(linear(x, jnp.float32), axis).astype(out_dtype or x.dtype)

@@ -112,11 +112,8 @@ def split_tokens(
 
 
 class PageShard(NamedTuple):
-    """The part of a sequence's pages on one device, where ``num_shards`` devices share them.
-
-    Page p is on the device whose ``shard`` is ``p % num_shards``, so that whatever the length, the
-    numbers of pages on two devices differ by one at most.
-    """
+    """The part of a sequence's pages on one device, where ``num_shards`` devices share them. Page p
+    is on the device whose ``shard`` is ``p % num_shards``."""
 
     page_size: int
     num_shards: int = 1
@@ -151,14 +148,10 @@ class PageShard(NamedTuple):
 def append(
     new: Mapping[str, Shaped[Array, "B T _"]], cache: LayerCache, layout: Layout | None
 ) -> tuple[LayerCache, PageShard]:
-    """Writes T new tokens per sequence after the cached ones, if they belong to this device.
-
-    Returns the cache with the new tokens, and this device's part of each sequence.
-
-    Args:
-      new: what each page array stores for the new tokens. For a scaled array these are the bytes
-        that :func:`~pallas_kernels.sparse_index.scaled_pages.token_bytes` returns.
-    """
+    """Writes T new tokens per sequence, by the names of their page arrays, after the cached ones if
+    they belong to this device. Those of a scaled array are bytes of
+    :func:`~pallas_kernels.sparse_index.scaled_pages.token_bytes`. Returns the cache, and this
+    device's part of each sequence."""
     shard = PageShard.of_device(layout, cache.page_size)
     T = cache.valid.shape[1]
     is_local, positions = shard.local_positions(cache.starts[:, None] + jnp.arange(T))
@@ -176,14 +169,10 @@ def append(
 class AppendedTokens(NamedTuple):
     """New tokens of one batch, after those of all batches were written to the cache."""
 
-    entries: Mapping[str, Shaped[Array, "B T _"]]
-    """The values that each page array stores for them."""
-    cache: LayerCache
-    """With the page arrays of this device."""
-    shard: PageShard
-    """This device's part of each sequence."""
-    index_queries: Any = None
-    """Queries of the attention's indexer, if it has one."""
+    entries: Mapping[str, Shaped[Array, "B T _"]]  # the values that each page array stores for them
+    cache: LayerCache  # with the page arrays of this device
+    shard: PageShard  # this device's part of each sequence
+    index_queries: Any = None  # queries of the attention's indexer, if it has one
 
 
 def append_batches(
@@ -191,11 +180,8 @@ def append_batches(
     caches: Sequence[LayerCache],
     layout: Layout | None,
 ) -> list[AppendedTokens]:
-    """Writes the new tokens of all batches, joined in ``entries``, see :func:`append`.
-
-    A sequence may have tokens in several batches or entries of one: all of them are written before
-    any is read.
-    """
+    """Writes the new tokens of all batches, joined in ``entries``, see :func:`append`. A sequence
+    may have tokens in several batches: all of them are written before any is read."""
     by_batch = [
         dict(zip(entries, values, strict=True))
         for values in zip(*(split_tokens(each, caches) for each in entries.values()), strict=True)
@@ -218,11 +204,8 @@ def write(
     valid: Bool[Array, "B T"],
     values: Shaped[Array, "B T columns"],
 ) -> Shaped[Array, "P page width"]:
-    """Stores the values of ``valid`` tokens at their positions.
-
-    Other tokens are dropped. So are positions past the end of the block table, and pages whose
-    number is not from 0 to P - 1: only the sequence's own slots change.
-    """
+    """Stores the values of ``valid`` tokens at their positions. Others are dropped, as are
+    positions past the end of the block table, and pages whose number is not from 0 to P - 1."""
     P, page_size, width = pages.shape
     values = jnp.pad(values, ((0, 0), (0, 0), (0, width - values.shape[-1])))
     page = _page_numbers(P, page_size, block_tables, positions, valid)
@@ -237,11 +220,8 @@ def write_scaled(
     values: UInt8[Array, "B T bytes"],
     page_size: int,
 ) -> UInt8[Array, "P rows width"]:
-    """Stores the values and scales of ``valid`` tokens in a scaled array, as :func:`write` does.
-
-    Args:
-      values: D bytes of each token, then four of its scale.
-    """
+    """Stores the values and scales of ``valid`` tokens in a scaled array, as :func:`write` does: D
+    bytes of each token, then four of its scale."""
     P, _, width = pages.shape
     D = values.shape[-1] - SCALE_BYTES
     page = _page_numbers(P, page_size, block_tables, positions, valid)
@@ -283,13 +263,9 @@ def new_slots(cache: LayerCache) -> Int[Array, "B T"]:
 def latent_cache_spec(
     config: ModelConfig, dtype: DTypeLike, *, float8: bool = False
 ) -> LayerCacheSpec:
-    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key.
-
-    In float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns.
-
-    Raises:
-      ValueError: float8 needs latents of another width.
-    """
+    """Returns what Multi-head Latent Attention caches: the normed latent, then the rope key. In
+    float8 these are the bytes that :func:`pallas_kernels.quantize_latent` returns, which refuses
+    other widths."""
     if not float8:
         return {"latent": CachedArray(config.latent_dim, dtype)}
     width = float8_token_bytes(config.kv_lora_rank, config.qk_rope_head_dim)

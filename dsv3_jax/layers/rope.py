@@ -68,11 +68,9 @@ def _tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotation_at(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
-    """Returns cos and sin of the angles of every position.
-
-    They are exact below ``max_position_embeddings``. Later positions, of padding or of dropped
-    tokens, get finite but meaningless numbers.
-    """
+    """Returns cos and sin of the angles of every position. They are exact below
+    ``max_position_embeddings``; those of later positions, of padding, are finite but
+    meaningless."""
     coarse, fine = _tables(config)
     i, j = positions // _STRIDE, positions % _STRIDE
     cos_i, sin_i = jnp.asarray(np.real(coarse))[i], jnp.asarray(np.imag(coarse))[i]
@@ -83,15 +81,12 @@ def rotation_at(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
 def rotate(
     x: Float[Array, "B T *heads R"], rotation: Rotation, *, interleaved: bool = True
 ) -> Float[Array, "B T *heads R"]:
-    """Rotates the pairs of the checkpoint's layout.
+    """Rotates the pairs of the checkpoint's layout: (x0, x1), (x2, x3), ..., or, in the indexer of
+    DeepSeek-V3.2, which is not ``interleaved``, (x0, x_{R/2}), (x1, x_{R/2 + 1}), ...
 
     The result holds the first elements of all pairs, then the second ones. Queries and keys share
     this order, so their dot products equal those of the checkpoint's layout, and no weight has to
     be permuted.
-
-    Args:
-      interleaved: whether pairs are (x0, x1), (x2, x3), ..., as in attention. In the indexer of
-        DeepSeek-V3.2 they are (x0, x_{R/2}), (x1, x_{R/2 + 1}), ...
     """
     cos, sin = rotation
     if x.ndim == 4:

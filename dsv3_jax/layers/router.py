@@ -42,10 +42,7 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "M D"], valid: Bool[Array, " M"] | None = None) -> Routes:
         """Returns the experts of each token, and the (token, expert) pairs sorted by expert.
-
-        Args:
-          valid: False for padding, which chooses experts too, but whose pairs are in no group.
-        """
+        Padding, where ``valid`` is False, chooses experts too, but its pairs are in no group."""
         c = self.config
         weight = self.weight[...]
         if x.dtype != weight.dtype:

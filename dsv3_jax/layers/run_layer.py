@@ -47,13 +47,8 @@ def extend_layer(
     override: Any,
 ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, Int[Array, " E"] | None]:
     """Returns a layer's output for each batch, its extended pages, and how many tokens chose each
-    expert.
-
-    It is jitted so that layers of the same kind are traced and lowered once.
-
-    Args:
-      override: has a method ``forward_cached`` that replaces the layer's, or None.
-    """
+    expert. ``override.forward_cached`` replaces the layer's, unless it is None. It is jitted so
+    that layers of the same kind are traced and lowered once."""
     caches = [cache._replace(pages=pages) for cache in caches]
     layer, run = nnx.merge(graph, weights), override and override.forward_cached
     xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms, run)
@@ -89,10 +84,8 @@ def forward_cached(
     caches: Sequence[LayerCache],
     forms: Sequence[Form],
 ) -> tuple[list[Float[Array, "_ _ D"]], LayerPages, RoutingStats | None]:
-    """Returns ``run(layer, x, rotation, caches, forms)`` of the joined tokens of all batches.
-
-    The output is split into batches again.
-    """
+    """Returns ``run(layer, x, rotation, caches, forms)`` of the joined tokens of all batches, split
+    into batches again."""
     layout: Layout | None = layer.layout
     pages = caches[0].pages
     inputs = [
@@ -168,10 +161,8 @@ def _joined_stats(parts: Sequence[RoutingStats | None]) -> RoutingStats | None:
 
 
 def _with_local_tables(cache: LayerCache, num_local_pages: int, layout: Layout) -> LayerCache:
-    """Returns the cache with block tables of the pages on this device, numbered from 0.
-
-    Where n devices share a sequence's tokens, a device has every n-th page of the sequence.
-    """
+    """Returns the cache with block tables of the pages on this device, numbered from 0. Where n
+    devices share a sequence's tokens, a device has every n-th page of the sequence."""
     first = layout.shard_index(PAGE_AXES[0]) * num_local_pages
     n = layout.num_shards("cached_tokens")
 

@@ -8,10 +8,10 @@ is everything: attention is that of the base class, bit for bit, and the indexer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -19,6 +19,7 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.cached_attention import group_tables, split_groups
 from dsv3_jax.layers.indexer import Indexer, IndexQueries
+from dsv3_jax.layers.linear import WeightArgs
 from dsv3_jax.layers.paged_cache import (
     AppendedTokens,
     LayerCache,
@@ -29,7 +30,6 @@ from dsv3_jax.layers.paged_cache import (
     split_tokens,
 )
 from dsv3_jax.layers.rope import Rotation
-from dsv3_jax.quantization import Quantization
 from pallas_kernels import mla_decode_schedule, sparse_mla_decode, sparse_mla_prefill
 from pallas_kernels.hopper.split_kv import Schedule
 
@@ -39,16 +39,9 @@ _Result = tuple[Float[Array, "B T H _"], Float32[Array, "B T H"]]
 class SparseAttention(MultiHeadLatentAttention):
     """Latent attention with an indexer, whose keys are cached in addition to the latents."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
-        quantization: Quantization | None,
-    ):
-        super().__init__(config, rngs=rngs, dtype=dtype, quantization=quantization)
-        self.indexer = Indexer(config, rngs=rngs, dtype=dtype, quantization=quantization)
+    def __init__(self, config: ModelConfig, **weights: Unpack[WeightArgs]):
+        super().__init__(config, **weights)
+        self.indexer = Indexer(config, **weights)
         self.is_dense = False  # whole sequences attend to all tokens: see training.indexer
 
     def __call__(

@@ -174,11 +174,8 @@ def _scheduled(
 def _options(
     programs: Programs, requests: Sequence[Request], *, all_modes: bool
 ) -> list[StepOptions]:
-    """Returns the options of steps that prefill, then those of steps that only decode.
-
-    Args:
-      all_modes: whether to add the options of steps that decode requests of other modes.
-    """
+    """Returns the options of steps that prefill, then those of steps that only decode, of requests
+    of ``all_modes`` if so."""
     options = StepOptions.of(requests)
     if not programs.buckets.separate:
         return [options, options]
@@ -216,12 +213,8 @@ def _completion(output: RequestOutput) -> Completion:
 
 
 class Tally:
-    """Statistics of a call so far.
-
-    Args:
-      began: ``time.perf_counter()`` at the start of the call.
-      n: number of requests per prompt.
-    """
+    """Statistics of a call so far, which began at this ``time.perf_counter()``, with ``n`` requests
+    per prompt."""
 
     def __init__(self, call: Call, began: float, n: int = 1):
         self._call = call

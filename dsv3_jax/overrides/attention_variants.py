@@ -79,12 +79,8 @@ class _Variant(MultiHeadLatentAttention):
         keys_values: Callable[[Array], tuple[Array, Array]],
         block_tokens: int | None,
     ) -> tuple[Float[Array, "B T H V"], LayerPages]:
-        """Caches ``new`` in the array of that name, and attends with a key and a value per head.
-
-        Args:
-          keys_values: see :func:`attend_by_heads`.
-          block_tokens: see :func:`attend_by_heads`.
-        """
+        """Caches ``new`` in the array of that name, and attends with a key and a value per head, as
+        :func:`attend_by_heads` does."""
         cache, shard = append({name: new}, cache, None)
         scale, pages = self.config.softmax_scale, cache.pages
         out, _ = attend_by_heads(
@@ -167,17 +163,12 @@ class CopyingAttention(_Variant):
 
 
 class MaterializedProjections(NamedTuple):
-    """Matrix products of neighbouring projections of each head, in the activations' dtype.
+    """Matrix products of neighbouring projections of each head, in the activations' dtype. Q is the
+    rank of the queries, or D without q_a_proj."""
 
-    Q is the rank of the queries, or D without q_a_proj.
-    """
-
-    w_qk: Float[Array, "H C Q"]
-    """W_UK' W_UQ: from the query's latent to the key's."""
-    w_q_rope: Float[Array, "H R Q"]
-    """W_QR unchanged: the rotation comes between it and the keys."""
-    w_vo: Float[Array, "D H C"]
-    """W_O W_UV: from the attended latents to the layer's output."""
+    w_qk: Float[Array, "H C Q"]  # W_UK' W_UQ: from the query's latent to the key's
+    w_q_rope: Float[Array, "H R Q"]  # W_QR unchanged: the rotation comes between it and the keys
+    w_vo: Float[Array, "D H C"]  # W_O W_UV: from the attended latents to the layer's output
 
 
 class MaterializedAttention(_Variant):
@@ -212,11 +203,8 @@ class MaterializedAttention(_Variant):
 
 
 def materialize(attention: MultiHeadLatentAttention, dtype: DTypeLike) -> MaterializedProjections:
-    """Returns the multiplied projections, summed in float32 and rounded once.
-
-    They have H (C Q + R Q + C D) numbers: 583 million per layer in DeepSeek-V3, where all
-    projections of an attention have 187 million.
-    """
+    """Returns the multiplied projections, summed in float32 and rounded once: H (C Q + R Q + C D)
+    numbers, 583 million per layer in DeepSeek-V3, where all of an attention have 187 million."""
     c, f32 = attention.config, jnp.float32
     H, K, V = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
     w_uk, w_uv = attention.up_projections(dtype)
@@ -240,11 +228,9 @@ _CLASSES: dict[AttnImpl | None, type[MultiHeadLatentAttention]] = {
 
 
 def set_variant(attention: MultiHeadLatentAttention, attn_impl: AttnImpl | None) -> None:
-    """Makes an attention compute as ``attn_impl`` does. None stands for the default.
-
-    The subclasses add neither parameters nor settings, so the object changes its class only.
-    Sparse attention has no variants and stays as it is.
-    """
+    """Makes an attention compute as ``attn_impl`` does; None is the default. The subclasses add
+    neither parameters nor settings, so the object changes its class only. Sparse attention has no
+    variants."""
     if attention.config.has_indexer:
         return
     # Not an ordinary assignment, which nnx would record as an attribute of the module.

@@ -84,17 +84,10 @@ many."""
 def choose(
     layer: DecoderLayer, implementation: Implementation, tokens: int, counter: Any = None
 ) -> FewTokens | None:
-    """Returns the kernels if a program should run the layer by them, or None for its own code.
-
-    Args:
-      implementation: see :meth:`DeepSeekV3.use_feed_forward`.
-      tokens: number of new tokens of all sequences, padding included.
-      counter: from :func:`shared_counter`.
-
-    Raises:
-      NotImplementedError: ``implementation`` names only the kernels, and a module of the layer has
-        been replaced.
-    """
+    """Returns the kernels if a program should run the layer by them, for this number of new tokens
+    of all sequences; None for its own code. If ``implementation``
+    (:meth:`DeepSeekV3.use_feed_forward`) names only the kernels, it raises NotImplementedError for
+    a layer with a module that has been replaced."""
     is_default = implementation is None
     if implementation == "separate" or (
         is_default and (tokens > MOST_TOKENS or not _on_one_hopper(layer.layout))
@@ -154,10 +147,8 @@ def most_tokens(layer: DecoderLayer) -> int:
 
 
 def shared_counter(layout: Layout | None, tokens: int) -> Any:
-    """Returns the counter that the kernels of all layers share, or None if none can run.
-
-    With a counter each, XLA would copy a constant for every layer.
-    """
+    """Returns the counter that the kernels of all layers share, or None if none can run. With a
+    counter each, XLA would copy a constant for every layer."""
     if layout is not None or tokens > MOST_TOKENS or not _on_one_hopper(layout):
         return None
     return jax.new_ref(new_counter())
@@ -233,7 +224,6 @@ class FewTokens:
         caches: Sequence[LayerCache],
         forms: Sequence[Form],
     ) -> tuple[Float[Array, "B T D"], LayerPages, RoutingStats | None]:
-        """Does :meth:`DecoderLayer.forward_cached`."""
         valid = join_tokens([cache.valid for cache in caches])
         queries = self.queries(layer, x, rotation, caches, forms)
         if queries is not None:
@@ -302,12 +292,8 @@ def _attend(
     *,
     in_parts: bool,
 ) -> Float[Array, "_ _ H C"] | Parts:
-    """Returns attention's output before W_UV.
-
-    Args:
-      caches: without the new tokens, which are in ``queries.pages``.
-      in_parts: whether not to merge the parts of split sequences, of one batch.
-    """
+    """Returns attention's output before W_UV. The new tokens are in ``queries.pages``. ``in_parts``
+    leaves the parts of split sequences, of one batch, unmerged."""
     q_latent, q_rope, pages = queries
     caches = [cache._replace(pages=pages) for cache in caches]
     if in_parts:
@@ -375,11 +361,8 @@ def _second_half(
     counter: Any,
     w_uv: Float[Array, "H V C"] | None = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStats | None]:
-    """Calls the kernel after attention. ``valid`` only affects the statistics.
-
-    Args:
-      attended: attention's output before its projection; with ``w_uv``, before W_UV.
-    """
+    """Calls the kernel after attention, whose output before its projection is ``attended``, or
+    before W_UV if that is given. ``valid`` only affects the statistics."""
     if layer.layout is not None and layer.layout.mesh.size > 1:
         raise NotImplementedError(f"takes layers on one device, got {layer.layout.mesh.size}")
     arrays, settings = arguments(layer)
@@ -407,11 +390,8 @@ def _stats(chosen: Chosen | None, valid: Bool[Array, "B T"]) -> RoutingStats | N
 
 
 def arguments(layer: DecoderLayer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the layer's arrays and settings for feed_forward.
-
-    Raises:
-      NotImplementedError: the operation has no such weights, or experts have several slots.
-    """
+    """Returns the layer's arrays and settings for feed_forward. Raises NotImplementedError if the
+    operation has no such weights, or experts have several slots."""
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     arrays: dict[str, Any] = {"norm": norm.weight[...], "router": None, "routed": None}
     if isinstance(mlp, MLP):

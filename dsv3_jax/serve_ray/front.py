@@ -20,9 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dsv3_jax.serve_ray.call import REPLICA_HEADER, Call
 from dsv3_jax.serve_ray.placement import prefix_key
+from dsv3_jax.server import sse
 from dsv3_jax.server.errors import ApiError, endpoint_path, overloaded, send_error
-from dsv3_jax.server.openai.response_items import ResponseEvent
-from dsv3_jax.server.sse import EventFormat, NamedEvent, NamedEventFormat, disconnected, first_of
 from dsv3_jax.words import one_line
 
 _PROBES = ("/health", "/ready")
@@ -79,7 +78,7 @@ class Front:
             raise ValueError(f"expected a request over HTTP, got one of type {scope['type']}")
         body = await _read(receive)
         if body is not None:
-            await first_of(self._answer(scope, body, receive, send), disconnected(receive))
+            await sse.first_of(self._answer(scope, body, receive, send), sse.disconnected(receive))
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         path = endpoint_path(scope)
@@ -149,21 +148,21 @@ def _last_event(path: str, start: Message, events: int) -> Message:
         502, "request: its replica was lost; try again", kind="server_error", code="replica_lost"
     )
     if path == "/v1/messages":
-        form = NamedEventFormat(
-            lambda error: NamedEvent.of("error", error=error.messages_body.error)
+        form = sse.NamedEventFormat(
+            lambda error: sse.NamedEvent.of("error", error=error.messages_body.error)
         )
     elif path == "/v1/responses":
-        form = NamedEventFormat(lambda error: _response_error(error, events))
+        form = sse.NamedEventFormat(lambda error: _response_error(error, events))
     else:
-        form = EventFormat()
+        form = sse.EventFormat()
     text = form.error(error) + form.end
     return {"type": "http.response.body", "body": text.encode(), "more_body": False}
 
 
-def _response_error(error: ApiError, sequence_number: int) -> ResponseEvent:
+def _response_error(error: ApiError, sequence_number: int) -> sse.ResponseEvent:
     detail = error.body.error
     fields = {"message": detail.message, "code": detail.code, "param": None}
-    return ResponseEvent.model_validate(
+    return sse.ResponseEvent.model_validate(
         {"type": "error", "sequence_number": sequence_number, **fields}
     )
 

@@ -35,8 +35,7 @@ from dsv3_jax.serve_ray.call import Call, EngineFailedError
 from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError, merged
 from dsv3_jax.serve_ray.placement import choose
 from dsv3_jax.serve_ray.settings import AppSettings
-from dsv3_jax.server.api_keys import ApiKeyCheck, ApiKeys
-from dsv3_jax.server.body_limit import BodyLimit
+from dsv3_jax.server.middleware import ApiKeyCheck, ApiKeys, BodyLimit
 
 ENGINE = "engine"
 PREFILL = "prefill"

@@ -27,7 +27,6 @@ from starlette.types import Message
 
 from dsv3_jax.cli import allocator
 from dsv3_jax.cli.run_server import MadeEngine, make_engine, sender_of
-from dsv3_jax.cli.serve import depth_of, draft_of
 from dsv3_jax.disaggregation.peers import PrefillAddress, keep_current
 from dsv3_jax.disaggregation.protocol import Sender
 from dsv3_jax.engine import Follower, Leader
@@ -36,8 +35,8 @@ from dsv3_jax.serve_ray.call import Call, EngineFailedError, answer
 from dsv3_jax.serve_ray.front_process import results_of
 from dsv3_jax.serve_ray.hosts import Hosts
 from dsv3_jax.serve_ray.settings import AppSettings
-from dsv3_jax.server.api_keys import ApiKeys
 from dsv3_jax.server.app import create_app
+from dsv3_jax.server.middleware import ApiKeys
 from dsv3_jax.server.run import Watchdog, bind
 from dsv3_jax.server.service import Service
 
@@ -81,7 +80,7 @@ class Replica:
     ) -> MadeEngine:
         """Returns the engine and what its server needs."""
         allocator.configure("serve")  # as the command does
-        return make_engine(arguments, draft_of(arguments), depth_of(arguments), process=process)
+        return make_engine(arguments, process=process)
 
     async def metrics(self) -> tuple[str, str]:
         """Returns the replica's id and its figures in Prometheus' text format."""

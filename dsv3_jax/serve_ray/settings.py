@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from dsv3_jax.cli.arguments import serve as serve_arguments
 from dsv3_jax.cli.arguments.parser import Parser
+from dsv3_jax.cli.arguments.servers import add_serve
 from dsv3_jax.cli.serve import check_arguments
 from dsv3_jax.generation.settings import check
 
@@ -185,7 +185,7 @@ class AppSettings:
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 words += [f"--{flag}"] if each is True else [f"--{flag}", str(each)]
         parser = _Parser(prog="serve", add_help=False, allow_abbrev=False)
-        serve_arguments.add_arguments(parser)
+        add_serve(parser)
         arguments = parser.parse_args(words)
         check_arguments(arguments)
         return arguments

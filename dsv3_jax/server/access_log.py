@@ -27,11 +27,9 @@ _MAX_LINE = 2000
 
 
 class AccessLog:
-    """ASGI middleware that logs every request when its response has ended.
-
-    The response has the request's id in the header X-Request-Id. Endpoints add fields to
-    ``request.state.log``.
-    """
+    """ASGI middleware that logs every request when its response has ended, with fields that
+    endpoints add to ``request.state.log``. The response has the request's id in the header
+    X-Request-Id."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -73,10 +71,8 @@ class AccessLog:
 
 @contextlib.contextmanager
 def log_to_stderr(level: str) -> Iterator[None]:
-    """Writes the server's log and the access log on stderr during the body.
-
-    Does nothing inside the body of another one.
-    """
+    """Writes the server's log and the access log on stderr during the body, unless another one
+    does."""
     if any(isinstance(handler, _Stderr) for handler in logger.handlers):
         yield
         return

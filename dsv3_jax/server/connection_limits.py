@@ -34,13 +34,8 @@ MAX_HEADERS = 128
 
 
 class HeaderLimit(HttpToolsProtocol):
-    """A connection.
-
-    Args:
-      seconds: longest time without a request: after the connection was made, and after each
-        response, the headers of the next request have to be complete within it.
-      settings: of uvicorn's protocol.
-    """
+    """A connection that is closed after N ``seconds`` without a request: after it was made, and
+    after each response, the headers of the next request have to be complete within this time."""
 
     def __init__(self, *, seconds: float, **settings: Any):
         super().__init__(**settings)
@@ -138,11 +133,9 @@ class _Unread(NamedTuple):
 
 
 class UnreadAnswers:
-    """Closes connections whose clients take nothing for too long.
-
-    It counts looks instead of reading a clock: if the server itself was paused, with its machine or
-    its container, that time does not count.
-    """
+    """Closes connections whose clients take nothing for too long. It counts looks instead of
+    reading a clock: time in which the server was paused, with its machine or container, does not
+    count."""
 
     def __init__(self, transports: Callable[[], Iterable[asyncio.Transport]], seconds: float):
         self._transports = transports
@@ -152,13 +145,11 @@ class UnreadAnswers:
         self._unread: dict[asyncio.Transport, _Unread] = {}
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
         while True:
             await asyncio.sleep(self._interval)
             self.look()
 
     def look(self) -> None:
-        """Looks at all connections once."""
         before, self._unread = self._unread, {}
         for transport in self._transports():
             size = unread_bytes(transport)

@@ -12,10 +12,8 @@ from dsv3_jax.chat_template import strings_in
 from dsv3_jax.generation.request import Prompt, check_fits
 from dsv3_jax.generation.text import ReasoningMarkers
 from dsv3_jax.server.job import Job
-from dsv3_jax.server.parsers.answer_parser import AnswerParser
-from dsv3_jax.server.parsers.reasoning import BEGIN, END, ReasoningParser
+from dsv3_jax.server.parsers.answer_parser import BEGIN, END, AnswerParser, ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser
-from dsv3_jax.server.parsers.tool_parser import ToolParser
 from dsv3_jax.server.service import Service
 from dsv3_jax.server.tool_grammar import tool_call_grammar
 from dsv3_jax.tokenizer import Tokenizer
@@ -60,15 +58,9 @@ class Conversation:
     def encode(
         self, tokenizer: Tokenizer, max_len: int, *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Returns the ids of the conversation. Text never becomes a control token.
-
-        Args:
-          max_len: a conversation that cannot have at most so many tokens is not encoded.
-
-        Raises:
-          ValueError: there is no template, it refuses the messages, does not read an argument, or
-            they are too long.
-        """
+        """Returns the ids of the conversation, at most ``max_len``. Text never becomes a control
+        token. Raises ValueError if there is no template, it refuses the messages, does not read an
+        argument, or they are too long."""
         tools = {"tools": list(self.tools)} if self.tools else {}
         messages = _with_readable_calls(self.messages, tokenizer.chat_template or "")
         arguments = {
@@ -114,12 +106,8 @@ class Conversation:
     async def submit(
         self, service: Service, *, n: int, prompt_field: str, **settings: Any
     ) -> SubmittedConversation:
-        """Puts requests for ``n`` answers into the engine's queue.
-
-        Args:
-          prompt_field: name of the messages in the body, for errors.
-          settings: of :meth:`Service.submit`.
-        """
+        """Puts requests for ``n`` answers into the engine's queue. ``prompt_field`` is the name of
+        the messages in the body, and ``settings`` are those of :meth:`Service.submit`."""
         if self.required_tools:
             settings["grammar"] = functools.partial(
                 tool_call_grammar,
@@ -129,49 +117,38 @@ class Conversation:
             )
         prompt: list[int] = []
         parsers: list[AnswerParser] = []
-        markers: list[ReasoningMarkers | None] = []
+        markers: ReasoningMarkers | None = None
 
         def read_prompt() -> list[Prompt]:
-            tools = find_tool_parser(service.tokenizer) if self.tools else None
-            prompt.extend(self.encode(service.tokenizer, service.settings.max_len))
-            special_tokens = service.tokenizer.special_tokens if tools else ()
+            nonlocal markers
+            tokenizer = service.tokenizer
+            tools = find_tool_parser(tokenizer) if self.tools else None
+            ends = tools.ends_reasoning if tools else ()
+            prompt.extend(self.encode(tokenizer, service.settings.max_len))
             for _ in range(n):
-                ends = tools.ends_reasoning if tools else ()
                 parser = AnswerParser(
-                    ReasoningParser.of_prompt(service.tokenizer, prompt, ends),
+                    ReasoningParser.of_prompt(tokenizer, prompt, ends),
                     tools() if tools else None,
-                    special_tokens,
+                    tokenizer.special_tokens if tools else (),
                     parallel=self.parallel_calls,
                     required=bool(self.required_tools),
                 )
                 parsers.append(parser)
-            markers.append(_reasoning_markers(service.tokenizer, prompt, tools))
+            part = ReasoningParser.of_prompt(tokenizer, prompt).part
+            if part != "content":
+                markers = ReasoningMarkers("" if part == "reasoning" else BEGIN, (END, *ends))
             return [prompt]
-
-        def scope_of_stop() -> dict[str, Any]:
-            return {"reasoning": markers[0]} if settings.get("stop") else {}
 
         job = await service.submit(
             read_prompt,
             1,
             n=n,
             prompt_field=prompt_field,
-            settings_of=scope_of_stop,
+            settings_of=lambda: {"reasoning": markers} if settings.get("stop") else {},
             skip_special_tokens=not self.tools,
             **settings,
         )
-        return SubmittedConversation(job, parsers, len(prompt), markers[0], not self.tools)
-
-
-def _reasoning_markers(
-    tokenizer: Tokenizer, prompt: Sequence[int], tools: type[ToolParser] | None
-) -> ReasoningMarkers | None:
-    """Returns the markers of the reasoning with which answers to a prompt may begin."""
-    part = ReasoningParser.of_prompt(tokenizer, prompt).part
-    if part == "content":
-        return None
-    ends = tools.ends_reasoning if tools else ()
-    return ReasoningMarkers("" if part == "reasoning" else BEGIN, (END, *ends))
+        return SubmittedConversation(job, parsers, len(prompt), markers, not self.tools)
 
 
 def json_object(text: str) -> dict[str, Any] | None:

@@ -85,16 +85,9 @@ _MESSAGES_TYPES = {
 
 
 class ApiError(Exception):
-    """An error that the client sees.
-
-    Args:
-      status: HTTP status.
-      message: one line.
-      kind: OpenAI's type of the error.
-      param: field of the body that caused it.
-      code: OpenAI's code, for programs.
-      headers: further headers of the response.
-    """
+    """An error that the client sees: an HTTP status, a message of one line, OpenAI's type of the
+    error (``kind``), the field of the body that caused it (``param``), and OpenAI's code, for
+    programs."""
 
     def __init__(
         self,
@@ -129,12 +122,8 @@ class ApiError(Exception):
 
     @classmethod
     def of_engine(cls, error: ValueError, prompt_field: str) -> ApiError:
-        """Returns the error for a setting or prompt that the engine refused.
-
-        Args:
-          error: its message begins with the setting's name.
-          prompt_field: name of the prompt in the body.
-        """
+        """Returns the error for a setting or prompt that the engine refused. The message begins
+        with the setting's name; that of prompts becomes ``prompt_field``."""
         message = str(error)
         name, colon, rest = message.partition(":")
         is_name = bool(colon) and name.isidentifier()
@@ -154,11 +143,8 @@ class ApiError(Exception):
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """Returns the error of a server that cannot take the request now.
-
-    Args:
-      retry_after: seconds after which the client should try again.
-    """
+    """Returns the error of a server that cannot take the request now, but perhaps in
+    ``retry_after`` seconds."""
     return ApiError(
         503,
         message,
@@ -168,9 +154,9 @@ def overloaded(message: str, retry_after: int = 1) -> ApiError:
     )
 
 
-def engine_failed(error: BaseException) -> ApiError:
-    """Returns the error for a request that failed in the engine."""
-    return ApiError(500, str(error), kind="server_error", code="engine_error")
+def engine_failed(error: object, status: int = 500) -> ApiError:
+    """Returns the error for a request that failed in the engine, or for a probe of one that did."""
+    return ApiError(status, str(error), kind="server_error", code="engine_error")
 
 
 def endpoint_path(scope: Scope) -> str:
@@ -243,11 +229,8 @@ def _most_specific(errors: Sequence[Mapping[str, Any]], body: Any) -> Mapping[st
 
 def _path(location: Sequence[str | int], body: Any, *, is_missing: bool = False) -> list[str]:
     """Returns the names and indices that lead to a value of ``body``. The location of an error also
-    has the alternatives of a field's type, such as ``list[int]``.
-
-    Args:
-      is_missing: whether the last name is one that the body does not have.
-    """
+    has the alternatives of a field's type, such as ``list[int]``. If a name is missing, the last
+    one is not in the body."""
     path: list[str] = []
     value: Any = body
     for i, part in enumerate(location):

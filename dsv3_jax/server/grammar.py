@@ -24,7 +24,7 @@ import llguidance
 import numpy as np
 
 from dsv3_jax.generation.request import TokenMask
-from dsv3_jax.server.parsers.reasoning import BEGIN, END, Part, ReasoningParser
+from dsv3_jax.server.parsers.answer_parser import BEGIN, END, Part, ReasoningParser
 from dsv3_jax.server.parsers.tool_formats import TOOL_PARSERS
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -188,10 +188,8 @@ class Grammars:
         self._threads = _threads()
 
     def load(self) -> None:
-        """Reads the vocabulary, which takes two seconds if it is large. Call it first.
-
-        If llguidance cannot read it, all grammars are refused.
-        """
+        """Reads the vocabulary, which takes two seconds if it is large. Without it all grammars are
+        refused."""
         try:
             self._vocabulary = llguidance.LLTokenizer(
                 self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._end_tokens
@@ -204,17 +202,13 @@ class Grammars:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source)
 
     def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> AnswerGrammar:
-        """Returns the grammar of one answer.
-
-        Args:
-          prompt: ids of a conversation, which say whether the answer begins with reasoning. The
-            grammar applies after it. None for text that is no conversation.
-        """
+        """Returns the grammar of one answer. ``prompt`` has the ids of a conversation, whose answer
+        may begin with reasoning: the grammar applies after it. None stands for other text."""
         begins_in: Part = "content"
         if prompt is not None and self._tags is not None:
             begins_in = ReasoningParser.of_prompt(self._tokenizer, prompt).part
         return AnswerGrammar(
-            self._matcher(source),
+            self._cached(source) or self._threads.submit(self._compile, source).result(),
             source.field,
             begins_in,
             tags=self._tags or (-1, -1),
@@ -222,12 +216,7 @@ class Grammars:
         )
 
     def close(self) -> None:
-        """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _matcher(self, source: GrammarSource) -> llguidance.LLMatcher:
-        """Returns a matcher at the beginning of an answer."""
-        return self._cached(source) or self._threads.submit(self._compile, source).result()
 
     def _cached(self, source: GrammarSource) -> llguidance.LLMatcher | None:
         with self._lock:
@@ -237,7 +226,7 @@ class Grammars:
             return matcher.deep_copy()
 
     def _compile(self, source: GrammarSource) -> llguidance.LLMatcher:
-        """The same as :meth:`_matcher`, in one of the threads."""
+        """Returns a matcher at the beginning of an answer. It runs in one of the threads."""
         if (matcher := self._cached(source)) is not None:
             return matcher
         if self._vocabulary is None:
@@ -262,14 +251,9 @@ class Grammars:
 
 class AnswerGrammar:
     """Decides which tokens of one answer may come next, as :class:`dsv3_jax.engine.Grammar` asks.
-
-    Args:
-      matcher: at the beginning of the answer.
-      field: name of the body's field, for errors.
-      begins_in: part in which the answer begins, see :class:`ReasoningParser`.
-      tags: tokens that begin and end reasoning.
-      free: tokens that reasoning may have.
-    """
+    The matcher is at the beginning of the answer, which begins in one of the parts of
+    :class:`ReasoningParser`. ``tags`` begin and end reasoning, which may have the tokens
+    ``free``."""
 
     def __init__(
         self,
@@ -287,7 +271,6 @@ class AnswerGrammar:
         self._free = free
 
     def mask(self) -> np.ndarray:
-        """Returns the tokens that may come next."""
         if self._part == "reasoning":
             return self._free.words
         words = np.zeros_like(self._free.words)
@@ -298,7 +281,6 @@ class AnswerGrammar:
         return words
 
     def accept(self, token: int) -> None:
-        """Takes the token that came next."""
         if self._part == "reasoning":
             if token == self._end:
                 self._part = "content"

@@ -11,29 +11,21 @@ from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.generation.errors import NonFiniteLogitsError
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
 from dsv3_jax.server.grammar import GrammarError
-from dsv3_jax.server.metrics import Metrics
 
 _FAILURES = EngineError, RequestError, NonFiniteLogitsError
 
 
 class Job:
-    """The completions of one HTTP request: ``n`` for each of its prompts, in order.
-
-    Args:
-      handles: their requests in the engine.
-      on_close: called once, when nobody waits for them any more.
-    """
+    """The completions of one HTTP request: ``n`` for each of its prompts, in order. ``on_close`` is
+    called once, when nobody waits for them any more."""
 
     def __init__(self, handles: Sequence[EngineRequest], on_close: Callable[[Job], None]):
         self.handles = list(handles)
         self._on_close: Callable[[Job], None] | None = on_close
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields pieces of text, with the index of their completion, as they arrive.
-
-        Raises:
-          ApiError: a completion failed, was cancelled by the engine, or ran out of time.
-        """
+        """Yields pieces of text, with the index of their completion, as they arrive. Raises
+        ApiError if a completion failed, was cancelled by the engine, or ran out of time."""
         if len(self.handles) == 1:  # without the tasks and the queue below, which cost every token
             async with contextlib.aclosing(_checked(self.handles[0])) as pieces:
                 async for piece in pieces:
@@ -63,7 +55,6 @@ class Job:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def completions(self) -> list[Completion]:
-        """Waits for all completions."""
         try:
             completions = await asyncio.gather(*(h.async_result() for h in self.handles))
         except _FAILURES as error:
@@ -76,17 +67,6 @@ class Job:
         """Returns a completion that is at its end."""
         return self.handles[index].result(0)
 
-    def observe(self, index: int, metrics: Metrics) -> None:
-        """Adds a completion to the figures, however it ended. One that is not at its end is about
-        to be cancelled."""
-        handle = self.handles[index]
-        if handle.error is not None:
-            metrics.count("error")
-        elif handle.is_done:
-            metrics.observe(handle, self.completion(index))
-        else:
-            metrics.count("abort")
-
     def close(self) -> None:
         """Cancels what is not at its end. Further calls do nothing."""
         if self._on_close is not None:
@@ -95,7 +75,6 @@ class Job:
 
 
 async def _checked(handle: EngineRequest) -> AsyncGenerator[Piece, None]:
-    """Yields the pieces of one completion."""
     try:
         async with contextlib.aclosing(aiter(handle)) as pieces:
             async for piece in pieces:
@@ -106,7 +85,6 @@ async def _checked(handle: EngineRequest) -> AsyncGenerator[Piece, None]:
 
 
 def _failed(error: Exception) -> ApiError:
-    """Returns the error of a completion that failed."""
     if isinstance(error.__cause__, GrammarError):
         return ApiError.of_engine(error.__cause__, "prompt")
     return engine_failed(error)

@@ -88,7 +88,6 @@ class Metrics:
                 self._time_per_token.observe((times.end - times.first_token) / (tokens - 1))
 
     def add(self, figures: Collector) -> None:
-        """Adds figures of another part of the server."""
         self._registry.register(figures)
 
     def text(self) -> bytes:
@@ -126,15 +125,12 @@ class Figures(Collector):
 
 
 class _EngineFigures(Figures):
-    """Figures of the engine."""
-
     def __init__(self, engine: Engine | RemoteEngine, model_name: str, page_size: int):
         super().__init__(model_name)
         self._engine = engine
         self._page_size = page_size
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the figures."""
         stats, gauge, counter = self._engine.stats(), self.gauge, self.counter
         if stats.loading_bytes is not None:
             yield gauge(
@@ -219,7 +215,6 @@ class DecodeFigures(Figures):
         self._remote = remote
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the figures."""
         figures = self._remote.figures
         open_requests, counter = figures.open_requests, self.counter
         yield self.gauge(

@@ -45,28 +45,20 @@ _POLL_SECONDS = 0.002
 class PrefillCounts:
     """Figures of a prefill server. The event loop writes them."""
 
-    prompts: int = 0
-    """Prompts whose pages were asked for."""
-    pages: int = 0
-    """Pages that were sent or offered."""
-    num_bytes: int = 0
-    """Bytes of their contents."""
-    missing_pages: int = 0
-    """Pages that were not found in host memory although they had been computed."""
-    interrupted: int = 0
-    """Answers that ended early: the decode server went away, or its time was over."""
+    prompts: int = 0  # whose pages were asked for
+    pages: int = 0  # that were sent or offered
+    num_bytes: int = 0  # of their contents
+    missing_pages: int = 0  # that were not found in host memory although they had been computed
+    interrupted: int = 0  # answers; the decode server went away, or its time was over
     open_answers: int = 0
 
 
 class PrefillFigures(Figures):
-    """The figures in /metrics."""
-
     def __init__(self, counts: PrefillCounts, model_name: str):
         super().__init__(model_name)
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the figures."""
         counts, counter = self._counts, self.counter
         yield self.gauge("dsv3:prefill_answers_open", "Answers under way.", counts.open_answers)
         yield counter("dsv3:prefill_prompts", "Prompts of decode servers.", counts.prompts)
@@ -201,13 +193,15 @@ class _Answer(Response):
         await asyncio.shield(asyncio.to_thread(self._lease.close))
 
     async def _send(self, send: Send) -> None:
-        """Sends the pages as they come."""
-
         async def send_frame(frame: bytes) -> None:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
 
         while self._left:
-            records = await self._next_records()
+            records: list[PageRecord] = []
+            if count := await self._pages_there():
+                records = await asyncio.wrap_future(self._store.fetch(self._left[:count]))
+            else:
+                self._computed.result()
             if not records:
                 self._counts.missing_pages += len(self._left)
                 break
@@ -219,14 +213,6 @@ class _Answer(Response):
         await send_frame(LAST_FRAME)
         if self._sender.keeps_records:
             await asyncio.Event().wait()  # until the decode server goes away
-
-    async def _next_records(self) -> list[PageRecord]:
-        """Waits for the next pages. Returns none if there will be none."""
-        count = await self._pages_there()
-        if not count:
-            self._computed.result()
-            return []
-        return await asyncio.wrap_future(self._store.fetch(self._left[:count]))
 
     async def _pages_there(self) -> int:
         """Waits until the next page is stored, or the prompt is computed and all its pages were.

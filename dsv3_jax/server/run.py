@@ -24,8 +24,7 @@ from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.connection_limits import HeaderLimit, UnreadAnswers
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
-from dsv3_jax.server.service import Service
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings, Service
 from dsv3_jax.tokenizer import Tokenizer
 
 _ENDING_SECONDS = 5
@@ -35,15 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """A thread that looks at the engine at least once a second. A context manager.
-
-    It needs neither the event loop nor the engine's thread, which may both be blocked.
-
-    Args:
-      end: asks the server to end.
-      exit_now: ends the process.
-      seconds: time between the two.
-    """
+    """A thread that looks at the engine at least once a second, and needs neither the event loop
+    nor the engine's thread, which may both be blocked. A context manager. ``end`` asks the server
+    to end, and so many seconds later ``exit_now`` ends the process."""
 
     def __init__(
         self,
@@ -84,14 +77,8 @@ class Watchdog:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a TCP socket with an address.
-
-    Args:
-      port: 0 takes a free one.
-
-    Raises:
-      ValueError: the address cannot be used.
-    """
+    """Returns a TCP socket with an address. The port 0 takes a free one. Raises ValueError if the
+    address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -121,14 +108,8 @@ def run(
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then it takes no new connections, finishes open requests for
     at most ``settings.drain_seconds``, and returns. If the engine fails or is stuck, it ends the
-    process with exit status 1; if a program is being compiled, which cannot be interrupted, with 0.
-
-    Args:
-      bound: the socket to listen on. It is closed at the end.
-      sender: gives pages to decode servers, or None, see :func:`create_app`.
-      remote: the engine's source of pages on prefill servers, or None.
-      exit_process: ends the process after a failure; None for :func:`exit_now`.
-    """
+    process with exit status 1, by ``exit_process`` if given; if a program is being compiled, which
+    cannot be interrupted, with 0. ``sender`` and ``remote`` are those of :func:`create_app`."""
     exit_process = exit_process or exit_now
     with log_to_stderr(settings.log_level):
         # uvicorn sends the signal again when it has finished, which would end the process at once.

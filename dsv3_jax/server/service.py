@@ -1,15 +1,17 @@
-"""The engine as endpoints see it: admission, encoding, submission, readiness."""
+"""The engine as endpoints see it: settings, admission, encoding, submission, readiness."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fastapi import Request
@@ -18,12 +20,13 @@ from dsv3_jax.disaggregation.peers import Peer
 from dsv3_jax.disaggregation.remote_prefill import RemotePrefill
 from dsv3_jax.engine import Engine, EngineError, EngineRequest, QueueFullError
 from dsv3_jax.generation.request import Prompt
+from dsv3_jax.kv_cache import DEFAULT_PAGE_SIZE
 from dsv3_jax.server.errors import ApiError, engine_failed, overloaded
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine, RemoteGrammars
 from dsv3_jax.server.grammar import Grammars, GrammarSource
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.metrics import Metrics
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.middleware import ApiKeys
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,44 @@ Pool = Literal["bodies", "prompts", "answers", "calls"]
 short calls of the engine, such as cancelling. None of them waits for another kind."""
 _THREADS: dict[Pool, int] = {"bodies": 2, "prompts": 4, "answers": 4, "calls": 4}
 _WARM_UP_SECONDS = 5  # after which a client should try again
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Limits and names of a server."""
+
+    model_name: str
+    """The id of the model in the API."""
+    max_len: int
+    """Most tokens of a prompt and its completion together; the engine's."""
+    max_requests: int
+    """Most completions that run or wait at a time. More are refused with status 503."""
+    page_size: int = DEFAULT_PAGE_SIZE
+    """Tokens of a cache page; the engine's."""
+    max_body_bytes: int = 4 * 2**20
+    """Largest body of an HTTP request."""
+    header_seconds: float = 30.0
+    """Longest time of a connection without a complete header of a request."""
+    body_seconds: float = 30.0
+    """Longest time in which a body must have arrived."""
+    request_seconds: float | None = None
+    """Longest time of a completion, from its arrival to its end. None for no limit."""
+    unread_seconds: float = 600.0
+    """Longest time in which a client takes nothing of what is sent to it. After it the connection
+    is closed, and its requests are cancelled."""
+    drain_seconds: float = 30.0
+    """Longest time that open requests get to finish when the server ends."""
+    stuck_seconds: float = 300.0
+    """Longest time of an engine's step, without compilations, and of the silence of an engine in
+    another process. After it the device counts as stuck, or the process as frozen, and the server
+    ends. From half of it on, /health returns status 503."""
+    api_keys: ApiKeys | None = None
+    """Keys that clients must have; None for no keys."""
+    program_store: Path | None = None
+    """Directory of :meth:`Engine.warm_up`; None compiles programs at every start."""
+    log_level: str = "info"
+    """Least level of lines on stderr. Requests are logged as information, and those of probes for
+    debugging."""
 
 
 class Admission:
@@ -58,7 +99,6 @@ class Admission:
         self.open += count
 
     def leave(self, count: int) -> None:
-        """Closes completions."""
         self.open -= count
         assert self.open >= 0, "more completions were closed than opened"
 
@@ -163,9 +203,9 @@ class Service:
         handles = [handle for job in self._jobs for handle in job.handles]
         await self.in_thread(lambda: [handle.cancel() for handle in handles], "calls")
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError unless ``name`` is the id of the served model."""
-        if name != self.settings.model_name:
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError unless ``name``, if given, is the id of the served model."""
+        if name not in (None, self.settings.model_name):
             raise ApiError(
                 404,
                 f"The model `{name:.200}` does not exist; expected `{self.settings.model_name}`",
@@ -174,7 +214,6 @@ class Service:
             )
 
     async def in_thread(self, function: Callable[[], T], pool: Pool) -> T:
-        """Runs ``function`` in one of the server's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads[pool], function)
 
     async def submit(
@@ -189,24 +228,16 @@ class Service:
         settings_of: Callable[[], dict[str, Any]] = dict,
         **settings: Any,
     ) -> Job:
-        """Puts requests into the engine's queue.
+        """Puts requests into the engine's queue: ``n`` for each of the prompts, which are named
+        ``prompt_field`` in the body. ``read_prompts`` runs in a thread, and then ``settings_of``,
+        which returns further settings of :meth:`dsv3_jax.Engine.submit_all`.
 
-        Args:
-          read_prompts: returns the prompts. It runs in a thread.
-          num_prompts: number of prompts.
-          n: completions of each.
-          prompt_field: name of the prompts in the body, for errors.
-          grammar: what the text of each completion has to match, after its reasoning if the prompts
-            are conversations, or None. A function that returns it runs in a thread, once the
-            request is admitted.
-          peer: prefill server that has the prompts' pages, if a proxy says so.
-          settings_of: returns further settings, which may depend on the prompts. It runs in a
-            thread, after ``read_prompts``.
-          settings: of :meth:`dsv3_jax.Engine.submit_all`.
+        The text of each completion has to match ``grammar``, after its reasoning if the prompts are
+        conversations. A function that returns it runs in a thread, once the request is admitted.
+        ``peer`` is the prefill server that has the prompts' pages, if a proxy names one.
 
-        Raises:
-          ApiError: a prompt, a setting or the grammar is refused, the queue is full, or the engine
-            is not ready.
+        It raises ApiError if a prompt, a setting or the grammar is refused, the queue is full, or
+        the engine is not ready.
         """
         if self.failure is not None:
             raise engine_failed(self.failure)
@@ -277,8 +308,13 @@ class Service:
         self._jobs.discard(job)
         self.admission.leave(len(job.handles))
         loop = asyncio.get_running_loop()
-        for i, handle in enumerate(job.handles):
-            job.observe(i, self.metrics)
+        for handle in job.handles:
+            if handle.error is not None:
+                self.metrics.count("error")
+            elif handle.is_done:
+                self.metrics.observe(handle, handle.result(0))
+            else:
+                self.metrics.count("abort")
             if not handle.is_done:
                 # In a thread, because the engine's lock may be taken for some milliseconds.
                 loop.run_in_executor(self._threads["calls"], handle.cancel)

@@ -30,26 +30,26 @@ class NamedEvent(BaseModel):
         return cls(type=kind, **fields)
 
 
+class ResponseEvent(NamedEvent):
+    """An event of /v1/responses."""
+
+    sequence_number: int
+
+
 class EventFormat:
     """OpenAI's format of a stream: events have no names, and the last one is ``[DONE]``."""
 
     end = "data: [DONE]\n\n"
 
     def event(self, event: BaseModel) -> str:
-        """Returns an event."""
         return f"data: {event.model_dump_json()}\n\n"
 
     def error(self, error: ApiError) -> str:
-        """Returns the event of an error."""
         return self.event(error.body)
 
 
 class NamedEventFormat(EventFormat):
-    """Events that are named like their field ``type``. The stream has no further end.
-
-    Args:
-      make_error: returns the event of an error.
-    """
+    """Events that are named like their field ``type``. The stream has no further end."""
 
     end = ""
 
@@ -57,12 +57,10 @@ class NamedEventFormat(EventFormat):
         self._make_error = make_error
 
     def event(self, event: BaseModel) -> str:
-        """Returns an event."""
         assert isinstance(event, NamedEvent)
         return f"event: {event.type}\n{super().event(event)}"
 
     def error(self, error: ApiError) -> str:
-        """Returns the event of an error."""
         return self.event(self._make_error(error))
 
 
@@ -74,13 +72,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 
 
 class EventStream(Response):
-    """A response of server-sent events that ends when its client goes away.
-
-    Args:
-      events: bodies of the events. An error that it raises becomes the last one.
-      close: called at the end, however the stream ends.
-      event_format: that of the API.
-    """
+    """A response of server-sent events that ends when its client goes away. An error of the events
+    becomes the last one. ``close`` is called at the end, however the stream ends."""
 
     def __init__(
         self,
@@ -132,11 +125,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Response])
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of ``work``, which is not None. If the client goes away first, cancels it.
-
-    Raises:
-      ApiError: the client has gone away.
-    """
+    """Returns the result of ``work``, which is not None. If the client goes away first, cancels it
+    and raises ApiError."""
     finished = await first_of(work, disconnected(request.receive))
     if finished is None:
         raise ApiError(CLIENT_GONE, "request: the client has gone away")

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsv3_jax.server.grammar import JSON_OPTIONS, MAX_DEPTH, MAX_TEXT, GrammarSource, schema_text
-from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser
-from dsv3_jax.server.parsers.deepseek_v31 import DeepSeekV31Parser
+from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser, DeepSeekV31Parser
 from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.tool_formats import find_tool_parser
@@ -234,7 +233,6 @@ def _properties(schema: Schema) -> tuple[dict[str, Any], set[str]]:
 
 
 def _list(schema: Schema, key: str) -> list[Any]:
-    """Returns the elements of a list in a schema."""
     value = schema[key]
     if not (isinstance(value, list) and value):
         raise ValueError(f"tools: expected a list with elements as {key}, got {value!r:.80}")
@@ -268,7 +266,6 @@ def _whole(pattern: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text as a literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -277,10 +274,7 @@ def tool_call_grammar(
 ) -> GrammarSource:
     """Returns the source of answers that consist of calls of these tools."""
     parser = find_tool_parser(tokenizer)
-
-    def rule(text: str) -> str:
-        return _rule(tokenizer, text)
-
+    rule = functools.partial(_rule, tokenizer)
     if parser is DeepSeekV32Parser:
         text = dsml_grammar(rule, [tool["function"] for tool in tools], parallel=parallel)
         return GrammarSource("lark", text, "tools", is_trusted=True)

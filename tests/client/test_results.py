@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from dsv3_jax.cli.arguments.bench import TRACE_NAMES
+from dsv3_jax.cli.arguments.servers import TRACE_NAMES
 from dsv3_jax.client.completions import RequestRecord
-from dsv3_jax.client.results import details, results
-from dsv3_jax.client.workload import Workload
+from dsv3_jax.client.workload import Workload, details, results
 from dsv3_jax.traces import TRACES
 from dsv3_jax.viz.serving import LoadPoint, pareto, sweep
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv3_jax.cli.arguments import serve as serve_arguments
+from dsv3_jax.cli.arguments.servers import add_serve
 from dsv3_jax.cli.run_server import tiers_of
 from dsv3_jax.cli.serve import check_arguments, check_prefill_urls, check_role
 
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve_arguments.add_arguments(parser)
+    add_serve(parser)
     return parser.parse_args(words)
 
 

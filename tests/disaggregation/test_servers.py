@@ -435,7 +435,7 @@ from pathlib import Path
 import dsv3_jax
 from dsv3_jax.disaggregation.jax_transfer import JaxSender
 from dsv3_jax.server.run import bind, run
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from tests.disaggregation.test_servers import MAX_LEN, engine
 
 model, tokenizer = dsv3_jax.load(sys.argv[1])[0], dsv3_jax.load("demo")[1]

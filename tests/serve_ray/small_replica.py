@@ -11,7 +11,7 @@ from dsv3_jax.cli.serve import draft_of
 from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.serve_ray.replica import EngineReplica, PrefillReplica
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 
 MAX_LEN = 256
 

@@ -20,7 +20,7 @@ from dsv3_jax.generation.completion import Completion
 from dsv3_jax.serve_ray.call import Call, answer
 from dsv3_jax.serve_ray.front import Batches, Front, NoReplicaError, ReplicaLostError
 from dsv3_jax.server.app import create_app
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 from tests.server.scripted import ScriptedEngine
 

@@ -23,8 +23,7 @@ from dsv3_jax.engine import Engine
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.server.app import create_app
 from dsv3_jax.server.run import Server, bind
-from dsv3_jax.server.service import Admission, Service
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import Admission, ServerSettings, Service
 from dsv3_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pathlib import Path
 from dsv3_jax.engine.device.executor import Executor
 from dsv3_jax.server.frontend.process import run_with_http_process
 from dsv3_jax.server.run import bind, run
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from tests.server.conftest import demo_engine
 
 bound = bind("127.0.0.1", {port})

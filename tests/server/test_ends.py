@@ -19,8 +19,7 @@ import dsv3_jax
 from dsv3_jax.engine import EngineRequest
 from dsv3_jax.server.job import Job
 from dsv3_jax.server.prefill import PrefillCounts, _Answer
-from dsv3_jax.server.service import Service
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings, Service
 from dsv3_jax.server.sse import EventFormat, EventStream
 from dsv3_jax.tokenizer import Tokenizer
 from tests.server.scripted import ScriptedEngine

@@ -241,7 +241,7 @@ def test_a_message_calls_the_loop_once():
 
     def accept() -> None:
         call = theirs.recv()
-        submitted.put(call.arguments[0].ids)
+        submitted.put(call.arguments[0])
         theirs.send(Reply(call.number, None, None))
 
     async def read() -> tuple[list[str], int]:

@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 from dsv3_jax.server.grammar import AnswerGrammar, GrammarError, Grammars, GrammarSource
-from dsv3_jax.server.parsers.reasoning import BEGIN, END
+from dsv3_jax.server.parsers.answer_parser import BEGIN, END
 from tests.server.reasoning_tokenizer import reasoning_tokenizer
 
 PERSON = {

@@ -19,7 +19,7 @@ import pytest
 from dsv3_jax import tokenizer as tokenizers
 from dsv3_jax.engine import EngineRequest
 from dsv3_jax.generation.completion import Piece
-from dsv3_jax.server import api_keys
+from dsv3_jax.server import middleware
 from dsv3_jax.server.access_log import LineFormatter
 from dsv3_jax.server.connection_limits import MAX_BYTES, MAX_HEADERS
 from dsv3_jax.server.errors import ApiError
@@ -206,7 +206,7 @@ def test_open_paths(path, prefix, is_open):
         reached.append(message.get("status"))
 
     scope = {"type": "http", "method": "GET", "path": path, "root_path": prefix, "headers": []}
-    check = api_keys.ApiKeyCheck(app, api_keys.ApiKeys(["secret"]))
+    check = middleware.ApiKeyCheck(app, middleware.ApiKeys(["secret"]))
     asyncio.run(check(scope, None, send))  # pyright: ignore[reportArgumentType]
     assert reached[0] == (200 if is_open else 401)
 

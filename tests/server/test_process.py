@@ -25,7 +25,7 @@ import pytest
 from dsv3_jax.cli import flags, loading
 from dsv3_jax.cli.main import main, parser
 from dsv3_jax.server import access_log
-from dsv3_jax.server.api_keys import ApiKeys
+from dsv3_jax.server.middleware import ApiKeys
 from tests.server.conftest import RunningServer, demo_engine, running
 from tests.server.processes import ServerProcess
 

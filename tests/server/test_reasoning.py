@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dsv3_jax
-from dsv3_jax.server.parsers.reasoning import ReasoningParser
+from dsv3_jax.server.parsers.answer_parser import ReasoningParser
 from dsv3_jax.tokenizer import Tokenizer
 from tests.server.reasoning_tokenizer import reasoning_tokenizer
 from tests.server.test_messages import TOOL

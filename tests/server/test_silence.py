@@ -18,11 +18,10 @@ import pytest
 
 from dsv3_jax.engine import EngineError
 from dsv3_jax.engine.stats import CompileTimes
-from dsv3_jax.server.frontend import silence
+from dsv3_jax.server.frontend import remote_engine
 from dsv3_jax.server.frontend.host import EngineHost
 from dsv3_jax.server.frontend.messages import Alive, Call, Compiling, Hello, Reply
-from dsv3_jax.server.frontend.remote_engine import RemoteEngine
-from dsv3_jax.server.frontend.silence import Silence
+from dsv3_jax.server.frontend.remote_engine import RemoteEngine, Silence
 from tests.server.processes import ServerProcess
 from tests.server.test_frontend import IdleEngine, connected, hang_up
 
@@ -77,7 +76,7 @@ def frozen() -> Iterator[tuple[RemoteEngine, FrozenProcess]]:
 
 def pass_time(remote: RemoteEngine, seconds: float) -> None:
     """Lets looks take place, and one more, since the first may see an earlier message."""
-    for _ in range(1 + round(seconds / silence.LOOK_SECONDS)):
+    for _ in range(1 + round(seconds / remote_engine.LOOK_SECONDS)):
         remote._silence.look()
 
 
@@ -96,8 +95,8 @@ def test_short_silences_do_not_count():
 
 
 def test_its_thread_looks(monkeypatch):
-    monkeypatch.setattr(silence, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(silence, "_LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(remote_engine, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(remote_engine, "_LEAST_SECONDS", 0.05)
     it = Silence()
     wait_until(lambda: it.seconds)
     it.end()

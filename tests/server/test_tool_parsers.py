@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3_jax.server.parsers.answer_parser import AnswerParser
-from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser
-from dsv3_jax.server.parsers.deepseek_v31 import DeepSeekV31Parser
+from dsv3_jax.server.parsers.answer_parser import AnswerParser, Part, ReasoningParser
+from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser, DeepSeekV31Parser
 from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
-from dsv3_jax.server.parsers.reasoning import Part, ReasoningParser
 from dsv3_jax.server.parsers.tool_parser import (
     CallArguments,
     CallBegin,

@@ -1,4 +1,4 @@
-"""Arguments of the subcommands, one module each: ``SUMMARY`` for the help, and ``add_arguments``.
+"""Arguments of the subcommands: a function for each.
 
 Nothing here imports JAX or anything else that is slow, so that help and usage errors appear at
 once.

@@ -18,9 +18,7 @@ _DEMOS = ("demo", "demo-sparse")  # of dsv3_jax.checkpoint.find, which imports J
 
 class Parser(argparse.ArgumentParser):
     """Reports an unknown flag with the nearest known one, and refers to the subcommand's help.
-
-    argparse itself would report the required arguments that are missing because of the typo.
-    """
+    argparse itself would report the required arguments that are missing because of the typo."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -64,11 +62,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class Flags:
-    """Adds arguments of a kind to a parser or a group.
-
-    A default is shown behind a help text that does not describe it itself. Other settings are those
-    of ``ArgumentParser.add_argument``.
-    """
+    """Adds arguments of a kind to a parser or a group, with the settings of
+    ``ArgumentParser.add_argument``. A default is shown behind a help text that does not describe
+    it."""
 
     def __init__(self, parser: argparse._ActionsContainer):
         self.argument = parser.add_argument
@@ -107,10 +103,7 @@ class Flags:
 
 def nearest(word: str, names: Iterable[str]) -> str:
     """Returns ``"; did you mean X?"`` with the name that begins with ``word`` or is spelled like
-    it.
-
-    Returns ``""`` if there is no such name.
-    """
+    it, or ``""`` if there is none."""
     full_names = {name.lstrip("-"): name for name in names}
     bare = word.lstrip("-")
     close = [each for each in full_names if bare and each.startswith(bare)]

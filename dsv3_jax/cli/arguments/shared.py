@@ -8,9 +8,11 @@ from typing import get_args
 from dsv3_jax.cli.arguments.parser import Flags
 from sharding.names import Exchange, LayoutName
 
+MODEL = "demo, demo-sparse, a Hugging Face directory, a store, or a Hub name"
+"""Help of a flag or argument that names a model."""
+
 
 def add_layout(add: Flags) -> None:
-    """Adds ``--layout``."""
     add.choice(
         "--layout",
         "shard the model over all devices in this way: see docs/sharding.md (default: use the"
@@ -20,7 +22,6 @@ def add_layout(add: Flags) -> None:
 
 
 def add_distributed(add: Flags) -> None:
-    """Adds ``--distributed``, for commands that run on several processes."""
     add.switch(
         "--distributed",
         "join the other processes of a run on several hosts: see docs/multi_host.md",
@@ -28,7 +29,6 @@ def add_distributed(add: Flags) -> None:
 
 
 def add_exchange(add: Flags) -> None:
-    """Adds ``--exchange`` and ``--float8-dispatch``, for a layout that shards experts."""
     add.choice(
         "--exchange",
         "collective that brings tokens to experts on other devices; dsv3 doctor --collectives"
@@ -39,7 +39,6 @@ def add_exchange(add: Flags) -> None:
 
 
 def add_drafts(add: Flags) -> None:
-    """Adds ``--draft`` and ``--draft-depth``."""
     add.text(
         "--draft",
         "speculative decoding with mtp or ngram drafts; synthetic:RATE measures speed only and"
@@ -53,7 +52,6 @@ def add_drafts(add: Flags) -> None:
 
 
 def add_weights(add: Flags) -> None:
-    """Adds ``--dtype``, ``--quantization``, ``--activations`` and ``--cache-dtype``."""
     add.choice(
         "--dtype",
         "dtype of weights and activations (default: bfloat16; float32 on a CPU)",
@@ -75,7 +73,6 @@ def add_weights(add: Flags) -> None:
 
 
 def add_cache_dtype(add: Flags) -> None:
-    """Adds ``--cache-dtype``."""
     add.choice(
         "--cache-dtype",
         "cache latents and indexer keys in float8, or with fp8_index indexer keys alone"
@@ -85,11 +82,8 @@ def add_cache_dtype(add: Flags) -> None:
 
 
 def add_workers(add: Flags, items: str) -> None:
-    """Adds ``--workers``, for passes over files.
-
-    Args:
-      items: plural of what each worker processes, for the help.
-    """
+    """Adds ``--workers``, for passes over files. The help calls what a worker processes
+    ``items``."""
     add.integer(
         "--workers",
         f"number of {items} processed at once; more need more memory (default: number of"
@@ -99,7 +93,6 @@ def add_workers(add: Flags, items: str) -> None:
 
 
 def add_compile_cache(add: Flags) -> None:
-    """Adds ``--compile-cache``."""
     add.path(
         "--compile-cache",
         "directory that keeps compiled programs between runs (default: ~/.cache/dsv3_jax/xla)",
@@ -108,12 +101,10 @@ def add_compile_cache(add: Flags) -> None:
 
 
 def add_json(add: Flags) -> None:
-    """Adds ``--json``."""
     add.switch("--json", "print one JSON object on stdout")
 
 
 def add_latency_targets(add: Flags) -> None:
-    """Adds the flags of latency targets."""
     add.real(
         "--target-ttft-ms",
         "target of the time to the first token, of nine requests in ten (default: none)",

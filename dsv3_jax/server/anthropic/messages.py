@@ -97,7 +97,6 @@ class BlockStream:
         self._open: AnyContent | None = None
 
     def add(self, events: Sequence[Event]) -> Iterator[NamedEvent]:
-        """Yields the stream's events."""
         for event in events:
             match event:
                 case Content(text):
@@ -123,7 +122,6 @@ class BlockStream:
         yield NamedEvent.of("content_block_start", index=self._index, content_block=block)
 
     def end(self) -> Iterator[NamedEvent]:
-        """Ends the last block."""
         if self._open is not None:
             yield NamedEvent.of("content_block_stop", index=self._index)
             self._open = None
@@ -194,8 +192,6 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "msg_"
     event_format = NamedEventFormat(
         lambda error: NamedEvent.of("error", error=error.messages_body.error)
@@ -209,7 +205,6 @@ class _Answer(Answer):
         self._skips_special_tokens = submitted.skips_special_tokens
 
     def body(self, completions: list[Completion]) -> MessageAnswer:
-        """Returns the answer."""
         (completion,) = completions
         blocks = blocks_of(self._parser.add(completion.text, is_last=True))
         reason, sequence = self._stop(completion)
@@ -223,7 +218,6 @@ class _Answer(Answer):
         )
 
     async def events(self) -> AsyncGenerator[NamedEvent, None]:
-        """Yields the events of a stream."""
         usage = MessagesUsage(input_tokens=self._prompt_tokens, output_tokens=0)
         yield NamedEvent.of(
             "message_start",

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from dsv3_jax.server.conversation import Conversation
-from dsv3_jax.server.openai.body import AnswerPart, Body, Json
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json, text_of
 from dsv3_jax.server.openai.sampling_fields import StopStrings, TemplateArguments
-from dsv3_jax.server.openai.tool_types import CallId, FunctionName, NamedTool, required_tools
+from dsv3_jax.server.openai.tool_types import CallId, FunctionName, NamedTool, tool_settings
 
 
 class CacheControl(Body):
@@ -91,7 +91,7 @@ class InputMessage(Body):
                 if text:
                     yield {"role": "user", "content": "".join(text)}
                     text = []
-                content = join_text(block.content)
+                content = text_of(block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             elif isinstance(block, TextBlock):
                 text.append(block.text)
@@ -196,39 +196,27 @@ class CountRequest(Body):
 
     @model_validator(mode="after")
     def _check_choice(self) -> CountRequest:
-        self._required_tools()
+        self._tool_settings()
         return self
 
-    def _described_tools(self) -> list[dict[str, Any]]:
-        is_none = self.tool_choice is not None and self.tool_choice.type == "none"
-        return [] if is_none else [tool.for_template() for tool in self.tools or ()]
-
-    def _required_tools(self) -> list[dict[str, Any]]:
-        """Returns the tools from which an answer has to call one."""
-        choice = self.tool_choice
-        if choice is None or choice.type in ("auto", "none"):
-            return []
-        tools = self._described_tools()
-        if choice.type == "any":
-            return required_tools("required", tools)
-        return required_tools(NamedTool(type="function", name=choice.name), tools)
+    def _tool_settings(self) -> dict[str, Any]:
+        choice = self.tool_choice or ToolChoice(type="auto")
+        named = NamedTool(type="function", name=choice.name)
+        by_type = {"none": "none", "auto": "auto", "any": "required", "tool": named}  # OpenAI's
+        parallel = not choice.disable_parallel_tool_use
+        return tool_settings(by_type[choice.type], self.tools, parallel)
 
     def conversation(self) -> Conversation:
-        """Returns the conversation."""
-        system = join_text(self.system or "")
+        system = text_of(self.system or "")
         messages = [{"role": "system", "content": system}] if system else []
         for message in _turns(self.messages):
             messages += message.for_template()
-        choice = self.tool_choice
         thinking = None if self.thinking is None else self.thinking.type != "disabled"
         return Conversation(
             messages=messages,
-            tools=self._described_tools(),
-            required_tools=self._required_tools(),
-            parallel_calls=choice is None
-            or not (choice.disable_parallel_tool_use or choice.type == "tool"),
             thinking=thinking,
             arguments=self.chat_template_kwargs or {},
+            **self._tool_settings(),
         )
 
 
@@ -271,8 +259,3 @@ def _turns(messages: Sequence[InputMessage]) -> Iterator[InputMessage]:
                 [TextBlock(type="text", text=content)] if isinstance(content, str) else content
             )
         yield InputMessage.model_construct(role=role, content=blocks)
-
-
-def join_text(content: str | Sequence[TextBlock]) -> str:
-    """Returns the text of blocks."""
-    return content if isinstance(content, str) else "".join(block.text for block in content)

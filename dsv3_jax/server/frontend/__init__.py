@@ -8,7 +8,6 @@ module           process                         what it does
 ================ =============================== ===========================================
 host.py          the engine's, with the devices  answers calls, and sends what requests gain
 remote_engine.py HTTP's                          an object with the engine's methods
-silence.py       HTTP's                          how long the engine's process has sent nothing
 messages.py      both                            what they send each other
 process.py       both                            how they start and end
 ================ =============================== ===========================================

@@ -7,24 +7,14 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from dsv3_jax.engine import Engine, EngineRequest, EngineStats
 from dsv3_jax.engine.stats import Compilation
-from dsv3_jax.server.frontend.messages import (
-    Alive,
-    Call,
-    Compiling,
-    Failed,
-    Gain,
-    Gains,
-    Hello,
-    PortableError,
-    Reply,
-    Submission,
-)
+from dsv3_jax.generation.request import Prompt
+from dsv3_jax.server.frontend import messages
 from dsv3_jax.server.grammar import Grammars, GrammarSource
 from dsv3_jax.tokenizer import Tokenizer
 
@@ -37,11 +27,7 @@ _LOOK_SECONDS = 0.2  # between two looks at the engine
 
 
 class EngineHost:
-    """Answers calls, and sends what requests gain.
-
-    Args:
-      connection: to the process that serves HTTP.
-    """
+    """Answers calls of the process that serves HTTP, and sends it what requests gain."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, connection: Connection):
         self._engine = engine
@@ -57,7 +43,7 @@ class EngineHost:
 
     def serve(self) -> None:
         """Answers calls until the other process ends. Open requests are cancelled then."""
-        self._send(Hello(self._engine.vocab_size, self._engine.end_tokens))
+        self._send(messages.Hello(self._engine.vocab_size, self._engine.end_tokens))
         threads = [
             threading.Thread(target=work, name=f"dsv3-{name}", daemon=True)
             for name, work in (("outbox", self._outbox.run), ("alive", self._watch))
@@ -66,7 +52,7 @@ class EngineHost:
             thread.start()
         try:
             while True:
-                call: Call = self._connection.recv()
+                call: messages.Call = self._connection.recv()
                 threads = self._short_calls if call.method in _SHORT_CALLS else self._calls
                 threads.submit(self._answer, call)
         except (EOFError, OSError):
@@ -78,16 +64,16 @@ class EngineHost:
             for threads in (self._calls, self._short_calls):
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: messages.Call) -> None:
         result, error = None, None
         try:
             result = getattr(self, "call_" + call.method)(*call.arguments)
         except Exception as raised:
-            error = PortableError.of(raised)
+            error = messages.PortableError.of(raised)
         try:
-            self._send(Reply(call.number, result, error))
+            self._send(messages.Reply(call.number, result, error))
         except Exception as raised:  # of the pickle; the caller would wait for ever
-            self._send(Reply(call.number, None, PortableError.of(raised)))
+            self._send(messages.Reply(call.number, None, messages.PortableError.of(raised)))
 
     def _send(self, message: Any) -> None:
         try:
@@ -101,34 +87,33 @@ class EngineHost:
         It needs Python's lock, so that a process whose lock is never released gives none."""
         while not self._is_closed.wait(_LOOK_SECONDS):
             if self._engine.failure is not None:
-                self._send(Failed(str(self._engine.failure)))
+                self._send(messages.Failed(str(self._engine.failure)))
                 return
-            self._send(Alive(self._engine.step_seconds))
+            self._send(messages.Alive(self._engine.step_seconds))
 
     def report(self, compilation: Compilation | None) -> None:
         """Reports that a step waits for a compilation, or no longer does."""
-        self._send(Compiling(None if compilation is None else compilation.program))
+        self._send(messages.Compiling(None if compilation is None else compilation.program))
 
     # The methods that can be called. They run in several threads.
 
-    def call_submit(self, submission: Submission) -> None:
-        """Puts requests into the engine's queue."""
-        grammars = [self._grammars.start(*grammar) for grammar in submission.grammars]
-        handles = self._engine.submit_all(
-            submission.prompts, grammars=grammars, **submission.settings
-        )
-        self._outbox.add(submission.ids, handles)
+    def call_submit(
+        self,
+        ids: Sequence[int],
+        prompts: Sequence[Prompt],
+        grammars: Sequence[messages.GrammarStart],
+        settings: Mapping[str, Any],
+    ) -> None:
+        started = [self._grammars.start(*grammar) for grammar in grammars]
+        self._outbox.add(ids, self._engine.submit_all(prompts, grammars=started, **settings))
 
     def call_cancel(self, number: int) -> None:
-        """Ends a request within one step."""
         self._outbox.cancel(number)
 
     def call_compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar, unless it is cached."""
         self._grammars.start(source)
 
     def call_warm_up(self, store: str | os.PathLike[str] | None) -> float:
-        """Compiles or loads the programs of the default options."""
         self.is_warming_up = True
         try:
             self._grammars.load()
@@ -137,15 +122,12 @@ class EngineHost:
             self.is_warming_up = False
 
     def call_stats(self) -> EngineStats:
-        """Returns the engine's figures."""
         return self._engine.stats()
 
     def call_fail_if_stuck(self, seconds: float) -> None:
-        """Gives up a step that lasts too long."""
         self._engine.fail_if_stuck(seconds)
 
     def call_shutdown(self) -> None:
-        """Cancels all requests, and ends the engine."""
         self._engine.shutdown(drain=False)
 
 
@@ -161,7 +143,6 @@ class _Outbox:
         self._is_closed = False
 
     def add(self, ids: Sequence[int], handles: Sequence[EngineRequest]) -> None:
-        """Follows new requests."""
         with self._changed:
             self._open |= {i: _OpenRequest(i, h) for i, h in zip(ids, handles, strict=True)}
         for i, handle in zip(ids, handles, strict=True):
@@ -191,7 +172,6 @@ class _Outbox:
             self._marked[number] = None
 
     def run(self) -> None:
-        """The body of the thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._marked or self._is_closed)
@@ -210,11 +190,11 @@ class _Outbox:
         try:
             gains = [gain for request in requests if (gain := request.gain()) is not None]
             if gains:
-                self._send(Gains(gains))
+                self._send(messages.Gains(gains))
         except Exception as error:  # these requests end; all would wait for this thread for ever
             logger.exception("what requests gained was not sent")
             gains = [request.failed(error) for request in requests]
-            self._send(Gains(gains))
+            self._send(messages.Gains(gains))
         ended = [g.id for g in gains if g.completion is not None or g.error is not None]
         with self._changed:
             for number in ended:
@@ -232,16 +212,16 @@ class _OpenRequest:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing has been sent yet."""
         return not self._pieces
 
-    def failed(self, error: Exception) -> Gain:
+    def failed(self, error: Exception) -> messages.Gain:
         """Ends the request, and returns its error."""
         self.handle.cancel()
-        return Gain(self._number, "", [], [], None, [], None, None, PortableError.of(error))
+        return messages.Gain(
+            self._number, "", [], [], None, [], None, None, messages.PortableError.of(error)
+        )
 
-    def gain(self) -> Gain | None:
-        """Returns what is new, or None."""
+    def gain(self) -> messages.Gain | None:
         error = self.handle.error  # first: what came before the error is sent with it
         pieces = self.handle.pieces_from(self._pieces)
         if not pieces and error is None:
@@ -252,7 +232,7 @@ class _OpenRequest:
         drafts = self.handle.accepted_drafts[self._drafts :]
         self._drafts += len(drafts)
         tops = [piece.top_logprobs for piece in pieces]
-        return Gain(
+        return messages.Gain(
             self._number,
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.tokens],
@@ -261,5 +241,5 @@ class _OpenRequest:
             drafts,
             self.handle.prompt_record if is_first else None,
             self.handle.result(0) if is_done else None,
-            None if error is None else PortableError.of(error),
+            None if error is None else messages.PortableError.of(error),
         )

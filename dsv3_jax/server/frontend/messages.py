@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dsv3_jax.engine import EngineError, QueueFullError, RequestError
 from dsv3_jax.engine.requests.request import PromptRecord
 from dsv3_jax.generation.completion import Completion, TopLogprobs
 from dsv3_jax.generation.errors import NonFiniteLogitsError
-from dsv3_jax.generation.request import Prompt
 from dsv3_jax.server.grammar import GrammarError, GrammarSource
 
 
@@ -31,20 +30,9 @@ class GrammarStart(NamedTuple):
 class Call(NamedTuple):
     """Asks for the result of a method of :class:`EngineHost`."""
 
-    number: int
-    """Number of its reply."""
+    number: int  # number of its reply
     method: str
     arguments: tuple[Any, ...]
-
-
-class Submission(NamedTuple):
-    """Arguments of :meth:`dsv3_jax.Engine.submit_all`."""
-
-    ids: Sequence[int]
-    """A number for each completion."""
-    prompts: Sequence[Prompt]
-    grammars: Sequence[GrammarStart]
-    settings: Mapping[str, Any]
 
 
 class Reply(NamedTuple):
@@ -64,12 +52,9 @@ class Gain(NamedTuple):
     logprobs: list[float]
     top_logprobs: list[TopLogprobs] | None
     accepted_drafts: list[int]
-    prompt_record: PromptRecord | None
-    """With the first message of a request that asks for it."""
-    completion: Completion | None
-    """At the end of the request."""
-    error: PortableError | None
-    """If it failed."""
+    prompt_record: PromptRecord | None  # with the first message of a request that asks for it
+    completion: Completion | None  # at the end of the request
+    error: PortableError | None  # if it failed
 
 
 class Gains(NamedTuple):
@@ -90,8 +75,7 @@ class Compiling(NamedTuple):
     """The engine's process begins to compile a program that a step waits for, or has ended. It may
     give no sign of life meanwhile, because lowering keeps Python's lock."""
 
-    program: str | None
-    """The program; None at the end."""
+    program: str | None  # the program; None at the end
 
 
 class Failed(NamedTuple):
@@ -124,7 +108,6 @@ class PortableError(NamedTuple):
         return cls(kind, str(error), None if cause is None else cls.of(cause))
 
     def exception(self) -> Exception:
-        """Returns the exception."""
         error = _KINDS.get(self.kind, RuntimeError)(self.message)
         if self.cause is not None:
             error.__cause__ = self.cause.exception()

@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.frontend.host import EngineHost
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
 from dsv3_jax.server.run import exit_now, run
-from dsv3_jax.server.settings import ServerSettings
+from dsv3_jax.server.service import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -37,11 +36,8 @@ tokens of other streams are sent."""
 
 
 class HttpProcess:
-    """A process that serves an engine of this process over HTTP. A context manager.
-
-    Args:
-      bound: the socket to listen on. The process has a copy of its own.
-    """
+    """A process that serves an engine of this process over HTTP. A context manager. The process has
+    a copy of the socket ``bound``, on which it listens."""
 
     def __init__(
         self,
@@ -69,12 +65,10 @@ class HttpProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.is_alive()
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the engine's programs are being compiled."""
         return self._host.is_warming_up
 
     def wait(self) -> int:
@@ -84,16 +78,10 @@ class HttpProcess:
         return status if status in (0, 1) else 1
 
     def end(self, *_: Any) -> None:
-        """Asks the process to finish its requests and to end."""
         if self._process.is_alive() and self._process.pid is not None:
             self._process.terminate()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
         self._process.join()
         self._connection.close()
@@ -103,11 +91,7 @@ class HttpProcess:
 def run_with_http_process(
     engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
 ) -> None:
-    """Serves like :func:`dsv3_jax.server.run.run`, with HTTP in a process of its own.
-
-    Args:
-      bound: the socket to listen on. It is closed at the end.
-    """
+    """Serves like :func:`dsv3_jax.server.run.run`, with HTTP in a process of its own."""
     with (
         log_to_stderr(settings.log_level),
         bound,
@@ -124,24 +108,17 @@ def run_with_http_process(
 def _serve_http(
     connection: Connection, tokenizer: Tokenizer, settings: ServerSettings, bound: socket.socket
 ) -> None:
-    """The body of the process."""
     # The engine's process owns the devices. This one computes nothing.
     jax.config.update("jax_platforms", "cpu")
     sys.setswitchinterval(_SWITCH_SECONDS)
     engine = RemoteEngine(connection, on_loss=exit_now)
 
     def exit_process() -> None:
-        if engine.is_given_up:
-            _kill_parent()
+        parent = multiprocessing.parent_process() if engine.is_given_up else None
+        if parent is not None and parent.is_alive() and parent.pid is not None:
+            # It cannot end itself. A supervisor that waits for it starts the server again then.
+            logger.error("killing the engine's process %d, which is frozen", parent.pid)
+            os.kill(parent.pid, signal.SIGKILL)
         exit_now()
 
     run(engine, tokenizer, settings, bound, exit_process=exit_process)
-
-
-def _kill_parent() -> None:
-    """Ends the process that has started this one, which cannot end itself. A supervisor that waits
-    for it starts the server again then."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.is_alive() and parent.pid is not None:
-        logger.error("killing the engine's process %d, which is frozen", parent.pid)
-        os.kill(parent.pid, signal.SIGKILL)

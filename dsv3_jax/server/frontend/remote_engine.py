@@ -19,22 +19,52 @@ from dsv3_jax.connections import hang_up
 from dsv3_jax.engine import EngineError, EngineRequest, EngineStats
 from dsv3_jax.engine.stats import COMPILE_SECONDS
 from dsv3_jax.generation.request import Prompt
-from dsv3_jax.server.frontend.messages import (
-    Alive,
-    Call,
-    Compiling,
-    Failed,
-    Gain,
-    Gains,
-    GrammarStart,
-    Hello,
-    Reply,
-    Submission,
-)
-from dsv3_jax.server.frontend.silence import Silence
+from dsv3_jax.server.frontend import messages
 from dsv3_jax.server.grammar import GrammarSource
 
 logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""Time between two looks for a message."""
+
+_LEAST_SECONDS = 10.0
+"""A shorter silence is no sign of anything: both processes may wait for a processor."""
+
+
+class Silence:
+    """Measures how long a process has sent nothing. A thread counts how often it looked in vain,
+    instead of reading a clock: time in which this process was paused too does not count."""
+
+    def __init__(self) -> None:
+        self._messages = 0  # written by the thread that receives
+        self._seen = 0  # written by the thread that looks, like the next one
+        self._silent_looks = 0
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dsv3-silence", daemon=True)
+        self._thread.start()
+
+    def interrupt(self) -> None:
+        self._messages += 1
+
+    @property
+    def seconds(self) -> float:
+        """Length of the silence; 0 if it is shorter than ten seconds."""
+        seconds = self._silent_looks * LOOK_SECONDS
+        is_long = seconds >= _LEAST_SECONDS and self._messages == self._seen
+        return seconds if is_long else 0.0
+
+    def end(self) -> None:
+        self._has_ended.set()
+
+    def look(self) -> None:
+        """Counts the look if no message came since the one before. The thread calls it."""
+        messages = self._messages
+        self._silent_looks = self._silent_looks + 1 if messages == self._seen else 0
+        self._seen = messages
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(LOOK_SECONDS):
+            self.look()
 
 
 class RemoteEngine:
@@ -65,7 +95,7 @@ class RemoteEngine:
         self.is_given_up = False
         """Whether the engine's process gave no sign of life for too long."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        hello: Hello = connection.recv()
+        hello: messages.Hello = connection.recv()
         self.vocab_size, self.end_tokens = hello
         self._silence = Silence()
         for work, name in ((self._read, "dsv3-remote-engine"), (self._send, "dsv3-remote-calls")):
@@ -73,10 +103,8 @@ class RemoteEngine:
 
     def deliver_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes requests gain their tokens in the thread of ``loop``, one call for each message.
-
-        Readers in this loop are then woken up directly. Otherwise every token of every request
-        writes to the loop's socket, and both threads compete for Python's lock meanwhile.
-        """
+        Otherwise every token of every request would write to the loop's socket to wake up its
+        reader, and both threads would compete for Python's lock meanwhile."""
         self._loop = loop
 
     def submit_all(
@@ -84,7 +112,7 @@ class RemoteEngine:
         prompts: Sequence[Prompt],
         *,
         n: int = 1,
-        grammars: Sequence[GrammarStart] = (),
+        grammars: Sequence[messages.GrammarStart] = (),
         **settings: Any,
     ) -> list[EngineRequest]:
         """Does the same as :meth:`dsv3_jax.Engine.submit_all`."""
@@ -93,9 +121,8 @@ class RemoteEngine:
             number = next(self._numbers)
             handles[number] = EngineRequest(lambda _, number=number: self._cancel(number))
         self._open |= handles  # before the first of them can gain anything
-        submission = Submission(list(handles), list(prompts), grammars, {"n": n, **settings})
         try:
-            self._call("submit", submission)
+            self._call("submit", list(handles), list(prompts), grammars, {"n": n, **settings})
         except BaseException:
             for number in handles:
                 self._open.pop(number, None)
@@ -111,7 +138,6 @@ class RemoteEngine:
             self._is_warming_up = False
 
     def stats(self) -> EngineStats:
-        """Returns the engine's figures."""
         return self._call("stats")
 
     @property
@@ -158,11 +184,7 @@ class RemoteEngine:
         self._is_closed = True
 
     def compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar in the engine's process.
-
-        Raises:
-          GrammarError: it is refused.
-        """
+        """Compiles a grammar in the engine's process, which may refuse it with a GrammarError."""
         self._call("compile", source)
 
     def _cancel(self, number: int) -> None:
@@ -180,7 +202,8 @@ class RemoteEngine:
         self, method: str, *arguments: Any
     ) -> tuple[int, concurrent.futures.Future[Any]]:
         number, reply = next(self._numbers), concurrent.futures.Future[Any]()
-        content = ForkingPickler.dumps(Call(number, method, arguments))  # as Connection.send does
+        call = messages.Call(number, method, arguments)
+        content = ForkingPickler.dumps(call)  # as Connection.send does
         self._replies[number] = reply
         self._outgoing.put(content)
         if self._failure is not None:  # the reader may have ended before
@@ -189,7 +212,6 @@ class RemoteEngine:
         return number, reply
 
     def _send(self) -> None:
-        """The body of the thread that sends calls."""
         with contextlib.suppress(OSError):  # the process has ended; the reader notices it too
             while (content := self._outgoing.get()) is not None:
                 self._connection.send_bytes(content)
@@ -200,15 +222,15 @@ class RemoteEngine:
             while True:
                 message = self._connection.recv()
                 self._silence.interrupt()
-                if isinstance(message, Gains):
+                if isinstance(message, messages.Gains):
                     self._in_loop(self._deliver, message)
-                elif isinstance(message, Reply):
+                elif isinstance(message, messages.Reply):
                     self._take(message)
-                elif isinstance(message, Alive):
+                elif isinstance(message, messages.Alive):
                     self._step_seconds = message.step_seconds
-                elif isinstance(message, Compiling):
+                elif isinstance(message, messages.Compiling):
                     self._compiling = message.program
-                elif isinstance(message, Failed):
+                elif isinstance(message, messages.Failed):
                     self._failure = EngineError(message.message)
         except (EOFError, OSError):
             pass
@@ -220,7 +242,7 @@ class RemoteEngine:
         if not self._is_closed and not self.is_given_up:
             self._on_loss()
 
-    def _take(self, reply: Reply) -> None:
+    def _take(self, reply: messages.Reply) -> None:
         future = self._replies.pop(reply.number, None)
         if future is None:
             return
@@ -239,14 +261,12 @@ class RemoteEngine:
                 return
         function(*arguments)
 
-    def _deliver(self, gains: Gains) -> None:
+    def _deliver(self, gains: messages.Gains) -> None:
         for gain in gains.gains:
-            self._deliver_one(gain)
+            if (handle := self._open.get(gain.id)) is not None:
+                self._add(gain, handle)
 
-    def _deliver_one(self, gain: Gain) -> None:
-        handle = self._open.get(gain.id)
-        if handle is None:
-            return
+    def _add(self, gain: messages.Gain, handle: EngineRequest) -> None:
         handle.accepted_drafts += gain.accepted_drafts
         if gain.prompt_record is not None:
             handle.prompt_record = gain.prompt_record
@@ -292,16 +312,14 @@ class RemoteGrammars:
         """Does nothing: the engine's process reads the vocabulary before it compiles programs."""
 
     async def compile(self, source: GrammarSource) -> None:
-        """Compiles a grammar, unless it is cached.
-
-        Raises:
-          GrammarError: it is refused.
-        """
+        """Compiles a grammar, unless it is cached. A GrammarError refuses it."""
         await asyncio.get_running_loop().run_in_executor(None, self._engine.compile, source)
 
-    def start(self, source: GrammarSource, prompt: Sequence[int] | None = None) -> GrammarStart:
+    def start(
+        self, source: GrammarSource, prompt: Sequence[int] | None = None
+    ) -> messages.GrammarStart:
         """Returns a description of one answer's grammar, which the engine's process starts."""
-        return GrammarStart(source, prompt)
+        return messages.GrammarStart(source, prompt)
 
     def close(self) -> None:
         """Does nothing."""

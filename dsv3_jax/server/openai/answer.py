@@ -45,11 +45,8 @@ class Answer(abc.ABC):
         """Yields the events of a stream."""
 
     async def respond(self, *, stream: bool, further: Mapping[str, Any] | None = None) -> Response:
-        """Returns the response. The job is closed at its end, also if the client goes away.
-
-        Args:
-          further: fields that the whole body has in addition.
-        """
+        """Returns the response, whose whole body has the fields ``further`` too. The job is closed
+        at its end, also if the client goes away."""
         self._request.state.job = self.job  # the application's caller can look at its progress
         if stream:
             return EventStream(self.events(), self.job.close, self.event_format)
@@ -73,7 +70,9 @@ class Answer(abc.ABC):
     def usage(self, completions: list[Completion]) -> Usage:
         """Returns the usage of completions, and logs it."""
         usage = Usage.of(completions, self.n)
-        self._request.state.log.update(usage.log_fields())
+        self._request.state.log.update(
+            usage.model_dump(include={"prompt_tokens", "completion_tokens"})
+        )
         return usage
 
     def final_usage(self) -> Usage:

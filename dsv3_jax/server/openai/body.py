@@ -15,8 +15,8 @@ import itertools
 import json
 import math
 import typing
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 import pydantic_core
 from fastapi import Request
@@ -51,12 +51,9 @@ _MARK = b"\xef\xbb\xbf"  # some clients' texts begin with it
 
 
 def read_json(content: bytes, name: str) -> Any:
-    """Returns the value of JSON. Bytes that exceed a limit are refused before they are parsed.
-
-    Raises:
-      ValueError: it is no JSON, or exceeds a limit. Numbers have to be finite in float64. The
-        message is one line.
-    """
+    """Returns the value of JSON. Raises ValueError, in one line, for what is no JSON, exceeds a
+    limit, or has numbers that are not finite in float64. The limits are checked before it is
+    parsed."""
     content = content.removeprefix(_MARK)
     try:
         _check_counts(content)
@@ -195,6 +192,15 @@ class AnswerPart(Body):
         return {k: v for k, v in part.items() if v is not None or k in cls.model_fields}
 
 
+class _TextPart(Protocol):
+    text: str
+
+
+def text_of(content: str | Sequence[_TextPart]) -> str:
+    """Returns content that is text, or has parts with text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def without_refused(body: Any, refused: Mapping[str, str]) -> Any:
     """Returns a body without fields that are refused. Clients may send them as null or empty."""
     if not isinstance(body, dict):
@@ -206,11 +212,7 @@ def without_refused(body: Any, refused: Mapping[str, str]) -> Any:
 
 
 def read_body(kind: type[BaseModel], content: bytes) -> BaseModel:
-    """Returns the body of a request.
-
-    Raises:
-      ApiError: it is no JSON, exceeds a limit, or is not of this type.
-    """
+    """Returns the body of a request, or raises ApiError."""
     try:
         value = read_json(content, "body")
     except ValueError as error:

@@ -14,24 +14,22 @@ from dsv3_jax.generation.completion import Completion, Piece
 from dsv3_jax.generation.settings import MAX_TOP_LOGPROBS
 from dsv3_jax.server.conversation import Conversation, SubmittedConversation
 from dsv3_jax.server.openai.answer import Answer
-from dsv3_jax.server.openai.body import AnswerPart, Body, BodyRoute, without_refused
+from dsv3_jax.server.openai.body import AnswerPart, Body, BodyRoute, text_of, without_refused
 from dsv3_jax.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from dsv3_jax.server.openai.sampling_fields import (
     SYSTEM_FINGERPRINT,
+    ResponseFormat,
     SamplingFields,
     TemplateArguments,
+    TextForm,
     Usage,
 )
-from dsv3_jax.server.openai.structure_types import ResponseFormat, TextForm
 from dsv3_jax.server.openai.tool_types import (
     AnsweredCall,
-    AnsweredFunction,
     ToolCall,
     ToolChoice,
     Tools,
-    allows_parallel_calls,
-    described_tools,
-    required_tools,
+    tool_settings,
 )
 from dsv3_jax.server.parsers.tool_parser import CallArguments, CallBegin, Content, Event, Reasoning
 from dsv3_jax.server.service import service_of
@@ -66,9 +64,7 @@ class Message(AnswerPart):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates read it. They know no role ``developer``."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
+        content = None if self.content is None else text_of(self.content)
         reasoning = self.reasoning_content or self.reasoning
         if content is None and not self.tool_calls:
             content = ""  # an answer that ended in its reasoning
@@ -135,7 +131,7 @@ class ChatRequest(SamplingFields):
                 f"tools: expected none with {self.grammar.field}, which an answer with tool calls"
                 " could not match; got both"
             )
-        required_tools(self.tool_choice, described_tools(self.tool_choice, self.tools))
+        self._tool_settings()
         return self
 
     def text_forms(self) -> Mapping[str, TextForm | None]:
@@ -143,15 +139,14 @@ class ChatRequest(SamplingFields):
         return {**super().text_forms(), "response_format": self.response_format}
 
     def conversation(self) -> Conversation:
-        """Returns the conversation."""
-        tools = described_tools(self.tool_choice, self.tools)
         return Conversation(
             messages=[message.for_template() for message in self.messages],
-            tools=tools,
-            required_tools=required_tools(self.tool_choice, tools),
-            parallel_calls=allows_parallel_calls(self.tool_choice, self.parallel_tool_calls),
             arguments=self.chat_template_kwargs or {},
+            **self._tool_settings(),
         )
+
+    def _tool_settings(self) -> dict[str, Any]:
+        return tool_settings(self.tool_choice, self.tools, self.parallel_tool_calls)
 
     def engine_settings(self) -> dict[str, Any]:
         """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`. Without a limit of tokens, an
@@ -243,8 +238,6 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "chatcmpl-"
 
     def __init__(self, request: Request, body: ChatRequest, submitted: SubmittedConversation):
@@ -253,7 +246,6 @@ class _Answer(Answer):
         self._parsers = submitted.parsers
 
     def body(self, completions: list[Completion]) -> ChatResponse:
-        """Returns all answers."""
         return ChatResponse(
             id=self.id,
             created=self.created,
@@ -292,15 +284,13 @@ class _Answer(Answer):
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:
         parser = self._parsers[index]
-        events = parser.add(completion.text, is_last=True)
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
-        calls = calls_of(events)
+        delta = _delta(parser.add(completion.text, is_last=True))
+        calls = delta.get("tool_calls")
         message = AnswerMessage(
-            content=None if calls and not content else content,
-            reasoning_content=reasoning,
-            reasoning=reasoning,
-            tool_calls=calls or None,
+            content=delta.get("content", None if calls else ""),
+            reasoning_content=delta.get("reasoning_content"),
+            reasoning=delta.get("reasoning"),
+            tool_calls=calls,
         )
         return ChatChoice(
             index=index,
@@ -331,15 +321,3 @@ def _delta(events: Sequence[Event]) -> dict[str, Any]:
                 call = calls.setdefault(event.index, empty)
                 call["function"]["arguments"] += event.text
     return delta | ({"tool_calls": list(calls.values())} if calls else {})
-
-
-def calls_of(events: Sequence[Event]) -> list[AnsweredCall]:
-    """Returns the tool calls of a whole answer."""
-    calls = []
-    for event in events:
-        if isinstance(event, CallBegin):
-            function = AnsweredFunction(name=event.name, arguments="")
-            calls.append(AnsweredCall(id=event.id, function=function))
-        elif isinstance(event, CallArguments):
-            calls[event.index].function.arguments += event.text
-    return calls

@@ -146,8 +146,6 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "cmpl-"
 
     def __init__(self, request: Request, body: CompletionRequest, prompts: list[Prompt], job: Job):
@@ -158,7 +156,6 @@ class _Answer(Answer):
         self._encoded: dict[int, list[int]] = {}  # by the prompt's number
 
     def body(self, completions: list[Completion]) -> CompletionResponse:
-        """Returns all completions."""
         completions = [self._requested_part(completion) for completion in completions]
         choices = [
             self._choice(i, completion, is_first=True) for i, completion in enumerate(completions)
@@ -194,15 +191,14 @@ class _Answer(Answer):
         )
 
     def _choice(self, index: int, part: Completion | Piece, *, is_first: bool) -> CompletionChoice:
-        """Returns a completion or a piece of it.
-
-        Args:
-          is_first: whether it is the whole or the first piece, to which the prompt belongs.
-        """
-        echo = is_first and bool(self._body.echo)
+        """Returns a completion or a piece of it. The prompt belongs to the first piece."""
+        echo, text = is_first and bool(self._body.echo), part.text
+        if echo:
+            prompt = self._prompts[index // self.n]
+            text = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)) + text
         return CompletionChoice(
             index=index,
-            text=(self._prompt_text(index) if echo else "") + part.text,
+            text=text,
             logprobs=self._logprobs(index, part, echo=echo),
             finish_reason=part.finish_reason,
         )
@@ -236,7 +232,3 @@ class _Answer(Answer):
             is_text = isinstance(prompt, str)
             self._encoded[number] = self.tokenizer.encode(prompt) if is_text else list(prompt)
         return self._encoded[number]
-
-    def _prompt_text(self, index: int) -> str:
-        prompt = self._prompts[index // self.n]
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)

@@ -49,14 +49,10 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TextGrowth:
-    """Follows a text that grows token by token: where each token begins, and what it adds.
-
-    A character of several tokens belongs to the last of them, as in vLLM; the others add nothing.
-    So do special tokens, which the text leaves out. Joined, the additions are the text.
-
-    Args:
-      shows_special: whether the text has special tokens, as that of answers with tools.
-    """
+    """Follows a text that grows token by token: where each token begins, and what it adds. Joined,
+    the additions are the text: a character of several tokens belongs to the last of them, as in
+    vLLM, and special tokens add nothing unless the text ``shows_special``, as that of answers with
+    tools."""
 
     def __init__(self, tokenizer: Tokenizer, *, shows_special: bool = False):
         self._tokenizer = tokenizer
@@ -66,11 +62,8 @@ class TextGrowth:
         """Characters of the text so far."""
 
     def add(self, token: int, *, is_last: bool = False) -> str | None:
-        """Adds a token. Returns the characters that it adds, None for a special token.
-
-        Args:
-          is_last: whether the text ends here, so that an incomplete character becomes U+FFFD.
-        """
+        """Adds a token. Returns the characters that it adds, None for a special token. At the end
+        of the text, an incomplete character becomes U+FFFD."""
         content = self._bytes(token)
         text = self._decoder.decode(content or b"", is_last)
         self.length += len(text)
@@ -104,16 +97,11 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Returns log-probabilities in the shape of /v1/completions.
 
-    A token's text is what it adds to the text, or the name of a special token, and its offset is
-    where that begins. ``top_logprobs`` of a token contains the token itself, even if it is not
-    among the most probable ones. Of tokens with the same text, it contains the most probable one.
-
-    Args:
-      growth: the text before these tokens, which are added to it.
-      tokens: ids.
-      logprobs: of each token; None where nothing precedes it.
-      top_logprobs: most probable tokens at each position, best first.
-      ends: indices of the tokens after which a text ends: that of the prompt, or all of it.
+    A token's text is what it adds to ``growth``, the text before, or the name of a special token,
+    and its offset is where that begins. ``top_logprobs`` of a token contains the token itself, even
+    if it is not among the most probable ones. Of tokens with the same text, it contains the most
+    probable one. A text ends after the tokens with the indices ``ends``: the prompt, or all of it.
+    Where nothing precedes a token, its log-probability is None.
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for i, (token, logprob, top) in enumerate(zip(tokens, logprobs, top_logprobs, strict=True)):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from dsv3_jax.server.openai.body import AnswerPart, Body, Json
+from dsv3_jax.server.openai.body import AnswerPart, Body, Json, text_of
 from dsv3_jax.server.openai.tool_types import CallId, FunctionName
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -110,7 +110,7 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     for item in items:
         match item:
             case InputMessage(role="assistant"):
-                going_on()["content"] += _text(item.content)
+                going_on()["content"] += text_of(item.content)
             case ReasoningInput():
                 if text := "".join(part.text for part in item.content or ()):
                     message = going_on()
@@ -123,10 +123,10 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
                 group_of[item.call_id] = answer
             case InputMessage():
                 role = "system" if item.role == "developer" else item.role
-                groups.append([{"role": role, "content": _text(item.content)}])
+                groups.append([{"role": role, "content": text_of(item.content)}])
                 answer = None
             case FunctionCallOutput():
-                output = _text(item.output)
+                output = text_of(item.output)
                 result = {"role": "tool", "tool_call_id": item.call_id, "content": output}
                 group = group_of.get(item.call_id)
                 if group is None:
@@ -147,7 +147,3 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
 def _has_answer(message: Mapping[str, Any]) -> bool:
     """Returns whether a message of the assistant has more than reasoning."""
     return bool(message["content"] or message.get("tool_calls"))
-
-
-def _text(content: str | Sequence[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

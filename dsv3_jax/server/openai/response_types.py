@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, Field, JsonValue, PrivateAttr, model_validator
 
 from dsv3_jax.server.conversation import Conversation
 from dsv3_jax.server.grammar import GrammarSource
+from dsv3_jax.server.openai import sampling_fields
 from dsv3_jax.server.openai.body import Body, Json, without_refused
-from dsv3_jax.server.openai.response_input import InputItem, messages_of
-from dsv3_jax.server.openai.response_items import AnyItem, Status
-from dsv3_jax.server.openai.sampling_fields import (
-    Metadata,
-    MinP,
-    Priority,
-    RepetitionPenalty,
-    TemplateArguments,
-    TopK,
-    Usage,
-)
-from dsv3_jax.server.openai.structure_types import JsonObjectFormat, NamedSchema, TextFormat
+from dsv3_jax.server.openai.response_input import InputItem, Status, messages_of
 from dsv3_jax.server.openai.tool_types import (
     ResponseTool,
     ToolChoice,
-    allows_parallel_calls,
-    described_tools,
-    required_tools,
+    tool_settings,
 )
 
 _REFUSED = {
@@ -39,17 +27,19 @@ _REFUSED = {
 }
 
 
-class JsonSchemaForm(NamedSchema):
+class JsonSchemaForm(sampling_fields.NamedSchema):
     """JSON that is valid under a schema."""
 
     type: Literal["json_schema"]
 
     def source(self, field: str) -> GrammarSource | None:
-        """Returns the source of such JSON."""
         return GrammarSource.of_schema(self.schema_, field)
 
 
-Form = Annotated[TextFormat | JsonObjectFormat | JsonSchemaForm, Field(discriminator="type")]
+Form = Annotated[
+    sampling_fields.TextFormat | sampling_fields.JsonObjectFormat | JsonSchemaForm,
+    Field(discriminator="type"),
+]
 
 
 class TextSettings(Body):
@@ -85,18 +75,18 @@ class ResponsesRequest(Body):
     text: TextSettings | None = None
     stream: bool | None = None
     truncation: Literal["disabled"] | None = None
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: sampling_fields.TemplateArguments | None = None
 
     # Settings that vLLM added. The gateway smg sends them with every request.
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    priority: Priority | None = None
+    top_k: sampling_fields.TopK | None = None
+    min_p: sampling_fields.MinP | None = None
+    repetition_penalty: sampling_fields.RepetitionPenalty | None = None
+    priority: sampling_fields.Priority | None = None
 
     # Accepted and ignored: they change nothing about the text, and nothing is stored.
     store: bool | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    metadata: Metadata | None = None
+    metadata: sampling_fields.Metadata | None = None
     user: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
@@ -119,9 +109,7 @@ class ResponsesRequest(Body):
     def _read_grammar(self) -> ResponsesRequest:
         form = self.text and self.text.format
         self._grammar = form.source("text") if form else None
-        tools = described_tools(self.tool_choice, self.tools)
-        required_tools(self.tool_choice, tools)
-        if self._grammar is not None and tools:
+        if self._tool_settings()["tools"] and self._grammar is not None:
             raise ValueError(
                 "tools: expected none with text.format, which an answer with tool calls could not"
                 " match; got both"
@@ -129,7 +117,6 @@ class ResponsesRequest(Body):
         return self
 
     def conversation(self) -> Conversation:
-        """Returns the conversation."""
         if isinstance(self.input, str):
             messages = [{"role": "user", "content": self.input}]
         else:
@@ -138,15 +125,15 @@ class ResponsesRequest(Body):
             messages.insert(0, {"role": "system", "content": self.instructions})
         effort = self.reasoning and self.reasoning.effort
         thinking = effort != "none" if effort else None
-        tools = described_tools(self.tool_choice, self.tools)
         return Conversation(
             messages=messages,
-            tools=tools,
-            required_tools=required_tools(self.tool_choice, tools),
-            parallel_calls=allows_parallel_calls(self.tool_choice, self.parallel_tool_calls),
             thinking=thinking,
             arguments=self.chat_template_kwargs or {},
+            **self._tool_settings(),
         )
+
+    def _tool_settings(self) -> dict[str, Any]:
+        return tool_settings(self.tool_choice, self.tools, self.parallel_tool_calls)
 
     def engine_settings(self) -> dict[str, Any]:
         """Returns the settings of :meth:`dsv3_jax.Engine.submit_all`. Without a limit of tokens, an
@@ -161,6 +148,57 @@ class ResponsesRequest(Body):
         }
         present = {name: value for name, value in settings.items() if value is not None}
         return {**present, "max_new_tokens": self.max_output_tokens}
+
+
+class OutputText(BaseModel):
+    """Text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+    annotations: list[JsonValue] = []
+    logprobs: list[JsonValue] = []
+
+
+class ReasoningText(BaseModel):
+    """Text of the reasoning."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class Item(BaseModel):
+    """Base class of all items."""
+
+    id: str
+    status: Status = "in_progress"
+
+
+class MessageItem(Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(Item):
+    """The reasoning. It is no summary."""
+
+    type: Literal["reasoning"] = "reasoning"
+    summary: list[JsonValue] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(Item):
+    """A tool call."""
+
+    type: Literal["function_call"] = "function_call"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+AnyItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(BaseModel):
@@ -185,7 +223,7 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
     @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int) -> ResponseUsage:
+    def of(cls, usage: sampling_fields.Usage, reasoning_tokens: int) -> ResponseUsage:
         """Returns the usage in the shape of this endpoint."""
         cached = usage.prompt_tokens_details.cached_tokens
         return cls(

@@ -1,25 +1,38 @@
-"""Fields that the bodies of completions and chats have in common."""
+"""Fields that the bodies of completions and chats have in common.
+
+:class:`StructuredOutputs` and :data:`ResponseFormat` say what an answer's text has to match.
+
+With ``kv_transfer_params`` vLLM's proxies connect prefill and decode: such a proxy sends a prompt
+to a prefill server with ``do_remote_decode`` and one token to generate, and then to a decode server
+with the parameters of that answer. Here the second request alone would do, since a decode server
+asks prefill servers itself. The parameters tell it which one has the pages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    ConfigDict,
     Field,
     PrivateAttr,
     field_validator,
     model_validator,
 )
+from starlette.requests import Request
 
 import dsv3_jax
 from dsv3_jax.generation.completion import Completion
-from dsv3_jax.server.grammar import GrammarSource
-from dsv3_jax.server.openai.body import Body, Json, at_most
-from dsv3_jax.server.openai.kv_transfer import KvTransferParams
-from dsv3_jax.server.openai.structure_types import StructuredOutputs, TextForm
+from dsv3_jax.server.errors import ApiError
+from dsv3_jax.server.grammar import MAX_TEXT, GrammarSource
+from dsv3_jax.server.openai.body import Body, Json, at_most, read_json
+
+if TYPE_CHECKING:  # the types of bodies can be imported without JAX
+    from dsv3_jax.disaggregation.peers import Peer
+    from dsv3_jax.server.service import Service
 
 SYSTEM_FINGERPRINT = f"dsv3_jax-{dsv3_jax.__version__}"
 
@@ -53,6 +66,160 @@ def _check_arguments(arguments: dict[str, Json]) -> dict[str, Json]:
 TemplateArguments = Annotated[
     dict[str, Json], Field(max_length=32), at_most(32), AfterValidator(_check_arguments)
 ]
+
+
+class TextForm(Protocol):
+    """A description of the text."""
+
+    def source(self, field: str) -> GrammarSource | None:
+        """Returns its grammar, or None for any text. Errors name the body's ``field``."""
+        ...
+
+
+Schema = dict[str, Json] | bool
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+
+Choices = Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+_OBJECT: Schema = {"type": "object"}
+_NAMES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+    def source(self, field: str) -> GrammarSource | None:
+        return None
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+    def source(self, field: str) -> GrammarSource | None:
+        return GrammarSource.of_schema(_OBJECT, field)
+
+
+class NamedSchema(Body):
+    """A JSON schema with its name."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")] = _OBJECT
+    strict: bool | None = None  # accepted and ignored: an answer always matches
+
+
+class JsonSchemaFormat(Body):
+    """JSON that is valid under a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    def source(self, field: str) -> GrammarSource | None:
+        return GrammarSource.of_schema(self.json_schema.schema_, field)
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Body):
+    """The same as in vLLM: exactly one of several descriptions of the text."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    """A JSON schema, or one as text."""
+    json_object: Literal[True] | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_count(self) -> StructuredOutputs:
+        fields = {name: "json_" if name == "json" else name for name in _NAMES}
+        names = [name for name, field in fields.items() if getattr(self, field) is not None]
+        if len(names) != 1:
+            got = ", ".join(names) or "none"
+            raise ValueError(f"structured_outputs: expected one of {', '.join(_NAMES)}; got {got}")
+        return self
+
+    def source(self, field: str) -> GrammarSource | None:
+        if self.regex is not None:
+            return GrammarSource("regex", self.regex, field)
+        if self.grammar is not None:
+            return GrammarSource("lark", self.grammar, field)
+        if self.choice is not None:
+            return GrammarSource.of_choices(self.choice, field)
+        schema = _OBJECT if self.json_object else self.json_
+        if isinstance(schema, str):
+            try:
+                schema = read_json(schema.encode(), "text")
+            except ValueError as error:
+                raise ValueError(f"{field}: json: expected a JSON schema: {error}") from None
+        return GrammarSource.of_schema(schema, field)
+
+
+_NAME = "kv_transfer_params"
+
+
+class KvTransferParams(BaseModel):
+    """Parameters of a proxy. Those of vLLM's connectors that have no meaning here are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    do_remote_decode: bool | None = None
+    """Whether the answer should say where the pages of the prompt are."""
+    do_remote_prefill: bool | None = None
+    """Whether a prefill server has the pages of the prompt."""
+    remote_host: str | None = None
+    """Host of that server, which has to be one of ``--prefill-url``."""
+    remote_port: Annotated[int, Field(ge=1, lt=2**16)] | None = None
+
+    def peer(self, service: Service) -> Peer | None:
+        """Returns the prefill server that has the pages, or None."""
+        if self.do_remote_decode and not service.is_prefill_server:
+            raise _refused("do_remote_decode", "a server with --role prefill")
+        if not self.do_remote_prefill:
+            return None
+        if service.remote is None:
+            raise _refused("do_remote_prefill", "a server with --role decode")
+        peer = service.remote.peers.at(self.remote_host, self.remote_port)
+        if peer is None:
+            where = f"{self.remote_host}:{self.remote_port}"
+            raise _refused("remote_host", f"the host and port of a --prefill-url, got {where:.200}")
+        return peer
+
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Returns the fields that the answer of a prefill server has in addition."""
+        if not self.do_remote_decode:
+            return {}
+        host, port = _address(request)
+        params = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": host,
+            "remote_port": port,
+        }
+        return {_NAME: params}
+
+
+def _address(request: Request) -> tuple[str | None, int | None]:
+    """Returns the host and port at which the client has reached the server."""
+    try:
+        return request.url.hostname, request.url.port
+    except ValueError:  # the header Host has another form
+        host, port = request.scope.get("server") or (None, None)
+        return host, port
+
+
+def _refused(field: str, expected: str) -> ApiError:
+    return ApiError(400, f"{_NAME}.{field}: expected {expected}", param=_NAME)
 
 
 class StreamOptions(Body):
@@ -180,10 +347,6 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-    def log_fields(self) -> dict[str, int]:
-        """Returns the fields of the access log."""
-        return self.model_dump(include={"prompt_tokens", "completion_tokens"})
 
     @classmethod
     def of(cls, completions: list[Completion], n: int) -> Usage:

@@ -16,7 +16,7 @@ from dsv3_jax.server.openai.chat import Messages
 from dsv3_jax.server.openai.completions import TokenId
 from dsv3_jax.server.openai.sampling_fields import TemplateArguments
 from dsv3_jax.server.openai.tool_types import Tools
-from dsv3_jax.server.service import Service, service_of
+from dsv3_jax.server.service import service_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -64,7 +64,7 @@ class DetokenizeResponse(BaseModel):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Encodes text or a conversation. Text never becomes a control token."""
     service = service_of(request)
-    _check_model(service, body.model)
+    service.check_model(body.model)
 
     def encode() -> list[int]:
         if body.prompt is not None:
@@ -95,7 +95,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Decodes token ids."""
     service = service_of(request)
-    _check_model(service, body.model)
+    service.check_model(body.model)
     last = service.tokenizer.vocab_size - 1
 
     def answer() -> Response:
@@ -110,8 +110,3 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 def _answer(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
-
-
-def _check_model(service: Service, name: str | None) -> None:
-    if name is not None:
-        service.check_model(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, Field
 
@@ -84,7 +84,6 @@ class NamedTool(Body):
 
     @property
     def called(self) -> str | None:
-        """The name of the function."""
         return self.function.name if self.function else self.name
 
 
@@ -94,39 +93,30 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
-def described_tools(
-    choice: ToolChoice | None, tools: Sequence[Tool | ResponseTool] | None
-) -> list[dict[str, Any]]:
-    """Returns tools as chat templates read them. With the choice ``none``, the model learns of
-    none."""
-    return [] if choice == "none" else [tool.for_template() for tool in tools or ()]
+class _DescribedTool(Protocol):
+    def for_template(self) -> dict[str, Any]: ...
 
 
-def required_tools(
-    choice: ToolChoice | None, tools: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Returns the tools from which an answer has to call one, or none if it is free.
-
-    Raises:
-      ValueError: there are no such tools.
-    """
+def tool_settings(
+    choice: ToolChoice | None, tools: Sequence[_DescribedTool] | None, parallel: bool | None
+) -> dict[str, Any]:
+    """Returns the fields of a :class:`~dsv3_jax.server.conversation.Conversation` about tools. With
+    the choice ``none``, the model learns of none. A tool that is named is called once. Raises
+    ValueError for a choice that requires tools that are not there."""
+    described = [] if choice == "none" else [tool.for_template() for tool in tools or ()]
+    required = described
     if choice in (None, "none", "auto"):
-        return []
-    if not tools:
+        required = []
+    elif not described:
         raise ValueError("tool_choice: expected none or auto without tools, got another choice")
-    if not isinstance(choice, NamedTool):
-        return list(tools)
-    named = [tool for tool in tools if tool["function"]["name"] == choice.called]
-    if not named:
-        raise ValueError(
-            f"tool_choice: expected the name of one of the tools, got {choice.called!r:.80}"
-        )
-    return named
-
-
-def allows_parallel_calls(choice: ToolChoice | None, parallel: bool | None) -> bool:
-    """Returns whether an answer may contain several calls. A tool that is named is called once."""
-    return parallel is not False and not isinstance(choice, NamedTool)
+    elif isinstance(choice, NamedTool):
+        required = [tool for tool in described if tool["function"]["name"] == choice.called]
+        if not required:
+            raise ValueError(
+                f"tool_choice: expected the name of one of the tools, got {choice.called!r:.80}"
+            )
+    may_repeat = parallel is not False and not isinstance(choice, NamedTool)
+    return {"tools": described, "required_tools": required, "parallel_calls": may_repeat}
 
 
 class AnsweredFunction(BaseModel):

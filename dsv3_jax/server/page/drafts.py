@@ -54,8 +54,6 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 
 
 class _Answer(Answer):
-    """The answer to one request."""
-
     id_prefix = "spans-"
 
     def __init__(self, request: Request, body: ChatRequest, submitted: SubmittedConversation):
@@ -67,7 +65,6 @@ class _Answer(Answer):
         raise NotImplementedError
 
     async def events(self) -> AsyncGenerator[Spans, None]:
-        """Yields the new spans of each piece."""
         position = 0
         async for _, piece in self.job.pieces():
             end = position + len(piece.tokens)
@@ -91,11 +88,8 @@ class _Answer(Answer):
 
 
 def split(piece: Piece, is_draft: list[bool], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Returns the texts of a piece with whether they were drafted.
-
-    A piece whose text is not that of its single tokens, because of a character that several tokens
-    form, counts as drafted if all its tokens were.
-    """
+    """Returns the texts of a piece with whether they were drafted. If tokens share a character, the
+    piece is one text, and drafted if all its tokens were."""
     texts = [tokenizer.decode([token]) for token in piece.tokens]
     if "".join(texts) != piece.text:
         return [(piece.text, bool(is_draft) and all(is_draft))]
@@ -106,10 +100,5 @@ def _parts(
     parser: AnswerParser, text: str, *, is_last: bool
 ) -> Iterator[tuple[Literal["reasoning", "content"], str]]:
     for event in parser.add(text, is_last=is_last):
-        match event:
-            case Reasoning():
-                yield "reasoning", event.text
-            case Content():
-                yield "content", event.text
-            case _:
-                pass
+        if isinstance(event, Reasoning | Content):
+            yield "reasoning" if isinstance(event, Reasoning) else "content", event.text

@@ -4,6 +4,10 @@
 ```json
 ARGUMENTS
 ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+and those of DeepSeek-V3.1, V3.1-Terminus and V3.2-Exp::
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 """
 
 from __future__ import annotations
@@ -29,3 +33,15 @@ class DeepSeekV3Parser(SectionParser):
         kind, _, rest = header.partition("<｜tool▁sep｜>")
         name = function_name(rest)
         return (name, None) if kind.strip() == "function" and name else None
+
+
+class DeepSeekV31Parser(DeepSeekV3Parser):
+    """Parses tool calls of DeepSeek-V3.1."""
+
+    arguments_begin = "<｜tool▁sep｜>"
+    call_ends = (_CALL_END,)
+
+    @staticmethod
+    def read_header(header: str) -> tuple[str, str | None] | None:
+        name = function_name(header)
+        return (name, None) if name else None

@@ -28,7 +28,6 @@ class KimiK2Parser(SectionParser):
 
     @staticmethod
     def read_header(header: str) -> tuple[str, str | None] | None:
-        """Returns the name that the id contains, and the id."""
         call_id = header.strip()
         match = _ID.fullmatch(call_id)
         return (match["name"], call_id) if match else None

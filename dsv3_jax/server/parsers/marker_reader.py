@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 
 
 class Markers:
-    """Some markers, prepared for searches whose time does not depend on their number.
-
-    Args:
-      markers: a marker may be the end of another one, but occurs nowhere else in it.
-    """
+    """Some markers, prepared for searches whose time does not depend on their number. A marker may
+    be the end of another one, but occurs nowhere else in it."""
 
     def __init__(self, markers: Sequence[str]):
         self._markers = frozenset(markers)
@@ -47,16 +44,9 @@ class Markers:
 
 
 class MarkerReader:
-    """Follows one text, in time linear in its length.
-
-    What it finds does not depend on how the text is split into pieces: text that may be the
-    beginning of a marker waits for the next piece.
-
-    Args:
-      markers: returns the markers that count now.
-      on_text: receives text between markers, in pieces.
-      on_marker: receives a marker. Afterwards other ``markers`` may count.
-    """
+    """Follows one text, in time linear in its length, by the ``markers`` that count now; others may
+    count after one. What it finds does not depend on how the text is split into pieces: text that
+    may be the beginning of a marker waits for the next piece."""
 
     def __init__(
         self,
@@ -90,7 +80,7 @@ class MarkerReader:
 
 
 class SpecialTokenFilter:
-    """Follows one text."""
+    """Leaves out the special tokens of one text."""
 
     def __init__(self, tokens: Sequence[str]):
         markers = Markers.of(tuple(tokens))

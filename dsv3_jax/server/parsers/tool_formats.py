@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser
-from dsv3_jax.server.parsers.deepseek_v31 import DeepSeekV31Parser
+from dsv3_jax.server.parsers.deepseek_v3 import DeepSeekV3Parser, DeepSeekV31Parser
 from dsv3_jax.server.parsers.deepseek_v32 import DeepSeekV32Parser
 from dsv3_jax.server.parsers.kimi_k2 import KimiK2Parser
 from dsv3_jax.server.parsers.tool_parser import ToolParser

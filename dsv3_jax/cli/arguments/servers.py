@@ -1,4 +1,4 @@
-"""Arguments of ``dsv3 serve``."""
+"""Arguments of ``dsv3 serve``, ``bench`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import argparse
 from dsv3_jax import chat_formats
 from dsv3_jax.cli.arguments import shared
 from dsv3_jax.cli.arguments.parser import Flags
-from dsv3_jax.cli.arguments.roles import add_roles
 
-SUMMARY = "Serve a model over HTTP with the APIs of OpenAI and Anthropic."
+TRACE_NAMES = ("chat", "prefixed")
+"""Names of the traces in :mod:`dsv3_jax.traces`, which imports NumPy."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments to the subcommand's parser."""
+def add_serve(parser: argparse.ArgumentParser) -> None:
     add = Flags(parser)
-    add.text(
-        "--model", "demo, demo-sparse, a Hugging Face directory, a store, or a Hub name", "demo"
-    )
+    add.text("--model", shared.MODEL, "demo")
     add.text("--served-name", "id of the model in the API (default: --model)", metavar="NAME")
     add.text(
         "--chat-template",
@@ -101,7 +98,102 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " it replaces --compile-cache (default: none)",
         metavar="DIR",
     )
-    add_roles(parser)
+    _add_roles(parser)
     shared.add_layout(add)
     shared.add_exchange(add)
     shared.add_compile_cache(add)
+
+
+def _add_roles(parser: argparse.ArgumentParser) -> None:
+    add = Flags(parser.add_argument_group("prefill and decode on separate servers"))
+    add.choice(
+        "--role",
+        "prefill: also computes cache pages of prompts for decode servers; decode: pulls these"
+        " pages from the servers of --prefill-url and computes what does not arrive (default:"
+        " both, a server on its own)",
+        choices=("both", "prefill", "decode"),
+        default="both",
+    )
+    add.argument(
+        "--prefill-url",
+        action="append",
+        metavar="URL",
+        help="a prefill server, for --role decode; can be given several times",
+    )
+    add.path(
+        "--prefill-api-key-file",
+        "file whose first key the prefill servers expect (default: no key)",
+    )
+    add.real(
+        "--prefill-seconds",
+        "longest time for the pages of a prompt to arrive; after it the decode server computes"
+        " them (default: 30)",
+    )
+    add.integer(
+        "--prefill-min-tokens",
+        "prompts with fewer tokens that are not cached are left to the decode server (default: 64)",
+    )
+    add.choice(
+        "--transfer",
+        "transport of the pages, the same on both sides: HTTP answers, or"
+        " jax.experimental.transfer, whose port must be reachable by decode servers alone"
+        " (default: http)",
+        choices=("http", "jax"),
+    )
+    add.integer(
+        "--transfer-port",
+        "TCP port of --transfer jax on a prefill server; 0 takes a free one (default: 0)",
+    )
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    add = Flags(parser)
+    add.choice("target", "serve: a server with OpenAI's API, over HTTP", choices=["serve"])
+    add.text("--url", "address of the server, without /v1", "http://127.0.0.1:8000")
+    add.choice(
+        "--trace",
+        "lengths of prompts and outputs; prompts of prefixed share beginnings (default: chat)",
+        choices=TRACE_NAMES,
+    )
+    add.integer("--input-len", "tokens of every prompt, instead of a trace")
+    add.integer("--output-len", "tokens of every output, with --input-len")
+    load = Flags(parser.add_mutually_exclusive_group())
+    load.real(
+        "--rate",
+        "requests per second, with Poisson arrivals; inf sends all at once; several are"
+        " measured one after the other (default: inf)",
+        nargs="+",
+    )
+    load.integer(
+        "--concurrency",
+        "closed loop: number of clients that wait for one answer before they send the next request",
+        nargs="+",
+    )
+    add.integer(
+        "--num-requests", "number of requests (default: all of the trace; 1000 of fixed lengths)"
+    )
+    add.real("--scale", "factor of prompt and output lengths, for small models", 1.0)
+    add.integer(
+        "--vocab-size", "prompts are random token ids below N, which the model must have", 1000
+    )
+    add.integer(
+        "--seed",
+        "changes the ids of prompts, so that a second run finds none in the server's prefix cache",
+        0,
+    )
+    add.path("--api-key-file", "file with the API key to send")
+    add.path(
+        "--picture",
+        "draw throughput against speed per user, as PNG, SVG or PDF; needs the extra plot",
+    )
+    add.switch("--details", "with --json: add lists with an entry per request")
+    shared.add_json(add)
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    add = Flags(parser)
+    shared.add_json(add)
+    add.switch(
+        "--collectives",
+        "also time each --exchange, which brings tokens to experts on other devices",
+    )
