@@ -9,7 +9,6 @@ runs.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import statistics
 import time
@@ -21,6 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from ml_dtypes import bfloat16
 
+from pallas_kernels.block_quant import api as block_quant
+from pallas_kernels.grouped_matmul import api as grouped_matmul
+from pallas_kernels.grouped_swiglu import api as grouped_swiglu
+from pallas_kernels.mla_decode import api as mla_decode
+from pallas_kernels.mla_prefill import api as mla_prefill
+from pallas_kernels.sparse_index import api as sparse_index
+from pallas_kernels.sparse_mla_decode import api as sparse_mla_decode
+from pallas_kernels.top_k import api as top_k
 from sharding import Exchange, make_layout, mix_experts
 
 # Results are at most 4 and may round differently in bfloat16. A wrong result is off by about 1.
@@ -32,7 +39,8 @@ _TIMED_CALLS = 20
 class Probe(NamedTuple):
     """A small input of an operation."""
 
-    op: str  # name of the operation, a package in ``pallas_kernels``
+    op: str  # name of the operation
+    backends: dict[str, Callable[..., Any]]  # by name, in the order of dispatch
     input: str  # description of the input
     arrays: tuple[np.ndarray, ...]  # positional arguments
     settings: dict[str, Any]  # keyword arguments
@@ -44,13 +52,12 @@ def examine(*, timed: bool = False) -> dict[str, str]:
     "wrong" with the difference, or "fails" with the exception."""
     outcomes: dict[str, str] = {}
     for probe in probes():
-        backends = importlib.import_module(f"pallas_kernels.{probe.op}.api").BACKENDS
         try:
-            expected = _run(_jitted(backends["reference"], probe), probe)
+            expected = _run(_jitted(probe.backends["reference"], probe), probe)
         except Exception as error:
             outcomes[f"{probe.op}: reference"] = _failure(error)
             continue
-        for name, backend in backends.items():
+        for name, backend in probe.backends.items():
             outcomes[f"{probe.op}: {name}"] = _outcome(backend, probe, expected, timed)
     return outcomes
 
@@ -87,40 +94,55 @@ def probes() -> list[Probe]:
     return [
         Probe(
             "mla_decode",
+            mla_decode.BACKENDS,
             "1 query of 16 heads, 70 cached tokens",
             (normal(1, 1, 16, 512), normal(1, 1, 16, 64), normal(2, 64, 576), tables, lengths),
             {"scale": 0.05},
         ),
         Probe(
             "mla_prefill",
+            mla_prefill.BACKENDS,
             "8 tokens, 4 heads",
             (normal(1, 8, 4, 192), normal(1, 8, 4, 192), normal(1, 8, 4, 128), start, count),
             {"scale": 0.05},
         ),
-        Probe("grouped_matmul", "4 groups of 32 rows, 128 x 128", (tokens, gate, group_sizes), {}),
         Probe(
-            "grouped_swiglu", "4 groups of 32 rows, 128 x 128", (tokens, gate, up, group_sizes), {}
+            "grouped_matmul",
+            grouped_matmul.BACKENDS,
+            "4 groups of 32 rows, 128 x 128",
+            (tokens, gate, group_sizes),
+            {},
+        ),
+        Probe(
+            "grouped_swiglu",
+            grouped_swiglu.BACKENDS,
+            "4 groups of 32 rows, 128 x 128",
+            (tokens, gate, up, group_sizes),
+            {},
         ),
         Probe(
             "sparse_index",
+            sparse_index.BACKENDS,
             "1 query of 8 heads, 70 cached keys of 128",
             (normal(1, 1, 8, 128), index_weights, normal(2, 64, 128), tables, lengths),
             {},
         ),
-        Probe("top_k", "64 of 600 scores, twice", (scores,), {"k": 64}),
+        Probe("top_k", top_k.BACKENDS, "64 of 600 scores, twice", (scores,), {"k": 64}),
         Probe(
             "sparse_mla_decode",
+            sparse_mla_decode.BACKENDS,
             "2 queries of 16 heads, 64 and 1 of 70 cached tokens",
             (normal(1, 2, 16, 512), normal(1, 2, 16, 64), normal(2, 64, 576), tables, selected),
             {"scale": 0.05},
         ),
         Probe(
             "sparse_mla_prefill",
+            sparse_mla_decode.PREFILL_BACKENDS,
             "2 queries of 16 heads, 64 and 1 of 70 tokens",
             (normal(1, 2, 16, 512), normal(1, 2, 16, 64), normal(1, 70, 576), selected),
             {"scale": 0.05},
         ),
-        Probe("block_quant", "4 x 256", (normal(4, 256),), {}),
+        Probe("block_quant", block_quant.BACKENDS, "4 x 256", (normal(4, 256),), {}),
     ]
 
 
