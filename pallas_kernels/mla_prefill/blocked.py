@@ -155,12 +155,14 @@ class _Tiles:
     def of(
         cls, q: jax.Array, k: jax.Array, starts: jax.Array | None, lengths: jax.Array | None
     ) -> _Tiles:
-        """Chooses the longest block whose scores fit in MOST_SCORE_BYTES."""
+        """Chooses the fewest blocks whose scores fit in MOST_SCORE_BYTES, with little padding."""
         B, T, H, _ = q.shape
-        block, S = LONGEST_BLOCK, k.shape[1]
-        while block > SHORTEST_BLOCK and B * H * block**2 * 4 > MOST_SCORE_BYTES:
-            block //= 2
-        return cls(max(1, min(block, max(T, S))), T, S, starts, lengths)
+        longest, S = LONGEST_BLOCK, k.shape[1]
+        while longest > SHORTEST_BLOCK and B * H * longest**2 * 4 > MOST_SCORE_BYTES:
+            longest //= 2
+        tokens = max(T, S, 1)
+        count = -(-tokens // longest)
+        return cls(8 * -(-tokens // (8 * count)), T, S, starts, lengths)
 
     def mask(self, i: jax.Array, j: jax.Array) -> Bool[Array, "#B 1 block block"]:
         """Returns which queries of block i see which keys of block j."""

@@ -95,6 +95,11 @@ def _require(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None)
         version = _fused.check_cudnn_version()
     except RuntimeError as error:
         raise NotImplementedError("cuDNN is not installed") from error
+    generation = target.compute_capability().partition(".")[0]
+    if not generation.isdigit() or int(generation) < 8:
+        raise NotImplementedError(
+            f"runs on NVIDIA GPUs from Ampere on, this is {target.device_kind()}"
+        )
     dtypes = {x.dtype.name for x in (q, k, v)}
     if dtypes not in ({"bfloat16"}, {"float16"}):
         raise NotImplementedError(f"takes bfloat16 or float16, got {', '.join(sorted(dtypes))}")
@@ -102,24 +107,20 @@ def _require(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None)
         raise NotImplementedError("takes starts=None only: query t sees the keys up to t")
     if q.shape[:3] != k.shape[:3] or 0 in q.shape:
         raise NotImplementedError(f"takes a key for every query, got {q.shape} and {k.shape}")
-    K, V, is_hopper = q.shape[-1], v.shape[-1], _capability() >= (9, 0)
-    widest = 256 if is_hopper else 128
+    K, V = q.shape[-1], v.shape[-1]
+    # cuDNN's documentation, "Attention", has a table of widths by generation.
+    is_wide = generation == "10" and (K, V) == (192, 128)
+    widest = 256 if generation == "9" else 192 if is_wide else 128
     if K % 8 or V % 8 or not 0 < V <= K <= widest:
         raise NotImplementedError(
-            f"takes keys of at most {widest} columns and values no wider, in multiples of 8, got"
-            f" {K} and {V}"
+            f"takes keys of at most {widest} columns here and values no wider, in multiples of 8,"
+            f" got {K} and {V}"
         )
-    if K != V and not (is_hopper and version >= _NARROW_VERSION):
+    if K != V and (generation == "8" or version < _NARROW_VERSION):
         raise NotImplementedError(
             "takes values narrower than keys on Hopper and later GPUs, from cuDNN 9.10 on, got"
             f" {K} and {V} on {target.device_kind()} with cuDNN {version}"
         )
-
-
-def _capability() -> tuple[int, ...]:
-    """Returns the compute capability of the GPU, (0,) if unknown."""
-    numbers = target.compute_capability().split(".")
-    return tuple(map(int, numbers)) if all(map(str.isdigit, numbers)) else (0,)
 
 
 def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mla_prefill, target
+from pallas_kernels import mla_prefill, softmax, target
 from pallas_kernels.mla_prefill import blocked, cudnn, mosaic_gpu
 from pallas_kernels.mla_prefill.gradients import differentiable
 from tests.pallas_kernels.machine import off_gpu, on_gpu
@@ -87,10 +87,30 @@ def test_memory_is_linear(T):
     )
 
 
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize(("policy", "loops"), [("nothing_saveable", 3), ("attention", 2)])
+def test_a_policy_can_keep_the_result(policy, loops):
+    """A policy of jax.checkpoint that saves RESULT_NAME leaves one forward loop, and the
+    gradient's."""
+    policies = jax.checkpoint_policies
+    by_name = policies.save_only_these_names(softmax.RESULT_NAME)
+    kept = by_name if policy == softmax.RESULT_NAME else policies.nothing_saveable
+
+    @functools.partial(jax.checkpoint, policy=kept)
+    def loss(q, k, v):
+        out, _ = mla_prefill(jnp.sin(q), k, v, scale=0.1)
+        return out.sum()
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*[jnp.ones((1, 24, 1, 4))] * 3)
+    assert str(program).count("= scan[") == loops
+
+
 def test_scores_of_many_heads_fit():
-    """The block is shorter for many sequences and heads."""
-    for heads, block in ((128, 512), (256, 512), (512, 256), (8192, 128)):
-        q = jax.device_put(np.zeros((1, 4096, heads, 0), np.float32))
+    """The block is shorter for many sequences and heads, and if it would have much padding."""
+    for tokens, heads, block in (
+        (4096, 128, 512), (4096, 256, 512), (4096, 512, 256), (4096, 8192, 128), (600, 1, 304),
+    ):  # fmt: skip
+        q = jax.device_put(np.zeros((1, tokens, heads, 0), np.float32))
         assert blocked._Tiles.of(q, q, None, None).block == block
 
 
@@ -174,7 +194,7 @@ def test_gradient_that_cudnn_refuses(arguments):
     [
         ({"dtype": "float32"}, "takes bfloat16 or float16, got float32"),
         ({"widths": (192, 100)}, "in multiples of 8, got 192 and 100"),
-        ({"widths": (512, 512)}, "at most 256 columns and values no wider.* got 512 and 512"),
+        ({"widths": (512, 512)}, "at most 256 columns here and values no wider.* got 512 and 512"),
         ({"widths": (64, 128)}, "got 64 and 128"),
         ({"starts": LENGTHS}, "takes starts=None"),
         ({"S": 2048}, "a key for every query"),
@@ -186,10 +206,20 @@ def test_cudnn_refuses(changes, message, hopper):
         shapes_of_result(**hopper_arguments(**changes))
 
 
+@pytest.mark.parametrize(
+    ("capability", "widths"), [("8.0", (128, 128)), ("10.0", (192, 128)), ("12.0", (96, 64))]
+)
+def test_cudnn_takes(capability, widths, hopper, monkeypatch):
+    monkeypatch.setattr(target, "compute_capability", lambda: capability)
+    out, lse = shapes_of_result(**hopper_arguments(widths))
+    assert (out.shape, out.dtype) == ((2, 1024, 2, widths[1]), jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 1024, 2), jnp.float32)
+
+
 def test_cudnn_refuses_machines(hopper, monkeypatch):
-    def refusal():
+    def refusal(**changes):
         with pytest.raises(NotImplementedError) as caught:
-            shapes_of_result(**hopper_arguments())
+            shapes_of_result(**hopper_arguments(**changes))
         return str(caught.value)
 
     monkeypatch.setattr(target, "device_kind", lambda: "NVIDIA X")
@@ -197,6 +227,10 @@ def test_cudnn_refuses_machines(hopper, monkeypatch):
     assert "from cuDNN 9.10 on, got 192 and 128 on NVIDIA X with cuDNN 90900" in refusal()
     monkeypatch.setattr(target, "compute_capability", lambda: "8.0")
     assert "at most 128 columns" in refusal()
+    assert "Hopper and later GPUs" in refusal(widths=(96, 64))
+    for capability in ("7.5", "unknown"):
+        monkeypatch.setattr(target, "compute_capability", lambda value=capability: value)
+        assert refusal() == "runs on NVIDIA GPUs from Ampere on, this is NVIDIA X"
 
     def no_version():
         raise RuntimeError("cuDNN is not detected.")

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import (
     dequantize_latent,
     quantize_latent,
+    sparse_index,
     sparse_mla_decode,
     sparse_mla_prefill,
     top_k,
@@ -46,6 +47,36 @@ def _short_blocks():
 
 class TestIndexReference(SparseIndexCases):
     implementation = "reference"
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_gradients(self, dtype):
+        """Compared with autodiff of the formula in float32."""
+        (B, T, J, D), rng = (2, 5, 3, 12), np.random.default_rng(0)
+        values = [rounded(rng.standard_normal(shape), dtype) for shape in ((B, T, J, D), (B, T, D))]
+        weights = device(rng.standard_normal((B, T, J)), "float32")
+        out_weights = np.tril(rng.standard_normal((B, T, T)))
+
+        def gradients(scores_of, as_dtype):
+            def loss(q, keys, weights):
+                scores = scores_of(q, weights, keys)
+                return jnp.sum(jnp.where(out_weights == 0, 0, scores) * out_weights)
+
+            inputs = *(device(each, as_dtype) for each in values), weights
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
+
+        def by_op(q, weights, keys):
+            tables = np.arange(B, dtype=np.int32)[:, None]
+            lengths = np.full(B, T, np.int32)
+            return sparse_index(q, weights, keys, tables, lengths, implementation="reference")
+
+        def by_formula(q, weights, keys):
+            products = jnp.einsum("btjd,bsd->btjs", q, keys)
+            return jnp.sum(weights[..., None] * jnp.maximum(products, 0), axis=2)
+
+        got, want = gradients(by_op, dtype), gradients(by_formula, "float32")
+        for a, b, of in zip(got, want, (dtype, dtype, "float32"), strict=True):
+            assert a.dtype == of
+            check(np.ravel(a), np.ravel(b), tolerance(dtype))
 
 
 class TestIndexBlocked(SparseIndexCases):
