@@ -54,7 +54,7 @@ def with_gradients(attend: Callable[..., Any], gradients: Callable[..., Any]) ->
     """Makes attention differentiable. Its results are kept for the gradient, not its probabilities.
 
     Args:
-      attend: function of arrays, some of which may be None, that returns ``out`` and ``lse``.
+      attend: function that returns ``out`` and ``lse``. Some of its arrays may be None.
       gradients: function of these arrays, ``out``, ``lse`` and their cotangents. It returns the
         gradients of the first arrays; the others have none. The cotangent of ``lse`` is None where
         lse has no effect on what is differentiated.

@@ -78,7 +78,7 @@ def gradients(
             at = d_latents.at[sequence, targets[:, i], : q.shape[-1]]
             return at.add(d_tokens[:, i], mode="drop", unique_indices=True)
 
-        d_latents = lax.fori_loop(0, n, add, d_latents)
+        d_latents = lax.fori_loop(0, n, add, d_latents, unroll=True)
         return d_latents, (_product("bnhk,bnkc->bnhc", d_s, tokens) * scale).astype(q.dtype)
 
     inputs = blocks(q), blocks(indices, -1), blocks(d_out), blocks(lse), blocks(delta)

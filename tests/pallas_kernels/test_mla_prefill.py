@@ -94,9 +94,9 @@ def test_a_policy_can_keep_the_result(policy, loops):
     gradient's."""
     policies = jax.checkpoint_policies
     by_name = policies.save_only_these_names(softmax.RESULT_NAME)
-    kept = by_name if policy == softmax.RESULT_NAME else policies.nothing_saveable
+    is_saved = policy == softmax.RESULT_NAME
 
-    @functools.partial(jax.checkpoint, policy=kept)
+    @functools.partial(jax.checkpoint, policy=by_name if is_saved else policies.nothing_saveable)
     def loss(q, k, v):
         out, _ = mla_prefill(jnp.sin(q), k, v, scale=0.1)
         return out.sum()
