@@ -41,11 +41,11 @@ def mla_prefill(
     scale: float,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
     """Implements :func:`pallas_kernels.mla_prefill`, without its gradient."""
-    (_, T, _, _), S = q.shape, k.shape[1]
-    if max(T, S) <= LONGEST_BLOCK:
+    block = _Tiles.of(q, k, starts, lengths).block
+    if 0 in q.shape or max(q.shape[1], k.shape[1]) <= block:
         raise NotImplementedError(
-            f"takes more than {LONGEST_BLOCK} queries or keys, because the reference has the"
-            f" scores of fewer in one block, got {T} and {S}"
+            f"takes several blocks, here of {block} tokens, got {q.shape} and {k.shape}; the"
+            " reference computes a single one"
         )
     return attend(q, k, v, starts, lengths, scale=scale)
 
