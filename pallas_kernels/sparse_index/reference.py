@@ -88,7 +88,8 @@ def score(
 def _sum_of_heads(
     q: Float[Array, "B T J D"], weights: Float32[Array, "B T J"], keys: Float[Array, "B S D"]
 ) -> Float32[Array, "B T S"]:
-    return jnp.einsum("btj,btjs->bts", weights, jax.nn.relu(_products(q, keys)))
+    products = _products(q, keys)
+    return jnp.einsum("btj,btjs->bts", weights, jax.nn.relu(products))
 
 
 def _products(q: Float[Array, "B T J D"], keys: Float[Array, "B S D"]) -> Float32[Array, "B T J S"]:
@@ -102,7 +103,7 @@ def _gradients(
     of the arguments; autodiff's would be float32."""
     q, weights, keys = arrays
     products = _products(q, keys)
-    d_weights = jnp.einsum("bts,btjs->btj", d_scores, jax.nn.relu(products))
+    d_weights = jnp.einsum("bts,btjs->btj", d_scores, jnp.maximum(products, 0))
     d_products = jnp.where(products > 0, weights[..., None] * d_scores[:, :, None], 0)
     d_products = d_products.astype(q.dtype)
     f32 = jnp.float32
