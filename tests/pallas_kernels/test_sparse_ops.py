@@ -65,8 +65,8 @@ class TestIndexReference(SparseIndexCases):
             return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
 
         def by_op(q, weights, keys):
-            tables = np.arange(B, dtype=np.int32)[:, None]
-            lengths = np.full(B, T, np.int32)
+            tables = jnp.arange(B, dtype=jnp.int32)[:, None]
+            lengths = jnp.full(B, T, jnp.int32)
             return sparse_index(q, weights, keys, tables, lengths, implementation="reference")
 
         def by_formula(q, weights, keys):
