@@ -14,8 +14,11 @@ from pallas_kernels.mla_prefill.gradients import differentiable
 
 
 def _differentiable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def mla_prefill(*arrays: Any, scale: float) -> Any:
-        return differentiable(functools.partial(forward, scale=scale), scale=scale)(*arrays)
+    def mla_prefill(
+        q: Any, k: Any, v: Any, starts: Any = None, lengths: Any = None, *, scale: float
+    ) -> Any:
+        attend = differentiable(functools.partial(forward, scale=scale), scale=scale)
+        return attend(q, k, v, starts, lengths)
 
     return mla_prefill
 

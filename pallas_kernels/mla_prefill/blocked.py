@@ -35,8 +35,8 @@ def mla_prefill(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S H K"],
     v: Float[Array, "B S H V"],
-    starts: Int[Array, " B"] | None,
-    lengths: Int[Array, " B"] | None,
+    starts: Int[Array, " B"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
