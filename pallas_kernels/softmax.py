@@ -1,9 +1,19 @@
-"""Softmax attention over a part of the keys, with its log-sum-exp, and the merge of two parts."""
+"""Softmax attention over a part of the keys, with its log-sum-exp: merge of two parts, gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Float32
+
+RESULT_NAME = "attention"
+"""Name of attention's results for policies of ``jax.checkpoint``. A policy that saves it does not
+compute attention again in the backward pass."""
 
 
 def masked_softmax(
@@ -38,3 +48,33 @@ def merge_attention(
     finite = jnp.where(lse == -jnp.inf, 0.0, lse)
     out = out_a * jnp.exp(lse_a - finite)[..., None] + out_b * jnp.exp(lse_b - finite)[..., None]
     return out.astype(out_a.dtype), lse
+
+
+def with_gradients(attend: Callable[..., Any], gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes attention differentiable. Its results are kept for the gradient, not its probabilities.
+
+    Args:
+      attend: function that returns ``out`` and ``lse``. Some of its arrays may be None.
+      gradients: function of these arrays, ``out``, ``lse`` and their cotangents. It returns the
+        gradients of the first arrays; the others have none. The cotangent of ``lse`` is None where
+        lse has no effect on what is differentiated.
+    """
+
+    @jax.custom_vjp
+    def call(*arrays: Any) -> Any:
+        return attend(*arrays)
+
+    def forward(*arrays: Any) -> Any:
+        arrays = tuple(None if x is None else x.value for x in arrays)
+        out, lse = (checkpoint_name(x, RESULT_NAME) for x in attend(*arrays))
+        return (out, lse), (*arrays, out, lse)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        *arrays, out, lse = residuals
+        d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+        d_out = jnp.zeros_like(out) if d_out is None else d_out
+        results = gradients(*arrays, out, lse, d_out, d_lse)
+        return *results, *[None] * (len(arrays) - len(results))
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call

@@ -425,6 +425,7 @@ def test_doctor(capsys):
     assert outcomes == {
         "works",
         "refused: runs on Hopper GPUs, this is cpu",
+        "refused: runs on NVIDIA GPUs, this is cpu",
         "refused: runs on TPUs, this is cpu",
     }
     assert result["probes"].keys() == {name.split(":")[0] for name in result["back-ends"]}

@@ -83,7 +83,6 @@ def probes() -> list[Probe]:
         return generator.standard_normal(shape, np.float32).astype(bfloat16)
 
     tables, lengths = np.arange(2, dtype=np.int32).reshape(1, 2), np.array([70], np.int32)
-    start, count = np.zeros(1, np.int32), np.full(1, 8, np.int32)
     tokens, group_sizes = normal(128, 128), np.full(4, 32, np.int32)
     gate, up = (normal(4, 128, 128) * bfloat16(0.1) for _ in range(2))
     index_weights = generator.standard_normal((1, 1, 8), np.float32) / 64
@@ -102,8 +101,8 @@ def probes() -> list[Probe]:
         Probe(
             "mla_prefill",
             mla_prefill.BACKENDS,
-            "8 tokens, 4 heads",
-            (normal(1, 8, 4, 192), normal(1, 8, 4, 192), normal(1, 8, 4, 128), start, count),
+            "600 tokens, 4 heads",
+            tuple(normal(1, 600, 4, width) for width in (192, 192, 128)),
             {"scale": 0.05},
         ),
         Probe(

@@ -134,17 +134,10 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
-        B, T, _ = x.shape
         latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
         keys, values = self.expand(latent)
-        out, _ = mla_prefill(
-            jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1),
-            keys,
-            values,
-            jnp.zeros((B,), jnp.int32),
-            jnp.full((B,), T, jnp.int32),
-            scale=self.config.softmax_scale,
-        )
+        queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
+        out, _ = mla_prefill(queries, keys, values, scale=self.config.softmax_scale)
         return self.output(out), latent
 
     def extend_batches(

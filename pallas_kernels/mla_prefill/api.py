@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mla_prefill import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.mla_prefill import blocked, cudnn, mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.mla_prefill.gradients import differentiable
+
+
+def _differentiable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def mla_prefill(
+        q: Any, k: Any, v: Any, starts: Any = None, lengths: Any = None, *, scale: float
+    ) -> Any:
+        attend = differentiable(functools.partial(forward, scale=scale), scale=scale)
+        return attend(q, k, v, starts, lengths)
+
+    return mla_prefill
+
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.mla_prefill,
+    "cudnn": _differentiable(cudnn.mla_prefill),
     "mosaic_tpu": mosaic_tpu.mla_prefill,
+    "blocked": _differentiable(blocked.mla_prefill),
     "reference": reference.mla_prefill,
 }
 
@@ -18,23 +36,26 @@ def mla_prefill(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S H K"],
     v: Float[Array, "B S H V"],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
+    starts: Int[Array, " B"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
     *,
     scale: float,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
     """Softmax attention; query t of sequence b sees keys ``s <= starts[b] + t, s < lengths[b]``.
 
-    ``starts = 0`` is ordinary causal attention. With ``starts >= S`` every query sees all keys, as
-    for a cached prefix; :func:`pallas_kernels.merge_attention` merges it with the causal part.
+    Without ``starts`` and ``lengths`` it is ordinary causal attention. With ``starts >= S`` every
+    query sees all keys, as for a cached prefix; :func:`pallas_kernels.merge_attention` merges it
+    with the causal part.
 
     Args:
       q: queries of width K = N + R, the rotated rope part last.
       k: keys of the same width.
       v: values of width V, which may differ from K (128 and 192 in DeepSeek-V3).
-      starts: index, among the keys, of each sequence's first query.
-      lengths: number of valid keys per sequence. Keys and values past them may be anything.
+      starts: index, among the keys, of each sequence's first query. None for 0, which cuDNN
+        requires: it computes the gradient on NVIDIA GPUs.
+      lengths: number of valid keys per sequence, None for S. Keys and values past them may be
+        anything.
       scale: factor of the scores.
       implementation: back-end name, or names in order of preference; see ``dispatch``.
 

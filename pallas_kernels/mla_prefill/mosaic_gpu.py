@@ -35,7 +35,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, value_of
 from pallas_kernels.hopper.launch import LANE, grid_kernel
@@ -43,7 +42,8 @@ from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE
 from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tiles_of
 from pallas_kernels.hopper.warpgroup import when
-from pallas_kernels.mla_prefill import reference
+from pallas_kernels.mla_prefill.gradients import differentiable
+from pallas_kernels.mla_prefill.reference import bounds
 
 CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS  # queries
@@ -65,13 +65,13 @@ def mla_prefill(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S H K"],
     v: Float[Array, "B S H V"],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
+    starts: Int[Array, " B"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
     *,
     scale: float,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's."""
+    """Implements :func:`pallas_kernels.mla_prefill`."""
     require_hopper(interpret)
     arrays = {"q": q, "k": k, "v": v}
     if wrong := {name: x.dtype.name for name, x in arrays.items() if x.dtype != jnp.bfloat16}:
@@ -93,14 +93,14 @@ def mla_prefill(
 
     def padded_attend(q, k, v, starts, lengths):
         T = q.shape[1]
+        starts, lengths = bounds(k, starts, lengths)
         q, k, v = map(pad_tokens, (q, k, v))
         starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
         plan = Plan.of(q, k, v, float(scale), interpret)
         out, lse = attend(q, k, v, starts, lengths, plan=plan, interpret=interpret)
         return out[:, :T], lse[:, :, :T].swapaxes(1, 2)
 
-    exact = functools.partial(reference.mla_prefill, scale=scale)
-    return with_gradients_of(exact, padded_attend)(q, k, v, starts, lengths)
+    return differentiable(padded_attend, scale=scale)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)

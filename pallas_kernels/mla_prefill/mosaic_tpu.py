@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import with_gradients_of
-from pallas_kernels.mla_prefill import reference
+from pallas_kernels.mla_prefill.gradients import differentiable
+from pallas_kernels.mla_prefill.reference import bounds
 from pallas_kernels.tpu import (
     Chip,
     OnlineSoftmax,
@@ -59,14 +59,14 @@ def mla_prefill(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S H K"],
     v: Float[Array, "B S H V"],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
+    starts: Int[Array, " B"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
     *,
     scale: float,
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.mla_prefill`. Its gradient is the reference's.
+    """Implements :func:`pallas_kernels.mla_prefill`.
 
     Args:
       config: tile sizes.
@@ -79,9 +79,11 @@ def mla_prefill(
     if 0 in q.shape or 0 in k.shape:
         raise NotImplementedError(f"takes no empty arrays, got q {q.shape} and k {k.shape}")
     plan = _plan(config or Config(), q, k, v, scale, chip)
-    attend = functools.partial(_attend, plan, interpret=interpret)
-    exact = functools.partial(reference.mla_prefill, scale=scale)
-    return with_gradients_of(exact, attend)(q, k, v, starts, lengths)
+
+    def attend(q, k, v, starts, lengths):
+        return _attend(plan, q, k, v, *bounds(k, starts, lengths), interpret=interpret)
+
+    return differentiable(attend, scale=scale)(q, k, v, starts, lengths)
 
 
 @dataclasses.dataclass(frozen=True)

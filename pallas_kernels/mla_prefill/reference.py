@@ -1,4 +1,7 @@
-"""Reference implementation of mla_prefill: computes all scores at once, then masks them."""
+"""Reference implementation of mla_prefill: computes all scores at once, then masks them.
+
+Autodiff keeps the probabilities for the gradient. :mod:`blocked` has one for long sequences.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,31 @@ def mla_prefill(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B S H K"],
     v: Float[Array, "B S H V"],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
+    starts: Int[Array, " B"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
-    scores = jnp.einsum("bthk,bshk->bths", q, k, preferred_element_type=jnp.float32)
+    starts, lengths = bounds(k, starts, lengths)
     s = jnp.arange(k.shape[1])
+    # What is masked may be anything, even NaN: zero it, because 0 * NaN is NaN. Masked scores would
+    # not need it, but the gradient of q.
+    valid = (s < lengths[:, None])[..., None, None]
+    k, v = jnp.where(valid, k, 0), jnp.where(valid, v, 0)
+    scores = jnp.einsum("bthk,bshk->bths", q, k, preferred_element_type=jnp.float32)
     last = starts[:, None] + jnp.arange(q.shape[1])
     mask = (s <= last[..., None]) & (s < lengths[:, None, None])
     probabilities, lse = masked_softmax(scores * scale, mask[:, :, None])
-    # A masked value may be anything, even NaN: zero it, because 0 * NaN is NaN.
-    v = jnp.where((s < lengths[:, None])[..., None, None], v, 0)
     out = jnp.einsum(
         "bths,bshv->bthv", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
     return out.astype(q.dtype), lse
+
+
+def bounds(
+    k: Float[Array, "B S H K"], starts: Int[Array, " B"] | None, lengths: Int[Array, " B"] | None
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Returns ``starts`` and ``lengths``, and in place of None what it stands for."""
+    B, S = k.shape[:2]
+    starts = jnp.zeros((B,), jnp.int32) if starts is None else starts
+    return starts, jnp.full((B,), S, jnp.int32) if lengths is None else lengths

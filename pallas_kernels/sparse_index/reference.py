@@ -76,10 +76,40 @@ def score(
         # XLA multiplies no float8 arrays on every platform.
         q, keys = q.astype(jnp.float32), keys.astype(jnp.float32)
     keys = keys.reshape(B, -1, keys.shape[-1])[..., :D]
-    products = jnp.einsum("btjd,bsd->btjs", q, keys, preferred_element_type=jnp.float32)
-    scores = jnp.einsum("btj,btjs->bts", weights, jax.nn.relu(products))
+    scores = _sum_of_heads(q, weights, keys)
     if scales is not None:
         scores *= scales.reshape(B, 1, -1)
     s = first + jnp.arange(keys.shape[1])
     visible = lengths[:, None] - T + 1 + jnp.arange(T)
     return jnp.where(s < visible[..., None], scores, -jnp.inf)
+
+
+@jax.custom_vjp
+def _sum_of_heads(
+    q: Float[Array, "B T J D"], weights: Float32[Array, "B T J"], keys: Float[Array, "B S D"]
+) -> Float32[Array, "B T S"]:
+    products = _products(q, keys)
+    return jnp.einsum("btj,btjs->bts", weights, jax.nn.relu(products))
+
+
+def _products(q: Float[Array, "B T J D"], keys: Float[Array, "B S D"]) -> Float32[Array, "B T J S"]:
+    return jnp.einsum("btjd,bsd->btjs", q, keys, preferred_element_type=jnp.float32)
+
+
+def _gradients(
+    arrays: tuple[jax.Array, ...], d_scores: Float32[Array, "B T S"]
+) -> tuple[jax.Array, ...]:
+    """Computes the products again, because they are J times the result. The matmuls take the dtype
+    of the arguments; autodiff's would be float32."""
+    q, weights, keys = arrays
+    products = _products(q, keys)
+    d_weights = jnp.einsum("bts,btjs->btj", d_scores, jnp.maximum(products, 0))
+    d_products = jnp.where(products > 0, weights[..., None] * d_scores[:, :, None], 0)
+    d_products = d_products.astype(q.dtype)
+    f32 = jnp.float32
+    d_q = jnp.einsum("btjs,bsd->btjd", d_products, keys, preferred_element_type=f32)
+    d_keys = jnp.einsum("btjs,btjd->bsd", d_products, q, preferred_element_type=f32)
+    return d_q.astype(q.dtype), d_weights, d_keys.astype(keys.dtype)
+
+
+_sum_of_heads.defvjp(lambda *arrays: (_sum_of_heads(*arrays), arrays), _gradients)

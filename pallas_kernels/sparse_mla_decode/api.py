@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.sparse_mla_decode import mosaic_gpu, reference
+from pallas_kernels.sparse_mla_decode.gradients import differentiable
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.sparse_mla_decode,
     "reference": reference.sparse_mla_decode,
 }
+
+
+def _prefill(*arrays: Any, scale: float) -> Any:
+    attend = functools.partial(reference.sparse_mla_prefill, scale=scale)
+    return differentiable(attend, scale=scale)(*arrays)
+
+
 PREFILL_BACKENDS = {
     "mosaic_gpu": mosaic_gpu.sparse_mla_prefill,
-    "reference": reference.sparse_mla_prefill,
+    "reference": _prefill,
 }
 
 

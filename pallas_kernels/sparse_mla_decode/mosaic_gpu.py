@@ -36,7 +36,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32, UInt8
 
-from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.hopper import multiprocessors, require_hopper
 from pallas_kernels.hopper.barriers import Barriers
 from pallas_kernels.hopper.launch import grid_kernel, overlap_preceding_kernel
@@ -65,7 +64,8 @@ from pallas_kernels.mla_decode.row_tiles import (
     TileResults,
     load_sums,
 )
-from pallas_kernels.sparse_mla_decode import gather, reference
+from pallas_kernels.sparse_mla_decode import gather
+from pallas_kernels.sparse_mla_decode.gradients import differentiable
 
 BLOCK = 64  # tokens per key block
 
@@ -161,7 +161,7 @@ def sparse_mla_prefill(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H C"], Float32[Array, "B T H"]]:
-    """Implements :func:`pallas_kernels.sparse_mla_prefill`. Its gradient is the reference's.
+    """Implements :func:`pallas_kernels.sparse_mla_prefill`.
 
     Each sequence is one page.
     """
@@ -174,8 +174,7 @@ def sparse_mla_prefill(
             interpret=interpret,
         )  # fmt: skip
 
-    exact = functools.partial(reference.sparse_mla_prefill, scale=scale)
-    return with_gradients_of(exact, attend)(q_latent, q_rope, latents, indices)
+    return differentiable(attend, scale=scale)(q_latent, q_rope, latents, indices)
 
 
 def plan(queries: int, heads: int, indices: int) -> Work:

@@ -108,6 +108,38 @@ def run(x: Inputs, implementation: Operation) -> tuple[npt.NDArray, ...]:
     return tuple(map(np.asarray, compiled(implementation, x.scale)(*x.arrays())))
 
 
+def check_gradients(implementation: Operation, x: Inputs, *, of_lse: bool = True) -> None:
+    """Compares the gradients of a loss with those of the reference in float32. Their errors are
+    relative to the norm of the whole gradient, because single rows may cancel out.
+
+    Where the gradients are not sums over keys, that is past a sequence's length, they are zero.
+    """
+    *_, starts, lengths = x.arrays()
+    rng = np.random.default_rng(1)
+    out_weights = rounded(rng.standard_normal((*x.q.shape[:-1], x.v.shape[-1])), x.dtype)
+    lse_weights = rng.standard_normal(x.q.shape[:-1]) * of_lse
+
+    def gradients(implementation: Operation, dtype: npt.DTypeLike, *qkv: Array) -> list[Array]:
+        operation = compiled(implementation, x.scale)
+
+        def loss(*qkv: jax.Array) -> jax.Array:
+            out, lse = operation(*qkv, starts, lengths)
+            loss = jnp.sum(out.astype(jnp.float32) * out_weights)
+            if of_lse:
+                loss += jnp.sum(jnp.where(lse == -jnp.inf, 0, lse) * lse_weights)
+            return loss
+
+        inputs = [device(each, dtype) for each in qkv]
+        return list(map(np.asarray, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)))
+
+    got = gradients(implementation, x.dtype, x.q, x.k, x.v)
+    finite = np.nan_to_num(x.k), np.nan_to_num(x.v)
+    want = gradients("reference", "float32", x.q, *finite)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == x.dtype, f"expected {x.dtype}, got {a.dtype}"
+        check(np.ravel(a), np.ravel(b), tolerance(x.dtype))
+
+
 class MlaPrefillCases:
     """Each back-end subclasses this, and sets ``implementation`` and the shapes it requires."""
 
@@ -190,6 +222,15 @@ class MlaPrefillGradientCases:
 
     implementation: ClassVar[Operation]
     widths: ClassVar[tuple[int, int]] = (24, 16)  # K, V
+
+    def test_bfloat16_gradients(self):
+        """They are those of the reference in float32, up to roundings to bfloat16."""
+        x = Inputs.random((0, 2), (9, 5), T=9, S=9, widths=self.widths, dtype="bfloat16")
+        check_gradients(self.implementation, x)
+
+
+class MlaPrefillFloat32GradientCases(MlaPrefillGradientCases):
+    """Test cases for back-ends that take float32."""
 
     def test_gradients(self):
         """Gradients of out and lse match central differences in float64 along random directions."""

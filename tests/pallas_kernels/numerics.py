@@ -4,6 +4,7 @@ Expected values are computed in float64 from the operation's inputs, after these
 their dtype. So a tolerance covers only the roundings inside the operation.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 Array = npt.NDArray[np.float64]
 
@@ -94,6 +96,14 @@ def random_e4m3(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray
     return (rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 6, shape)).astype(
         ml_dtypes.float8_e4m3fn
     )
+
+
+def largest_intermediate(jaxpr: Jaxpr) -> int:
+    """Returns the number of values of the largest array that a program computes."""
+    sizes = [math.prod(x.aval.shape) for equation in jaxpr.eqns for x in equation.outvars]
+    for equation in jaxpr.eqns:
+        sizes += map(largest_intermediate, jaxprs_in_params(equation.params))
+    return max(sizes, default=0)
 
 
 def pack_int4(values: npt.ArrayLike) -> npt.NDArray[np.uint8]:

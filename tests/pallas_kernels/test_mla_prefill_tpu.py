@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import mla_prefill
 from pallas_kernels.mla_prefill import mosaic_tpu
 from pallas_kernels.mla_prefill.mosaic_tpu import Config
-from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, MlaPrefillGradientCases
+from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, MlaPrefillFloat32GradientCases
 
 
 @functools.cache
@@ -27,7 +27,7 @@ class Cases(MlaPrefillCases):
 
 
 @pytest.mark.slow
-class TestMosaicTpu(Cases, MlaPrefillGradientCases):
+class TestMosaicTpu(Cases, MlaPrefillFloat32GradientCases):
     pass
 
 

@@ -11,13 +11,23 @@ import pytest
 from pallas_kernels import (
     dequantize_latent,
     quantize_latent,
+    sparse_index,
     sparse_mla_decode,
     sparse_mla_prefill,
     top_k,
 )
 from pallas_kernels.sparse_index import reference as index_reference
+from pallas_kernels.sparse_mla_decode import reference as sparse_reference
 from pallas_kernels.top_k import threshold
-from tests.pallas_kernels.numerics import central_difference, check_slope, device
+from tests.pallas_kernels.numerics import (
+    central_difference,
+    check,
+    check_slope,
+    device,
+    largest_intermediate,
+    rounded,
+    tolerance,
+)
 from tests.pallas_kernels.sparse_index_cases import SparseIndexCases
 from tests.pallas_kernels.sparse_mla_cases import (
     Inputs,
@@ -37,6 +47,36 @@ def _short_blocks():
 
 class TestIndexReference(SparseIndexCases):
     implementation = "reference"
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_gradients(self, dtype):
+        """Compared with autodiff of the formula in float32."""
+        (B, T, J, D), rng = (2, 5, 3, 12), np.random.default_rng(0)
+        values = [rounded(rng.standard_normal(shape), dtype) for shape in ((B, T, J, D), (B, T, D))]
+        weights = device(rng.standard_normal((B, T, J)), "float32")
+        out_weights = np.tril(rng.standard_normal((B, T, T)))
+
+        def gradients(scores_of, as_dtype):
+            def loss(q, keys, weights):
+                scores = scores_of(q, weights, keys)
+                return jnp.sum(jnp.where(out_weights == 0, 0, scores) * out_weights)
+
+            inputs = *(device(each, as_dtype) for each in values), weights
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
+
+        def by_op(q, weights, keys):
+            tables = jnp.arange(B, dtype=jnp.int32)[:, None]
+            lengths = jnp.full(B, T, jnp.int32)
+            return sparse_index(q, weights, keys, tables, lengths, implementation="reference")
+
+        def by_formula(q, weights, keys):
+            products = jnp.einsum("btjd,bsd->btjs", q, keys)
+            return jnp.sum(weights[..., None] * jnp.maximum(products, 0), axis=2)
+
+        got, want = gradients(by_op, dtype), gradients(by_formula, "float32")
+        for a, b, of in zip(got, want, (dtype, dtype, "float32"), strict=True):
+            assert a.dtype == of
+            check(np.ravel(a), np.ravel(b), tolerance(dtype))
 
 
 class TestIndexBlocked(SparseIndexCases):
@@ -118,6 +158,43 @@ class TestPrefillReference(SparseMlaPrefillCases):
         moved = rng.standard_normal(latents.shape)
         slope = central_difference(expected_loss_of_latents, latents, moved)
         check_slope(gradients[1], moved, slope)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_gradients_are_those_of_autodiff(self, dtype):
+        """Compared with autodiff of the reference in float32, for out and lse, with blocks of
+        queries that do not divide evenly, and queries without tokens."""
+        x, latents = self.inputs()
+        indices = jax.device_put(x.indices).at[0, 3].set(-1)
+        rng = np.random.default_rng(4)
+        out_weights, lse_weights = rng.standard_normal((2, *x.dense.q_latent.shape))
+        values = x.dense.q_latent, x.dense.q_rope, np.nan_to_num(latents)
+
+        def gradients(operation, as_dtype):
+            def loss(*arrays):
+                out, lse = operation(*arrays, indices, scale=0.3)
+                lse = jnp.where(lse == -jnp.inf, 0, lse)
+                return jnp.sum(out * out_weights) + jnp.sum(lse * lse_weights[..., 0])
+
+            inputs = [device(rounded(each, dtype), as_dtype) for each in values]
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
+
+        want = gradients(sparse_reference.sparse_mla_prefill, "float32")
+        for a, b in zip(gradients(sparse_mla_prefill, dtype), want, strict=True):
+            assert a.dtype == dtype
+            check(np.ravel(a), np.ravel(b), tolerance(dtype))
+
+    def test_memory_of_gradients_is_linear(self):
+        """No intermediate result has more values than all tokens, or those of a block."""
+        T, H, (C, R), K = 2048, 16, (512, 64), 256
+        shapes = (1, T, H, C), (1, T, H, R), (1, T, C + R)
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        indices = jax.ShapeDtypeStruct((1, T, K), jnp.int32)
+
+        def loss(q_latent, q_rope, latents, indices):
+            return sparse_mla_prefill(q_latent, q_rope, latents, indices, scale=0.3)[0].sum()
+
+        program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays, indices)
+        assert largest_intermediate(program.jaxpr) <= T * H * (C + R)
 
     def test_gradient_of_a_token_that_all_queries_select(self):
         """Thousands of terms are summed in float32, whatever the dtype of the latents."""

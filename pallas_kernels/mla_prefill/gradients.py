@@ -1,0 +1,31 @@
+"""The gradient of mla_prefill, for all of its back-ends but the reference.
+
+It needs the result and its log-sum-exp, which any back-end of mla_prefill may have computed. So the
+back-end of the gradient is chosen here, whatever that of the result is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.dispatch import dispatch
+from pallas_kernels.mla_prefill import blocked, cudnn
+from pallas_kernels.softmax import with_gradients
+
+BACKENDS = {
+    "cudnn": cudnn.gradients,
+    "blocked": blocked.gradients,
+}
+
+
+def differentiable(attend: Callable[..., Any], *, scale: float) -> Callable[..., Any]:
+    """Returns ``attend`` with a gradient.
+
+    Args:
+      attend: function of the arrays of :func:`pallas_kernels.mla_prefill` that returns its result.
+      scale: factor of the scores.
+    """
+    choose = functools.partial(dispatch, "mla_prefill_gradient", BACKENDS, None, scale=scale)
+    return with_gradients(attend, choose)
