@@ -49,6 +49,7 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import mla_decode, mla_decode_whole_sequences, mla_prefill, target
 from pallas_kernels.hopper.split_kv import Schedule
+from pallas_kernels.residuals import named
 from sharding import Layout
 
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
@@ -145,7 +146,7 @@ class MultiHeadLatentAttention(nnx.Module):
             jnp.full((B,), T, jnp.int32),
             scale=self.config.softmax_scale,
         )
-        return self.output(out), latent
+        return self.output(named("attention", out)), latent
 
     def extend_batches(
         self,
