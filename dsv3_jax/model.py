@@ -28,7 +28,14 @@ from dsv3_jax.layers.on_mesh import apply, batch_sharded
 from dsv3_jax.layers.paged_cache import Form, LayerCache
 from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.layers.run_layer import extend_layer
-from dsv3_jax.model_io import Aux, Hidden, check_extension, check_tokens
+from dsv3_jax.model_io import (
+    Aux,
+    Hidden,
+    HiddenStates,
+    check_extension,
+    check_tokens,
+    without_padding,
+)
 from dsv3_jax.overrides import few_tokens
 from dsv3_jax.quantization import CacheDtype, Quantization
 from pallas_kernels.dispatch import Implementation
@@ -122,30 +129,61 @@ class DeepSeekV3(nnx.Module):
             sequence is longer than ``max_position_embeddings``, or with ``return_aux`` too short
             for the MTP layers. Each of them predicts one token less than the one before.
         """
-        mtp = list(self.mtp) if draft_depth is None else [self.mtp[0]] * draft_depth
-        check_tokens(self.config, tokens, predictions=len(mtp) if return_aux else 0)
-        if self.layout is not None:
-            self.layout.check_batch(len(tokens))
-        run = run_layers or run_in_order
-        x, stats = run(self.layers, self._embed(tokens), self._rotation(tokens))
-        hidden = self._hidden(x)
-        logits = self.logits(hidden.post_norm)
+        states = self.hidden_states(
+            tokens,
+            mtp=return_aux,
+            mtp_hidden=mtp_hidden,
+            run_layers=run_layers,
+            draft_depth=draft_depth,
+        )
+        logits = self.logits(states.main.post_norm)
         if not return_aux:
             return logits
-        counts = [s.counts for s in stats]
-        mtp_logits = []
-        for k, layer in enumerate(mtp):
-            upcoming = tokens[:, k + 1 :]
-            previous = hidden.mtp_input(mtp_hidden)[:, : upcoming.shape[1]]
-            joined = layer.join(previous, self._embed(upcoming))
-            y, layer_stats = run([layer], joined, self._rotation(upcoming))
-            if k < len(self.mtp):
-                stats += layer_stats
-            hidden = Hidden(y, layer.shared_head.norm(y))
-            mtp_logits.append(self.logits(hidden.post_norm))
-        E = self.config.n_routed_experts
+        T, E = tokens.shape[1], self.config.n_routed_experts
+        mtp_logits = tuple(
+            self.logits(hidden.post_norm[:, : T - 1 - k]) for k, hidden in enumerate(states.mtp)
+        )
+        counts = [stats.counts for stats in states.routing]
         stacked = jnp.stack(counts) if counts else jnp.zeros((0, E), jnp.int32)
-        return logits, Aux(stacked, tuple(mtp_logits), tuple(stats))
+        return logits, Aux(stacked, mtp_logits, states.routing + states.mtp_routing)
+
+    def hidden_states(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        mtp: bool,
+        mtp_hidden: MTPHidden = "post_norm",
+        run_layers: LayerRunner | None = None,
+        draft_depth: int | None = None,
+    ) -> HiddenStates:
+        """Does :meth:`__call__` without the LM head.
+
+        MTP layers run on T positions too, because T suits kernels better than T - 1. Their last
+        positions are padding. Attention is causal, so that no other position depends on it.
+
+        Args:
+          mtp: also run the MTP layers. The other arguments are those of :meth:`__call__`.
+        """
+        layers = [] if not mtp else list(self.mtp)
+        if mtp and draft_depth is not None:
+            layers = [self.mtp[0]] * draft_depth
+        check_tokens(self.config, tokens, predictions=len(layers))
+        if self.layout is not None:
+            self.layout.check_batch(len(tokens))
+        run, rotation = run_layers or run_in_order, self._rotation(tokens)
+        x, routing = run(self.layers, self._embed(tokens), rotation)
+        main = hidden = self._hidden(x)
+        mtp_states, mtp_routing = [], []
+        for k, layer in enumerate(layers):
+            upcoming = tokens[:, k + 1 :]
+            upcoming = jnp.pad(upcoming, ((0, 0), (0, k + 1)))
+            joined = layer.join(hidden.mtp_input(mtp_hidden), self._embed(upcoming))
+            y, stats = run([layer], joined, rotation)
+            if k < len(self.mtp):
+                mtp_routing += [without_padding(each, upcoming, k + 1) for each in stats]
+            hidden = Hidden(y, layer.shared_head.norm(y))
+            mtp_states.append(hidden)
+        return HiddenStates(main, tuple(mtp_states), tuple(routing), tuple(mtp_routing))
 
     def use_float8_activations(self) -> None:
         """Makes matmuls with float8 weights, and int4 experts, take large inputs in float8 too, and

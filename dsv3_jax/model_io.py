@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Float32, Int
@@ -33,6 +34,20 @@ class Hidden(NamedTuple):
         return self.post_norm if which == "post_norm" else self.pre_norm
 
 
+class HiddenStates(NamedTuple):
+    """The hidden states of whole sequences that predict their tokens."""
+
+    main: Hidden
+    """After the last decoder layer. Position i predicts token i+1."""
+    mtp: tuple[Hidden, ...]
+    """After each MTP layer, or each application of the first one. In entry k, position i predicts
+    token i+2+k, and the last k+1 positions are padding."""
+    routing: tuple[RoutingStats, ...]
+    """Counts and scores per MoE layer of the main model."""
+    mtp_routing: tuple[RoutingStats, ...]
+    """The same of each MTP layer, without padding."""
+
+
 class Aux(NamedTuple):
     """Results of a forward pass besides its logits."""
 
@@ -42,7 +57,20 @@ class Aux(NamedTuple):
     """One array per MTP layer, or per application of the first one: entry k is [B, T-1-k, W], and
     position i predicts token i+2+k."""
     routing: tuple[RoutingStats, ...]
-    """Counts and scores per MoE layer: the main model's layers, then the MTP layers."""
+    """Counts and scores per MoE layer: the main model's layers, then the MTP layers. They have no
+    padding."""
+
+
+def without_padding(stats: RoutingStats, tokens: Int[Array, "B T"], padding: int) -> RoutingStats:
+    """Returns the statistics without those of the last ``padding`` positions of every sequence."""
+    B, T = tokens.shape
+    scores, experts = (
+        x.reshape(B, T, -1)[:, : T - padding].reshape(B * (T - padding), -1)
+        for x in (stats.scores, stats.experts)
+    )
+    E = scores.shape[-1]
+    counts = jnp.sum(experts[..., None] == jnp.arange(E), axis=(0, 1), dtype=jnp.int32)
+    return RoutingStats(counts.astype(stats.counts.dtype), scores, experts)
 
 
 def check_tokens(config: ModelConfig, tokens: Any, *, predictions: int = 0) -> None:

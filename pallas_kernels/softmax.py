@@ -7,13 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Float32
 
-RESULT_NAME = "attention"
-"""Name of attention's results for policies of ``jax.checkpoint``. A policy that saves it does not
-compute attention again in the backward pass."""
+from pallas_kernels.residuals import named
 
 
 def masked_softmax(
@@ -66,7 +63,7 @@ def with_gradients(attend: Callable[..., Any], gradients: Callable[..., Any]) ->
 
     def forward(*arrays: Any) -> Any:
         arrays = tuple(None if x is None else x.value for x in arrays)
-        out, lse = (checkpoint_name(x, RESULT_NAME) for x in attend(*arrays))
+        out, lse = named("attention", attend(*arrays))
         return (out, lse), (*arrays, out, lse)
 
     def backward(residuals: Any, cotangents: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sharding.balancers import UNASSIGNED, assign_by_count, assign_decode, assign_prefill
     from sharding.eplb import balancedness, rebalance_experts
+    from sharding.expert_mixture import weighted_sum
     from sharding.expert_parallel import (
         check_exchange,
         default_capacity,
@@ -53,6 +54,7 @@ __all__ = [
     "mix_experts",
     "physical_experts",
     "rebalance_experts",
+    "weighted_sum",
 ]
 
 # Module that defines each name.
@@ -83,6 +85,7 @@ _MODULES = {
     "mix_experts": "sharding.expert_parallel",
     "physical_experts": "sharding.replicas",
     "rebalance_experts": "sharding.eplb",
+    "weighted_sum": "sharding.expert_mixture",
 }
 
 

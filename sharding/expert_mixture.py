@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-ExpertMLP = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""MLP of the local experts: (tokens [R, D], rows int32 [N], group_sizes int32 [E]) -> [N, D].
+from pallas_kernels import gather_rows
 
-Its inputs are ``tokens[rows]``, sorted by expert. Output rows past the sum of ``group_sizes`` are
-undefined.
+ExpertMLP = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Partial]]
+"""MLP of the local experts: (tokens [R, D], rows int32 [N], group_sizes int32 [E], copies) ->
+(hidden [N, F], down).
+
+Its inputs are ``tokens[rows]``, sorted by expert, and its output ``down(hidden)`` [N, D]. The
+function ``down`` is linear in each row; it is a pytree of the arrays that it needs. Output rows
+past the sum of ``group_sizes`` are undefined. ``copies`` int32 [R, K] are the positions of each
+token in ``rows``, if it is there K times, or None; they make the gradient a gather, see
+:func:`pallas_kernels.gather_rows`.
 """
 
 
@@ -40,8 +49,10 @@ def mix_local(
     position = position.reshape(experts.shape)
     group_sizes = jnp.sum(jnp.arange(num_experts)[:, None] == flat, axis=1, dtype=jnp.int32)
     if pairs_per_call is None or pairs_per_call >= flat.size:
-        out = expert_mlp(tokens, order // K, group_sizes)
-        return gather_sum(out, position, is_local, weights)
+        hidden, down = expert_mlp(tokens, order // K, group_sizes, position)
+        # shard_map's replication check requires weights that vary over the mesh axes of hidden.
+        weights = jnp.where(is_local, weights, 0.0)
+        return weighted_sum(gather_sum, down, hidden, weights, order, position, is_local)
 
     step = pairs_per_call
     rows = jnp.pad(order // K, (0, -flat.size % step))
@@ -50,9 +61,10 @@ def mix_local(
     def one_call(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start, y = state
         sizes = jnp.diff(jnp.clip(ends - start, 0, step), prepend=0)
-        out = expert_mlp(tokens, jax.lax.dynamic_slice(rows, (start,), (step,)), sizes)
+        some = jax.lax.dynamic_slice(rows, (start,), (step,))
+        hidden, down = expert_mlp(tokens, some, sizes, None)
         is_inside = is_local & (position >= start) & (position < start + step)
-        return start + step, y + gather_sum(out, position - start, is_inside, weights)
+        return start + step, y + gather_sum(down(hidden), position - start, is_inside, weights)
 
     # shard_map's replication check requires the initial sum to vary over the same mesh axes as the
     # loop's result.
@@ -76,6 +88,66 @@ def gather_sum(
     if weights is not None:
         picked *= jnp.where(keep, weights, 0.0)[..., None]
     return jnp.sum(picked, axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def weighted_sum(
+    sum_rows: Callable[..., jax.Array],
+    down: Partial,
+    hidden: Float[Array, "N F"],
+    weights: Float32[Array, "M K"],
+    order: Int32[Array, " N"],
+    position: Int32[Array, "M K"],
+    keep: Bool[Array, "M K"] | None,
+) -> Float32[Array, "M D"]:
+    """Computes ``y_m = sum_k weight_mk down(hidden)[position_mk]`` over the k with ``keep_mk``, in
+    float32.
+
+    Its gradients only gather, so that they have a fixed order. They need ``hidden`` but not
+    ``down(hidden)``, because ``down`` is linear: with the cotangent d of y, that of hidden row p of
+    token m is ``weight * down^T(d_m)``, and that of the weight is ``down^T(d_m) . hidden_p``. d is
+    rounded to the dtype of ``hidden`` first.
+
+    Args:
+      sum_rows: function (rows, position, keep, weights) that computes y from ``down(hidden)``.
+      down: see :data:`ExpertMLP`.
+      order: pair, numbered ``m K + k``, of each row: the inverse of ``position``. N is M K.
+      keep: None keeps all.
+    """
+    return sum_rows(down(hidden), position, keep, weights)
+
+
+def _forward(
+    sum_rows: Callable[..., jax.Array],
+    down: Partial,
+    hidden: jax.Array,
+    weights: jax.Array,
+    order: jax.Array,
+    position: jax.Array,
+    keep: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    y = sum_rows(down(hidden), position, keep, weights)
+    return y, (down, hidden, weights, order, position, keep)
+
+
+def _backward(sum_rows: Callable[..., jax.Array], saved: Any, cotangent: jax.Array) -> tuple:
+    del sum_rows
+    down, hidden, weights, order, position, keep = saved
+    is_kept = True if keep is None else keep.reshape(-1)[order][:, None]
+    weight_of_row = weights.reshape(-1)[order][:, None]
+    d_y = gather_rows(cotangent.astype(hidden.dtype), order // weights.shape[1])
+    # Rows that are not kept may be NaN.
+    d_y, rows = jnp.where(is_kept, d_y, 0), jnp.where(is_kept, hidden, 0).astype(jnp.float32)
+    weighted = (rows * weight_of_row).astype(hidden.dtype)
+    _, transpose = jax.vjp(lambda down, hidden: down(hidden), down, weighted)
+    d_down, d_rows = transpose(d_y)
+    d_rows = jnp.where(is_kept, d_rows, 0).astype(jnp.float32)
+    d_weights = jnp.sum(d_rows * rows, axis=1)[position]
+    d_hidden = (d_rows * weight_of_row).astype(hidden.dtype)
+    return d_down, d_hidden, d_weights, None, None, None
+
+
+weighted_sum.defvjp(_forward, _backward)
 
 
 # Up to this many keys a GPU compares all pairs of keys faster than it counts in blocks.

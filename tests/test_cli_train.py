@@ -25,7 +25,7 @@ from dsv3_jax.cli import export, flags
 from dsv3_jax.cli.arguments.train import RUN_HELP, TRAINING_HELP
 from dsv3_jax.cli.main import parser
 from dsv3_jax.cli.progress import TrainingProgress
-from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.config import Remat, TrainingConfig
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.losses import Losses
 from dsv3_jax.training.metrics_log import read_metrics
@@ -330,6 +330,8 @@ def test_every_setting_has_a_flag(settings, descriptions):
         hint = hints[name]
         if hint == float | None:
             hint = float
+        if hint == Remat | bool:
+            hint = Remat
         if hint == tuple[float, float]:
             words, value = ["0.5", "0.75"], (0.5, 0.75)
         elif typing.get_origin(hint) is typing.Literal:
@@ -352,6 +354,21 @@ def test_flags_that_are_not_given_have_no_value():
     assert (
         flags.given_values(parsed, TrainingConfig) == flags.given_values(parsed, RunSettings) == {}
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [("--remat", True), ("--no-remat", False), ("--remat attention+norms", "attention+norms")],
+)
+def test_remat_is_a_switch_or_a_policy(words, value):
+    parsed = parser().parse_args(["train", *words.split(), "--out", "x"])
+    assert flags.given_values(parsed, TrainingConfig) == {"remat": value}
+
+
+def test_a_switch_that_is_off_takes_no_policy(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["train", "--no-remat", "norms", "--out", "x"])
+    assert "--no-remat: expected no value, got norms" in capsys.readouterr().err
 
 
 def test_a_field_that_no_flag_can_read_is_noticed():

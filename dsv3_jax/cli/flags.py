@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,9 @@ def _show(default: Any) -> str:
 def _argparse_settings(hint: Any) -> dict[str, Any]:
     """Returns the keyword arguments of ``add_argument`` for a field with this type hint."""
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (types.UnionType, typing.Union) and bool in parts:
+        (choices,) = (part for part in parts if part is not bool)
+        return {"action": _SwitchOrChoice, "choices": typing.get_args(choices)}
     if kind in (types.UnionType, typing.Union):
         (hint,) = (part for part in parts if part is not types.NoneType)
         return _argparse_settings(hint)
@@ -101,6 +104,26 @@ def _argparse_settings(hint: Any) -> dict[str, Any]:
     if hint is str:
         return {"metavar": "NAME"}
     raise TypeError(f"expected a field of a type that flags support, got {hint}")
+
+
+class _SwitchOrChoice(argparse.Action):
+    """``--name`` is True, ``--no-name`` is False, and ``--name CHOICE`` is the choice."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any):
+        opposites = [option.replace("--", "--no-", 1) for option in option_strings]
+        super().__init__([*option_strings, *opposites], dest, nargs="?", **settings)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        is_on = option_string in self.option_strings[: len(self.option_strings) // 2]
+        if values is not None and not is_on:
+            raise argparse.ArgumentError(self, f"expected no value, got {values}")
+        setattr(namespace, self.dest, is_on if values is None else values)
 
 
 _DEFAULT_MAX_LEN = 4096

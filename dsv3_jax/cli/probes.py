@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 from ml_dtypes import bfloat16
 
 from pallas_kernels.block_quant import api as block_quant
@@ -229,7 +230,7 @@ def _microseconds(exchange: Any, float8: bool, tokens: int, hidden: int) -> floa
                 x,
                 experts,
                 weights,
-                lambda inputs, token_of_pair, _sizes: inputs[token_of_pair],
+                lambda inputs, rows, _sizes, _copies: (inputs[rows], Partial(lambda x: x)),
                 num_experts=num_experts,
                 exchange_axes=layout.exchange_axes,
                 exchange=exchange,

@@ -22,6 +22,7 @@ from pallas_kernels import (
     quantized_matmul,
     target,
 )
+from pallas_kernels.matmul import matmul, sum_dtype
 
 FEW_TOKENS = 64
 """Input rows per matrix, on average, up to which activations are not rounded to float8.
@@ -141,8 +142,7 @@ class Linear(Weight):
             return quantized_matmul(
                 x, weight, scale, block_shape=self.block_shape, out_dtype=out_dtype
             )
-        y = jnp.einsum("...i,oi->...o", x, self.dense(x.dtype), preferred_element_type=jnp.float32)
-        return y.astype(out_dtype)
+        return matmul(x, self.dense(x.dtype), jnp.dtype(out_dtype))
 
 
 class Embedding(nnx.Module):
@@ -164,13 +164,11 @@ def per_head_matmul(
     """Multiplies each head by its own matrix. The sum over the dimension ``contracted`` of
     ``weight`` is in float32, and rounded once to ``dtype``."""
     B, T, H, K = x.shape
-    # On CPUs, sums of bfloat16 are in float32 only if the result is.
-    sum_dtype = jnp.float32 if target.platform() == "cpu" else dtype
     out = jax.lax.dot_general(
         x.reshape(B * T, H, K),
         weight,
         (((2,), (contracted,)), ((1,), (0,))),
-        preferred_element_type=sum_dtype,
+        preferred_element_type=sum_dtype(dtype),
     )
     if target.platform() == "gpu":
         # A batched matmul's heads come first. In memory its tokens do, as the next operation has

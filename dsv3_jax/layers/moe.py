@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import Partial
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, Int32
 
 from dsv3_jax.config import ModelConfig
@@ -15,7 +16,7 @@ from dsv3_jax.layers.linear import Weight, WeightArgs
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.router import Router
 from pallas_kernels import Routes, gather_rows, grouped_matmul, grouped_swiglu, sort_pairs
-from sharding import Layout, choose_replicas, mix_experts, physical_experts
+from sharding import Layout, choose_replicas, mix_experts, physical_experts, weighted_sum
 
 
 class RoutingStats(NamedTuple):
@@ -37,20 +38,39 @@ class Experts(nnx.Module):
         self.down_proj = Weight((E, D, F), std=std, **weights)
 
     def __call__(
-        self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
-    ) -> Float[Array, "MK D"]:
-        """Runs the MLP of every expert on the tokens that chose it. ``rows`` has the index into
-        ``tokens`` of each (token, expert) pair, sorted by expert, and ``group_sizes`` the pairs of
-        each expert. Returns one output per pair, in the order of ``rows``."""
-        if self.gate_proj.uses_float8_activations(len(rows)):
-            return self._float8(tokens, rows, group_sizes).astype(tokens.dtype)
-        tokens = gather_rows(tokens, rows)
-        hidden = _grouped(grouped_swiglu, tokens, (self.gate_proj, self.up_proj), group_sizes)
-        return _grouped(grouped_matmul, hidden, (self.down_proj,), group_sizes)
+        self,
+        tokens: Float[Array, "M D"],
+        rows: Int[Array, " MK"],
+        group_sizes: Int[Array, " E"],
+        copies: Int[Array, "M K"] | None = None,
+    ) -> tuple[Float[Array, "MK F"], Partial]:
+        """Runs the MLP of every expert on the tokens that chose it, up to its last matmul.
+
+        Args:
+          rows: index into ``tokens`` of each (token, expert) pair, with the pairs sorted by expert.
+          group_sizes: number of pairs of each expert.
+          copies: positions of each token's pairs in ``rows``, if known. The gradient needs them.
+
+        Returns:
+          The hidden activations of each pair, in the order of ``rows``, and the last matmul as a
+          function of them, see :data:`sharding.expert_mixture.ExpertMLP`.
+        """
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if gate.uses_float8_activations(len(rows)):
+            return self._float8(tokens, rows, group_sizes)
+        tokens = gather_rows(tokens, rows, copies)
+        if gate.quantization is None:
+            first, second, last = (weight.dense(tokens.dtype) for weight in (gate, up, down))
+            hidden = grouped_swiglu(tokens, first, second, group_sizes)
+            return hidden, Partial(_matmul, last, group_sizes)
+        arrays = gate.weight[...], up.weight[...], group_sizes, None, gate.scale, up.scale
+        hidden = grouped_swiglu(tokens, *arrays, block_shape=gate.block_shape)
+        matmul = functools.partial(_quantized_matmul, block_shape=down.block_shape)
+        return hidden, Partial(matmul, down.weight[...], down.scale, group_sizes)
 
     def _float8(
         self, tokens: Float[Array, "M D"], rows: Int[Array, " MK"], group_sizes: Int[Array, " E"]
-    ) -> BFloat16[Array, "MK D"]:
+    ) -> tuple[BFloat16[Array, "MK F"], Partial]:
         """Does :meth:`__call__` with activations in float8. Each token is rounded once for all its
         experts."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
@@ -65,28 +85,44 @@ class Experts(nnx.Module):
             up.scale,
             block_shape=gate.block_shape,
         )
-        hidden, hidden_scale = down.quantize_activations(hidden)
-        return grouped_matmul(
-            hidden,
-            down.weight[...],
-            group_sizes,
-            hidden_scale,
-            down.scale,
-            block_shape=down.block_shape,
-        )
+        quantize, block_shape, dtype = down.quantize_activations, down.block_shape, tokens.dtype
+
+        def matmul(matrices: jax.Array, scale: jax.Array, sizes: jax.Array, hidden: jax.Array):
+            values, row_scale = quantize(hidden)
+            out = grouped_matmul(values, matrices, sizes, row_scale, scale, block_shape=block_shape)
+            return out.astype(dtype)
+
+        return hidden, Partial(matmul, down.weight[...], down.scale, group_sizes)
 
 
-def _grouped(
-    op: Callable[..., Any],
-    rows: Float[Array, "M K"],
-    stacks: tuple[Weight, ...],
-    group_sizes: Int[Array, " E"],
-) -> Float[Array, "M N"]:
-    """Calls grouped_matmul or grouped_swiglu with weights as they are stored."""
-    if stacks[0].quantization is None:
-        return op(rows, *(weight.dense(rows.dtype) for weight in stacks), group_sizes)
-    matrices, scales = zip(*((w.weight[...], w.scale) for w in stacks), strict=True)
-    return op(rows, *matrices, group_sizes, None, *scales, block_shape=stacks[0].block_shape)
+def _matmul(matrices: jax.Array, sizes: jax.Array, hidden: jax.Array) -> jax.Array:
+    return grouped_matmul(hidden, matrices, sizes)
+
+
+def _quantized_matmul(
+    matrices: jax.Array,
+    scale: jax.Array,
+    sizes: jax.Array,
+    hidden: jax.Array,
+    *,
+    block_shape: tuple[int, int],
+) -> jax.Array:
+    return grouped_matmul(hidden, matrices, sizes, None, scale, block_shape=block_shape)
+
+
+def _sum_of_rows(
+    rows: Float[Array, "MK D"],
+    position: Int[Array, "M K"],
+    keep: Bool[Array, "M K"] | None,
+    weights: Float32[Array, "M K"],
+) -> Float32[Array, "M D"]:
+    """Returns the weighted sum of each token's rows, see :func:`sharding.weighted_sum`."""
+    # Back in token order, so that every token sums its experts in the same order.
+    picked = rows[position].astype(jnp.float32)
+    if keep is not None:
+        picked = jnp.where(keep[..., None], picked, 0.0)
+    # HIGHEST: a GPU may otherwise use TF32 for both operands, with a mantissa of 10 bits.
+    return jnp.einsum("mkd,mk->md", picked, weights, precision=jax.lax.Precision.HIGHEST)
 
 
 class Replicas(NamedTuple):
@@ -170,14 +206,11 @@ class MoE(nnx.Module):
         if self.replicas is not None:
             order, inverse, sizes = sort_pairs(self._slots(routes), valid, self.num_slots)
             routes = routes._replace(order=order, inverse=inverse, group_sizes=sizes)
-        out = self.experts(tokens, routes.order // K, routes.group_sizes)
-        # Back in token order, so that every token sums its experts in the same order.
-        out = out[routes.inverse].reshape(-1, K, tokens.shape[-1]).astype(jnp.float32)
-        if valid is not None:
-            out = jnp.where(valid[:, None, None], out, 0.0)
-        # HIGHEST: a GPU may otherwise use TF32 for both operands, with a mantissa of 10 bits.
-        highest = jax.lax.Precision.HIGHEST
-        return jnp.einsum("mkd,mk->md", out, routes.weights, precision=highest)
+        position = routes.inverse.reshape(-1, K)
+        hidden, down = self.experts(tokens, routes.order // K, routes.group_sizes, position)
+        keep = None if valid is None else jnp.broadcast_to(valid[:, None], position.shape)
+        pairs = routes.order, position, keep
+        return weighted_sum(_sum_of_rows, down, hidden, routes.weights, *pairs)
 
     def _mix_on_mesh(
         self,

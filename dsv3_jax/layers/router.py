@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32
 
 from dsv3_jax.config import ModelConfig
 from pallas_kernels import Routes, route
+from pallas_kernels.residuals import named
 from pallas_kernels.route.reference import Rule
 
 
@@ -44,27 +46,51 @@ class Router(nnx.Module):
         """Returns the experts of each token, and the (token, expert) pairs sorted by expert.
         Padding, where ``valid`` is False, chooses experts too, but its pairs are in no group."""
         c = self.config
-        weight = self.weight[...]
-        if x.dtype != weight.dtype:
-            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        # A product of two bfloat16 is exact in float32, in which they are summed. HIGHEST: a
-        # float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
-        # Where all matmuls are in float32, XLA would merge this one with the shared expert's first
-        # two, and the result on a Hopper GPU has had NaN (jax issue 39486). So they stay apart.
-        tokens = jax.lax.optimization_barrier(x) if x.dtype == jnp.float32 else x
-        logits = jnp.einsum(
-            "md,ed->me",
-            tokens,
-            weight,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        return route(
-            logits,
+        routes = route(
+            named("routes", _logits(x, self.weight[...])),
             self.e_score_correction_bias[...] if c.topk_method == "noaux_tc" else None,
             valid,
             **dataclasses.asdict(routing_rule(c)),
         )
+        return named("routes", routes)
+
+
+@jax.custom_vjp
+def _logits(x: Float[Array, "M D"], weight: Float[Array, "E D"]) -> Float32[Array, "M E"]:
+    """Returns ``weight @ x`` for every token x, in float32. So are its gradients, which keep the
+    tokens in their own dtype."""
+    if x.dtype != weight.dtype:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    # A product of two bfloat16 is exact in float32, in which they are summed. HIGHEST: a
+    # float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
+    # Where all matmuls are in float32, XLA would merge this one with the shared expert's first
+    # two, and the result on a Hopper GPU has had NaN (jax issue 39486). So they stay apart.
+    tokens = jax.lax.optimization_barrier(x) if x.dtype == jnp.float32 else x
+    return jnp.einsum(
+        "md,ed->me",
+        tokens,
+        weight,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _logits_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    return _logits(x, weight), (x, weight)
+
+
+def _logits_backward(
+    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # Without the barrier, XLA would keep the forward pass's float32 tokens.
+    x, weight = jax.lax.optimization_barrier(saved)
+    highest = jax.lax.Precision.HIGHEST
+    d_x = jnp.einsum("me,ed->md", cotangent, weight.astype(jnp.float32), precision=highest)
+    d_weight = jnp.einsum("me,md->ed", cotangent, x.astype(jnp.float32), precision=highest)
+    return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def routing_rule(config: ModelConfig) -> Rule:

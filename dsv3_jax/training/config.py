@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from dsv3_jax.config import MTPHidden
 
+Remat = Literal["none", "norms", "attention+norms", "full"]
+"""Policy of recomputation, see :attr:`TrainingConfig.remat`."""
 IndexerStage = Literal["none", "dense", "sparse"]
 """Stage of the training of indexers; ``none`` for models without them."""
 
@@ -73,8 +76,11 @@ class TrainingConfig:
     routers (:func:`dsv3_jax.training.objective.stays_float32`)."""
     accumulate: int = 1
     """Number of microbatches per step. Activations need memory for one of them."""
-    remat: bool = False
-    """Whether to keep only each layer's input for the backward pass and recompute the rest."""
+    remat: Remat | bool = "none"
+    """Recomputation in the backward pass, which saves memory. ``norms`` recomputes what is between
+    the matmuls: norms, SwiGLU, rope, the experts' copies of tokens. ``attention+norms`` recomputes
+    attention too. ``full`` keeps only each layer's input, and takes a third more arithmetic. True
+    is ``full`` and False ``none``, as in records of earlier versions."""
     scan_layers: bool = False
     """Whether to scan over runs of equal layers, so that only one layer of each run is compiled.
 
@@ -95,6 +101,8 @@ class TrainingConfig:
     """Seed of the initial low-rank updates."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", current_settings({"remat": self.remat})["remat"])
+
         def expect(name: str, is_valid: bool, expected: str) -> None:
             if not is_valid:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
@@ -134,10 +142,18 @@ class TrainingConfig:
         )
         hidden = typing.get_args(MTPHidden)
         expect("mtp_hidden", self.mtp_hidden in hidden, " or ".join(hidden))
+        policies = typing.get_args(Remat)
+        expect("remat", self.remat in policies, " or ".join(policies))
         stages = typing.get_args(IndexerStage)
         expect("indexer_stage", self.indexer_stage in stages, " or ".join(stages))
         dtypes = ("bfloat16", "float32")
         expect("compute_dtype", self.compute_dtype in dtypes, " or ".join(dtypes))
+
+    @property
+    def recomputed(self) -> Remat:
+        """:attr:`remat`, which is then never a boolean."""
+        assert not isinstance(self.remat, bool)  # see __post_init__
+        return self.remat
 
     @property
     def freezes_weights(self) -> bool:
@@ -152,3 +168,12 @@ class TrainingConfig:
     def step_at(self, fraction: float) -> int:
         """Returns the step at a fraction of the run."""
         return round(fraction * self.steps)
+
+
+def current_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the recorded values of settings as this version records them: ``remat`` was a
+    boolean."""
+    remat = recorded.get("remat")
+    if not isinstance(remat, bool):
+        return dict(recorded)
+    return {**recorded, "remat": "full" if remat else "none"}

@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
+from dsv3_jax.model_io import HiddenStates
+from dsv3_jax.training import cross_entropy
+from dsv3_jax.training.cross_entropy import LossHead
 from dsv3_jax.training.indexer import is_indexer
-from dsv3_jax.training.losses import target_mask
+from dsv3_jax.training.losses import ahead_by, predicted
 
 
 def is_drafter(path: tuple[Any, ...]) -> bool:
@@ -36,26 +38,25 @@ def is_drafter(path: tuple[Any, ...]) -> bool:
 
 
 def divergence(
-    logits: Float32[Array, "B T W"],
-    draft_logits: Sequence[Float32[Array, "B _ W"]],
+    head: LossHead,
+    states: HiddenStates,
     tokens: Int[Array, "B T"],
     bos_token_id: int,
     counts: Sequence[Int[Array, ""]],
 ) -> Float32[Array, ""]:
-    """Returns the mean over drafts of their divergence from the main model, in nats.
+    """Returns the mean over drafts of their divergence from the main model, in nats. The gradient
+    is that of the drafts.
 
     Args:
-      logits: the main model's.
-      draft_logits: entry k is that of draft k, whose position i predicts token i+2+k.
+      head: LM head of the model.
+      states: entry k of ``mtp`` is that of draft k, whose position i predicts token i+2+k.
       tokens: packed documents that begin with BOS.
       counts: number of positions of each draft that have a target, in the whole batch.
     """
     total = jnp.float32(0)
-    for k, draft in enumerate(draft_logits):
-        mask = target_mask(tokens, bos_token_id, k + 2)
-        span = mask.shape[1]
-        log_p = jax.nn.log_softmax(logits[:, k + 1 : k + 1 + span])
-        log_q = jax.nn.log_softmax(draft[:, :span])
-        nats = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-        total += jnp.sum(nats * mask) / jnp.maximum(counts[k], 1)
-    return total / max(len(draft_logits), 1)
+    for k, draft in enumerate(states.mtp):
+        _, mask = predicted(tokens, bos_token_id, k + 2)
+        main = ahead_by(states.main.post_norm, k + 1)
+        nats, _ = head.sum(cross_entropy.divergence, draft.post_norm, main, mask)
+        total += nats / jnp.maximum(counts[k], 1)
+    return total / max(len(states.mtp), 1)

@@ -14,6 +14,7 @@ changes an indexer, and it changes nothing else.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,18 +45,24 @@ def run_with_divergences(
     run: LayerRunner, stage: IndexerStage
 ) -> tuple[LayerRunner, list[Float32[Array, ""]]]:
     """Returns a function that runs layers as ``run`` does, and the list to which it appends the
-    loss of each layer's indexer while it is traced."""
+    loss of each layer's indexer while it is traced.
+
+    Its n-th call, from 0, runs layers on sequences whose last n positions are padding, as
+    :meth:`dsv3_jax.model.DeepSeekV3.hidden_states` calls it."""
     divergences: list[Float32[Array, ""]] = []
+    calls = itertools.count()
 
     def run_layers(
         layers: Sequence[DecoderLayer], x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], list[RoutingStats]]:
         all_stats: list[RoutingStats] = []
+        queries = x.shape[1] - next(calls)
         for layer in layers:
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             assert isinstance(attention, SparseAttention)
             attention.is_dense = stage == "dense"
-            loss = divergence(attention, normed, rotation, selected=stage == "sparse")
+            inputs = normed[:, :queries], Rotation(*(each[:, :queries] for each in rotation))
+            loss = divergence(attention, *inputs, selected=stage == "sparse")
             divergences.append(loss)
             x, stats = run([layer], x, rotation)
             all_stats += stats

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float
 from dsv3_jax.layers.block import DecoderLayer, LayerRunner
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
+from dsv3_jax.training.config import Remat
+from pallas_kernels.residuals import ResidualName
 from sharding import Layout
 from sharding.fsdp import save_all_but_gathered
 
@@ -23,13 +25,21 @@ Apply = Callable[..., tuple[jax.Array, RoutingStats | None]]
 """A layer as a function of its weights and its input."""
 
 
-def layer_runner(*, remat: bool, scan: bool) -> LayerRunner:
+_SAVED: dict[str, tuple[ResidualName, ...]] = {
+    "norms": ("matmul", "attention", "routes"),
+    "attention+norms": ("matmul", "routes"),
+    "full": (),
+}
+"""Results in a layer that the backward pass does not compute again, by policy."""
+
+
+def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
     """Returns a function that runs layers in order. Its results are those of
     :func:`dsv3_jax.model.run_in_order`.
 
     Args:
-      remat: keep only each layer's input for the backward pass, which runs the layer again. This
-        takes a third more arithmetic and saves the activations of all layers but one.
+      remat: what the backward pass computes again, see
+        :attr:`dsv3_jax.training.config.TrainingConfig.remat`.
       scan: stack the weights of consecutive layers of the same structure and scan over them, so
         that only one of them is compiled. The parameters themselves stay separate. Stacking costs a
         copy of the weights, in the compute dtype, and another of their gradients.
@@ -61,12 +71,13 @@ class _Split:
         self.structure = (graph, tuple((w.shape, w.dtype) for w in jax.tree.leaves(self.weights)))
 
 
-def _function(graph: Any, rotation: Rotation, remat: bool, layout: Layout | None) -> Apply:
+def _function(graph: Any, rotation: Rotation, remat: Remat, layout: Layout | None) -> Apply:
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
         return nnx.merge(graph, weights)(x, rotation)
 
-    if remat:
-        return jax.checkpoint(apply)
+    if remat != "none":
+        policy = jax.checkpoint_policies.save_only_these_names(*_SAVED[remat])
+        return jax.checkpoint(apply, policy=policy)
     if layout is not None and layout.fsdp_axes:
         return jax.checkpoint(apply, policy=save_all_but_gathered)
     return apply

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Bool, Float32, Int, Shaped
 
 from dsv3_jax.layers.moe import RoutingStats
-from dsv3_jax.model_io import Aux
+from dsv3_jax.model_io import HiddenStates
 from dsv3_jax.training.corpus import EndToken
+from dsv3_jax.training.cross_entropy import LossHead, next_token
 from dsv3_jax.training.tree import Tree
 
 
@@ -146,26 +146,9 @@ def count_targets(tokens: Int[Array, "B T"], bos_token_id: int, predictions: int
     return TargetCounts(tokens.shape[0], main, tuple(mtp))
 
 
-def cross_entropy(
-    logits: Float32[Array, "B T W"],
-    targets: Int[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    count: Int[Array, ""] | None = None,
-) -> Float32[Array, ""]:
-    """Returns the sum of ``-log softmax(logits)[target]`` over the positions in ``mask``, divided
-    by ``count``. The result is zero if the mask is empty.
-
-    Args:
-      count: denominator, by default the number of positions in ``mask``.
-    """
-    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    nats = jax.nn.logsumexp(logits, axis=-1) - target_logits
-    return jnp.sum(nats * mask) / jnp.maximum(jnp.sum(mask) if count is None else count, 1)
-
-
 def losses(
-    logits: Float32[Array, "B T W"],
-    aux: Aux,
+    head: LossHead,
+    states: HiddenStates,
     tokens: Int[Array, "B T"],
     bos_token_id: int,
     counts: TargetCounts | None = None,
@@ -173,28 +156,45 @@ def losses(
     """Returns the losses of one forward pass over packed documents that begin with BOS.
 
     Args:
+      head: LM head of the model.
       counts: target counts of the whole batch if ``tokens`` is one of its microbatches. By default
         ``tokens`` is the whole batch.
 
     The losses of indexers and drafts are zero here: :class:`~dsv3_jax.training.objective.Objective`
     adds them.
     """
-    mtp_layers = len(aux.mtp_logits)
+    mtp_layers = len(states.mtp)
     if counts is None:
         counts = count_targets(tokens, bos_token_id, mtp_layers)
-    mask = target_mask(tokens, bos_token_id, 1)
-    main = cross_entropy(logits[:, :-1], tokens[:, 1:], mask, counts.main)
+    targets, mask = predicted(tokens, bos_token_id, 1)
+    nats, main_best = head.sum(next_token, states.main.post_norm, targets, mask)
+    main = nats / jnp.maximum(counts.main, 1)
     mtp, agreement = jnp.float32(0), jnp.float32(0)
-    for k, mtp_logits in enumerate(aux.mtp_logits):
+    for k, hidden in enumerate(states.mtp):
         # Position i of MTP layer k predicts token i+2+k and depends on tokens up to i+1+k.
-        mask = target_mask(tokens, bos_token_id, k + 2)
-        span = mask.shape[1]
-        mtp += cross_entropy(mtp_logits[:, :span], tokens[:, 2 + k :], mask, counts.mtp[k])
+        targets, mask = predicted(tokens, bos_token_id, k + 2)
+        nats, best = head.sum(next_token, hidden.post_norm, targets, mask)
+        mtp += nats / jnp.maximum(counts.mtp[k], 1)
         if k == 0:
-            same = jnp.argmax(mtp_logits[:, :span], -1) == jnp.argmax(logits[:, 1 : 1 + span], -1)
+            same = best == ahead_by(main_best, 1)
             agreement = jnp.sum(same & mask) / jnp.maximum(counts.mtp[0], 1)
     B = tokens.shape[0]
-    balance = sum((sequence_balance(stats, B) for stats in aux.routing), jnp.float32(0))
+    routing = states.routing + states.mtp_routing
+    balance = sum((sequence_balance(stats, B) for stats in routing), jnp.float32(0))
     balance *= B / counts.sequences
     zero = jnp.float32(0)
     return Losses(main, mtp / max(mtp_layers, 1), balance, agreement, indexer=zero, drafts=zero)
+
+
+def predicted(
+    tokens: Int[Array, "B T"], bos_token_id: int, ahead: int
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns the target of every position when position i predicts token i+ahead, and whether it
+    has one, see :func:`target_mask`. The last positions have none."""
+    mask = jnp.pad(target_mask(tokens, bos_token_id, ahead), ((0, 0), (0, ahead)))
+    return ahead_by(tokens, ahead), mask
+
+
+def ahead_by(x: Shaped[Array, "B T *rest"], ahead: int) -> Shaped[Array, "B T *rest"]:
+    """Returns the array whose position i has that of position i+ahead, and zeros at the end."""
+    return jnp.pad(x[:, ahead:], ((0, 0), (0, ahead), *((0, 0),) * (x.ndim - 2)))

@@ -15,6 +15,7 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.training import drafts, indexer, lora
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import separator
+from dsv3_jax.training.cross_entropy import LossHead
 from dsv3_jax.training.layer_runners import layer_runner
 from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, losses
 from dsv3_jax.training.tree import Tree, replace
@@ -88,26 +89,27 @@ class Objective:
         dtype = jnp.dtype(self.config.compute_dtype)
         weights = compute_weights(self.weights(params, frozen), dtype)
         stage, divergences = self.config.indexer_stage, [jnp.float32(0)]
-        run_layers = layer_runner(remat=self.config.remat, scan=self.config.scan_layers)
+        run_layers = layer_runner(remat=self.config.recomputed, scan=self.config.scan_layers)
         if stage != "none":
             run_layers, divergences = indexer.run_with_divergences(run_layers, stage)
         model = nnx.merge(self.graph, weights, biases)
         model.dtype = dtype
-        logits, aux = model(
+        states = model.hidden_states(
             tokens,
-            return_aux=True,
+            mtp=True,
             mtp_hidden=self.config.mtp_hidden,
             run_layers=run_layers,
             draft_depth=self.config.draft_depth or None,
         )
+        head = LossHead(model.lm_head, model.layout)
         bos, counts = separator(self.model_config), counts or self._counts(tokens)
-        batch_losses = losses(logits, aux, tokens, bos, counts)
+        batch_losses = losses(head, states, tokens, bos, counts)
         divergence = jnp.mean(jnp.stack(divergences)) * len(tokens) / counts.sequences
         batch_losses = batch_losses._replace(indexer=divergence)
         if self.config.draft_depth:
-            divergence = drafts.divergence(logits, aux.mtp_logits, tokens, bos, counts.mtp)
+            divergence = drafts.divergence(head, states, tokens, bos, counts.mtp)
             batch_losses = batch_losses._replace(drafts=divergence)
-        loads = [stats.counts for stats in aux.routing]
+        loads = [stats.counts for stats in states.routing + states.mtp_routing]
         no_layers = jnp.zeros((0, self.model_config.n_routed_experts), jnp.int32)
         return batch_losses, jnp.stack(loads) if loads else no_layers
 

@@ -26,10 +26,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from dsv3_jax import compile_cache
 from dsv3_jax.compile_cache import CompileProgress
 from dsv3_jax.kv_cache import LatentKVCache
-from dsv3_jax.layers.block import run_in_order
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
 from dsv3_jax.training.corpus import check_document_tokens
+from dsv3_jax.training.cross_entropy import token_nats
 
 LOGITS_BYTES = 64 << 20
 """Bytes of logits at a time: 129 tokens of DeepSeek-V3's vocabulary."""
@@ -272,16 +272,8 @@ def _batches(
 def _whole_windows(
     model: DeepSeekV3, inputs: Int[Array, "B T"], targets: Int[Array, "B T"]
 ) -> Float32[Array, "B T"]:
-    outputs: list[jax.Array] = []
-
-    def run_layers(layers: Any, x: jax.Array, rotation: Any) -> Any:
-        x, stats = run_in_order(layers, x, rotation)
-        outputs.append(x)
-        return x, stats
-
-    # Nothing uses these logits of all tokens at once, so that the compiler leaves them out.
-    model(inputs, run_layers=run_layers)
-    return _nats(model, model.norm(outputs[0]), targets)
+    states = model.hidden_states(inputs, mtp=False)
+    return _nats(model, states.main.post_norm, targets)
 
 
 def _through_cache(
@@ -313,20 +305,6 @@ def _through_cache(
 def _nats(
     model: DeepSeekV3, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
 ) -> Float32[Array, "B T"]:
-    """Returns ``-log p`` of each target, with the logits of some tokens of every sequence at a
-    time."""
-    B, T, _ = hidden.shape
-    step = min(T, max(1, LOGITS_BYTES // (4 * B * model.config.vocab_size)))
-
-    def split(x: jax.Array) -> jax.Array:
-        padding = ((0, 0), (0, -T % step), *((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(jnp.pad(x, padding).reshape(B, -1, step, *x.shape[2:]), 1, 0)
-
-    def of_some(arrays: tuple[jax.Array, jax.Array]) -> Float32[Array, "B step"]:
-        some, next_tokens = arrays
-        logits = model.logits(some)
-        chosen = jnp.take_along_axis(logits, next_tokens[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - chosen
-
-    nats = jax.lax.map(of_some, (split(hidden), split(targets)))
-    return jnp.moveaxis(nats, 0, 1).reshape(B, -1)[:, :T]
+    """Returns ``-log p`` of each target."""
+    vocabulary = model.config.vocab_size
+    return token_nats(model.logits, hidden, targets, vocabulary, LOGITS_BYTES)

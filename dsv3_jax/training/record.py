@@ -18,6 +18,7 @@ import jax
 from dsv3_jax import tokenizer_files
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, publish_directory
+from dsv3_jax.training.config import current_settings
 from sharding.distributed import barrier
 
 RECORD = "run.json"
@@ -109,6 +110,8 @@ def compare(out: Path, identity: Identity, defaults: Identity | None = None) -> 
         began = filled.get(section, {}) | recorded.get(section, {})
         if section == "model":
             began = _in_this_version(out, began)
+        if section == "training":
+            began = current_settings(began)
         for name in began if section in filled else ():
             if name not in values:
                 raise ValueError(

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.grouped_matmul import batched, cpu, mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.residuals import named
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.grouped_matmul,
@@ -50,4 +51,5 @@ def grouped_matmul(
     """
     reference.check_scales(lhs, rhs, lhs_scale, rhs_scale, block_shape)
     arrays = lhs, rhs, group_sizes, lhs_scale, rhs_scale
-    return dispatch("grouped_matmul", BACKENDS, implementation, *arrays, block_shape=block_shape)
+    out = dispatch("grouped_matmul", BACKENDS, implementation, *arrays, block_shape=block_shape)
+    return named("matmul", out)

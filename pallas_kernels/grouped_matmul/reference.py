@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
@@ -77,15 +80,48 @@ def grouped_matmul(
         return out.astype(dtype)
     if rhs_scale is not None:
         rhs = block_dequant(rhs, rhs_scale, block_shape)
-    out = jax.lax.ragged_dot_general(
-        lhs,
-        rhs.astype(lhs.dtype),
-        group_sizes.astype(jnp.int32),
-        jax.lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((1,), (2,)), ((), ())),
-            lhs_ragged_dimensions=[0],
-            rhs_group_dimensions=[0],
-        ),
-        preferred_element_type=jnp.float32,
+    rhs, group_sizes = rhs.astype(lhs.dtype), group_sizes.astype(jnp.int32)
+    return _ragged_dot(jnp.dtype(dtype), lhs, rhs, group_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_dot(
+    dtype: jnp.dtype, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Returns the matmul, rounded to ``dtype``. Its gradients multiply a cotangent that is rounded
+    to the dtype of ``lhs``, as those of :func:`pallas_kernels.matmul.matmul`."""
+    return _ragged(lhs, rhs, group_sizes, ((1,), (2,)), [0]).astype(dtype)
+
+
+def _ragged(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    group_dimensions: list[int],
+) -> jax.Array:
+    """Returns a ragged dot whose first dimension of ``lhs`` has the groups, in float32."""
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=group_dimensions,
     )
-    return out.astype(dtype)
+    f32 = jnp.float32
+    return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, preferred_element_type=f32)
+
+
+def _forward(
+    dtype: jnp.dtype, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _ragged_dot(dtype, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _backward(dtype: jnp.dtype, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, group_sizes = saved
+    cotangent = cotangent.astype(lhs.dtype)
+    d_lhs = _ragged(cotangent, rhs, group_sizes, ((1,), (1,)), [0])
+    d_rhs = _ragged(cotangent, lhs, group_sizes, ((0,), (0,)), [])
+    return d_lhs.astype(lhs.dtype), d_rhs.astype(rhs.dtype), None
+
+
+_ragged_dot.defvjp(_forward, _backward)

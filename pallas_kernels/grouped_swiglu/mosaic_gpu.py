@@ -21,6 +21,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, has_many_rows
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
+from pallas_kernels.residuals import named
 
 
 def grouped_swiglu(
@@ -85,6 +86,7 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
     (M, K), (G, F, _) = lhs.shape, gate.shape
     options = {"config": choose_config(M, G, F, K, False), "interpret": settings[1]}
     saved = tuple(dense.matmul(lhs, (x,), group_sizes, None, (), **options) for x in (gate, up))
+    saved = named("matmul", saved)
     return reference.silu_multiply(*saved).astype(lhs.dtype), (args, saved)
 
 

@@ -29,8 +29,23 @@ def grouped_swiglu(
     return silu_multiply(gate_out, up_out).astype(gate_out.dtype)
 
 
+@jax.custom_vjp
 def silu_multiply(
     gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
 ) -> Float32[Array, "*batch F"]:
-    """Returns ``silu(gate) * up`` in float32."""
+    """Returns ``silu(gate) * up`` in float32. The gradient keeps its arguments as they are; JAX's
+    would keep float32 intermediates."""
     return jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+
+
+def _backward(
+    arguments: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    gate, up = arguments
+    g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+    s = jax.nn.sigmoid(g)
+    d_gate, d_up = cotangent * u * s * (1 + g * (1 - s)), cotangent * g * s
+    return d_gate.astype(gate.dtype), d_up.astype(up.dtype)
+
+
+silu_multiply.defvjp(lambda gate, up: (silu_multiply(gate, up), (gate, up)), _backward)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,9 +13,8 @@ from jaxtyping import Array, Float
 def rms_norm(
     x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*batch D"]:
-    y = x.astype(jnp.float32)
-    y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+    results: Any = _with_norm(eps, x, weight)
+    return results[1]
 
 
 def add_rms_norm(
@@ -23,4 +25,31 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
     total = (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
-    return total, rms_norm(total, weight, eps=eps)
+    return _with_norm(eps, total, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_norm(eps: float, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns x and its norm. The gradients of both by x are summed in float32. They keep x; JAX's
+    would keep float32 intermediates."""
+    y = x.astype(jnp.float32)
+    y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return x, (y * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _forward(eps: float, x: jax.Array, weight: jax.Array) -> tuple[Any, Any]:
+    return _with_norm(eps, x, weight), (x, weight)
+
+
+def _backward(
+    eps: float, saved: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    x, weight, d_x, d_y = (each.astype(jnp.float32) for each in (*saved, *cotangents))
+    factor = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    normed, d_normed = x * factor, d_y * weight
+    d_x += factor * (d_normed - normed * jnp.mean(d_normed * normed, axis=-1, keepdims=True))
+    d_weight = jnp.sum(d_y * normed, axis=tuple(range(x.ndim - 1)))
+    return d_x.astype(saved[0].dtype), d_weight.astype(saved[1].dtype)
+
+
+_with_norm.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
 
+from pallas_kernels.residuals import named
 from pallas_kernels.route.reference import Routes, Rule
 from pallas_kernels.target import platform
 
@@ -45,7 +46,7 @@ def choose_and_count(
     scores = rule.scores(logits)
     choice = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     rank = _rank(_mask_groups(choice, rule))
-    experts = _of_ranks(rank, jnp.arange(E)[None], K)
+    experts = named("routes", _of_ranks(rank, jnp.arange(E)[None], K))
     weights = rule.weights(scores, experts)
 
     members = rank < K

@@ -53,6 +53,7 @@ from pallas_kernels.hopper.lanes import (
 from pallas_kernels.hopper.launch import LANE, grid_kernel, overlap_preceding_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.warpgroup import sync_cluster, sync_cta, sync_warpgroup
+from pallas_kernels.residuals import named
 from pallas_kernels.route.reference import Routes, Rule
 
 ONE_KERNEL_TOKENS = 128
@@ -108,7 +109,7 @@ def _run_route(logits, bias, valid, rule: Rule, plan: Plan, interpret: Any) -> R
 
 
 def _forward(logits, bias, valid, *options):
-    routes = _run_route(logits, bias, valid, *options)
+    routes = named("routes", _run_route(logits, bias, valid, *options))
     return routes, (logits, routes.experts)
 
 

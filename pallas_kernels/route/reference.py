@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int
+
+from pallas_kernels.residuals import named
 
 METHODS = ("noaux_tc", "greedy", "group_limited_greedy")
 SCORINGS = ("sigmoid", "softmax")
@@ -80,7 +82,7 @@ class Rule:
         self, scores: Float32[Array, "M E"], experts: Int[Array, "M K"]
     ) -> Float32[Array, "M K"]:
         """Returns the routing weights of the chosen experts."""
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = _chosen(scores, experts)
         if self.normalize:
             # 1e-20, because with a large bias all chosen sigmoids may underflow to zero.
             weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
@@ -101,6 +103,25 @@ class Rule:
         return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
 
+@jax.custom_vjp
+def _chosen(scores: Float32[Array, "M E"], experts: Int[Array, "M K"]) -> Float32[Array, "M K"]:
+    """Returns the scores of the chosen experts. The gradient compares instead of scattering."""
+    return jnp.take_along_axis(scores, experts, axis=-1)
+
+
+def _chosen_forward(scores: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+    return _chosen(scores, experts), (experts, jnp.arange(scores.shape[1]))
+
+
+def _chosen_backward(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    experts, numbers = saved
+    is_chosen = experts[:, :, None] == numbers
+    return jnp.sum(jnp.where(is_chosen, cotangent[:, :, None], 0.0), axis=1), None
+
+
+_chosen.defvjp(_chosen_forward, _chosen_backward)
+
+
 def route(
     logits: Float32[Array, "M E"],
     bias: Float32[Array, " E"] | None,
@@ -111,7 +132,7 @@ def route(
     E, K = logits.shape[1], rule.num_experts_per_tok
     scores = rule.scores(logits)
     choice = scores if bias is None else scores + bias
-    _, experts = jax.lax.top_k(rule.mask_groups(choice), K)
+    experts = named("routes", jax.lax.top_k(rule.mask_groups(choice), K)[1])
     weights = rule.weights(scores, experts)
     order, inverse, group_sizes = sort_pairs(experts, valid, E)
     return Routes(scores, experts, weights, order, inverse, group_sizes)

@@ -13,6 +13,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu import check_few_tokens
 from pallas_kernels.grouped_swiglu.mosaic_gpu import grouped_swiglu
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
 from pallas_kernels.hopper import require_hopper
+from pallas_kernels.matmul import matmul
 from pallas_kernels.quantized_matmul.reference import Matrix
 from pallas_kernels.target import platform
 
@@ -83,10 +84,6 @@ def multiply_apart(
     it joins ``gate`` and ``up`` into one matrix, each time anew, unless it compiles the matmul
     itself: with 512 rows it calls cuBLAS, and copies the 23 MB of a layer's shared experts first. A
     barrier keeps it from merging them."""
-
-    def matmul(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        product = jnp.einsum("...k,fk->...f", x, matrix, preferred_element_type=jnp.float32)
-        return product.astype(x.dtype)
-
-    gated, product = matmul(x, gate), matmul(jax.lax.optimization_barrier(x), up)
+    gated = matmul(x, gate, x.dtype)
+    product = matmul(jax.lax.optimization_barrier(x), up, x.dtype)
     return silu_multiply(gated, product).astype(x.dtype)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
+from pallas_kernels.matmul import matmul as dense_matmul
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.reference import Matrix
 
@@ -24,7 +24,6 @@ def swiglu(
     def matmul(matrix: Matrix, scale: Float32[Array, "Fb Kb"] | None) -> Float[Array, "*batch F"]:
         if scale is not None:
             return quantized_matmul(x, matrix, scale, block_shape=block_shape)
-        f32 = jnp.float32
-        return jnp.einsum("...k,fk->...f", x, matrix, preferred_element_type=f32).astype(x.dtype)
+        return dense_matmul(x, matrix, x.dtype)
 
     return silu_multiply(matmul(gate, gate_scale), matmul(up, up_scale)).astype(x.dtype)

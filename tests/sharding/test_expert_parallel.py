@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from pallas_kernels import block_dequant, block_quant, grouped_matmul, token_exchange
 from sharding import expert_mixture, expert_parallel
@@ -92,14 +93,15 @@ def experts_mlp(gate, up, down):
     """
     matmul = functools.partial(grouped_matmul, implementation="reference")
 
-    def mlp(tokens, rows, group_sizes):
+    def mlp(tokens, rows, group_sizes, copies):
+        del copies
         x = tokens[rows]
         hidden = jax.nn.silu(matmul(x, gate, group_sizes)) * matmul(x, up, group_sizes)
-        out = matmul(hidden, down, group_sizes)
         pairs = jnp.sum(group_sizes)
         defined = jnp.arange(len(rows)) < pairs
         is_valid = (pairs <= len(rows)) & jnp.all(jnp.any(x, axis=1) | ~defined)
-        return jnp.where(defined[:, None] & is_valid, out, jnp.nan)
+        hidden = jnp.where(defined[:, None] & is_valid, hidden, jnp.nan)
+        return hidden, Partial(lambda down, sizes, x: matmul(x, down, sizes), down, group_sizes)
 
     return mlp
 

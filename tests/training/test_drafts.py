@@ -17,7 +17,7 @@ from dsv3_jax.training.losses import target_mask
 from dsv3_jax.training.trainer import Trainer
 from scripts import train_demo
 from sharding import make_layout
-from tests.training.tiny import CONFIG, RUN, TOKENS, evaluate, step
+from tests.training.tiny import CONFIG, RUN, TOKENS, evaluate, logits_as_states, step
 
 DEPTH = 3
 DRAFTING = dataclasses.replace(RUN, draft_depth=DEPTH, weight_decay=0.0)
@@ -76,9 +76,10 @@ def test_drafts_with_the_model_s_distribution_have_no_loss():
     logits = jax.random.normal(jax.random.key(0), (2, 8, 5))
     tokens, counts = jnp.ones((2, 8), jnp.int32), [jnp.int32(12), jnp.int32(10)]
     drafts = [logits[:, 1:], logits[:, 2:]]
-    assert abs(float(divergence(logits, drafts, tokens, 0, counts))) < 1e-6
-    other = [logits[:, 1:], -logits[:, 2:]]
-    assert float(divergence(logits, other, tokens, 0, counts)) > 0.1
+    states = logits_as_states(logits, *drafts)
+    assert abs(float(divergence(*states, tokens, 0, counts))) < 1e-6
+    states = logits_as_states(logits, logits[:, 1:], -logits[:, 2:])
+    assert float(divergence(*states, tokens, 0, counts)) > 0.1
 
 
 def test_indexers_are_not_trained():

@@ -1,5 +1,6 @@
 """Tests of losses computed by hand: targets at document boundaries, and weights of positions."""
 
+import functools
 import math
 
 import jax
@@ -7,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3_jax.model_io import Aux
 from dsv3_jax.training.corpus import EndToken
-from dsv3_jax.training.losses import count_targets, cross_entropy, losses, target_mask
+from dsv3_jax.training.losses import Losses, count_targets, losses, target_mask
 from tests.support.running import forward
-from tests.training.tiny import TOKENS, evaluate
+from tests.training.tiny import TOKENS, evaluate, logits_as_states
 
 
 def logits_for(tokens: list[int], ahead: int, losses_at: list[float], vocabulary: int = 8):
@@ -28,30 +28,20 @@ def logits_for(tokens: list[int], ahead: int, losses_at: list[float], vocabulary
     return jnp.asarray(logits)
 
 
-def test_cross_entropy_follows_its_mask():
-    logits = logits_for([0, 3, 5, 1], 1, [0.5, 2.0, 4.0])
-    targets = jnp.array([[3, 5, 1]])
-    for mask, want in (([1, 1, 1], 6.5 / 3), ([1, 0, 1], 2.25), ([0, 0, 0], 0.0)):
-        got = cross_entropy(logits, targets, jnp.array([mask], bool))
-        assert float(got) == pytest.approx(want, rel=1e-5)
-
-
 # BOS is 0: documents 0 5 6 7, 0 3 and 0 4 2 begin at positions 0, 4 and 6.
 PACKED = [0, 5, 6, 7, 0, 3, 0, 4, 2]
 POWERS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0]  # a sum identifies its terms
 LOSSES = [power / 64 for power in POWERS]
 
 
-run_losses = jax.jit(losses, static_argnums=3)
-
-
-def aux_of(*mtp_logits: jax.Array) -> Aux:
-    return Aux(jnp.zeros((1, 4), jnp.int32), mtp_logits, ())
+@functools.partial(jax.jit, static_argnums=1)
+def run_losses(logits: tuple[jax.Array, ...], bos: int, tokens: jax.Array) -> Losses:
+    return losses(*logits_as_states(*logits), tokens, bos)
 
 
 def test_the_beginning_of_a_document_is_no_target():
     """Positions 3 and 5 would predict one; position 8 has nothing to predict."""
-    result = run_losses(logits_for(PACKED, 1, LOSSES), aux_of(), jnp.array([PACKED]), 0)
+    result = run_losses((logits_for(PACKED, 1, LOSSES),), 0, jnp.array([PACKED]))
     want = (1 + 2 + 4 + 16 + 64 + 128) / 64 / 6
     assert float(result.main) == pytest.approx(want, rel=1e-5)
     assert float(result.mtp) == 0
@@ -66,9 +56,9 @@ def test_mtp_targets_in_another_document_do_not_count():
     first = logits_for(PACKED, 2, LOSSES[:8])
     second = logits_for(PACKED, 3, LOSSES[:7])
     tokens = jnp.array([PACKED])
-    result = run_losses(main, aux_of(first), tokens, 0)
+    result = run_losses((main, first), 0, tokens)
     assert float(result.mtp) == pytest.approx((1 + 2 + 64) / 64 / 3, rel=1e-5)
-    result = run_losses(main, aux_of(first, second), tokens, 0)
+    result = run_losses((main, first, second), 0, tokens)
     assert float(result.mtp) == pytest.approx(((1 + 2 + 64) / 64 / 3 + 1 / 64) / 2, rel=1e-5)
 
 
@@ -89,7 +79,7 @@ def test_targets_of_documents_that_end_with_eos():
     counts = count_targets(tokens, end, 2)
     assert (counts.sequences, int(counts.main), *map(int, counts.mtp)) == (1, 4, 2, 0)
     logits = logits_for([5, 6, 1, 3, 4, 1], 1, [1.0, 2.0, 64.0, 4.0, 8.0, 0.0])
-    assert float(run_losses(logits, aux_of(), tokens, end).main) == pytest.approx(15 / 4, rel=1e-5)
+    assert float(run_losses((logits,), end, tokens).main) == pytest.approx(15 / 4, rel=1e-5)
 
 
 def test_losses_of_microbatches_sum_to_the_batch():
@@ -100,9 +90,10 @@ def test_losses_of_microbatches_sum_to_the_batch():
     )
     tokens = jnp.array(sequences)
     counts = count_targets(tokens, 0, 0)
-    whole = run_losses(logits, aux_of(), tokens, 0)
+    whole = run_losses((logits,), 0, tokens)
     parts = [
-        losses(logits[i : i + 1], aux_of(), tokens[i : i + 1], 0, counts).main for i in range(2)
+        losses(*logits_as_states(logits[i : i + 1]), tokens[i : i + 1], 0, counts).main
+        for i in range(2)
     ]
     assert float(whole.main) == pytest.approx((5 * 1 + 2 * 2) / 7, rel=1e-5)
     assert [float(part) for part in parts] == pytest.approx([5 / 7, 4 / 7], rel=1e-5)
@@ -113,7 +104,7 @@ def test_agreement_of_the_first_mtp_layer():
     later, where two of three agree."""
     main = jax.nn.one_hot(jnp.array([[0, 3, 4, 0, 0, 0, 0, 5, 0]]), 8)
     first = jax.nn.one_hot(jnp.array([[3, 1, 0, 0, 0, 0, 5, 0]]), 8)
-    result = run_losses(main, aux_of(first), jnp.array([PACKED]), 0)
+    result = run_losses((main, first), 0, jnp.array([PACKED]))
     assert float(result.mtp_agreement) == pytest.approx(2 / 3)
 
 

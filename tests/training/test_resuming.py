@@ -115,6 +115,20 @@ def old_run(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(("recorded", "value"), [(False, "none"), (True, "full")])
+def test_recomputation_was_recorded_as_a_boolean(recorded, value, old_run):
+    content = json.loads(OLD_RECORD.read_text())
+    content["training"]["remat"] = recorded
+    (old_run / "run.json").write_text(json.dumps(content))
+    config = dataclasses.replace(LORA, remat=recorded)
+    assert config.remat == value
+    defaults = {"training": dataclasses.asdict(LORA)}
+    record.compare(old_run, {"training": dataclasses.asdict(config)}, defaults)
+    other = dataclasses.replace(LORA, remat="norms")
+    with pytest.raises(ValueError, match=f"remat differs: .* began with '{value}', got 'norms'"):
+        record.compare(old_run, {"training": dataclasses.asdict(other)}, defaults)
+
+
 @pytest.mark.usefixtures("no_evaluation")
 def test_a_run_of_an_earlier_version_resumes(model, old_run):
     """Settings that it did not have are the defaults, and are recorded then."""

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dsv3_jax.layers.linear import Linear
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.model_io import Hidden, HiddenStates
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.cross_entropy import LossHead
 from dsv3_jax.training.losses import Losses
 from dsv3_jax.training.state import TrainingState
 from dsv3_jax.training.step import Metrics
@@ -50,6 +53,20 @@ for _sequence, _position in (
     (5, 11),
 ):
     TOKENS[_sequence, _position] = 0
+
+
+def logits_as_states(*logits: jax.Array) -> tuple[LossHead, HiddenStates]:
+    """Returns a head and hidden states that have these logits: the main model's [B, T, W], then
+    those of MTP layers, which are shorter. Padding has other values."""
+    T, W = logits[0].shape[1:]
+    head = Linear(W, W, std=1.0, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    head.weight.set_value(jnp.eye(W))
+    main, *mtp = (
+        jnp.pad(x, ((0, 0), (0, T - x.shape[1]), (0, 0)), constant_values=7.0) for x in logits
+    )
+    return LossHead(head), HiddenStates(
+        Hidden(main, main), tuple(Hidden(x, x) for x in mtp), (), ()
+    )
 
 
 def step(

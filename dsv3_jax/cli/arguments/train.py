@@ -90,7 +90,7 @@ TRAINING_HELP = {
     "bias_update_end": "fraction of the steps after which the biases no longer change",
     "compute_dtype": "bfloat16 or float32, of most matmuls; weights and moments are always float32",
     "accumulate": "number of parts of a batch that are computed one after the other",
-    "remat": "compute layers again in the backward pass, to save memory",
+    "remat": "what the backward pass computes again, to save memory; without a value: full",
     "scan_layers": "compile equal layers once, as a loop",
     "indexer_stage": "of a model with sparse attention: dense trains its indexers, sparse all",
     "draft_depth": "train the MTP layer alone, to draft this many tokens in turn; 0: train all",

@@ -1,0 +1,104 @@
+"""Times training steps of a model with random weights and tokens on one device.
+
+    python -m scripts.bench_training                        # Moonlight, 8 layers, 4 x 4,096 tokens
+    python -m scripts.bench_training --batch 8
+    python -m scripts.bench_training --batch 1 --length 32768
+    python -m scripts.bench_training --remat full
+    python -m scripts.bench_training --config config.json --layers 0 --batch 16 --length 1024
+
+JAX allocates 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, to 0.94 for
+example. XLA_FLAGS=--xla_gpu_enable_triton_gemm=false shortens the compilation.
+
+Prints one JSON object: the mean time of a step, tokens/s, MFU as ``dsv3 train`` defines it, the
+peak memory that JAX has allocated, the compile time and the losses. The time is that of ``--steps``
+steps one after the other, as in a run, after ``--warm-up`` ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.machine import description
+from dsv3_jax import ModelConfig, presets
+from dsv3_jax.initialization import parameter_count, random_model
+from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.metrics_log import utilisation
+from dsv3_jax.training.trainer import Trainer
+
+
+def model_config(name: str, layers: int) -> ModelConfig:
+    """Returns a preset or a config.json, with its first ``layers`` layers, or all for 0."""
+    config = ModelConfig.from_hf(name) if Path(name).exists() else presets.get(name)
+    layers = layers or config.num_hidden_layers
+    return dataclasses.replace(config, num_hidden_layers=layers, quantization=None)
+
+
+def measure(
+    model: ModelConfig, config: TrainingConfig, batch: int, length: int, steps: int, warm_up: int
+) -> dict[str, object]:
+    """Returns the figures of one configuration."""
+    initial = random_model(model, 0)
+    parameters = parameter_count(initial) + parameter_count(initial, mtp=True)
+    trainer = Trainer(initial, config)
+    del initial
+    state, random = trainer.init(), np.random.default_rng(0)
+    tokens = trainer.shard_batch(random.integers(1, model.vocab_size, (batch, length)))
+    losses, seconds = [], []
+    for count in (1, warm_up, steps):
+        began = time.perf_counter()
+        for _ in range(count):
+            state, metrics = trainer.step(state, tokens)
+            losses.append(metrics.losses.main)
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - began)
+    step, device = seconds[-1] / steps, jax.devices()[0]
+    rate = batch * length / step
+    memory = device.memory_stats() or {}
+    return {
+        "parameters": parameters,
+        "batch": batch,
+        "length": length,
+        "remat": config.remat,
+        "ms": 1000 * step,
+        "tokens_per_second": rate,
+        "mfu": utilisation(model, length, rate, device.device_kind, config.compute_dtype),
+        "peak_gb": memory.get("peak_bytes_in_use", 0) / 1e9,
+        "first_step_s": seconds[0],
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Time training steps on one device.")
+    parser.add_argument("--config", default="moonlight-16b", help="preset or config.json")
+    parser.add_argument("--layers", type=int, default=8, help="0: all")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--remat", default="none", help="policy of recomputation")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--compute-dtype", default="bfloat16")
+    given = parser.parse_args(arguments)
+    config = TrainingConfig(
+        steps=10_000,
+        learning_rate=1e-4,
+        final_learning_rate=1e-5,
+        remat=given.remat,
+        accumulate=given.accumulate,
+        compute_dtype=given.compute_dtype,
+    )
+    model = model_config(given.config, given.layers)
+    sizes = given.batch, given.length, given.steps, given.warm_up
+    print(json.dumps(description() | measure(model, config, *sizes)))
+
+
+if __name__ == "__main__":
+    main()

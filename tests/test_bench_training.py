@@ -1,0 +1,29 @@
+"""Tests of the command that times training steps, on a tiny model."""
+
+import json
+
+import pytest
+
+from scripts import bench_training
+from tests.training.tiny import CONFIG
+
+
+def test_layers_of_a_preset():
+    config = bench_training.model_config("moonlight-16b", 8)
+    assert (config.num_hidden_layers, config.hidden_size, config.quantization) == (8, 2048, None)
+    assert bench_training.model_config("moonlight-16b", 0).num_hidden_layers == 27
+
+
+@pytest.mark.slow
+def test_figures(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    words = f"--config {path} --layers 0 --batch 2 --length 12 --steps 3 --warm-up 1"
+    bench_training.main([*words.split(), "--remat", "norms", "--compute-dtype", "float32"])
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["remat"] == "norms"
+    assert figures["mfu"] is None  # that of a CPU is unknown
+    assert len(figures["losses"]) == 5
+    assert figures["losses"][-1] < figures["losses"][0]
+    rate = 2 * 12 * 1000 / figures["ms"]
+    assert figures["tokens_per_second"] == pytest.approx(rate)
