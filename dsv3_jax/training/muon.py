@@ -66,7 +66,8 @@ def scale_by_muon(dtype: jnp.dtype, layout: Layout | None) -> optax.GradientTran
             together[leaf.shape if leaf.ndim == 2 else (i,)].append(i)
         for group in together.values():
             matrices = [leaves[i].astype(dtype).reshape(-1, *leaves[i].shape[-2:]) for i in group]
-            result = orthogonalize(jnp.concatenate(matrices), layout)
+            sharding = layout and _one_device_each(layout, leaves[group[0]].ndim == 3)
+            result = orthogonalize(jnp.concatenate(matrices), sharding)
             scale = _UPDATE_RMS * math.sqrt(max(result.shape[-2:]))
             for i, matrix in zip(group, jnp.split(result, len(group)), strict=True):
                 leaves[i] = scale * matrix.astype(jnp.float32).reshape(leaves[i].shape)
@@ -75,12 +76,19 @@ def scale_by_muon(dtype: jnp.dtype, layout: Layout | None) -> optax.GradientTran
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalize(x: Float[Array, "b n m"], layout: Layout | None = None) -> Float[Array, "b n m"]:
+def orthogonalize(
+    x: Float[Array, "b n m"], sharding: NamedSharding | None = None
+) -> Float[Array, "b n m"]:
     """Returns matrices with the singular vectors of ``x`` and singular values of about 1, between
-    0.68 and 1.2. Those below 1/500 of the matrix' norm stay smaller, and zeros stay zeros."""
+    0.68 and 1.2. Those below 1/500 of the matrix' norm stay smaller, and zeros stay zeros.
+
+    Args:
+      sharding: sharding of the matrices over devices, of which each computes its own.
+    """
     count = len(x)
-    if layout is not None:
-        x = _one_device_each(x, layout)
+    if sharding is not None:
+        x = jnp.pad(x, ((0, -count % sharding.num_devices), (0, 0), (0, 0)))
+        x = jax.lax.with_sharding_constraint(x, sharding)
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
     # The published code adds 1e-7 to the norm, which would shrink the update of small gradients.
     x = (x / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)).astype(x.dtype)
@@ -93,9 +101,12 @@ def orthogonalize(x: Float[Array, "b n m"], layout: Layout | None = None) -> Flo
     return x[:count]
 
 
-def _one_device_each(x: Float[Array, "b n m"], layout: Layout) -> Float[Array, "padded n m"]:
-    """Returns the matrices, with zeros after them, sharded over all devices."""
-    padding = -len(x) % layout.mesh.size
-    x = jnp.pad(x, ((0, padding), (0, 0), (0, 0)))
-    spec = PartitionSpec(layout.mesh.axis_names)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+def _one_device_each(layout: Layout, are_experts: bool) -> NamedSharding:
+    """Returns the sharding of matrices over all devices.
+
+    The axes of experts come first for experts, so that a matrix stays among the devices that have
+    its shards.
+    """
+    first = layout.mesh_axes("expert") if are_experts else ()
+    axes = (*first, *(axis for axis in layout.mesh.axis_names if axis not in first))
+    return NamedSharding(layout.mesh, PartitionSpec(axes))
