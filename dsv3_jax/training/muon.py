@@ -26,7 +26,8 @@ from sharding import Layout
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5 in the polynomial that an iteration applies to the singular values."""
+"""Coefficients of x, x^3 and x^5 in the polynomial that an iteration applies to the singular
+values."""
 _ITERATIONS = 5
 _UPDATE_RMS = 0.2
 
@@ -83,7 +84,7 @@ def orthogonalize(
     0.68 and 1.2. Those below 1/500 of the matrix' norm stay smaller, and zeros stay zeros.
 
     Args:
-      sharding: sharding of the matrices over devices, of which each computes its own.
+      sharding: sharding of whole matrices over devices. Each device orthogonalises its own.
     """
     count = len(x)
     if sharding is not None:

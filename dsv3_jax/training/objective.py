@@ -45,7 +45,7 @@ def compute_weights(weights: Tree, dtype: DTypeLike) -> Tree:
 
 
 class Observed(NamedTuple):
-    """What the forward pass of a batch shows apart from its losses."""
+    """Results of a forward pass other than its losses."""
 
     load: Int[Array, "L_moe E"]
     """Number of tokens that chose each expert, in the main model's MoE layers and then in the MTP
@@ -89,7 +89,7 @@ class Objective:
         tokens: Int[Array, "B T"],
         counts: TargetCounts | None = None,
     ) -> tuple[Losses, Observed]:
-        """Returns the losses of a batch and what else its forward pass shows.
+        """Returns the losses of a batch and the other results of its forward pass.
 
         The forward pass uses ``compute_dtype``; see :func:`compute_weights`.
 
@@ -137,8 +137,8 @@ class Objective:
         tokens: Int[Array, "B T"],
         mtp_weight: Float32[Array, ""],
     ) -> tuple[Tree, Losses, Observed]:
-        """Returns the gradient of a batch's loss with respect to ``params``, its losses and what
-        else is observed, accumulated over ``config.accumulate`` microbatches."""
+        """Returns the gradient of a batch's loss with respect to ``params``, its losses and the
+        other results of the forward pass, accumulated over ``config.accumulate`` microbatches."""
         accumulate, balance_weight = self.config.accumulate, self.config.balance_weight
         counts = self._counts(tokens)
 

@@ -65,7 +65,7 @@ def test_small_scores_are_not_computed():
 def scores_of(model: DeepSeekV3) -> list[np.ndarray]:
     """Returns the largest score of each head, by layer, from the queries and keys of a forward
     pass."""
-    found = []
+    largest = []
 
     def run(layers, x, rotation):
         all_stats = []
@@ -75,13 +75,13 @@ def scores_of(model: DeepSeekV3) -> list[np.ndarray]:
             queries = attention.queries(attention.query_latent(normed), rotation)
             queries = np.concatenate([np.asarray(q) for q in queries], axis=-1)
             scale = attention.config.softmax_scale
-            found.append(all_scores(queries, np.asarray(keys), scale).max(axis=(0, 2, 3)))
+            largest.append(all_scores(queries, np.asarray(keys), scale).max(axis=(0, 2, 3)))
             x, stats = run_in_order([layer], x, rotation)
             all_stats += stats
         return x, all_stats
 
     model(jnp.asarray(TOKENS), return_aux=True, run_layers=run)
-    return found
+    return largest
 
 
 def large_scores(model: DeepSeekV3) -> DeepSeekV3:
@@ -144,7 +144,7 @@ def test_a_step_clips(model, trainer, accumulate):
 def test_max_scores_on_eight_devices(model, layout):
     """Devices with other sequences, and devices with other heads."""
     config = dataclasses.replace(model.config, num_attention_heads=8, moe_intermediate_size=24)
-    found = []
+    by_layout = []
     for each in (None, make_layout(layout)):
         spread = random_model(config, 0, each)
         run, maxima = qk_clip.run_with_max_scores(lambda layers, x, r: (x, []), -100.0)
@@ -152,5 +152,5 @@ def test_max_scores_on_eight_devices(model, layout):
         x = jax.random.normal(jax.random.key(0), (*tokens.shape, config.hidden_size))
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         run(list(spread.layers), x, rotation_at(config, positions))
-        found.append(np.asarray(maxima[0]))
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+        by_layout.append(np.asarray(maxima[0]))
+    np.testing.assert_allclose(by_layout[1], by_layout[0], rtol=1e-5)
