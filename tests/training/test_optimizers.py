@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import optimizer
+from dsv3_jax.training.checkpoints import CheckpointStore
 from dsv3_jax.training.muon import orthogonalize
 from dsv3_jax.training.optimizer import make_optimizer
 from dsv3_jax.training.trainer import Trainer
@@ -227,6 +228,21 @@ def test_which_parameters_have_muon(model):
     assert by_name["mu"] == by_name["nu"] == adamw
     assert by_name["momentum"] == {jax.tree_util.keystr(path) for path, _ in params} - adamw
     assert any("gate" in name for name in by_name["momentum"])
+
+
+def test_checkpoints_of_muon(model, tmp_path):
+    trainer = Trainer(model, dataclasses.replace(MUON, moments_dtype="bfloat16"))
+    start = trainer.init()
+    state = start._replace(optimizer=jax.tree.map(lambda x: x + 3, start.optimizer))
+    store = CheckpointStore(tmp_path, None)
+    store.save(state, {})
+    restored, _ = store.restore(0, trainer.abstract_state)
+    store.close()
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert len(jax.tree.leaves(state.optimizer)) > len(jax.tree.leaves(state.params))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(each)] for each in (restored, state)]
+    assert dtypes[0] == dtypes[1]
 
 
 @pytest.mark.parametrize("spec", [P("expert"), P(("data", "expert")), P()], ids=str)
