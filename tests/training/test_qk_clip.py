@@ -140,7 +140,9 @@ def test_a_step_clips(model, trainer, accumulate):
         np.testing.assert_allclose(arrays(clipped.params)[name], leaf, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["train", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel", pytest.param("train", marks=pytest.mark.slow)]
+)
 def test_max_scores_on_eight_devices(model, layout):
     """Devices with other sequences, and devices with other heads."""
     config = dataclasses.replace(model.config, num_attention_heads=8, moe_intermediate_size=24)
