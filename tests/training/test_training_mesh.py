@@ -203,7 +203,8 @@ def test_optimizers(directory, name, settings):
     )
     updates, clipped = [], []
     for layout in (None, name):
-        trainer = Trainer(load(directory, layout), config)
+        model = load(directory, layout)  # a second init needs it
+        trainer = Trainer(model, config)
         before = arrays(trainer.init().params)
         state, metrics = trainer.step(trainer.init(), trainer.shard_batch(TOKENS))
         updates.append({name: p - before[name] for name, p in arrays(state.params).items()})
