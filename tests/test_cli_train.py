@@ -237,9 +237,9 @@ def test_ctrl_c_saves_and_prints_the_command_to_resume(files, tmp_path, capsys, 
     def step(self, state, tokens):
         for _ in range(next(interrupts)):
             signal.raise_signal(signal.SIGINT)
-        one = jnp.float32(1)
+        one, none = jnp.float32(1), jnp.int32(0)
         metrics = Metrics(
-            Losses(*[one] * len(Losses._fields)), one, one, one, one, jnp.ones((2, 8), int)
+            Losses(*[one] * len(Losses._fields)), one, one, one, one, none, jnp.ones((2, 8), int)
         )
         return state._replace(step=state.step + 1), metrics
 

@@ -13,11 +13,17 @@ Remat = Literal["none", "norms", "attention+norms", "full"]
 """Policy of recomputation, see :attr:`TrainingConfig.remat`."""
 IndexerStage = Literal["none", "dense", "sparse"]
 """Stage of the training of indexers; ``none`` for models without them."""
+Optimizer = Literal["adamw", "muon"]
+"""Optimizer of matrices; see :mod:`dsv3_jax.training.optimizer`."""
 
 # The V3 report's schedule over 14.8 trillion tokens (section 4.2), as fractions of the run.
 _PRETRAINING = 14.8e12
 _CONSTANT_UNTIL = 10.0e12 / _PRETRAINING
 _DECAYED_BY = 14.3e12 / _PRETRAINING
+
+# A decay by less than 2^-8 can round to no change in bfloat16. The moment would then never fall.
+_LARGEST_BFLOAT16_BETA = 0.99
+_BFLOAT16_BETAS = f"at most {_LARGEST_BFLOAT16_BETA} with moments_dtype bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +56,21 @@ class TrainingConfig:
     """Fraction at which the cosine decay begins, or the end of the warm-up if that is later."""
     decay_end: float = _DECAYED_BY
     """Fraction at which the cosine decay ends. The learning rate is constant afterwards."""
+    optimizer: Optimizer = "adamw"
+    """AdamW, or Muon for all matrices but embedding and head, and AdamW for these and the norms.
+    Both take the same learning rate and weight decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
+    moments_dtype: str = "float32"
+    """Dtype in which AdamW's moments and Muon's momentum are stored, float32 or bfloat16. Updates
+    are computed in float32, and moments are rounded to nearest even when they are stored."""
     weight_decay: float = 0.1
-    """AdamW's weight decay, multiplied by the learning rate. Vectors (the norms) are exempt."""
+    """Weight decay, multiplied by the learning rate. Vectors (the norms) are exempt."""
     clip_norm: float = 1.0
     """Maximum global norm of the gradient."""
+    qk_clip: float = 0.0
+    """Largest score of an attention head, above which its queries and keys are scaled down
+    (:mod:`dsv3_jax.training.qk_clip`); 100 in Kimi-K2. 0 for no limit."""
     mtp_weight: float = 0.3
     """Factor of the MTP loss before ``mtp_weight_switch``."""
     final_mtp_weight: float = 0.1
@@ -72,8 +87,8 @@ class TrainingConfig:
     """Fraction from which the router biases are constant."""
     compute_dtype: str = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass, bfloat16 or float32.
-    Master weights, accumulated gradients and moments are float32, and so are embedding, norms and
-    routers (:func:`dsv3_jax.training.objective.stays_float32`)."""
+    Master weights and accumulated gradients are float32, and so are embedding, norms and routers
+    (:func:`dsv3_jax.training.objective.stays_float32`)."""
     accumulate: int = 1
     """Number of microbatches per step. Activations need memory for one of them."""
     remat: Remat | bool = "none"
@@ -115,6 +130,7 @@ class TrainingConfig:
             expect(name, getattr(self, name) >= 0, "at least 0")
         for name in (
             "weight_decay",
+            "qk_clip",
             "mtp_weight",
             "final_mtp_weight",
             "balance_weight",
@@ -128,6 +144,8 @@ class TrainingConfig:
             0 <= self.final_learning_rate <= self.learning_rate,
             f"0 to learning_rate, {self.learning_rate}",
         )
+        optimizers = typing.get_args(Optimizer)
+        expect("optimizer", self.optimizer in optimizers, " or ".join(optimizers))
         expect("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         expect(
             "decay_end",
@@ -147,7 +165,15 @@ class TrainingConfig:
         stages = typing.get_args(IndexerStage)
         expect("indexer_stage", self.indexer_stage in stages, " or ".join(stages))
         dtypes = ("bfloat16", "float32")
-        expect("compute_dtype", self.compute_dtype in dtypes, " or ".join(dtypes))
+        for name in ("compute_dtype", "moments_dtype"):
+            expect(name, getattr(self, name) in dtypes, " or ".join(dtypes))
+        if self.qk_clip:
+            expect("indexer_stage", self.indexer_stage == "none", "none with qk_clip")
+            expect("scan_layers", not self.scan_layers, "False with qk_clip")
+            for name in ("lora_rank", "draft_depth"):
+                expect(name, not getattr(self, name), "0 with qk_clip")
+        if self.moments_dtype == "bfloat16":
+            expect("betas", max(self.betas) <= _LARGEST_BFLOAT16_BETA, _BFLOAT16_BETAS)
 
     @property
     def recomputed(self) -> Remat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int
 
 from dsv3_jax.config import ModelConfig
-from dsv3_jax.training import drafts, indexer, lora
+from dsv3_jax.training import drafts, indexer, lora, qk_clip
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import separator
 from dsv3_jax.training.cross_entropy import LossHead
@@ -43,6 +43,17 @@ def compute_weights(weights: Tree, dtype: DTypeLike) -> Tree:
             for stays in [stays_float32(path, w.ndim)]
         ]
     )
+
+
+class Observed(NamedTuple):
+    """Results of a forward pass other than its losses."""
+
+    load: Int[Array, "L_moe E"]
+    """Number of tokens that chose each expert, in the main model's MoE layers and then in the MTP
+    layers."""
+    max_scores: Float32[Array, "L H"]
+    """Largest score of each attention head, exact where it exceeds ``qk_clip``, in the main model's
+    layers and then in the MTP layers. [0, H] without ``qk_clip``."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,8 +89,8 @@ class Objective:
         biases: Tree,
         tokens: Int[Array, "B T"],
         counts: TargetCounts | None = None,
-    ) -> tuple[Losses, Int[Array, "L_moe E"]]:
-        """Returns the losses of a batch and the number of tokens that chose each expert.
+    ) -> tuple[Losses, Observed]:
+        """Returns the losses of a batch and the other results of its forward pass.
 
         The forward pass uses ``compute_dtype``; see :func:`compute_weights`.
 
@@ -92,6 +103,9 @@ class Objective:
         run_layers = layer_runner(remat=self.config.recomputed, scan=self.config.scan_layers)
         if stage != "none":
             run_layers, divergences = indexer.run_with_divergences(run_layers, stage)
+        max_scores: list[jax.Array] = []
+        if self.config.qk_clip:
+            run_layers, max_scores = qk_clip.run_with_max_scores(run_layers, self.config.qk_clip)
         model = nnx.merge(self.graph, weights, biases)
         model.dtype = dtype
         states = model.hidden_states(
@@ -111,7 +125,11 @@ class Objective:
             batch_losses = batch_losses._replace(drafts=divergence)
         loads = [stats.counts for stats in states.routing + states.mtp_routing]
         no_layers = jnp.zeros((0, self.model_config.n_routed_experts), jnp.int32)
-        return batch_losses, jnp.stack(loads) if loads else no_layers
+        no_scores = jnp.zeros((0, self.model_config.num_attention_heads), jnp.float32)
+        return batch_losses, Observed(
+            jnp.stack(loads) if loads else no_layers,
+            jnp.stack(max_scores) if max_scores else no_scores,
+        )
 
     def gradient(
         self,
@@ -120,22 +138,22 @@ class Objective:
         biases: Tree,
         tokens: Int[Array, "B T"],
         mtp_weight: Float32[Array, ""],
-    ) -> tuple[Tree, Losses, Int[Array, "L_moe E"]]:
-        """Returns the gradient of a batch's loss with respect to ``params``, its losses and its
-        expert loads, accumulated over ``config.accumulate`` microbatches."""
+    ) -> tuple[Tree, Losses, Observed]:
+        """Returns the gradient of a batch's loss with respect to ``params``, its losses and the
+        other results of the forward pass, accumulated over ``config.accumulate`` microbatches."""
         accumulate, balance_weight = self.config.accumulate, self.config.balance_weight
         counts = self._counts(tokens)
 
         def loss(params: Tree, microbatch: Int[Array, "B T"]):
-            terms, load = self.losses(params, frozen, biases, microbatch, counts)
+            terms, observed = self.losses(params, frozen, biases, microbatch, counts)
             total = terms.main + mtp_weight * terms.mtp + balance_weight * terms.balance
             # In the dense stage, the other terms are constants to the indexers.
             total = terms.indexer if self.config.indexer_stage == "dense" else total + terms.indexer
-            return terms.drafts if self.config.draft_depth else total, (terms, load)
+            return terms.drafts if self.config.draft_depth else total, (terms, observed)
 
         def gradient(microbatch: Int[Array, "B T"]):
-            grads, (terms, load) = jax.grad(loss, has_aux=True)(params, microbatch)
-            return grads, terms, load
+            grads, (terms, observed) = jax.grad(loss, has_aux=True)(params, microbatch)
+            return grads, terms, observed
 
         if accumulate == 1:
             return gradient(tokens)
@@ -146,7 +164,10 @@ class Objective:
         )
 
         def add(total: Any, microbatch: Int[Array, "B T"]):
-            return jax.tree.map(jnp.add, total, gradient(microbatch)), None
+            of_microbatch = gradient(microbatch)
+            *sums, observed = jax.tree.map(jnp.add, total, of_microbatch)
+            max_scores = jnp.maximum(total[-1].max_scores, of_microbatch[-1].max_scores)
+            return (*sums, observed._replace(max_scores=max_scores)), None
 
         return jax.lax.scan(add, zeros, microbatches)[0]
 

@@ -1,4 +1,4 @@
-"""The optimizer, AdamW after clipping the norm of the gradient, and all schedules of a run."""
+"""The optimizer, AdamW or Muon after clipping the norm of the gradient, and all schedules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import optax
 from jax.typing import ArrayLike
 
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.muon import scale_by_muon
+from sharding import Layout
 
 
 def learning_rate(config: TrainingConfig) -> optax.Schedule:
@@ -60,16 +62,68 @@ def _switch(before: float, after: float, step: int) -> optax.Schedule:
     return optax.join_schedules([constant(before), constant(after)], [step])
 
 
-def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """Returns AdamW with the configured learning rate schedule, after clipping the global norm of
-    the gradient. Weight decay applies to matrices only, not to vectors such as norm weights."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate(config),
-            b1=config.betas[0],
-            b2=config.betas[1],
-            weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
-        ),
-    )
+def make_optimizer(
+    config: TrainingConfig, layout: Layout | None = None
+) -> optax.GradientTransformation:
+    """Returns the optimizer, after clipping the global norm of the gradient.
+
+    AdamW is one pass over memory: XLA compiles moments and update of each array to one kernel that
+    reads gradients as they come, in bfloat16 for weights in bfloat16. The global norm, summed in
+    float32, is one more pass over the gradients.
+
+    Args:
+      layout: mesh layout of the model, or None for a single device.
+    """
+    moments_dtype = jnp.dtype(config.moments_dtype)
+
+    def with_decay(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+        return optax.chain(
+            direction,
+            optax.add_decayed_weights(config.weight_decay, _is_matrix),
+            optax.scale_by_learning_rate(learning_rate(config)),
+        )
+
+    b1, b2 = config.betas
+    optimizer = with_decay(stored_in(moments_dtype, optax.scale_by_adam(b1, b2)))
+    if config.optimizer == "muon":
+        direction = stored_in(moments_dtype, scale_by_muon(jnp.dtype(config.compute_dtype), layout))
+        optimizer = optax.partition(
+            {"adamw": optimizer, "muon": with_decay(direction)},
+            lambda params: jax.tree.map_with_path(_optimizer_of, params),
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def stored_in(
+    dtype: jnp.dtype, transformation: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Returns the transformation with its floating-point state stored in ``dtype``. It computes
+    with the state in float32, and its updates do not depend on the rounding of the new state."""
+
+    def cast(state: Any, dtype: jnp.dtype) -> Any:
+        def leaf(x: jax.Array) -> jax.Array:
+            return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return jax.tree.map(leaf, state)
+
+    def init(params: optax.Params) -> Any:
+        return cast(transformation.init(params), dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        state = cast(state, jnp.dtype(jnp.float32))
+        updates, state = transformation.update(updates, state, params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_matrix(params: optax.Params) -> Any:
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def _optimizer_of(path: tuple[Any, ...], param: Any) -> str:
+    """Returns the optimizer of a parameter in a run with Muon. As in Moonlight's code, routers have
+    Muon too; only vectors, embedding and head have AdamW."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    has_adamw = param.ndim == 1 or name.startswith(("embed_tokens.", "lm_head."))
+    return "adamw" if has_adamw else "muon"

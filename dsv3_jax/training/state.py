@@ -31,7 +31,8 @@ class TrainingState(NamedTuple):
     """``e_score_correction_bias`` of every router, float32 [E] each. The load of the experts
     updates them; they have no gradient."""
     optimizer: optax.OptState
-    """AdamW's two moments, float32 with the shapes of ``params``, and step counters."""
+    """AdamW's two moments or Muon's momentum, in ``moments_dtype`` with the shapes of ``params``,
+    and step counters."""
     step: Int[Array, ""]
     """Number of completed steps."""
 
@@ -91,10 +92,12 @@ def state_shardings(
         param_shardings = jax.tree.map(lambda _: replicated, shapes.params)
     moments = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        # A moment is masked if another optimizer updates the parameter.
+        lambda leaf, sharding: leaf if isinstance(leaf, optax.MaskedNode) else sharding,
         shapes.optimizer,
         param_shardings,
         transform_non_params=lambda _: replicated,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
     biases = jax.tree.map(lambda _: replicated, shapes.biases)
     return TrainingState(param_shardings, biases, moments, replicated)

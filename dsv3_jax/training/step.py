@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float32, Int
 
 from dsv3_jax.training import optimizer as optimizers
+from dsv3_jax.training import qk_clip
 from dsv3_jax.training.losses import Losses, TargetCounts, imbalance, update_biases
 from dsv3_jax.training.objective import Objective
 from dsv3_jax.training.state import TrainingState, init_params, init_state
@@ -30,6 +31,8 @@ class Metrics(NamedTuple):
     """Factor of the MTP loss in this step."""
     expert_imbalance: Float32[Array, ""]
     """Maximum load divided by mean load, averaged over MoE layers."""
+    clipped_heads: Int[Array, ""]
+    """Number of attention heads whose largest score exceeded ``qk_clip``, in all layers."""
     expert_load: Int[Array, "L_moe E"]
     """Number of tokens that chose each expert, in the main model's MoE layers and then in the MTP
     layers."""
@@ -51,9 +54,13 @@ def training_step(
     """
     config = objective.config
     mtp_weight = jnp.float32(optimizers.mtp_weight(config)(state.step))
-    grads, losses, load = objective.gradient(state.params, frozen, state.biases, tokens, mtp_weight)
+    grads, losses, (load, max_scores) = objective.gradient(
+        state.params, frozen, state.biases, tokens, mtp_weight
+    )
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
+    if config.qk_clip:
+        params = qk_clip.clip(params, max_scores, config.qk_clip, objective.model_config)
     bias_speed = jnp.float32(optimizers.bias_update_speed(config)(state.step))
     biases = update_biases(state.biases, load, bias_speed)
     metrics = Metrics(
@@ -62,6 +69,7 @@ def training_step(
         jnp.float32(optimizers.learning_rate(config)(state.step)),
         mtp_weight,
         imbalance(load),
+        jnp.sum(max_scores > config.qk_clip, dtype=jnp.int32),
         load,
     )
     return TrainingState(params, biases, optimizer_state, state.step + 1), metrics

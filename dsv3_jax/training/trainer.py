@@ -70,7 +70,7 @@ class Trainer:
         self._model_reference = weakref.ref(model)
         self._compiled: set[tuple[int, ...]] = set()  # shapes of batches
 
-        optimizer = make_optimizer(config)
+        optimizer = make_optimizer(config, self.layout)
         shapes = jax.eval_shape(
             lambda w, b: init_state(*init_params(w, b, config), optimizer), weights, biases
         )

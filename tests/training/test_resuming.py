@@ -305,10 +305,10 @@ def fake_step(nan_step: int | None = None):
 
     def step(self: Trainer, state: TrainingState, tokens) -> tuple[TrainingState, Metrics]:
         number = int(state.step) + 1
-        one = jnp.float32(1)
+        one, none = jnp.float32(1), jnp.int32(0)
         norm = jnp.float32(np.nan if number == nan_step else 1)
         metrics = Metrics(
-            Losses(*[one] * len(Losses._fields)), norm, one, one, one, jnp.ones((2, 8), int)
+            Losses(*[one] * len(Losses._fields)), norm, one, one, one, none, jnp.ones((2, 8), int)
         )
         return state._replace(step=jnp.int32(number)), metrics
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import dsv3_jax
+from dsv3_jax.initialization import abstract_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import optimizer
 from dsv3_jax.training.trainer import Trainer
@@ -153,6 +154,23 @@ def test_accumulation_is_the_whole_batch(trainer, thirds):
     for name in want:
         assert relative_error(got[name], want[name]) < 1e-5, name
         assert relative_error(got[name], arrays(start.params)[name]) > 1e-3, name
+
+
+@pytest.mark.slow
+def test_accumulation_has_one_float32_copy(model):
+    """The compiled step needs memory for one sum of gradients, and not for the gradients of a
+    microbatch besides."""
+    config = dataclasses.replace(model.config, hidden_size=256, moe_intermediate_size=256)
+    wide = abstract_model(config)
+
+    def temporary_bytes(accumulate: int) -> int:
+        trainer = Trainer(wide, dataclasses.replace(RUN, accumulate=accumulate))
+        tokens = jax.ShapeDtypeStruct((accumulate, 8), jnp.int32)
+        lowered = trainer.programs.step.lower(trainer.abstract_state, None, tokens)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(Trainer(wide, RUN).abstract_state.params))
+    assert temporary_bytes(3) < temporary_bytes(1) + 1.2 * 4 * size
 
 
 # ---- other models --------------------------------------------------------------------------------

@@ -185,6 +185,35 @@ def test_bfloat16(directory):
         assert relative_error(got.gradients[name], gradient) < 0.05, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        ("muon", QUICK),
+        ("muon", "data 2, expert 2, tensor 2"),
+        ("muon", "data 2, expert 2, tensor 2 with FSDP"),
+        ("adamw", "data 2, expert 2, tensor 2 with FSDP"),
+    ],
+)
+def test_optimizers(directory, optimizer, name):
+    """Compares the updates of a step with moments in bfloat16, two microbatches and QK-clip."""
+    settings = {"optimizer": optimizer, "moments_dtype": "bfloat16"}
+    config = dataclasses.replace(RUN, **settings, accumulate=2, qk_clip=0.01)
+    updates, clipped = [], []
+    for layout in (None, name):
+        model = load(directory, layout)  # a second init needs it
+        trainer = Trainer(model, config)
+        before = arrays(trainer.init().params)
+        state, metrics = trainer.step(trainer.init(), trainer.shard_batch(TOKENS))
+        updates.append({name: p - before[name] for name, p in arrays(state.params).items()})
+        clipped.append(int(metrics.clipped_heads))
+    assert 0 < clipped[0] == clipped[1]
+    for parameter, update in updates[0].items():
+        assert np.linalg.norm(update) > 0, parameter
+        # Newton-Schulz, and AdamW's division by its second moment, enlarge rounding errors.
+        assert relative_error(updates[1][parameter], update) < 5e-3, parameter
+
+
 # ---- shardings -----------------------------------------------------------------------------------
 
 
