@@ -118,7 +118,11 @@ def run(arguments: argparse.Namespace) -> None:
                 corpus,
                 out,
                 config,
-                _reduce_time_limit(settings, time.perf_counter() - began),
+                # The memory has been checked above.
+                _reduce_time_limit(
+                    dataclasses.replace(settings, check_memory=False),
+                    time.perf_counter() - began,
+                ),
                 resume=arguments.resume,
                 report=progress.show if is_first else _ignore,
                 should_stop=(lambda: request.is_made) if is_alone else None,

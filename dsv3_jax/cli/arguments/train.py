@@ -69,6 +69,7 @@ RUN_HELP = {
     "keep": "number of checkpoints to keep; 0: none are written, and the run cannot be resumed",
     "max_minutes": "stop after this many minutes; evaluating, saving and writing the model come on"
     " top",
+    "check_memory": "refuse a run whose step needs more memory than the devices have",
 }
 
 TRAINING_HELP = {
