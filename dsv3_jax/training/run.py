@@ -25,6 +25,7 @@ from dsv3_jax.training.memory import check_memory
 from dsv3_jax.training.metrics_log import Entry
 from dsv3_jax.training.session import Session, TrainingResult
 from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.training.trackers import Tracker
 from dsv3_jax.training.trainable import check_settings
 from dsv3_jax.training.trainer import Trainer
 from dsv3_jax.words import counted
@@ -39,6 +40,7 @@ def train(
     *,
     resume: bool = False,
     report: Callable[[Entry], None] | None = None,
+    tracker: Tracker | None = None,
     should_stop: Callable[[], bool] | None = None,
     metadata: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
@@ -69,8 +71,11 @@ def train(
       report: callback for each new entry of metrics.jsonl. An entry has ``step``, ``losses`` and
         the other fields of :class:`~dsv3_jax.training.step.Metrics`, ``expert_load`` (maximum
         divided by mean, per MoE layer), ``seconds`` since the session began, ``tokens_per_second``
-        and ``mfu`` since the previous entry (null if unknown), and after an evaluation the
+        and ``mfu`` since the previous entry, ``seconds_left`` of the session,
+        ``peak_memory_bytes`` of a device (each null if unknown), and after an evaluation the
         ``held_out`` losses. The entry of step 0 has only ``step``, ``seconds`` and ``held_out``.
+      tracker: receives the numbers of each entry, and is closed at the end. An error that it raises
+        ends the run, unless it is a :class:`~dsv3_jax.training.trackers.GuardedTracker`.
       should_stop: callback after each step. If it returns True, the session saves a checkpoint and
         ends. An exception such as KeyboardInterrupt ends it without saving. Only for a single
         process.
@@ -108,7 +113,7 @@ def train(
         record.begin(out, identity, metadata or {}, tokenizer)
         store = CheckpointStore(out / record.CHECKPOINTS, settings.keep) if settings.keep else None
     del model
-    session = Session(trainer, evaluation, out, settings, store, report, should_stop, start_time)
+    session = Session(trainer, evaluation, out, settings, store, report, tracker, should_stop, start_time)
     return session.run(batches)
 
 

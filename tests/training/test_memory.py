@@ -1,0 +1,158 @@
+"""Memory of a training step: what a program writes, its parts, and refusals."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dsv3_jax.config import ModelConfig
+from dsv3_jax.initialization import abstract_model
+from dsv3_jax.training import memory
+from dsv3_jax.training.liveness import peak
+from dsv3_jax.training.memory import alternatives, check_memory, remedy, step_memory
+from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.training.trainer import Trainer
+from tests.training.tiny import CONFIG, RUN
+
+N = 256
+SQUARE = 4 * N * N
+BATCH, LENGTH = 8, 64
+SETTINGS = RunSettings(batch=BATCH, length=LENGTH)
+
+
+def peak_of(function, *shapes, dtype=jnp.float32):
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    program = jax.make_jaxpr(function)(*arrays)
+    count = len(arrays)
+    return peak(program, ["tokens"] * count, [1.0] * count, set()).nbytes
+
+
+def test_elementwise_operations_between_matmuls_are_fused():
+    """Two arrays at a time: the result of a matmul and what the next one reads."""
+
+    def chain(x, w):
+        for _ in range(3):
+            x = jnp.exp(jnp.sin(x @ w) * 2) + 1
+        return x.sum()
+
+    assert peak_of(chain, (N, N), (N, N)) == 2 * SQUARE
+
+
+def test_what_a_gradient_saves():
+    """tanh saves its result, which the next matmul reads anyway."""
+
+    def loss(x, w):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    saved = peak_of(jax.grad(loss), (N, N), (N, N))
+    assert 3 * SQUARE <= saved <= 6 * SQUARE
+
+
+def test_a_matmul_writes_the_rounded_result():
+    def half(x, w):
+        y = jnp.einsum("ij,jk", x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+        return (y @ w).sum()
+
+    assert peak_of(half, (N, N), (N, N), dtype=jnp.bfloat16) == SQUARE  # two of half the size
+
+
+def test_the_body_of_a_loop_counts_once():
+    def loop(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x @ w) @ w, None), x, length=100)[0].sum()
+
+    assert peak_of(loop, (N, N), (N, N)) <= 4 * SQUARE
+
+
+def test_checkpointed_layers_save_only_their_inputs():
+    def layer(x, w):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return x
+
+    def loss(apply, x, w):
+        for _ in range(8):
+            x = apply(x, w)
+        return x.sum()
+
+    all_saved = peak_of(lambda x, w: jax.grad(loss, 1)(layer, x, w), (N, N), (N, N))
+    inputs = peak_of(lambda x, w: jax.grad(loss, 1)(jax.checkpoint(layer), x, w), (N, N), (N, N))
+    assert all_saved >= 32 * SQUARE
+    assert inputs <= 18 * SQUARE
+
+
+@pytest.fixture(scope="module")
+def model():
+    return abstract_model(ModelConfig.from_hf(CONFIG), dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def memory_of(model):
+    """Memory of a step by changes of the configuration, each computed once."""
+    known = {}
+
+    def compute(**changes):
+        key = tuple(changes.items())
+        if key not in known:
+            trainer = Trainer(model, dataclasses.replace(RUN, **changes))
+            known[key] = step_memory(trainer, BATCH, LENGTH)
+        return known[key]
+
+    return compute
+
+
+def test_state_is_exact(model, memory_of):
+    used = memory_of()
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(Trainer(model, RUN).abstract_state.params))
+    assert used.masters == 4 * weights
+    assert 0 <= used.moments - 8 * weights < 100  # counters
+    assert used.frozen == 0
+    assert used.peak == sum(dataclasses.asdict(used).values())
+
+
+def test_settings_change_their_part(memory_of):
+    plain = memory_of()
+    assert plain.activations > 0 < plain.logits
+    parts = memory_of(accumulate=4)
+    assert parts.gradients >= plain.masters  # float32 sums of all gradients
+    assert parts.activations < plain.activations
+    assert memory_of(remat=True).peak < plain.peak
+    low_rank = memory_of(lora_rank=2)
+    assert low_rank.frozen == plain.masters
+    assert low_rank.masters + low_rank.moments < plain.masters
+
+
+def test_alternatives_recompute_least_first():
+    config = dataclasses.replace(RUN, accumulate=2)
+    found = [(each.remat, each.accumulate) for each in alternatives(config, 8)]
+    assert found == [(False, 4), (False, 8), (True, 2), (True, 4), (True, 8)]
+
+
+def test_a_run_that_cannot_fit_is_refused(model, memory_of, monkeypatch):
+    plain, smaller = memory_of(), memory_of(remat=True)
+
+    def check(available):
+        monkeypatch.setattr(memory, "available_bytes", lambda: available)
+        check_memory(lambda config: Trainer(model, config), RUN, SETTINGS)
+
+    check(None)
+    check(plain.peak)
+    check(int(plain.peak / 1.04))  # within the accuracy of the estimate
+    with pytest.raises(ValueError, match="^memory: expected .* GB per device, got") as refusal:
+        check(plain.peak // 2)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith("--no-check-memory tries it anyway")
+    assert smaller.peak < plain.peak
+
+
+def test_a_remedy_names_flags_or_what_is_missing(model, memory_of):
+    make = lambda config: Trainer(model, config)  # noqa: E731
+    fits = remedy(make, RUN, SETTINGS, memory_of(accumulate=2).peak)
+    assert fits.startswith("--accumulate 2 needs ")
+    assert "nothing fits: " in remedy(make, RUN, SETTINGS, 1000)
+    alone = dataclasses.replace(SETTINGS, batch=1)
+    one = dataclasses.replace(RUN, remat=True)
+    assert remedy(make, one, alone, 1000).startswith("no other --remat or --accumulate")
