@@ -348,3 +348,52 @@ def test_refused_simulations(words, message, capsys):
     assert out == ""
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+TRAIN = {"batch": "2", "context": "64", "layout": None, "model": "demo"}
+
+
+@pytest.mark.slow
+def test_training(capsys):
+    assert plan("--train", **TRAIN) == 0
+    out = capsys.readouterr().out
+    title = "training of demo on gpu:h200x1, 1 device, single: 2 sequences of 64 tokens per step"
+    assert out.startswith(title)
+    for label in ("float32 weights", "optimizer moments", "activations", "peak", "available"):
+        assert f"  {label} " in out
+    assert plan("--train", "--json", "--lora-rank", "4", **TRAIN) == 0
+    result = finite(capsys.readouterr().out)
+    assert (result["fits"], result["what_fits"], result["compiled"]) == (True, None, None)
+    assert result["peak_bytes"] == sum(result["bytes"].values()) < result["memory_bytes"]
+    assert result["bytes"]["frozen"] > 100 * result["bytes"]["masters"] > 0
+
+
+@pytest.mark.slow
+def test_training_that_does_not_fit(capsys, monkeypatch):
+    monkeypatch.setattr("dsv3_jax.cli.plan_training.available_bytes", lambda target: 1000)
+    assert plan("--train", "--json", "--remat", **TRAIN | {"batch": "1"}) == 2
+    out, err = capsys.readouterr()
+    result = finite(out)
+    assert result["fits"] is False
+    last = err.splitlines()[-1]
+    assert last.startswith("dsv3 plan: error: a step needs ")
+    assert last.endswith(result["what_fits"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--train", "--serve"), "--serve: expected no --train with it"),
+        (("--train", "--quantization", "fp8"), "--quantization: expected none with --train"),
+        (("--remat",), "--remat True: expected --train with it"),
+        (("--expert-devices", "2"), "--expert-devices 2: expected --train with it"),
+        (("--layout", "train"), "--layout train: expected --train with it"),
+        (("--train", "--accumulate", "3"), "batch: expected a multiple of accumulate=3, got 2"),
+        (("--train", "--layout", "train", "--target", "h200x3"), "batch: expected a multiple of 3"),
+    ],
+)
+def test_flags_of_training_and_serving_do_not_mix(flags, message, capsys):
+    assert plan(*flags, **TRAIN) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.splitlines()[-1]

@@ -135,7 +135,10 @@ def _table(
             f"  {'estimated peak / compiler peak':34}{memory.peak / program.peak:12.1%}",
         ]
     if 0 < available - memory.peak < ACCURACY * available:
-        lines += ["", f"the estimate is accurate to {ACCURACY:.0%}: --compile tells whether it fits"]
+        lines += [
+            "",
+            f"the estimate is accurate to {ACCURACY:.0%}: --compile tells whether it fits",
+        ]
     return lines
 
 

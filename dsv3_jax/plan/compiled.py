@@ -181,8 +181,7 @@ def _compile(compilation: Compilation, target: Target) -> jax.stages.Compiled:
             raise
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ValueError(
-            f"{target.name}: the compiler reports that the program does not fit:"
-            f" {first_line}"
+            f"{target.name}: the compiler reports that the program does not fit: {first_line}"
         ) from None
 
 

@@ -24,25 +24,112 @@ from typing import Any
 from jax.extend import core
 
 _FUSED = frozenset(
-    "abs add add_any and atan2 broadcast_in_dim ceil clamp concatenate convert_element_type cos div"
-    " dynamic_slice eq erf exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p"
-    " logistic lt max min mul ne neg nextafter not or pad pow real rem rev round rsqrt select_n"
-    " shift_left shift_right_arithmetic shift_right_logical sign sin slice split sqrt square stack"
-    " sub tan tanh transpose xor".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "atan2",
+        "broadcast_in_dim",
+        "ceil",
+        "clamp",
+        "concatenate",
+        "convert_element_type",
+        "cos",
+        "div",
+        "dynamic_slice",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pad",
+        "pow",
+        "real",
+        "rem",
+        "rev",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "slice",
+        "split",
+        "sqrt",
+        "square",
+        "stack",
+        "sub",
+        "tan",
+        "tanh",
+        "transpose",
+        "xor",
+    ]
 )
 _RENAMED = frozenset(
-    "bitcast_convert_type copy copy_p expand_dims mesh_cast pvary reduce_precision reshape"
-    " sharding_constraint squeeze stop_gradient".split()
+    [
+        "bitcast_convert_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "mesh_cast",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "sharding_constraint",
+        "squeeze",
+        "stop_gradient",
+    ]
 )
 _REDUCTIONS = frozenset(
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
+    [
+        "argmax",
+        "argmin",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+    ]
 )
-_IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
+_IN_PLACE = frozenset(["dynamic_update_slice", "scatter", "scatter-add", "scatter_add"])
 _INLINING = _FUSED | _REDUCTIONS | _IN_PLACE | {"gather", "vector_product"}
 """Operations that compute fused inputs as they read them."""
 _CALLS = frozenset(
-    "checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat remat2"
-    " shard_map".split()
+    [
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+        "shard_map",
+    ]
 )
 _SCALARS = 4096  # bytes; smaller arrays are not followed
 
@@ -150,9 +237,7 @@ class _Program:
 
     def add(self, jaxpr: Any, inputs: Sequence[Array]) -> list[Array]:
         """Appends the operations of a jaxpr and returns its results."""
-        arrays: dict[Any, Array] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True)
-        )
+        arrays: dict[Any, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
         def read(atom: Any) -> Array:
             if isinstance(atom, core.Literal):
@@ -248,7 +333,11 @@ class _Program:
         for array in results:
             self._read(array, last)
         first_gradient = next(
-            (n for n, each in enumerate(self.operations) if any(map(self.is_gradient, each.outputs))),
+            (
+                n
+                for n, each in enumerate(self.operations)
+                if any(map(self.is_gradient, each.outputs))
+            ),
             last,
         )
         for operation in self.operations:

@@ -84,9 +84,9 @@ def train(
 
     Raises:
       ValueError: one line. ``out`` has other content, cannot be written, or is on a disk without
-        space for the checkpoints; a step needs more memory than the devices have; a resumed run differs in model, data or configuration; the corpus
-        is too short; or the run has diverged or has filled the disk, in which case its last
-        checkpoint is kept.
+        space for the checkpoints; a step needs more memory than the devices have; a resumed run
+        differs in model, data or configuration; the corpus is too short; or the run has diverged or
+        has filled the disk, in which case its last checkpoint is kept.
     """
     settings = settings or RunSettings()
     start_time = time.perf_counter()
@@ -113,7 +113,9 @@ def train(
         record.begin(out, identity, metadata or {}, tokenizer)
         store = CheckpointStore(out / record.CHECKPOINTS, settings.keep) if settings.keep else None
     del model
-    session = Session(trainer, evaluation, out, settings, store, report, tracker, should_stop, start_time)
+    session = Session(
+        trainer, evaluation, out, settings, store, report, tracker, should_stop, start_time
+    )
     return session.run(batches)
 
 

@@ -70,9 +70,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_near_the_compiler(name):
     """Three layers of Moonlight-16B on an H200, each a minute or two of compilation."""
-    config = dataclasses.replace(
-        presets.get("moonlight-16b"), num_hidden_layers=3, vocab_size=8192
-    )
+    config = dataclasses.replace(presets.get("moonlight-16b"), num_hidden_layers=3, vocab_size=8192)
     settings = RunSettings(batch=128, length=128)
     training = dataclasses.replace(RUN, **CASES[name])
     case = TrainingPlan(config, Target.parse("h200"), training, settings, "single")

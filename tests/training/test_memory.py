@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -106,13 +107,16 @@ def memory_of(model):
 
 def test_state_is_exact(model, memory_of):
     used = memory_of()
-    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(Trainer(model, RUN).abstract_state.params))
+    weights = sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(Trainer(model, RUN).abstract_state.params)
+    )
     assert used.masters == 4 * weights
     assert 0 <= used.moments - 8 * weights < 100  # counters
     assert used.frozen == 0
     assert used.peak == sum(dataclasses.asdict(used).values())
 
 
+@pytest.mark.slow
 def test_settings_change_their_part(memory_of):
     plain = memory_of()
     assert plain.activations > 0 < plain.logits
@@ -131,28 +135,50 @@ def test_alternatives_recompute_least_first():
     assert found == [(False, 4), (False, 8), (True, 2), (True, 4), (True, 8)]
 
 
-def test_a_run_that_cannot_fit_is_refused(model, memory_of, monkeypatch):
-    plain, smaller = memory_of(), memory_of(remat=True)
-
-    def check(available):
-        monkeypatch.setattr(memory, "available_bytes", lambda: available)
-        check_memory(lambda config: Trainer(model, config), RUN, SETTINGS)
-
-    check(None)
-    check(plain.peak)
-    check(int(plain.peak / 1.04))  # within the accuracy of the estimate
-    with pytest.raises(ValueError, match="^memory: expected .* GB per device, got") as refusal:
-        check(plain.peak // 2)
-    assert "\n" not in str(refusal.value)
-    assert str(refusal.value).endswith("--no-check-memory tries it anyway")
-    assert smaller.peak < plain.peak
+def make_trainer(config):
+    return types.SimpleNamespace(config=config, layout=None)
 
 
-def test_a_remedy_names_flags_or_what_is_missing(model, memory_of):
-    make = lambda config: Trainer(model, config)  # noqa: E731
-    fits = remedy(make, RUN, SETTINGS, memory_of(accumulate=2).peak)
-    assert fits.startswith("--accumulate 2 needs ")
-    assert "nothing fits: " in remedy(make, RUN, SETTINGS, 1000)
-    alone = dataclasses.replace(SETTINGS, batch=1)
-    one = dataclasses.replace(RUN, remat=True)
-    assert remedy(make, one, alone, 1000).startswith("no other --remat or --accumulate")
+@pytest.fixture
+def gigabytes(monkeypatch):
+    """Sets the memory of a step by remat and accumulate, and the memory of the device, in GB."""
+
+    def fix(sizes, available=None):
+        def step_memory(trainer, batch, length):
+            config = trainer.config
+            activations = round(1e9 * sizes[config.remat, config.accumulate])
+            return memory.TrainingMemory(0, 0, 0, 0, 0, activations, 0, 0)
+
+        monkeypatch.setattr(memory, "step_memory", step_memory)
+        limit = None if available is None else round(1e9 * available)
+        monkeypatch.setattr(memory, "available_bytes", lambda: limit)
+
+    return fix
+
+
+PAIR = dataclasses.replace(SETTINGS, batch=2)
+SIZES = {(False, 1): 100.0, (False, 2): 90.0, (True, 1): 50.0, (True, 2): 40.0}
+
+
+def test_a_run_that_cannot_fit_is_refused(gigabytes):
+    for available in (None, 100.0, 96.0):  # the last is within the accuracy of the estimate
+        gigabytes(SIZES, available)
+        check_memory(make_trainer, RUN, PAIR)
+    gigabytes(SIZES, 60.0)
+    with pytest.raises(ValueError, match="memory") as refusal:
+        check_memory(make_trainer, RUN, PAIR)
+    assert str(refusal.value) == (
+        "memory: expected a step of at most 60.0 GB per device, got 100.0 GB (activations 100.0);"
+        " --remat needs 50.0 GB and fits; --no-check-memory tries it anyway"
+    )
+
+
+def test_a_remedy_recomputes_least_or_says_what_is_missing(gigabytes):
+    gigabytes(SIZES)
+    at = {gb: remedy(make_trainer, RUN, PAIR, round(1e9 * gb)) for gb in (95, 45, 30)}
+    assert at[95] == "--accumulate 2 needs 90.0 GB and fits"
+    assert at[45] == "--remat --accumulate 2 needs 40.0 GB and fits"
+    assert at[30].startswith("nothing fits: --remat --accumulate 2 still needs 10.0 GB too much;")
+    alone = dataclasses.replace(PAIR, batch=1), dataclasses.replace(RUN, remat=True)
+    smallest = remedy(make_trainer, alone[1], alone[0], 1)
+    assert smallest.startswith("no other --remat or --accumulate needs less")

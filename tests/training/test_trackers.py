@@ -32,7 +32,9 @@ def test_names(monkeypatch):
     with pytest.raises(ValueError, match=r"expected wandb\[:PROJECT\] or tensorboard\[:DIR\], got"):
         parse("mlflow")
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"expected wandb to be installed; pip install '.\[wandb\]"):
+    with pytest.raises(
+        ValueError, match=r"expected wandb to be installed; pip install '.\[wandb\]"
+    ):
         parse("wandb")
 
 
