@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkpoints import sparse_config
 from tests.support.command import run
+from tests.training.tiny import CONFIG as TINY
 
 SETTINGS = {
     "--model": "moonlight-16b",
@@ -353,25 +354,33 @@ def test_refused_simulations(words, message, capsys):
 TRAIN = {"batch": "2", "context": "64", "layout": None, "model": "demo"}
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict[str, str | None]:
+    """Flags for a model that is traced in seconds."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return TRAIN | {"model": str(folder)}
+
+
 @pytest.mark.slow
-def test_training(capsys):
-    assert plan("--train", **TRAIN) == 0
+def test_training(tiny, capsys):
+    assert plan("--train", **tiny) == 0
     out = capsys.readouterr().out
-    title = "training of demo on gpu:h200x1, 1 device, single: 2 sequences of 64 tokens per step"
-    assert out.startswith(title)
+    title = " on gpu:h200x1, 1 device, single: 2 sequences of 64 tokens per step"
+    assert out.splitlines()[0].endswith(title)
     for label in ("float32 weights", "optimizer moments", "activations", "peak", "available"):
         assert f"  {label} " in out
-    assert plan("--train", "--json", "--lora-rank", "4", **TRAIN) == 0
+    assert plan("--train", "--json", "--lora-rank", "4", **tiny) == 0
     result = finite(capsys.readouterr().out)
     assert (result["fits"], result["what_fits"], result["compiled"]) == (True, None, None)
     assert result["peak_bytes"] == sum(result["bytes"].values()) < result["memory_bytes"]
-    assert result["bytes"]["frozen"] > 100 * result["bytes"]["masters"] > 0
+    assert result["bytes"]["frozen"] > result["bytes"]["masters"] > 0
 
 
 @pytest.mark.slow
-def test_training_that_does_not_fit(capsys, monkeypatch):
+def test_training_that_does_not_fit(tiny, capsys, monkeypatch):
     monkeypatch.setattr("dsv3_jax.cli.plan_training.available_bytes", lambda target: 1000)
-    assert plan("--train", "--json", "--remat", **TRAIN | {"batch": "1"}) == 2
+    assert plan("--train", "--json", "--remat", **tiny | {"batch": "1"}) == 2
     out, err = capsys.readouterr()
     result = finite(out)
     assert result["fits"] is False
@@ -389,7 +398,7 @@ def test_training_that_does_not_fit(capsys, monkeypatch):
         (("--expert-devices", "2"), "--expert-devices 2: expected --train with it"),
         (("--layout", "train"), "--layout train: expected --train with it"),
         (("--train", "--accumulate", "3"), "batch: expected a multiple of accumulate=3, got 2"),
-        (("--train", "--layout", "train", "--target", "h200x3"), "batch: expected a multiple of 3"),
+        (("--train", "--layout", "train", "--target", "h200x4"), "batch: expected a multiple of 4"),
     ],
 )
 def test_flags_of_training_and_serving_do_not_mix(flags, message, capsys):

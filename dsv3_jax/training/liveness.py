@@ -24,112 +24,36 @@ from typing import Any
 from jax.extend import core
 
 _FUSED = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "atan2",
-        "broadcast_in_dim",
-        "ceil",
-        "clamp",
-        "concatenate",
-        "convert_element_type",
-        "cos",
-        "div",
-        "dynamic_slice",
-        "eq",
-        "erf",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "iota",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "pad",
-        "pow",
-        "real",
-        "rem",
-        "rev",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "slice",
-        "split",
-        "sqrt",
-        "square",
-        "stack",
-        "sub",
-        "tan",
-        "tanh",
-        "transpose",
-        "xor",
-    ]
+    (
+        *("abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "ceil", "clamp"),
+        *("concatenate", "convert_element_type", "cos", "div", "dynamic_slice", "eq", "erf"),
+        *("exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le"),
+        *("log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not"),
+        *("or", "pad", "pow", "real", "rem", "rev", "round", "rsqrt", "select_n", "shift_left"),
+        *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "slice", "split"),
+        *("sqrt", "square", "stack", "sub", "tan", "tanh", "transpose", "xor"),
+    )
 )
 _RENAMED = frozenset(
-    [
-        "bitcast_convert_type",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "mesh_cast",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-        "stop_gradient",
-    ]
+    (
+        *("bitcast_convert_type", "copy", "copy_p", "expand_dims", "mesh_cast", "pvary"),
+        *("reduce_precision", "reshape", "sharding_constraint", "squeeze", "stop_gradient"),
+    )
 )
 _REDUCTIONS = frozenset(
-    [
-        "argmax",
-        "argmin",
-        "reduce_and",
-        "reduce_max",
-        "reduce_min",
-        "reduce_or",
-        "reduce_prod",
-        "reduce_sum",
-    ]
+    (
+        *("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or"),
+        *("reduce_prod", "reduce_sum"),
+    )
 )
 _IN_PLACE = frozenset(["dynamic_update_slice", "scatter", "scatter-add", "scatter_add"])
 _INLINING = _FUSED | _REDUCTIONS | _IN_PLACE | {"gather", "vector_product"}
 """Operations that compute fused inputs as they read them."""
 _CALLS = frozenset(
-    [
-        "checkpoint",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "jit",
-        "pjit",
-        "remat",
-        "remat2",
-        "shard_map",
-    ]
+    (
+        *("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit"),
+        *("pjit", "remat", "remat2", "shard_map"),
+    )
 )
 _SCALARS = 4096  # bytes; smaller arrays are not followed
 
