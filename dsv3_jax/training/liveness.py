@@ -90,7 +90,7 @@ class _Operation:
     inputs: list[Array]
     outputs: list[Array]
     inside: Peak | None = None
-    """What the body of a loop needs besides its inputs and outputs."""
+    """Peak of the body of a loop, without its inputs and outputs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,15 +102,15 @@ def make_tracker(name: str, out: Path, settings: Mapping[str, Any]) -> GuardedTr
 def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of an entry of metrics.jsonl by name. Groups become prefixes, and of the
     expert loads the largest is kept."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in entry.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{key}": number for key, number in scalars(value).items()}
+            numbers |= {f"{name}/{key}": number for key, number in scalars(value).items()}
         elif isinstance(value, list):
-            found |= {f"{name}/max": max(value)} if value else {}
+            numbers |= {f"{name}/max": max(value)} if value else {}
         elif isinstance(value, (int, float)) and name != "step":
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
 class _WandB:

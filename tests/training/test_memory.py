@@ -131,8 +131,8 @@ def test_settings_change_their_part(memory_of):
 
 def test_alternatives_recompute_least_first():
     config = dataclasses.replace(RUN, accumulate=2)
-    found = [(each.remat, each.accumulate) for each in alternatives(config, 8)]
-    assert found == [(False, 4), (False, 8), (True, 2), (True, 4), (True, 8)]
+    settings = [(each.remat, each.accumulate) for each in alternatives(config, 8)]
+    assert settings == [(False, 4), (False, 8), (True, 2), (True, 4), (True, 8)]
 
 
 def make_trainer(config):
