@@ -99,7 +99,8 @@ class TrainingPlan:
         layout = abstract_layout(
             self.layout_name, self.target.devices, expert_devices=self.expert_devices
         )
-        mesh = layout.mesh.update(abstract_device=self._device())
+        mesh: Any = layout.mesh
+        mesh = mesh.update(abstract_device=self._device())
         return dataclasses.replace(layout, mesh=mesh)
 
     def _device(self) -> AbstractDevice:
@@ -111,6 +112,6 @@ class TrainingPlan:
     def _on_target(self) -> Iterator[None]:
         """Traces for the devices of the target."""
         layout = self._abstract_layout()
-        mesh = AbstractMesh((1,), ("device",), abstract_device=self._device())
+        mesh: Any = AbstractMesh((1,), ("device",), abstract_device=self._device())
         with jax.sharding.use_abstract_mesh(mesh if layout is None else layout.mesh):
             yield

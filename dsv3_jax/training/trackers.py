@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dsv3_jax.words import how_to_install
 
@@ -16,6 +16,7 @@ _LOG = logging.getLogger("dsv3_jax")
 _MODULES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Receives the metrics of a run."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.training import memory
+from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.liveness import peak
 from dsv3_jax.training.memory import alternatives, check_memory, remedy, step_memory
 from dsv3_jax.training.settings import RunSettings
@@ -135,7 +137,7 @@ def test_alternatives_recompute_least_first():
     assert settings == [(False, 4), (False, 8), (True, 2), (True, 4), (True, 8)]
 
 
-def make_trainer(config):
+def make_trainer(config: TrainingConfig) -> Any:
     return types.SimpleNamespace(config=config, layout=None)
 
 
