@@ -78,7 +78,9 @@ class Trainer:
         )
         if self.layout is None:
             self.abstract_state = shapes
-            self._abstract_frozen = jax.eval_shape(lambda: self._frozen)
+            self._abstract_frozen = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._frozen
+            )
             self.programs = make_programs(self._objective, optimizer)
             return
         params, frozen = weight_shardings(model, self.layout, weights), None

@@ -129,6 +129,7 @@ def test_settings_change_their_part(memory_of):
     low_rank = memory_of(lora_rank=2)
     assert low_rank.frozen == plain.masters
     assert low_rank.masters + low_rank.moments < plain.masters
+    assert low_rank.activations > 0
 
 
 def test_alternatives_recompute_least_first():
