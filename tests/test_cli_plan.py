@@ -253,7 +253,7 @@ def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, message, tm
             "context: expected fewer than the model's 8192 positions, got 8192",
         ),
         ({"model": "moonlight"}, "got 'moonlight'; did you mean moonlight-16b?"),
-        ({"target": "h200x8", "layout": "train"}, "argument --layout: expected one of single, dp_"),
+        ({"target": "h200x8", "layout": "train"}, "--layout train: expected --train with it"),
         (
             {"activations": "float8"},
             "activations: expected quantization fp8 or int4 with float8 activations, got bf16",

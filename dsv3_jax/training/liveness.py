@@ -134,8 +134,13 @@ def _constants(jaxpr: Any) -> list[Array]:
     return [_array(v.aval, "constant", frozenset(), is_argument=True) for v in jaxpr.constvars]
 
 
-def _peak(jaxpr: Any, arguments: list[Array], parameters: Collection[tuple[int, ...]]) -> Peak:
-    program = _Program(parameters)
+def _peak(
+    jaxpr: Any,
+    arguments: list[Array],
+    parameters: Collection[tuple[int, ...]],
+    is_local: bool = False,
+) -> Peak:
+    program = _Program(parameters, is_local)
     results = program.add(jaxpr, [*_constants(jaxpr), *arguments])
     program.decide(results)
     return program.peak(arguments, results)
@@ -155,9 +160,11 @@ def _name(equation: Any) -> str:
 class _Program:
     """The operations of a jaxpr, those of calls included."""
 
-    def __init__(self, parameters: Collection[tuple[int, ...]]) -> None:
+    def __init__(self, parameters: Collection[tuple[int, ...]], is_local: bool) -> None:
         self.operations: list[_Operation] = []
         self._parameters = parameters
+        # Whether the shapes are those of one device, as inside shard_map.
+        self._is_local = is_local
 
     def add(self, jaxpr: Any, inputs: Sequence[Array]) -> list[Array]:
         """Appends the operations of a jaxpr and returns its results."""
@@ -183,7 +190,7 @@ class _Program:
             return operands
         depends_on = frozenset[str]().union(*(each.depends_on for each in operands))
         largest = max(operands, key=lambda each: each.nbytes * each.shards, default=None)
-        parts = largest.shards if largest is not None else 1.0
+        parts = 1.0 if largest is None or self._is_local else largest.shards
         results = [_array(var.aval, name, depends_on, parts) for var in equation.outvars]
         if name in _RENAMED and len(results) == 1 and results[0].nbytes == operands[0].nbytes:
             return operands[:1]
@@ -206,7 +213,10 @@ class _Program:
         inner = getattr(inner, "jaxpr", inner)
         if name in ("checkpoint", "remat", "remat2") and params.get("prevent_cse", True):
             self._append("optimization_barrier", operands, [])
+        outside = self._is_local
+        self._is_local = outside or name == "shard_map"
         results = self.add(inner, [*_constants(inner), *operands])
+        self._is_local = outside
         if name == "shard_map":
             for var, result in zip(equation.outvars, results, strict=True):
                 whole = math.prod(var.aval.shape) * var.aval.dtype.itemsize
@@ -214,29 +224,29 @@ class _Program:
         return results
 
     def _loop(self, equation: Any, operands: list[Array]) -> Peak:
-        """Returns what the body of a loop needs, or the branch of a conditional that needs most."""
-        params, bodies = equation.params, []
+        """Returns the peak of a loop's body, or of the branch of a conditional that needs most."""
+        params = equation.params
         if equation.primitive.name == "cond":
-            bodies = [(branch, operands[1:], 0) for branch in params["branches"]]
+            bodies, skipped = params["branches"], 1
         elif equation.primitive.name == "scan":
-            bodies = [(params["jaxpr"], operands, params["num_consts"] + params["num_carry"])]
+            bodies, skipped = [params["jaxpr"]], 0
         else:
-            skipped = params["cond_nconsts"]
-            bodies = [(params["body_jaxpr"], operands[skipped:], len(operands))]
+            bodies, skipped = [params["body_jaxpr"]], params["cond_nconsts"]
+        shapes = [atom.aval.shape for atom in equation.invars]
         peaks = []
-        for body, values, sliced_from in bodies:
-            arguments = [
-                _array(
-                    var.aval,
-                    value.made_by,
-                    value.depends_on,
-                    value.shards,
-                    # The loop makes a copy of each slice.
-                    is_argument=not 0 < sliced_from <= i,
+        for body in bodies:
+            arguments = []
+            # Bodies of while loops do not read the last arguments of the condition.
+            values = zip(body.jaxpr.invars, operands[skipped:], shapes[skipped:], strict=False)
+            for var, value, shape in values:
+                is_slice = var.aval.shape != shape  # of which the loop makes a copy
+                shards = 1.0 if self._is_local else value.shards
+                arguments.append(
+                    _array(
+                        var.aval, value.made_by, value.depends_on, shards, is_argument=not is_slice
+                    )
                 )
-                for i, (var, value) in enumerate(zip(body.jaxpr.invars, values, strict=True))
-            ]
-            peaks.append(_peak(body.jaxpr, arguments, self._parameters))
+            peaks.append(_peak(body.jaxpr, arguments, self._parameters, self._is_local))
         return max(peaks, key=lambda each: each.nbytes)
 
     def decide(self, results: Sequence[Array]) -> None:

@@ -11,7 +11,7 @@ from dsv3_jax.plan.compiled import compile_step
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.training import TrainingPlan
 from dsv3_jax.training.config import TrainingConfig
-from dsv3_jax.training.memory import ACCURACY
+from dsv3_jax.training.memory import ACCURACY, REMAT
 from dsv3_jax.training.settings import RunSettings
 from tests.support.checkpoints import tiny_config
 
@@ -56,7 +56,7 @@ def test_a_layout_must_match_the_devices():
 
 CASES = {
     "plain": {},
-    "remat": {"remat": True},
+    "remat": {"remat": REMAT[-1]},
     "accumulate": {"accumulate": 4},
     "lora": {"lora_rank": 16},
 }

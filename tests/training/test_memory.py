@@ -125,7 +125,7 @@ def test_settings_change_their_part(memory_of):
     parts = memory_of(accumulate=4)
     assert parts.gradients >= plain.masters  # float32 sums of all gradients
     assert parts.activations < plain.activations
-    assert memory_of(remat=True).peak < plain.peak
+    assert memory_of(remat=memory.REMAT[-1]).peak < plain.peak
     low_rank = memory_of(lora_rank=2)
     assert low_rank.frozen == plain.masters
     assert low_rank.masters + low_rank.moments < plain.masters
@@ -135,7 +135,8 @@ def test_settings_change_their_part(memory_of):
 def test_alternatives_recompute_least_first():
     config = dataclasses.replace(RUN, accumulate=2)
     settings = [(each.remat, each.accumulate) for each in alternatives(config, 8)]
-    assert settings == [(False, 4), (False, 8), (True, 2), (True, 4), (True, 8)]
+    assert settings[:2] == [(memory.REMAT[0], 4), (memory.REMAT[0], 8)]
+    assert settings[2:] == [(remat, n) for remat in memory.REMAT[1:] for n in (2, 4, 8)]
 
 
 def make_trainer(config: TrainingConfig) -> Any:
@@ -153,6 +154,7 @@ def gigabytes(monkeypatch):
             return memory.TrainingMemory(0, 0, 0, 0, 0, activations, 0, 0)
 
         monkeypatch.setattr(memory, "step_memory", step_memory)
+        monkeypatch.setattr(memory, "REMAT", (LEAST, MOST))
         limit = None if available is None else round(1e9 * available)
         monkeypatch.setattr(memory, "available_bytes", lambda: limit)
 
@@ -160,7 +162,9 @@ def gigabytes(monkeypatch):
 
 
 PAIR = dataclasses.replace(SETTINGS, batch=2)
-SIZES = {(False, 1): 100.0, (False, 2): 90.0, (True, 1): 50.0, (True, 2): 40.0}
+LEAST, MOST = memory.REMAT[0], memory.REMAT[-1]
+FLAG = "--remat" if MOST is True else f"--remat {MOST}"
+SIZES = {(LEAST, 1): 100.0, (LEAST, 2): 90.0, (MOST, 1): 50.0, (MOST, 2): 40.0}
 
 
 def test_a_run_that_cannot_fit_is_refused(gigabytes):
@@ -172,7 +176,7 @@ def test_a_run_that_cannot_fit_is_refused(gigabytes):
         check_memory(make_trainer, RUN, PAIR)
     assert str(refusal.value) == (
         "memory: expected a step of at most 60.0 GB per device, got 100.0 GB (activations 100.0);"
-        " --remat needs 50.0 GB and fits; --no-check-memory tries it anyway"
+        f" {FLAG} needs 50.0 GB and fits; --no-check-memory tries it anyway"
     )
 
 
@@ -180,8 +184,8 @@ def test_a_remedy_recomputes_least_or_says_what_is_missing(gigabytes):
     gigabytes(SIZES)
     at = {gb: remedy(make_trainer, RUN, PAIR, round(1e9 * gb)) for gb in (95, 45, 30)}
     assert at[95] == "--accumulate 2 needs 90.0 GB and fits"
-    assert at[45] == "--remat --accumulate 2 needs 40.0 GB and fits"
-    assert at[30].startswith("nothing fits: --remat --accumulate 2 still needs 10.0 GB too much;")
-    alone = dataclasses.replace(PAIR, batch=1), dataclasses.replace(RUN, remat=True)
+    assert at[45] == f"{FLAG} --accumulate 2 needs 40.0 GB and fits"
+    assert at[30].startswith(f"nothing fits: {FLAG} --accumulate 2 still needs 10.0 GB too much;")
+    alone = dataclasses.replace(PAIR, batch=1), dataclasses.replace(RUN, remat=MOST)
     smallest = remedy(make_trainer, alone[1], alone[0], 1)
     assert smallest.startswith("no other --remat or --accumulate needs less")

@@ -19,11 +19,13 @@ SUMMARY = "Calculate memory use and the best possible speed of a model, without 
 
 _LAYOUTS = tuple(name for name in get_args(LayoutName) if name != "train")
 
-_TRAINING_SETTINGS = (
-    *("accumulate", "remat", "scan_layers", "compute_dtype"),
-    *("lora_rank", "draft_depth", "indexer_stage"),
+_SCHEDULES = (
+    *("steps", "learning_rate", "final_learning_rate", "warmup_steps", "decay_start", "decay_end"),
+    *("betas", "weight_decay", "clip_norm", "mtp_weight", "final_mtp_weight", "mtp_weight_switch"),
+    *("mtp_hidden", "balance_weight", "bias_update_speed", "bias_update_end"),
+    *("lora_alpha", "lora_seed"),
 )
-"""Fields of TrainingConfig that the memory of a step depends on."""
+"""Fields of TrainingConfig that the memory of a step does not depend on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +137,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--expert-devices",
         "with --layout train: number of devices that share the experts (default: all devices)",
     )
-    described = {name: TRAINING_HELP[name] for name in _TRAINING_SETTINGS}
+    described = {name: text for name, text in TRAINING_HELP.items() if name not in _SCHEDULES}
     flags.add_fields(parser, "of a training step", TrainingConfig, described, {})
 
 
