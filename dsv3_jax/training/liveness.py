@@ -236,8 +236,7 @@ class _Program:
         peaks = []
         for body in bodies:
             arguments = []
-            # Bodies of while loops do not read the last arguments of the condition.
-            values = zip(body.jaxpr.invars, operands[skipped:], shapes[skipped:], strict=False)
+            values = zip(body.jaxpr.invars, operands[skipped:], shapes[skipped:], strict=True)
             for var, value, shape in values:
                 is_slice = var.aval.shape != shape  # of which the loop makes a copy
                 shards = 1.0 if self._is_local else value.shards
