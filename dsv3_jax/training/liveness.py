@@ -22,6 +22,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 _FUSED = frozenset(
     (
@@ -36,7 +37,7 @@ _FUSED = frozenset(
 )
 _RENAMED = frozenset(
     (
-        *("bitcast_convert_type", "copy", "copy_p", "expand_dims", "mesh_cast", "pvary"),
+        *("bitcast_convert_type", "copy", "copy_p", "expand_dims", "mesh_cast", "name", "pvary"),
         *("reduce_precision", "reshape", "sharding_constraint", "squeeze", "stop_gradient"),
     )
 )
@@ -121,7 +122,9 @@ def peak(
         _array(var.aval, name, frozenset((name,)), parts, is_argument=True)
         for var, name, parts in zip(program.jaxpr.invars, names, shards, strict=True)
     ]
-    return _peak(program.jaxpr, arguments, parameters)
+    # As XLA does: gradients of frozen weights are not computed, for example.
+    jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    return _peak(jaxpr, arguments, parameters)
 
 
 def _array(aval: Any, made_by: str, depends_on: frozenset[str], shards: float = 1.0, **more: Any):
@@ -189,8 +192,9 @@ class _Program:
             self._append(name, operands, [])
             return operands
         depends_on = frozenset[str]().union(*(each.depends_on for each in operands))
-        largest = max(operands, key=lambda each: each.nbytes * each.shards, default=None)
-        parts = 1.0 if largest is None or self._is_local else largest.shards
+        # As XLA propagates shardings: what is computed from a sharded array is sharded, too.
+        parts = max((each.shards for each in operands), default=1.0)
+        parts = 1.0 if self._is_local else parts
         results = [_array(var.aval, name, depends_on, parts) for var in equation.outvars]
         if name in _RENAMED and len(results) == 1 and results[0].nbytes == operands[0].nbytes:
             return operands[:1]
