@@ -573,14 +573,15 @@ def test_transformers_computes_the_same_logits(trained, tmp_path):
 
 
 def test_the_line_of_progress():
-    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    output = io.StringIO()
+    console = Console(file=output, width=200, force_terminal=False)
     progress = TrainingProgress(100, console=console)
     losses = {"main": 2.0, "mtp": 3.0, "mtp_agreement": 0.25}
     timing = {"tokens_per_second": 59500.0, "mfu": 0.392, "seconds_left": 5400.0}
     with progress:
         progress.show({"step": 10, "losses": losses, **timing, "peak_memory_bytes": 83_100_000_000})
         progress.show({"step": 20, "losses": losses})  # an entry of an earlier version
-    assert console.file.getvalue().splitlines() == [
+    assert output.getvalue().splitlines() == [
         "dsv3: step 10/100, loss 2.0000, MTP 3.0000 (25% agree), 59,500 tokens/s, MFU 39.2%,"
         " 83.1 GB, 1 h 30 min to go",
         "dsv3: step 20/100, loss 2.0000, MTP 3.0000 (25% agree)",

@@ -242,7 +242,7 @@ class _Program:
             arguments = []
             values = zip(body.jaxpr.invars, operands[skipped:], shapes[skipped:], strict=True)
             for var, value, shape in values:
-                is_slice = var.aval.shape != shape  # of which the loop makes a copy
+                is_slice = var.aval.shape != shape  # the loop copies its slices
                 shards = 1.0 if self._is_local else value.shards
                 arguments.append(
                     _array(
