@@ -131,17 +131,7 @@ def make_layout(
     if devices is None:
         devices = jax.devices()[:1] if name == "single" else jax.devices()
     preset = _preset(name, len(devices))
-    sizes = preset.mesh_sizes(len(devices))
-    if expert_devices is not None:
-        if not preset.fsdp_axes:
-            raise ValueError(f"expert_devices: expected None for {name}, got {expert_devices}")
-        if expert_devices < 1 or len(devices) % expert_devices:
-            raise ValueError(
-                f"expert_devices: expected a divisor of {len(devices)} devices, got"
-                f" {expert_devices}"
-            )
-        sizes = {"data": len(devices) // expert_devices, "expert": expert_devices}
-    mesh = make_mesh(**sizes, devices=devices)
+    mesh = make_mesh(**_mesh_sizes(name, len(devices), expert_devices), devices=devices)
     return _layout(preset, mesh, exchange, float8_dispatch, bfloat16_combine, micro_batches)
 
 
@@ -153,6 +143,7 @@ def abstract_layout(
     float8_dispatch: bool = False,
     bfloat16_combine: bool = False,
     micro_batches: int = 1,
+    expert_devices: int | None = None,
 ) -> Layout:
     """Returns the layout of that name over an abstract mesh, to compute what a device would hold.
 
@@ -160,8 +151,22 @@ def abstract_layout(
       ValueError: as :func:`make_layout`.
     """
     preset = _preset(name, num_devices)
-    mesh = abstract_mesh(**preset.mesh_sizes(num_devices))
+    mesh = abstract_mesh(**_mesh_sizes(name, num_devices, expert_devices))
     return _layout(preset, mesh, exchange, float8_dispatch, bfloat16_combine, micro_batches)
+
+
+def _mesh_sizes(name: str, num_devices: int, expert_devices: int | None) -> dict[str, int]:
+    """Returns the size of each mesh axis; see :func:`make_layout`."""
+    preset = _preset(name, num_devices)
+    if expert_devices is None:
+        return preset.mesh_sizes(num_devices)
+    if not preset.fsdp_axes:
+        raise ValueError(f"expert_devices: expected None for {name}, got {expert_devices}")
+    if expert_devices < 1 or num_devices % expert_devices:
+        raise ValueError(
+            f"expert_devices: expected a divisor of {num_devices} devices, got {expert_devices}"
+        )
+    return {"data": num_devices // expert_devices, "expert": expert_devices}
 
 
 def _layout(

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkpoints import sparse_config
 from tests.support.command import run
+from tests.training.tiny import CONFIG as TINY
 
 SETTINGS = {
     "--model": "moonlight-16b",
@@ -252,7 +253,7 @@ def test_a_picture_that_cannot_be_saved_is_refused_before_work(path, message, tm
             "context: expected fewer than the model's 8192 positions, got 8192",
         ),
         ({"model": "moonlight"}, "got 'moonlight'; did you mean moonlight-16b?"),
-        ({"target": "h200x8", "layout": "train"}, "argument --layout: expected one of single, dp_"),
+        ({"target": "h200x8", "layout": "train"}, "--layout train: expected --train with it"),
         (
             {"activations": "float8"},
             "activations: expected quantization fp8 or int4 with float8 activations, got bf16",
@@ -348,3 +349,60 @@ def test_refused_simulations(words, message, capsys):
     assert out == ""
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+TRAIN = {"batch": "2", "context": "64", "layout": None, "model": "demo"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict[str, str | None]:
+    """Flags for a model that is traced in seconds."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return TRAIN | {"model": str(folder)}
+
+
+@pytest.mark.slow
+def test_training(tiny, capsys):
+    assert plan("--train", **tiny) == 0
+    out = capsys.readouterr().out
+    title = " on gpu:h200x1, 1 device, single: 2 sequences of 64 tokens per step"
+    assert out.splitlines()[0].endswith(title)
+    for label in ("float32 weights", "optimizer moments", "activations", "peak", "available"):
+        assert f"  {label} " in out
+    assert plan("--train", "--json", "--lora-rank", "4", **tiny) == 0
+    result = finite(capsys.readouterr().out)
+    assert (result["fits"], result["what_fits"], result["compiled"]) == (True, None, None)
+    assert result["peak_bytes"] == sum(result["bytes"].values()) < result["memory_bytes"]
+    assert result["bytes"]["frozen"] > result["bytes"]["masters"] > 0
+
+
+@pytest.mark.slow
+def test_training_that_does_not_fit(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("dsv3_jax.cli.plan_training.available_bytes", lambda target: 1000)
+    assert plan("--train", "--json", "--remat", **tiny | {"batch": "1"}) == 2
+    out, err = capsys.readouterr()
+    result = finite(out)
+    assert result["fits"] is False
+    last = err.splitlines()[-1]
+    assert last.startswith("dsv3 plan: error: a step needs ")
+    assert last.endswith(result["what_fits"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--train", "--serve"), "--serve: expected no --train with it"),
+        (("--train", "--quantization", "fp8"), "--quantization: expected none with --train"),
+        (("--remat",), "--remat True: expected --train with it"),
+        (("--expert-devices", "2"), "--expert-devices 2: expected --train with it"),
+        (("--layout", "train"), "--layout train: expected --train with it"),
+        (("--train", "--accumulate", "3"), "batch: expected a multiple of accumulate=3, got 2"),
+        (("--train", "--layout", "train", "--target", "h200x4"), "batch: expected a multiple of 4"),
+    ],
+)
+def test_flags_of_training_and_serving_do_not_mix(flags, message, capsys):
+    assert plan(*flags, **TRAIN) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.splitlines()[-1]

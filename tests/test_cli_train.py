@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import dsv3_jax
 from dsv3_jax.checkpoint.convert import convert
@@ -582,3 +584,22 @@ def test_transformers_computes_the_same_logits(trained, tmp_path):
     with torch.no_grad():
         logits = theirs.eval()(torch.from_numpy(tokens), use_cache=False).logits.numpy()
     assert relative_error(ours, logits) < 1e-5
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+def test_the_line_of_progress():
+    output = io.StringIO()
+    console = Console(file=output, width=200, force_terminal=False)
+    progress = TrainingProgress(100, console=console)
+    losses = {"main": 2.0, "mtp": 3.0, "mtp_agreement": 0.25}
+    timing = {"tokens_per_second": 59500.0, "mfu": 0.392, "seconds_left": 5400.0}
+    with progress:
+        progress.show({"step": 10, "losses": losses, **timing, "peak_memory_bytes": 83_100_000_000})
+        progress.show({"step": 20, "losses": losses})  # an entry of an earlier version
+    assert output.getvalue().splitlines() == [
+        "dsv3: step 10/100, loss 2.0000, MTP 3.0000 (25% agree), 59,500 tokens/s, MFU 39.2%,"
+        " 83.1 GB, 1 h 30 min to go",
+        "dsv3: step 20/100, loss 2.0000, MTP 3.0000 (25% agree)",
+    ]

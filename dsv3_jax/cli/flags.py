@@ -31,11 +31,14 @@ def add_fields(
     descriptions: Mapping[str, str],
     defaults: Mapping[str, str],
 ) -> None:
-    """Adds a flag ``--some-name`` for each field ``some_name`` of a dataclass of settings, in a
-    group. ``defaults`` has those to show where they are not the dataclass's own."""
+    """Adds a flag ``--some-name`` for each field ``some_name`` of a dataclass of settings that has
+    a description, in a group. ``defaults`` has those to show where they are not the dataclass's
+    own."""
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
+        if field.name not in descriptions:
+            continue
         flag = "--" + field.name.replace("_", "-")
         default = defaults.get(field.name, _show(field.default))
         text = f"{descriptions[field.name]} (default: {default})"
@@ -44,7 +47,7 @@ def add_fields(
 
 def given_values(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
     """Returns the values of the flags that were given, by field."""
-    values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(settings)}
+    values = {f.name: getattr(arguments, f.name, None) for f in dataclasses.fields(settings)}
     return _with_tuples({name: value for name, value in values.items() if value is not None})
 
 

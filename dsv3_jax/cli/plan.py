@@ -1,4 +1,5 @@
-"""``dsv3 plan``: memory use, limits and lower bounds on time of a deployment."""
+"""``dsv3 plan``: memory use, limits and lower bounds on time of a deployment, or memory use of
+training."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import get_args
 
 from dsv3_jax import presets
 from dsv3_jax.checkpoint.find import DEMOS, find_config_directory
-from dsv3_jax.cli import plan_report, simulation
+from dsv3_jax.cli import plan_report, plan_training, simulation
 from dsv3_jax.cli.output import log, print_json
 from dsv3_jax.cli.progress import StatusLine
 from dsv3_jax.config import ModelConfig
@@ -36,6 +37,10 @@ def run(arguments: argparse.Namespace) -> None:
       DoesNotFitError: the deployment does not fit; its report has been printed.
       ValueError: a setting is refused.
     """
+    if arguments.train:
+        plan_training.run(arguments, _config(arguments.model))
+        return
+    plan_training.check_unused(arguments)
     if arguments.sweep:
         check_picture("--sweep", arguments.sweep)
     simulation.check(arguments)

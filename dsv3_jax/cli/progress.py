@@ -190,7 +190,6 @@ class TrainingProgress:
             console=self._console, get_renderable=self._renderable, refresh_per_second=4
         )
         self._held_out: tuple[float, int] | None = None  # the last measured loss, and its step
-        self._start: tuple[int, float] | None = None  # step and time
 
     def __enter__(self) -> TrainingProgress:
         self._entered = time.perf_counter()
@@ -246,15 +245,8 @@ class TrainingProgress:
             parts.append(f"{entry['tokens_per_second']:,.0f} tokens/s")
         if entry.get("mfu"):
             parts.append(f"MFU {entry['mfu']:.1%}")
-        return ", ".join(parts + self._remaining(step))
-
-    def _remaining(self, step: int) -> list[str]:
-        """Returns the remaining time, estimated from the steps since this session's first entry."""
-        now = time.perf_counter()
-        if self._start is None or step <= self._start[0]:
-            # Steps 0 and 1 include compilation, so the clock starts after them.
-            self._start = (step, now) if step else None
-            return []
-        first_step, first_time = self._start
-        seconds = (now - first_time) / (step - first_step) * (self._steps - step)
-        return [f"{seconds / 60:.0f} min to go" if seconds > 90 else f"{seconds:.0f} s to go"]
+        if entry.get("peak_memory_bytes"):
+            parts.append(f"{entry['peak_memory_bytes'] / 1e9:.1f} GB")
+        if entry.get("seconds_left"):
+            parts.append(f"{_duration(entry['seconds_left'])} to go")
+        return ", ".join(parts)

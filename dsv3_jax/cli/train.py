@@ -29,7 +29,7 @@ from dsv3_jax.initialization import abstract_model, parameter_count, random_mode
 from dsv3_jax.interrupts import StopRequest
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.tokenizer import Tokenizer
-from dsv3_jax.training import record
+from dsv3_jax.training import record, trackers
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.viz.canvas import check_matplotlib
@@ -52,6 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     if arguments.plot:
         check_matplotlib("--plot")
+    if arguments.track:
+        with flags.naming("--track"):
+            trackers.parse(arguments.track)
     if arguments.distributed:
         initialize()
     # Imported here because they import grain and orbax, which takes seconds.
@@ -112,15 +115,24 @@ def run(arguments: argparse.Namespace) -> None:
                 f"extends the run from {before} to {config.steps} steps; its schedules are now"
                 f" those of {config.steps} steps"
             )
+        tracker = None
+        if arguments.track and is_first:
+            shown = dataclasses.asdict(config) | dataclasses.asdict(settings)
+            tracker = trackers.make_tracker(arguments.track, out, shown)
         try:
             trained = runs.train(
                 make_model,
                 corpus,
                 out,
                 config,
-                _reduce_time_limit(settings, time.perf_counter() - began),
+                # The memory has been checked above.
+                _reduce_time_limit(
+                    dataclasses.replace(settings, check_memory=False),
+                    time.perf_counter() - began,
+                ),
                 resume=arguments.resume,
                 report=progress.show if is_first else _ignore,
+                tracker=tracker,
                 should_stop=(lambda: request.is_made) if is_alone else None,
                 metadata={"plan": inputs | {"settings": dataclasses.asdict(settings)}},
                 tokenizer=tokenizer,

@@ -1,5 +1,5 @@
-"""Compiles the programs of a Generator or an Engine for a target, without its devices, and reads
-their memory use from the compiler."""
+"""Compiles the programs of a Generator, an Engine or a Trainer for a target, without its devices,
+and reads their memory use from the compiler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from dsv3_jax.offline.pace import chunked_buckets
 from dsv3_jax.plan import engine_state
 from dsv3_jax.plan.deployment import Deployment
 from dsv3_jax.plan.estimate import model_shapes
+from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.topology import topology
+from dsv3_jax.plan.training import TrainingPlan
 from sharding import Layout, make_layout
 
 Phase = Literal["decode", "prefill"]
@@ -86,7 +88,22 @@ def compile_program(deployment: Deployment, phase: Phase) -> CompiledProgram:
 
 def _compile_for(layout: Layout, deployment: Deployment, phase: Phase) -> CompiledProgram:
     began = time.perf_counter()
-    executable = _compile(_lower(layout, deployment, phase), deployment)
+    executable = _compile(_lower(layout, deployment, phase), deployment.target)
+    return _figures(executable, began)
+
+
+def compile_step(plan: TrainingPlan) -> CompiledProgram:
+    """Compiles a training step.
+
+    Raises:
+      ValueError: as :func:`compile_program`.
+    """
+    began = time.perf_counter()
+    lowered = plan.lower(topology(plan.target))
+    return _figures(_compile(lowered.compile, plan.target), began)
+
+
+def _figures(executable: jax.stages.Compiled, began: float) -> CompiledProgram:
     memory: Any = executable.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledProgram(
@@ -154,7 +171,7 @@ def _model(deployment: Deployment, layout: Layout) -> DeepSeekV3:
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def _compile(compilation: Compilation, deployment: Deployment) -> jax.stages.Compiled:
+def _compile(compilation: Compilation, target: Target) -> jax.stages.Compiled:
     try:
         # The cache cannot load a program whose device is missing.
         with compile_cache.disabled():
@@ -164,8 +181,7 @@ def _compile(compilation: Compilation, deployment: Deployment) -> jax.stages.Com
             raise
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ValueError(
-            f"{deployment.target.name}: the compiler reports that the program does not fit:"
-            f" {first_line}"
+            f"{target.name}: the compiler reports that the program does not fit: {first_line}"
         ) from None
 
 

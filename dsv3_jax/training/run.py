@@ -21,9 +21,12 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.fingerprint import fingerprint
+from dsv3_jax.training.memory import check_memory
 from dsv3_jax.training.metrics_log import Entry
 from dsv3_jax.training.session import Session, TrainingResult
 from dsv3_jax.training.settings import RunSettings
+from dsv3_jax.training.trackers import Tracker
+from dsv3_jax.training.trainable import check_settings
 from dsv3_jax.training.trainer import Trainer
 from dsv3_jax.words import counted
 
@@ -37,6 +40,7 @@ def train(
     *,
     resume: bool = False,
     report: Callable[[Entry], None] | None = None,
+    tracker: Tracker | None = None,
     should_stop: Callable[[], bool] | None = None,
     metadata: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
@@ -67,8 +71,11 @@ def train(
       report: callback for each new entry of metrics.jsonl. An entry has ``step``, ``losses`` and
         the other fields of :class:`~dsv3_jax.training.step.Metrics`, ``expert_load`` (maximum
         divided by mean, per MoE layer), ``seconds`` since the session began, ``tokens_per_second``
-        and ``mfu`` since the previous entry (null if unknown), and after an evaluation the
+        and ``mfu`` since the previous entry, ``seconds_left`` of the session,
+        ``peak_memory_bytes`` of a device (each null if unknown), and after an evaluation the
         ``held_out`` losses. The entry of step 0 has only ``step``, ``seconds`` and ``held_out``.
+      tracker: receives the numbers of each entry, and is closed at the end. An error that it raises
+        ends the run, unless it is a :class:`~dsv3_jax.training.trackers.GuardedTracker`.
       should_stop: callback after each step. If it returns True, the session saves a checkpoint and
         ends. An exception such as KeyboardInterrupt ends it without saving. Only for a single
         process.
@@ -77,9 +84,9 @@ def train(
 
     Raises:
       ValueError: one line. ``out`` has other content, cannot be written, or is on a disk without
-        space for the checkpoints; a resumed run differs in model, data or configuration; the corpus
-        is too short; or the run has diverged or has filled the disk, in which case its last
-        checkpoint is kept.
+        space for the checkpoints; a step needs more memory than the devices have; a resumed run
+        differs in model, data or configuration; the corpus is too short; or the run has diverged or
+        has filled the disk, in which case its last checkpoint is kept.
     """
     settings = settings or RunSettings()
     start_time = time.perf_counter()
@@ -106,7 +113,9 @@ def train(
         record.begin(out, identity, metadata or {}, tokenizer)
         store = CheckpointStore(out / record.CHECKPOINTS, settings.keep) if settings.keep else None
     del model
-    session = Session(trainer, evaluation, out, settings, store, report, should_stop, start_time)
+    session = Session(
+        trainer, evaluation, out, settings, store, report, tracker, should_stop, start_time
+    )
     return session.run(batches)
 
 
@@ -133,7 +142,7 @@ def check(
       ValueError: as :func:`train`.
     """
     out = Path(out)
-    _check_settings(model, config, settings)
+    check_settings(model, config, settings)
     if resume and not settings.keep:
         raise ValueError("resume: expected a run that keeps checkpoints, got keep=0")
     trainer = Trainer(model, config)
@@ -143,6 +152,8 @@ def check(
     else:
         record.check_new(out)
     _check_space(trainer, out, settings, more_bytes)
+    if settings.check_memory:
+        check_memory(lambda changed: Trainer(model, changed), config, settings)
     return trainer
 
 
@@ -180,22 +191,3 @@ def _check_space(trainer: Trainer, out: Path, settings: RunSettings, more_bytes:
             f" {counted(checkpoints, 'checkpoint')} of {size:,} bytes and {more_bytes:,} bytes of"
             f" other files, got {free:,}; keep={settings.keep} sets how many checkpoints stay"
         )
-
-
-def _check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:
-    batch, length = settings.batch, settings.length
-    devices = 1 if model.layout is None else model.layout.num_shards("batch")
-    if model.layout is None and jax.process_count() > 1:
-        raise ValueError(
-            f"layout: expected one over the devices of {jax.process_count()} processes, got none"
-        )
-    if batch % (devices * config.accumulate):
-        factors = f"{devices} devices x " if devices > 1 else ""
-        raise ValueError(
-            f"batch: expected a multiple of {factors}accumulate={config.accumulate}, got {batch}"
-        )
-    shape = model.config
-    shortest = config.mtp_predictions(shape.num_nextn_predict_layers) + 2
-    longest = shape.max_position_embeddings
-    if not shortest <= length <= longest:
-        raise ValueError(f"length: expected {shortest} to {longest} for this model, got {length}")

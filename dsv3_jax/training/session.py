@@ -20,6 +20,7 @@ from dsv3_jax.training.record import EXPERT_LOAD, METRICS
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.state import TrainingState
 from dsv3_jax.training.step import Metrics
+from dsv3_jax.training.trackers import Tracker, scalars
 from dsv3_jax.training.trainer import Trainer
 from sharding.distributed import max_over_processes
 
@@ -48,6 +49,7 @@ class Session:
       out: directory of the run.
       store: checkpoints of the run, or None if it has none.
       report: callback for each new entry of metrics.jsonl.
+      tracker: receives the scalars of each new entry on the first process, or None.
       should_stop: callback after each step. True ends the session after saving a checkpoint.
       start_time: value of ``time.perf_counter()`` from which ``seconds`` count.
     """
@@ -60,17 +62,21 @@ class Session:
         settings: RunSettings,
         store: CheckpointStore | None,
         report: Callable[[Entry], None] | None,
+        tracker: Tracker | None,
         should_stop: Callable[[], bool] | None,
         start_time: float,
     ):
         self.trainer, self.evaluation, self.out = trainer, evaluation, out
         self.settings, self.store, self.start_time = settings, store, start_time
         self.report = report or (lambda entry: None)
+        self.tracker = tracker if jax.process_index() == 0 else None
         self.should_stop = should_stop or (lambda: False)
         self.device_kind = jax.devices()[0].device_kind
         # Time and step of the last entry, for the throughput since then. None until the first step
         # has been compiled.
         self._last_timing: tuple[float, int] | None = None
+        # The first such time and step, for the time that remains.
+        self._first_timing: tuple[float, int] | None = None
         # Steps whose losses and norms nobody has checked yet, with their metrics on the device.
         self._unchecked: list[tuple[int, Metrics]] = []
 
@@ -90,6 +96,8 @@ class Session:
             raise ValueError(f"{file}{error.strerror or error}; {self._saved()}") from None
         finally:
             self._log.close()
+            if self.tracker is not None:
+                self.tracker.close()
             if self.store is not None:
                 self.store.close()
         finished = step >= self.trainer.config.steps
@@ -169,9 +177,23 @@ class Session:
                     self.device_kind,
                     trainer.config.compute_dtype,
                 )
-        self._last_timing = now, step
         timing = {"seconds": self._seconds(), "tokens_per_second": tokens_per_second, "mfu": mfu}
+        timing["seconds_left"] = self._seconds_left(now, step)
+        timing["peak_memory_bytes"] = peak_memory()
+        self._last_timing = now, step
         return entry | timing
+
+    def _seconds_left(self, now: float, step: int) -> float | None:
+        """Returns the remaining time of the session, estimated from its steps after the first,
+        which includes compilation."""
+        if self._first_timing is None:
+            self._first_timing = now, step
+            return None
+        first_time, first_step = self._first_timing
+        left = (now - first_time) / (step - first_step) * (self.trainer.config.steps - step)
+        if self.settings.max_minutes is not None:
+            left = min(left, max(60 * self.settings.max_minutes - self._seconds(), 0.0))
+        return round(left, 1)
 
     def _check_finite(self, last_step: int) -> None:
         """Checks the losses and norms of all steps up to ``last_step``. This precedes every
@@ -184,6 +206,8 @@ class Session:
     def _append(self, entry: Entry) -> None:
         self._refuse_divergence(entry)
         self._log.append(entry)
+        if self.tracker is not None:
+            self.tracker.log(entry["step"], scalars(entry))
         self.report(entry)
 
     def _refuse_divergence(self, entry: Entry) -> None:
@@ -201,6 +225,13 @@ class Session:
     def _is_out_of_time(self) -> bool:
         limit = self.settings.max_minutes
         return limit is not None and max_over_processes(self._seconds() - 60 * limit) > 0
+
+
+def peak_memory() -> int | None:
+    """Returns the most bytes that this process has used on one of its devices so far, or None if
+    the devices do not count them, as CPUs."""
+    used = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+    return max((each for each in used if each is not None), default=None)
 
 
 def _is_due(step: int, interval: int) -> bool:

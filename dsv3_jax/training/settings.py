@@ -35,6 +35,10 @@ class RunSettings:
     max_minutes: float | None = None
     """Time limit of a session. The first step that ends later is the session's last."""
 
+    check_memory: bool = True
+    """Whether to refuse, before it begins, a run whose step needs more memory than the devices
+    have."""
+
     def __post_init__(self) -> None:
         for name, least in {"batch": 1, "length": 2}.items():
             if getattr(self, name) < least:

@@ -1,4 +1,4 @@
-"""Checks which models can be trained."""
+"""Checks which models can be trained, and with which settings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from flax import nnx
 from dsv3_jax.layers.logical_axes import parameter_shardings
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.settings import RunSettings
 
 
 def check_trainable(model: DeepSeekV3) -> None:
@@ -89,3 +90,27 @@ def check_indexers(model: DeepSeekV3, config: TrainingConfig) -> None:
     ):
         if not is_valid:
             raise ValueError(f"indexer_stage {stage}: expected {expected}, got {got}")
+
+
+def check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSettings) -> None:
+    """Checks that batch and length fit the model and its layout.
+
+    Raises:
+      ValueError: they do not.
+    """
+    batch, length = settings.batch, settings.length
+    devices = 1 if model.layout is None else model.layout.num_shards("batch")
+    if model.layout is None and jax.process_count() > 1:
+        raise ValueError(
+            f"layout: expected one over the devices of {jax.process_count()} processes, got none"
+        )
+    if batch % (devices * config.accumulate):
+        factors = f"{devices} devices x " if devices > 1 else ""
+        raise ValueError(
+            f"batch: expected a multiple of {factors}accumulate={config.accumulate}, got {batch}"
+        )
+    shape = model.config
+    shortest = config.mtp_predictions(shape.num_nextn_predict_layers) + 2
+    longest = shape.max_position_embeddings
+    if not shortest <= length <= longest:
+        raise ValueError(f"length: expected {shortest} to {longest} for this model, got {length}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from dsv3_jax.training.state import (
 )
 from dsv3_jax.training.step import Metrics, make_programs
 from dsv3_jax.training.trainable import check_drafts, check_indexers, check_trainable
+from dsv3_jax.training.tree import Tree
 
 
 class Trainer:
@@ -76,18 +78,27 @@ class Trainer:
         )
         if self.layout is None:
             self.abstract_state = shapes
+            self._abstract_frozen = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._frozen
+            )
             self.programs = make_programs(self._objective, optimizer)
             return
         params, frozen = weight_shardings(model, self.layout, weights), None
         if config.freezes_weights:
             params, frozen = None, params
         shardings = state_shardings(shapes, optimizer, self.layout, params)
-        self.abstract_state = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            shardings,
-        )
+        self.abstract_state = _with_shardings(shapes, shardings)
+        self._abstract_frozen = _with_shardings(self._frozen, frozen)
         self.programs = make_programs(self._objective, optimizer, self.layout, shardings, frozen)
+
+    def step_shapes(
+        self, batch: int, length: int
+    ) -> tuple[TrainingState, Tree | None, jax.ShapeDtypeStruct]:
+        """Returns the arguments of ``programs.step`` as shapes, with shardings if there is a
+        layout."""
+        sharding = None if self.layout is None else self.layout.sharding(("batch",))
+        tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=sharding)
+        return self.abstract_state, self._abstract_frozen, tokens
 
     def init(self) -> TrainingState:
         """Returns the state before the first step. It shares no array with the model, because steps
@@ -198,3 +209,11 @@ class Trainer:
         shortest = self.config.mtp_predictions(mtp_layers) + 2
         if shortest > T:
             raise ValueError(f"tokens: expected sequences of at least {shortest} tokens, got {T}")
+
+
+def _with_shardings(arrays: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        arrays,
+        shardings,
+    )

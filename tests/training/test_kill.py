@@ -62,7 +62,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 def losses(out: Path) -> dict[int, Entry]:
     """Returns the log entries by step, without their times."""
-    clock = ("seconds", "tokens_per_second", "mfu")
+    clock = ("seconds", "tokens_per_second", "mfu", "seconds_left", "peak_memory_bytes")
     entries = read_metrics(out / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == list(range(STEPS + 1))
     return {entry["step"]: {n: entry[n] for n in entry if n not in clock} for entry in entries}

@@ -31,7 +31,7 @@ SETTINGS = RunSettings(
 _NOISE = np.random.default_rng(2).integers(1, 32, 700).astype(np.uint16)
 _NOISE[::9] = 0
 CORPUS = Corpus(_NOISE[:600], _NOISE[600:])
-CLOCK = ("seconds", "tokens_per_second", "mfu")
+CLOCK = ("seconds", "tokens_per_second", "mfu", "seconds_left", "peak_memory_bytes")
 
 
 def timeless(entries: list[Entry]) -> list[Entry]:

@@ -6,15 +6,26 @@ import argparse
 from typing import get_args
 
 from dsv3_jax import presets
+from dsv3_jax.cli import flags
 from dsv3_jax.cli.arguments import shared
 from dsv3_jax.cli.arguments.parser import Flags
+from dsv3_jax.cli.arguments.train import TRAINING_HELP
 from dsv3_jax.quantization import QUANTIZATIONS
+from dsv3_jax.training.config import TrainingConfig
 from sharding.names import Exchange, LayoutName
 
 SUMMARY = "Calculate memory use and the best possible speed of a model, without having the devices."
 
 
 _LAYOUTS = tuple(name for name in get_args(LayoutName) if name != "train")
+
+_SCHEDULES = (
+    *("steps", "learning_rate", "final_learning_rate", "warmup_steps", "decay_start", "decay_end"),
+    *("betas", "weight_decay", "clip_norm", "mtp_weight", "final_mtp_weight", "mtp_weight_switch"),
+    *("mtp_hidden", "balance_weight", "bias_update_speed", "bias_update_end"),
+    *("lora_alpha", "lora_seed"),
+)
+"""Fields of TrainingConfig that the memory of a step does not depend on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add.choice(
         "--layout",
-        "sharding of the model: see docs/sharding.md (default: the fastest that fits)",
-        choices=_LAYOUTS,
+        "sharding of the model: see docs/sharding.md (default: the fastest that fits; with --train"
+        " train, or on one device single)",
+        choices=get_args(LayoutName),
     )
     add.integer(
         "--batch",
@@ -109,8 +121,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "also vary the batch size: print and plot tokens/s per device against tokens/s per user"
         " (.png, .svg or .pdf)",
     )
+    _add_training(parser)
     _add_simulation(parser)
     shared.add_json(add)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "training",
+        "With --train, the plan is for a training step of --batch sequences (default: 8, or the"
+        " next multiple of the devices) of --context tokens. Flags as in dsv3 train.",
+    )
+    Flags(group).switch("--train", "plan training instead of serving")
+    Flags(group).integer(
+        "--expert-devices",
+        "with --layout train: number of devices that share the experts (default: all devices)",
+    )
+    described = {name: text for name, text in TRAINING_HELP.items() if name not in _SCHEDULES}
+    flags.add_fields(parser, "of a training step", TrainingConfig, described, {})
 
 
 def _add_simulation(parser: argparse.ArgumentParser) -> None:

@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "format of the trained model's weights in OUT/model (default: bf16)",
         choices=["bf16", "fp8", "float32"],
     )
+    add.text(
+        "--track",
+        "also send the metrics to Weights & Biases, or write files for TensorBoard (default of DIR:"
+        " OUT/tensorboard)",
+        metavar="wandb[:PROJECT] | tensorboard[:DIR]",
+    )
     add.switch("--plot", "also plot OUT/loss.png and OUT/expert_load.png")
     shared.add_json(add)
     shared.add_compile_cache(add)
@@ -69,6 +75,7 @@ RUN_HELP = {
     "keep": "number of checkpoints to keep; 0: none are written, and the run cannot be resumed",
     "max_minutes": "stop after this many minutes; evaluating, saving and writing the model come on"
     " top",
+    "check_memory": "refuse a run whose step needs more memory than the devices have",
 }
 
 TRAINING_HELP = {
