@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.config import Remat, TrainingConfig
 from dsv3_jax.training.liveness import Array, peak
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.trainer import Trainer
 
-REMAT: tuple[Any, ...] = (False, True)
+REMAT = typing.get_args(Remat)
 """Values of ``TrainingConfig.remat``, from the least recomputation to the most."""
 
 ACCURACY = 0.05
@@ -176,7 +177,7 @@ def remedy(
 def _flags(before: TrainingConfig, after: TrainingConfig) -> str:
     flags = []
     if after.remat != before.remat:
-        flags.append("--remat" if after.remat is True else f"--remat {after.remat}")
+        flags.append(f"--remat {after.remat}")
     if after.accumulate != before.accumulate:
         flags.append(f"--accumulate {after.accumulate}")
     return " ".join(flags)

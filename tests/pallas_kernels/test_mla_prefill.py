@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mla_prefill, softmax, target
+from pallas_kernels import mla_prefill, target
 from pallas_kernels.mla_prefill import blocked, cudnn, mosaic_gpu
 from pallas_kernels.mla_prefill.gradients import differentiable
 from tests.pallas_kernels.machine import off_gpu, on_gpu

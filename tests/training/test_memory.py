@@ -163,7 +163,7 @@ def gigabytes(monkeypatch):
 
 PAIR = dataclasses.replace(SETTINGS, batch=2)
 LEAST, MOST = memory.REMAT[0], memory.REMAT[-1]
-FLAG = "--remat" if MOST is True else f"--remat {MOST}"
+FLAG = f"--remat {MOST}"
 SIZES = {(LEAST, 1): 100.0, (LEAST, 2): 90.0, (MOST, 1): 50.0, (MOST, 2): 40.0}
 
 
