@@ -112,6 +112,9 @@ class TrainingPlan:
     def _on_target(self) -> Iterator[None]:
         """Traces for the devices of the target."""
         layout = self._abstract_layout()
+        # The mesh of an abstract layout is abstract, which its type does not say.
         mesh: Any = AbstractMesh((1,), ("device",), abstract_device=self._device())
-        with jax.sharding.use_abstract_mesh(mesh if layout is None else layout.mesh):
+        if layout is not None:
+            mesh = layout.mesh
+        with jax.sharding.use_abstract_mesh(mesh):
             yield
