@@ -394,7 +394,7 @@ def test_training_that_does_not_fit(tiny, capsys, monkeypatch):
     [
         (("--train", "--serve"), "--serve: expected no --train with it"),
         (("--train", "--quantization", "fp8"), "--quantization: expected none with --train"),
-        (("--remat",), "--remat full: expected --train with it"),
+        (("--remat",), "--remat: expected --train with it"),
         (("--expert-devices", "2"), "--expert-devices 2: expected --train with it"),
         (("--layout", "train"), "--layout train: expected --train with it"),
         (("--train", "--accumulate", "3"), "batch: expected a multiple of accumulate=3, got 2"),

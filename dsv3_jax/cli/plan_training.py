@@ -38,8 +38,9 @@ def check_unused(arguments: argparse.Namespace) -> None:
     if arguments.layout == "train":
         names.append("layout")
     if names:
-        flag = "--" + names[0].replace("_", "-")
-        raise ValueError(f"{flag} {getattr(arguments, names[0])}: expected --train with it")
+        flag, value = "--" + names[0].replace("_", "-"), getattr(arguments, names[0])
+        flag = flag if value is True else f"{flag} {value}"
+        raise ValueError(f"{flag}: expected --train with it")
 
 
 def run(arguments: argparse.Namespace, config: ModelConfig) -> None:

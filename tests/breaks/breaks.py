@@ -1142,8 +1142,8 @@ BREAKS: dict[str, Break] = {
     ),
     "microbatches are weighted by their own target counts": Break(
         "dsv3_jax/training/objective.py",
-        "terms, load = self.losses(params, frozen, biases, microbatch, counts)",
-        "terms, load = self.losses(params, frozen, biases, microbatch)",
+        "terms, observed = self.losses(params, frozen, biases, microbatch, counts)",
+        "terms, observed = self.losses(params, frozen, biases, microbatch)",
         (_TRAINING + "test_steps.py",),
     ),
     "LoRA's factor is missing": Break(
