@@ -19,7 +19,7 @@ from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.block import DecoderLayer, LayerRunner, run_in_order
 from dsv3_jax.layers.indexer import Indexer
 from dsv3_jax.layers.linear import Embedding, Linear, Weight
-from dsv3_jax.layers.logical_axes import check_layout
+from dsv3_jax.layers.logical_axes import check_layout, check_placement
 from dsv3_jax.layers.mlp import MLP
 from dsv3_jax.layers.moe import MoE, Replicas
 from dsv3_jax.layers.mtp import MTPLayer
@@ -28,14 +28,7 @@ from dsv3_jax.layers.on_mesh import apply, batch_sharded
 from dsv3_jax.layers.paged_cache import Form, LayerCache
 from dsv3_jax.layers.rope import Rotation, rotation_at
 from dsv3_jax.layers.run_layer import extend_layer
-from dsv3_jax.model_io import (
-    Aux,
-    Hidden,
-    HiddenStates,
-    check_extension,
-    check_tokens,
-    without_padding,
-)
+from dsv3_jax.model_io import Aux, Hidden, HiddenStates, check_extension, check_tokens
 from dsv3_jax.overrides import few_tokens
 from dsv3_jax.quantization import CacheDtype, Quantization
 from pallas_kernels.dispatch import Implementation
@@ -129,23 +122,14 @@ class DeepSeekV3(nnx.Module):
             sequence is longer than ``max_position_embeddings``, or with ``return_aux`` too short
             for the MTP layers. Each of them predicts one token less than the one before.
         """
-        states = self.hidden_states(
-            tokens,
-            mtp=return_aux,
-            mtp_hidden=mtp_hidden,
-            run_layers=run_layers,
-            draft_depth=draft_depth,
-        )
+        how = {"mtp_hidden": mtp_hidden, "run_layers": run_layers, "draft_depth": draft_depth}
+        states = self.hidden_states(tokens, mtp=return_aux, **how)
         logits = self.logits(states.main.post_norm)
         if not return_aux:
             return logits
-        T, E = tokens.shape[1], self.config.n_routed_experts
-        mtp_logits = tuple(
-            self.logits(hidden.post_norm[:, : T - 1 - k]) for k, hidden in enumerate(states.mtp)
-        )
-        counts = [stats.counts for stats in states.routing]
-        stacked = jnp.stack(counts) if counts else jnp.zeros((0, E), jnp.int32)
-        return logits, Aux(stacked, mtp_logits, states.routing + states.mtp_routing)
+        T = tokens.shape[1]
+        mtp_logits = (self.logits(h.post_norm[:, : T - 1 - k]) for k, h in enumerate(states.mtp))
+        return logits, Aux.of(states, tuple(mtp_logits), self.config.n_routed_experts)
 
     def hidden_states(
         self,
@@ -164,23 +148,21 @@ class DeepSeekV3(nnx.Module):
         Args:
           mtp: also run the MTP layers. The other arguments are those of :meth:`__call__`.
         """
-        layers = [] if not mtp else list(self.mtp)
-        if mtp and draft_depth is not None:
-            layers = [self.mtp[0]] * draft_depth
+        layers = list(self.mtp) if draft_depth is None else [self.mtp[0]] * draft_depth
+        layers = layers if mtp else []
         check_tokens(self.config, tokens, predictions=len(layers))
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
         run, rotation = run_layers or run_in_order, self._rotation(tokens)
         x, routing = run(self.layers, self._embed(tokens), rotation)
-        main = hidden = self._hidden(x)
+        main = hidden = Hidden(x, self.norm(x))
         mtp_states, mtp_routing = [], []
         for k, layer in enumerate(layers):
-            upcoming = tokens[:, k + 1 :]
-            upcoming = jnp.pad(upcoming, ((0, 0), (0, k + 1)))
+            upcoming = jnp.pad(tokens[:, k + 1 :], ((0, 0), (0, k + 1)))
             joined = layer.join(hidden.mtp_input(mtp_hidden), self._embed(upcoming))
             y, stats = run([layer], joined, rotation)
             if k < len(self.mtp):
-                mtp_routing += [without_padding(each, upcoming, k + 1) for each in stats]
+                mtp_routing += [each.without_last(k + 1, len(tokens)) for each in stats]
             hidden = Hidden(y, layer.shared_head.norm(y))
             mtp_states.append(hidden)
         return HiddenStates(main, tuple(mtp_states), tuple(routing), tuple(mtp_routing))
@@ -295,20 +277,7 @@ class DeepSeekV3(nnx.Module):
 
     def check_placement(self, placement: Placement, layout: Layout | None) -> None:
         """Raises ValueError if :meth:`place_experts` refuses ``placement`` on ``layout``."""
-        if not isinstance(placement, Placement):
-            raise ValueError(
-                f"placement: expected a Placement, got {type(placement).__name__};"
-                " Placement.from_phy2log makes one"
-            )
-        placement.check()
-        (L, P), E = placement.phy2log.shape, placement.logcnt.shape[1]
-        layers, experts = len(self.moe_layers()), self.config.n_routed_experts
-        if (layers, experts) != (L, E):
-            raise ValueError(
-                f"placement: expected {layers} layers of {experts} experts, got {L} of {E}"
-            )
-        if layout is not None and P % (parts := layout.num_shards("expert")):
-            raise ValueError(f"placement: expected slots that divide over {parts} devices, got {P}")
+        check_placement(placement, len(self.moe_layers()), self.config.n_routed_experts, layout)
 
     def moe_layers(self) -> list[MoE]:
         """Returns the MoE layers in order, those of MTP layers last."""
@@ -407,7 +376,7 @@ class DeepSeekV3(nnx.Module):
             new_pages.append(pages)
             expert_counts += [] if layer_counts is None else [layer_counts]
         pool = dataclasses.replace(pool, layers=tuple(new_pages))
-        return [self._hidden(x) for x in xs], pool, expert_counts
+        return [Hidden(x, self.norm(x)) for x in xs], pool, expert_counts
 
     def extend_mtp(
         self,
@@ -460,9 +429,6 @@ class DeepSeekV3(nnx.Module):
         # In training the table is float32, and so is the sum of a frequent token's gradients.
         x = batch_sharded(self.layout, "embed_tokens", self.embed_tokens, tokens)
         return x.astype(self.dtype)
-
-    def _hidden(self, x: Float[Array, "B T D"]) -> Hidden:
-        return Hidden(x, self.norm(x))
 
     def _valid(
         self,

@@ -60,17 +60,14 @@ class Aux(NamedTuple):
     """Counts and scores per MoE layer: the main model's layers, then the MTP layers. They have no
     padding."""
 
-
-def without_padding(stats: RoutingStats, tokens: Int[Array, "B T"], padding: int) -> RoutingStats:
-    """Returns the statistics without those of the last ``padding`` positions of every sequence."""
-    B, T = tokens.shape
-    scores, experts = (
-        x.reshape(B, T, -1)[:, : T - padding].reshape(B * (T - padding), -1)
-        for x in (stats.scores, stats.experts)
-    )
-    E = scores.shape[-1]
-    counts = jnp.sum(experts[..., None] == jnp.arange(E), axis=(0, 1), dtype=jnp.int32)
-    return RoutingStats(counts.astype(stats.counts.dtype), scores, experts)
+    @classmethod
+    def of(
+        cls, states: HiddenStates, mtp_logits: tuple[Float32[Array, "B T_k W"], ...], experts: int
+    ) -> Aux:
+        """Returns the results of a forward pass through layers of so many ``experts``."""
+        counts = [stats.counts for stats in states.routing]
+        stacked = jnp.stack(counts) if counts else jnp.zeros((0, experts), jnp.int32)
+        return cls(stacked, mtp_logits, states.routing + states.mtp_routing)
 
 
 def check_tokens(config: ModelConfig, tokens: Any, *, predictions: int = 0) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.parameter_path import ParameterPath, dotted
 from dsv3_jax.quantization import IntegerQuantization, Quantization
-from sharding import Layout, Rules
+from sharding import Layout, Placement, Rules
 from sharding.expert_parallel import check_exchange
 from sharding.fsdp import fsdp_sharding
 
@@ -170,6 +170,24 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
         float8=layout.float8_dispatch,
         hidden_size=config.hidden_size,
     )
+
+
+def check_placement(placement: Placement, layers: int, experts: int, layout: Layout | None) -> None:
+    """Raises ValueError if ``placement`` is not one of so many experts in each of so many layers,
+    or its slots do not divide over the devices of ``layout``."""
+    if not isinstance(placement, Placement):
+        raise ValueError(
+            f"placement: expected a Placement, got {type(placement).__name__};"
+            " Placement.from_phy2log makes one"
+        )
+    placement.check()
+    (L, P), E = placement.phy2log.shape, placement.logcnt.shape[1]
+    if (layers, experts) != (L, E):
+        raise ValueError(
+            f"placement: expected {layers} layers of {experts} experts, got {L} of {E}"
+        )
+    if layout is not None and P % (parts := layout.num_shards("expert")):
+        raise ValueError(f"placement: expected slots that divide over {parts} devices, got {P}")
 
 
 def _stored_block(quantization: Quantization) -> tuple[int, int]:

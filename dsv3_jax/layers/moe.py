@@ -26,6 +26,17 @@ class RoutingStats(NamedTuple):
     scores: Float32[Array, "M E"]  # unbiased scores of every token, padding included
     experts: Int[Array, "M K"]  # chosen experts of every token, padding included
 
+    def without_last(self, positions: int, sequences: int) -> RoutingStats:
+        """Returns the statistics without those of the last ``positions`` of every sequence."""
+        T = len(self.scores) // sequences
+        scores, experts = (
+            x.reshape(sequences, T, -1)[:, : T - positions].reshape(-1, x.shape[-1])
+            for x in (self.scores, self.experts)
+        )
+        numbers = jnp.arange(scores.shape[-1])
+        counts = jnp.sum(experts[..., None] == numbers, axis=(0, 1), dtype=self.counts.dtype)
+        return RoutingStats(counts, scores, experts)
+
 
 class Experts(nnx.Module):
     """The routed experts: stacks of matrices [E, out, in], with one matrix per expert slot."""
