@@ -122,8 +122,8 @@ class DeepSeekV3(nnx.Module):
             sequence is longer than ``max_position_embeddings``, or with ``return_aux`` too short
             for the MTP layers. Each of them predicts one token less than the one before.
         """
-        how = {"mtp_hidden": mtp_hidden, "run_layers": run_layers, "draft_depth": draft_depth}
-        states = self.hidden_states(tokens, mtp=return_aux, **how)
+        options = {"mtp_hidden": mtp_hidden, "run_layers": run_layers, "draft_depth": draft_depth}
+        states = self.hidden_states(tokens, mtp=return_aux, **options)
         logits = self.logits(states.main.post_norm)
         if not return_aux:
             return logits

@@ -64,7 +64,7 @@ class Aux(NamedTuple):
     def of(
         cls, states: HiddenStates, mtp_logits: tuple[Float32[Array, "B T_k W"], ...], experts: int
     ) -> Aux:
-        """Returns the results of a forward pass through layers of so many ``experts``."""
+        """Returns the results of a forward pass through layers of ``experts`` experts."""
         counts = [stats.counts for stats in states.routing]
         stacked = jnp.stack(counts) if counts else jnp.zeros((0, experts), jnp.int32)
         return cls(stacked, mtp_logits, states.routing + states.mtp_routing)

@@ -173,8 +173,8 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
 
 
 def check_placement(placement: Placement, layers: int, experts: int, layout: Layout | None) -> None:
-    """Raises ValueError if ``placement`` is not one of so many experts in each of so many layers,
-    or its slots do not divide over the devices of ``layout``."""
+    """Raises ValueError if ``placement`` has other numbers of layers or experts, or its slots do
+    not divide over the devices of ``layout``."""
     if not isinstance(placement, Placement):
         raise ValueError(
             f"placement: expected a Placement, got {type(placement).__name__};"
