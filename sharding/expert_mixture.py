@@ -98,7 +98,7 @@ def weighted_sum(
     weights: Float32[Array, "M K"],
     order: Int32[Array, " N"],
     position: Int32[Array, "M K"],
-    keep: Bool[Array, "M K"] | None,
+    keep: Bool[Array, "M _"] | None,
 ) -> Float32[Array, "M D"]:
     """Computes ``y_m = sum_k weight_mk down(hidden)[position_mk]`` over the k with ``keep_mk``, in
     float32.
@@ -112,7 +112,7 @@ def weighted_sum(
       sum_rows: function (rows, position, keep, weights) that computes y from ``down(hidden)``.
       down: see :data:`ExpertMLP`.
       order: pair, numbered ``m K + k``, of each row: the inverse of ``position``. N is M K.
-      keep: None keeps all.
+      keep: [M, K] or [M, 1]; None keeps all.
     """
     return sum_rows(down(hidden), position, keep, weights)
 
@@ -133,7 +133,8 @@ def _forward(
 def _backward(sum_rows: Callable[..., jax.Array], saved: Any, cotangent: jax.Array) -> tuple:
     del sum_rows
     down, hidden, weights, order, position, keep = saved
-    is_kept = True if keep is None else keep.reshape(-1)[order][:, None]
+    keep = jnp.broadcast_to(True if keep is None else keep, weights.shape)
+    is_kept = keep.reshape(-1)[order][:, None]
     weight_of_row = weights.reshape(-1)[order][:, None]
     d_y = gather_rows(cotangent.astype(hidden.dtype), order // weights.shape[1])
     # Rows that are not kept may be NaN.

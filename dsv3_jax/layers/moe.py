@@ -124,12 +124,12 @@ def _quantized_matmul(
 def _sum_of_rows(
     rows: Float[Array, "MK D"],
     position: Int[Array, "M K"],
-    keep: Bool[Array, "M K"] | None,
+    keep: Bool[Array, "M 1"] | None,
     weights: Float32[Array, "M K"],
 ) -> Float32[Array, "M D"]:
     """Returns the weighted sum of each token's rows, see :func:`sharding.weighted_sum`."""
     # Back in token order, so that every token sums its experts in the same order.
-    picked = rows[position].astype(jnp.float32)
+    picked = rows[position.reshape(-1)].reshape(*position.shape, -1).astype(jnp.float32)
     if keep is not None:
         picked = jnp.where(keep[..., None], picked, 0.0)
     # HIGHEST: a GPU may otherwise use TF32 for both operands, with a mantissa of 10 bits.
@@ -219,7 +219,7 @@ class MoE(nnx.Module):
             routes = routes._replace(order=order, inverse=inverse, group_sizes=sizes)
         position = routes.inverse.reshape(-1, K)
         hidden, down = self.experts(tokens, routes.order // K, routes.group_sizes, position)
-        keep = None if valid is None else jnp.broadcast_to(valid[:, None], position.shape)
+        keep = None if valid is None else valid[:, None]
         pairs = routes.order, position, keep
         return weighted_sum(_sum_of_rows, down, hidden, routes.weights, *pairs)
 
