@@ -62,7 +62,7 @@ class Aux(NamedTuple):
 
     @classmethod
     def of(
-        cls, states: HiddenStates, mtp_logits: tuple[Float32[Array, "B T_k W"], ...], experts: int
+        cls, states: HiddenStates, mtp_logits: tuple[Float32[Array, "B _ W"], ...], experts: int
     ) -> Aux:
         """Returns the results of a forward pass through layers of ``experts`` experts."""
         counts = [stats.counts for stats in states.routing]
