@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 import dsv3_jax
+from dsv3_jax.cli.flags import draft_of
 from dsv3_jax.cli.loading import make_layout_from
 from dsv3_jax.cli.run_server import MadeEngine, prefill_key_of, remote_of, tiers_of
-from dsv3_jax.cli.serve import draft_of
 from dsv3_jax.engine import Engine, Follower, Leader
 from dsv3_jax.engine.device.buckets import Buckets
 from dsv3_jax.serve_ray.replica import EngineReplica, PrefillReplica
@@ -39,7 +39,7 @@ def make_small_engine(
         tokenizer,
         max_len,
         max_running=slots,
-        draft=draft_of(arguments),
+        **draft_of(arguments),
         buckets=buckets,
         tiers=tiers_of(arguments, remote),
         process=process,
