@@ -63,8 +63,9 @@ def _logits(x: Float[Array, "M D"], weight: Float[Array, "E D"]) -> Float32[Arra
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     # A product of two bfloat16 is exact in float32, in which they are summed. HIGHEST: a
     # float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
-    # Where all matmuls are in float32, XLA would merge this one with the shared expert's first
-    # two, and the result on a Hopper GPU has had NaN (jax issue 39486). So they stay apart.
+    # If all matmuls are float32, XLA would merge this one with the first two of the shared expert,
+    # and the merged matmul has returned NaN on a Hopper GPU (jax issue 39486). The barrier keeps
+    # them apart.
     tokens = jax.lax.optimization_barrier(x) if x.dtype == jnp.float32 else x
     return jnp.einsum(
         "md,ed->me",

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from dsv3_jax.words import how_to_install
 
 _LOG = logging.getLogger("dsv3_jax")
-_MODULES = {"wandb": "wandb", "tensorboard": "tensorboard"}
+_LIBRARIES = "wandb", "tensorboard"
 
 
 @runtime_checkable
@@ -76,9 +76,9 @@ def parse(name: str) -> tuple[str, str | None]:
       ValueError: the library is another one, or it is not installed.
     """
     library, _, rest = name.partition(":")
-    if library not in _MODULES:
+    if library not in _LIBRARIES:
         raise ValueError(f"expected wandb[:PROJECT] or tensorboard[:DIR], got {name!r}")
-    if importlib.util.find_spec(_MODULES[library]) is None:
+    if importlib.util.find_spec(library) is None:
         raise ValueError(f"expected {library} to be installed; {how_to_install(library)}")
     return library, rest or None
 

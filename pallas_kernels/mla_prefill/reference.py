@@ -22,8 +22,8 @@ def mla_prefill(
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
     starts, lengths = bounds(k, starts, lengths)
     s = jnp.arange(k.shape[1])
-    # What is masked may be anything, even NaN: zero it, because 0 * NaN is NaN. Masked scores would
-    # not need it, but the gradient of q.
+    # Keys and values past a sequence's length may be NaN, and 0 * NaN is NaN: zeros replace them.
+    # Scores are masked anyway, but the gradient of q multiplies the keys.
     valid = (s < lengths[:, None])[..., None, None]
     k, v = jnp.where(valid, k, 0), jnp.where(valid, v, 0)
     scores = jnp.einsum("bthk,bshk->bths", q, k, preferred_element_type=jnp.float32)

@@ -89,8 +89,8 @@ def top_k(
 
 
 def plan(rows: int, S: int) -> int:
-    """Returns the CTAs per row of S scores: as many as run at once, if each warpgroup has a
-    chunk."""
+    """Returns the number of CTAs that share a row of S scores. All CTAs run at once, and each of
+    their warpgroups has at least one chunk."""
     ctas = _MOST_CTAS
     while ctas > 1 and (rows * ctas > multiprocessors() or ctas * WARPGROUPS * CHUNK > S):
         ctas //= 2

@@ -1,6 +1,5 @@
 """Trackers: the libraries' own, where they are installed, and fakes with the same functions."""
 
-import importlib.util
 import logging
 import sys
 import types
@@ -109,8 +108,9 @@ def test_a_failure_warns_once(caplog):
     assert record.getMessage().endswith("no further metrics: OSError: no network")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
+@pytest.mark.slow
 def test_the_real_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the extra clients")
     tracker = make_tracker("tensorboard", tmp_path, {})
     tracker.log(3, SCALARS)
     tracker.close()
@@ -118,8 +118,9 @@ def test_the_real_tensorboard(tmp_path):
     assert b"losses/main" in events.read_bytes()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+@pytest.mark.slow
 def test_the_real_wandb(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("wandb", reason="needs the extra clients")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
