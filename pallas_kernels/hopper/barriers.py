@@ -191,9 +191,10 @@ class Barriers:
 
     def initialise(self, arrivals: Sequence[int], *, cluster: bool = True, warps: int = 1) -> None:
         """Initialises every barrier in ``memory`` with its entry of ``arrivals``, the number of
-        arrivals per use: WARPS for a warpgroup, 1 for the copies of one :meth:`fill`. Every thread calls it before
-        any other use, and waits for those of the ``cluster``, or only of the CTA. The first
-        ``warps`` share the work."""
+        arrivals per use: WARPS for a warpgroup, 1 for the copies of one :meth:`fill`.
+
+        Every thread calls it before any other use, and waits for those of the ``cluster``, or only
+        of the CTA. The first ``warps`` share the work."""
         if self.interpret is not None:
             return
 

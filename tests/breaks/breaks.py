@@ -1275,4 +1275,71 @@ BREAKS: dict[str, Break] = {
         "end = max(len(text.rstrip(INCOMPLETE)), len(known))",
         ("tests/generation/test_text.py",),
     ),
+    # ---- a training step's own gradients, optimizers and memory ----
+    "the loss's gradient forgets the target": Break(
+        "dsv3_jax/training/cross_entropy.py",
+        "return jnp.exp(logits - total[..., None]) - is_target",
+        "return jnp.exp(logits - total[..., None])",
+        (_TRAINING + "test_cross_entropy.py",),
+    ),
+    "the head's gradient is that of the last chunk": Break(
+        "dsv3_jax/training/cross_entropy.py",
+        "return d_weight + d_chunk, (nats",
+        "return d_chunk, (nats",
+        (_TRAINING + "test_cross_entropy.py",),
+    ),
+    "attention in blocks has no gradient of the log-sum-exp": Break(
+        "pallas_kernels/mla_prefill/blocked.py",
+        "delta = delta if d_lse is None else delta - d_lse",
+        "delta = delta",
+        (_KERNELS + "test_mla_prefill.py",),
+    ),
+    "sparse attention's gradient counts absent tokens": Break(
+        "pallas_kernels/sparse_mla_decode/gradients.py",
+        "p = jnp.where(is_token[:, :, None], jnp.exp(scores - lse[..., None]), 0.0)",
+        "p = jnp.exp(scores - lse[..., None])",
+        (_KERNELS + "test_sparse_ops.py",),
+    ),
+    "routing weights have the gradient of another expert": Break(
+        "sharding/expert_mixture.py",
+        "d_weights = jnp.sum(d_rows * rows, axis=1)[position]",
+        "d_weights = jnp.sum(d_rows * rows, axis=1).reshape(position.shape)",
+        (_KERNELS + "test_training_gradients.py", _TRAINING + "test_gradients.py"),
+    ),
+    "statistics of MTP layers count padding": Break(
+        "dsv3_jax/layers/moe.py",
+        "x.reshape(sequences, T, -1)[:, : T - positions]",
+        "x.reshape(sequences, T, -1)[:, :T]",
+        ("tests/test_model_oracle.py", _TRAINING + "test_balance.py"),
+    ),
+    "Muon scales by the shorter side": Break(
+        "dsv3_jax/training/muon.py",
+        "math.sqrt(max(result.shape[-2:]))",
+        "math.sqrt(min(result.shape[-2:]))",
+        (_TRAINING + "test_optimizers.py",),
+    ),
+    "QK-clip scales rope queries by the root": Break(
+        "dsv3_jax/training/qk_clip.py",
+        "queries = rows((roots, N), (factors, R))",
+        "queries = rows((roots, N), (roots, R))",
+        (_TRAINING + "test_qk_clip.py",),
+    ),
+    "QK-clip bounds scores by the smallest key": Break(
+        "dsv3_jax/training/qk_clip.py",
+        "largest = jax.lax.cummax(norms(keys), axis=1)",
+        "largest = jax.lax.cummin(norms(keys), axis=1)",
+        (_TRAINING + "test_qk_clip.py",),
+    ),
+    "a run that does not fit starts": Break(
+        "dsv3_jax/training/memory.py",
+        "if memory.peak <= available:",
+        "if memory.peak >= available:",
+        (_TRAINING + "test_step_memory.py",),
+    ),
+    "a tracker that failed is called again": Break(
+        "dsv3_jax/training/trackers.py",
+        "self._has_failed = True",
+        "self._has_failed = False",
+        (_TRAINING + "test_trackers.py",),
+    ),
 }
