@@ -133,8 +133,9 @@ def _forward(
 def _backward(sum_rows: Callable[..., jax.Array], saved: Any, cotangent: jax.Array) -> tuple:
     del sum_rows
     down, hidden, weights, order, position, keep = saved
-    keep = jnp.broadcast_to(True if keep is None else keep, weights.shape)
-    is_kept = keep.reshape(-1)[order][:, None]
+    is_kept = True  # without an operation on rows
+    if keep is not None:
+        is_kept = jnp.broadcast_to(keep, weights.shape).reshape(-1)[order][:, None]
     weight_of_row = weights.reshape(-1)[order][:, None]
     d_y = gather_rows(cotangent.astype(hidden.dtype), order // weights.shape[1])
     # Rows that are not kept may be NaN.

@@ -183,6 +183,26 @@ class TestPrefillReference(SparseMlaPrefillCases):
             assert a.dtype == dtype
             check(np.ravel(a), np.ravel(b), tolerance(dtype))
 
+    def test_gradients_of_very_negative_scores(self):
+        """An absent token beside them has no gradient, although exp(0 - lse) overflows."""
+        latents = jnp.full((1, 2, 12), 4.0).at[..., 8:].set(1.0)
+        q_latent, q_rope = jnp.full((1, 1, 1, 8), -4.0), jnp.ones((1, 1, 1, 4))
+        indices = jnp.array([[[0, 1, -1]]], jnp.int32)
+
+        def loss(*arrays):
+            out, lse = sparse_mla_prefill(*arrays, indices, scale=1.0)
+            return jnp.sum(out) + jnp.sum(lse)
+
+        lse = sparse_mla_prefill(q_latent, q_rope, latents, indices, scale=1.0)[1]
+        assert lse.item() < -100
+        gradients = jax.grad(loss, (0, 1, 2))(q_latent, q_rope, latents)
+        bound = 1e-5  # of exp(score - lse), where lse is -123 and rounded to 4e-6
+        # The softmax of two equal scores is 1/2 each, and moves no output.
+        np.testing.assert_allclose(gradients[0], np.full((1, 1, 1, 8), 4.0), rtol=bound)
+        np.testing.assert_allclose(gradients[1], np.ones((1, 1, 1, 4)), rtol=bound)
+        of_latents = np.concatenate([np.full((1, 2, 8), 0.5 - 2.0), np.full((1, 2, 4), 0.5)], -1)
+        np.testing.assert_allclose(gradients[2], of_latents, rtol=bound)
+
     def test_memory_of_gradients_is_linear(self):
         """No intermediate result has more values than all tokens, or those of a block."""
         T, H, (C, R), K = 2048, 16, (512, 64), 256

@@ -53,6 +53,15 @@ def test_max_scores(tokens):
     assert np.isinf(got).all()  # nothing was computed
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_a_key_of_an_earlier_block_is_large():
+    """All blocks of queries that see it compute their scores."""
+    queries, keys = np.ones((1, 17, 1, 4), np.float32), np.full((1, 17, 1, 4), 0.01, np.float32)
+    keys[:, 0], queries[:, :12] = 3.0, 0.0
+    got = np.asarray(qk_clip.max_scores(jnp.asarray(queries), jnp.asarray(keys), 1.0, 10.0))
+    np.testing.assert_allclose(got, 12.0)
+
+
 def test_small_scores_are_not_computed():
     """The scores of blocks run under a condition, so that they cost nothing while norms show that
     no head exceeds the threshold."""
