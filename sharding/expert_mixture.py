@@ -139,12 +139,14 @@ def _backward(sum_rows: Callable[..., jax.Array], saved: Any, cotangent: jax.Arr
     weight_of_row = weights.reshape(-1)[order][:, None]
     d_y = gather_rows(cotangent.astype(hidden.dtype), order // weights.shape[1])
     # Rows that are not kept may be NaN.
-    d_y, rows = jnp.where(is_kept, d_y, 0), jnp.where(is_kept, hidden, 0).astype(jnp.float32)
-    weighted = (rows * weight_of_row).astype(hidden.dtype)
+    d_y, rows = jnp.where(is_kept, d_y, 0), jnp.where(is_kept, hidden, 0)
+    # Without a barrier, XLA would convert the rows in the forward pass and keep them in float32.
+    rows_after, _ = jax.lax.optimization_barrier((rows, d_y))
+    weighted = (rows_after.astype(jnp.float32) * weight_of_row).astype(hidden.dtype)
     _, transpose = jax.vjp(lambda down, hidden: down(hidden), down, weighted)
     d_down, d_rows = transpose(d_y)
     d_rows = jnp.where(is_kept, d_rows, 0).astype(jnp.float32)
-    d_weights = jnp.sum(d_rows * rows, axis=1)[position]
+    d_weights = jnp.sum(d_rows * rows.astype(jnp.float32), axis=1)[position]
     d_hidden = (d_rows * weight_of_row).astype(hidden.dtype)
     return d_down, d_hidden, d_weights, None, None, None
 

@@ -184,7 +184,7 @@ class TestPrefillReference(SparseMlaPrefillCases):
             check(np.ravel(a), np.ravel(b), tolerance(dtype))
 
     def test_gradients_of_very_negative_scores(self):
-        """An absent token beside them has no gradient, although exp(0 - lse) overflows."""
+        """An absent token next to them has no gradient, although exp(0 - lse) overflows."""
         latents = jnp.full((1, 2, 12), 4.0).at[..., 8:].set(1.0)
         q_latent, q_rope = jnp.full((1, 1, 1, 8), -4.0), jnp.ones((1, 1, 1, 4))
         indices = jnp.array([[[0, 1, -1]]], jnp.int32)
