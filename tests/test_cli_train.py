@@ -27,7 +27,7 @@ from dsv3_jax.cli import export, flags
 from dsv3_jax.cli.arguments.train import RUN_HELP, TRAINING_HELP
 from dsv3_jax.cli.main import parser
 from dsv3_jax.cli.progress import TrainingProgress
-from dsv3_jax.training.config import Remat, TrainingConfig
+from dsv3_jax.training.config import RematChoice, TrainingConfig
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.losses import Losses
 from dsv3_jax.training.metrics_log import read_metrics
@@ -332,8 +332,8 @@ def test_every_setting_has_a_flag(settings, descriptions):
         hint = hints[name]
         if hint == float | None:
             hint = float
-        if hint == Remat | bool:
-            hint = Remat
+        if hint == RematChoice | bool:
+            hint = RematChoice
         if hint == tuple[float, float]:
             words, value = ["0.5", "0.75"], (0.5, 0.75)
         elif typing.get_origin(hint) is typing.Literal:

@@ -82,7 +82,10 @@ def run(arguments: argparse.Namespace) -> None:
         shapes.lay_out(layout)
     weights = parameter_count(shapes) + parameter_count(shapes, mtp=True)
     model_bytes = round(weights * _BYTES_PER_WEIGHT[inputs["to"]])
-    runs.check(shapes, out, config, settings, resume=arguments.resume, more_bytes=model_bytes)
+    is_chosen = config.remat == "auto"
+    config = runs.check(
+        shapes, out, config, settings, resume=arguments.resume, more_bytes=model_bytes
+    ).config
     corpus = read_corpus(inputs["data"], model_config, encoder)
     check_length(corpus.train, settings.length)
     is_first, is_alone = jax.process_index() == 0, jax.process_count() == 1
@@ -110,6 +113,8 @@ def run(arguments: argparse.Namespace) -> None:
             )
             return model
 
+        if is_chosen and config.recomputed != "none":
+            log(f"--remat {config.remat}: with less recomputation a step does not fit the memory")
         if (before := recorded.get("training", {}).get("steps", config.steps)) < config.steps:
             log(
                 f"extends the run from {before} to {config.steps} steps; its schedules are now"

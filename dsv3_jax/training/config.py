@@ -11,6 +11,8 @@ from dsv3_jax.config import MTPHidden
 
 Remat = Literal["none", "norms", "attention+norms", "full"]
 """Policy of recomputation, see :attr:`TrainingConfig.remat`."""
+RematChoice = Literal["auto", "none", "norms", "attention+norms", "full"]
+"""A policy of recomputation, or ``auto`` for the first one that fits."""
 IndexerStage = Literal["none", "dense", "sparse"]
 """Stage of the training of indexers; ``none`` for models without them."""
 Optimizer = Literal["adamw", "muon"]
@@ -91,11 +93,12 @@ class TrainingConfig:
     (:func:`dsv3_jax.training.objective.stays_float32`)."""
     accumulate: int = 1
     """Number of microbatches per step. Activations need memory for one of them."""
-    remat: Remat | bool = "none"
+    remat: RematChoice | bool = "auto"
     """Recomputation in the backward pass, which saves memory. ``norms`` recomputes what is between
     the matmuls: norms, SwiGLU, rope, the experts' copies of tokens. ``attention+norms`` recomputes
-    attention too. ``full`` keeps only each layer's input, and takes a third more arithmetic. True
-    is ``full`` and False ``none``, as in records of earlier versions."""
+    attention too. ``full`` keeps only each layer's input, and takes a third more arithmetic.
+    ``auto`` is the first of ``none`` and these with which a run's step fits the devices. True is
+    ``full`` and False ``none``, as in records of earlier versions."""
     scan_layers: bool = False
     """Whether to scan over runs of equal layers, so that only one layer of each run is compiled.
 
@@ -160,7 +163,7 @@ class TrainingConfig:
         )
         hidden = typing.get_args(MTPHidden)
         expect("mtp_hidden", self.mtp_hidden in hidden, " or ".join(hidden))
-        policies = typing.get_args(Remat)
+        policies = typing.get_args(RematChoice)
         expect("remat", self.remat in policies, " or ".join(policies))
         stages = typing.get_args(IndexerStage)
         expect("indexer_stage", self.indexer_stage in stages, " or ".join(stages))
@@ -177,9 +180,9 @@ class TrainingConfig:
 
     @property
     def recomputed(self) -> Remat:
-        """:attr:`remat`, which is then never a boolean."""
+        """The policy of :attr:`remat`: ``none`` for ``auto``, as long as no run has chosen one."""
         assert not isinstance(self.remat, bool)  # see __post_init__
-        return self.remat
+        return "none" if self.remat == "auto" else self.remat
 
     @property
     def freezes_weights(self) -> bool:

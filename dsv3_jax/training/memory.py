@@ -18,9 +18,10 @@ from dsv3_jax.training.config import Remat, TrainingConfig
 from dsv3_jax.training.liveness import Array, peak
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.trainer import Trainer
+from sharding.distributed import max_over_processes
 
 REMAT = typing.get_args(Remat)
-"""Values of ``TrainingConfig.remat``, from the least recomputation to the most."""
+"""Policies of recomputation, from the least to the most."""
 
 ACCURACY = 0.05
 """Largest difference between estimate and compiler, relative to the peak of the program."""
@@ -140,7 +141,8 @@ def alternatives(config: TrainingConfig, sequences: int) -> Iterator[TrainingCon
     Args:
       sequences: sequences of a batch on one device.
     """
-    for remat in REMAT[REMAT.index(config.remat) :]:
+    config = dataclasses.replace(config, remat=config.recomputed)
+    for remat in REMAT[REMAT.index(config.recomputed) :]:
         for accumulate in range(config.accumulate, sequences + 1):
             is_doubled = (accumulate / config.accumulate).is_integer()
             is_doubled &= (accumulate // config.accumulate).bit_count() == 1
@@ -176,7 +178,7 @@ def remedy(
 
 def _flags(before: TrainingConfig, after: TrainingConfig) -> str:
     flags = []
-    if after.remat != before.remat:
+    if after.recomputed != before.recomputed:
         flags.append(f"--remat {after.remat}")
     if after.accumulate != before.accumulate:
         flags.append(f"--accumulate {after.accumulate}")
@@ -184,29 +186,42 @@ def _flags(before: TrainingConfig, after: TrainingConfig) -> str:
 
 
 def available_bytes() -> int | None:
-    """Returns the bytes that JAX may allocate on each device, or None if there is no limit."""
+    """Returns the bytes that JAX may allocate on each device, the fewest of all processes, or None
+    if there is no limit. All processes must call it together."""
     limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
-    known = [limit for limit in limits if limit]
-    return min(known) if known else None
+    least = -max_over_processes(-min((limit for limit in limits if limit), default=math.inf))
+    return None if least == math.inf else int(least)
 
 
-def check_memory(
+def fitting(
     make_trainer: Callable[[TrainingConfig], Trainer], config: TrainingConfig, settings: RunSettings
-) -> None:
-    """Checks that a training step can fit the memory of its devices.
+) -> TrainingConfig:
+    """Returns the configuration with a policy of recomputation with which a training step fits the
+    memory of its devices.
 
-    It refuses only what exceeds the memory by more than :data:`ACCURACY`.
+    ``remat="auto"`` becomes the first policy that fits even if it needs :data:`ACCURACY` more than
+    estimated, or else the last. A step is refused if it does not fit even if it needs that much
+    less.
 
     Raises:
       ValueError: one line with the expected bytes by kind, the available ones, and settings that
         fit.
     """
+    *others, last = REMAT if config.remat == "auto" else (config.recomputed,)
     available = available_bytes()
     if available is None:
-        return
-    memory = step_memory(make_trainer(config), settings.batch, settings.length)
-    if memory.peak <= (1 + ACCURACY) * available:
-        return
+        return dataclasses.replace(config, remat=config.recomputed)
+
+    def memory_of(policy: Remat) -> TrainingMemory:
+        trainer = make_trainer(dataclasses.replace(config, remat=policy))
+        return step_memory(trainer, settings.batch, settings.length)
+
+    for policy in others:
+        if memory_of(policy).peak <= available / (1 + ACCURACY):
+            return dataclasses.replace(config, remat=policy)
+    config, memory = dataclasses.replace(config, remat=last), memory_of(last)
+    if memory.peak <= available * (1 + ACCURACY):
+        return config
     raise ValueError(
         f"memory: expected a step of at most {available / 1e9:.1f} GB per device, got {memory};"
         f" {remedy(make_trainer, config, settings, available)}; --no-check-memory tries it anyway"

@@ -21,7 +21,7 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import Corpus
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.fingerprint import fingerprint
-from dsv3_jax.training.memory import check_memory
+from dsv3_jax.training.memory import fitting
 from dsv3_jax.training.metrics_log import Entry
 from dsv3_jax.training.session import Session, TrainingResult
 from dsv3_jax.training.settings import RunSettings
@@ -94,6 +94,7 @@ def train(
     # Everything is checked before the directory is created.
     model = model if isinstance(model, DeepSeekV3) else model()
     trainer = check(model, out, config, settings, resume=resume)
+    config = trainer.config
     if should_stop is not None and (processes := jax.process_count()) > 1:
         raise ValueError(f"should_stop: expected None with {processes} processes, got a function")
     identity = {"model": model.config.to_hf()} | _identity(config, settings)
@@ -136,7 +137,7 @@ def check(
       more_bytes: bytes that the caller will write to the disk of ``out`` besides the checkpoints.
 
     Returns:
-      The trainer of the model.
+      The trainer of the model, whose configuration has the policy of recomputation.
 
     Raises:
       ValueError: as :func:`train`.
@@ -145,16 +146,18 @@ def check(
     check_settings(model, config, settings)
     if resume and not settings.keep:
         raise ValueError("resume: expected a run that keeps checkpoints, got keep=0")
-    trainer = Trainer(model, config)
     if resume:
+        if config.remat == "auto":
+            recorded = _defaults()["training"] | record.read(out).get("training", {})
+            config = dataclasses.replace(config, remat=recorded["remat"])
         record.compare(out, _identity(config, settings), _defaults())
         record.check_writable(out)
     else:
         record.check_new(out)
-    _check_space(trainer, out, settings, more_bytes)
+    _check_space(Trainer(model, config), out, settings, more_bytes)
     if settings.check_memory:
-        check_memory(lambda changed: Trainer(model, changed), config, settings)
-    return trainer
+        config = fitting(lambda changed: Trainer(model, changed), config, settings)
+    return Trainer(model, dataclasses.replace(config, remat=config.recomputed))
 
 
 def _identity(config: TrainingConfig, settings: RunSettings) -> dict[str, dict[str, Any]]:
@@ -169,7 +172,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
     """Returns the settings of runs that were recorded before these existed."""
     fields = dataclasses.fields(TrainingConfig)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return {"training": defaults}
+    return {"training": defaults | {"remat": "none"}}
 
 
 def _check_space(trainer: Trainer, out: Path, settings: RunSettings, more_bytes: int) -> None:

@@ -129,6 +129,29 @@ def test_recomputation_was_recorded_as_a_boolean(recorded, value, old_run):
         record.compare(old_run, {"training": dataclasses.asdict(other)}, defaults)
 
 
+def test_a_chosen_policy_is_recorded_and_resumed(model, tmp_path, monkeypatch):
+    """Although the resumed run would choose another."""
+    out = tmp_path / "run"
+
+    def choose(policy):
+        def fitting(make_trainer, config, settings):
+            return dataclasses.replace(config, remat=policy) if config.remat == "auto" else config
+
+        monkeypatch.setattr("dsv3_jax.training.run.fitting", fitting)
+
+    assert LORA.remat == "auto"
+    choose("norms")
+    with pytest.raises(StopError):
+        train(model, CORPUS, out, LORA, SETTINGS, report=stop_at_once)
+    assert json.loads((out / "run.json").read_text())["training"]["remat"] == "norms"
+    choose("full")
+    assert check(model, out, LORA, SETTINGS, resume=True).config.remat == "norms"
+    line = refused(
+        model, CORPUS, out, dataclasses.replace(LORA, remat="full"), SETTINGS, resume=True
+    )
+    assert "remat differs" in line
+
+
 @pytest.mark.usefixtures("no_evaluation")
 def test_a_run_of_an_earlier_version_resumes(model, old_run):
     """Settings that it did not have are the defaults, and are recorded then."""
@@ -144,7 +167,8 @@ def test_a_run_of_an_earlier_version_resumes(model, old_run):
     with pytest.raises(StopError):
         train(model, CORPUS, old_run, LORA, SETTINGS, resume=True, report=stop_at_once)
     after = json.loads((old_run / "run.json").read_text())
-    assert after["training"] == json.loads(json.dumps(dataclasses.asdict(LORA)))
+    current = dataclasses.replace(LORA, remat="none")  # the only policy of that version
+    assert after["training"] == json.loads(json.dumps(dataclasses.asdict(current)))
     assert {**after, "training": before["training"]} == before
 
 

@@ -14,7 +14,7 @@ from dsv3_jax.initialization import abstract_model
 from dsv3_jax.training import memory
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.liveness import peak
-from dsv3_jax.training.memory import alternatives, check_memory, remedy, step_memory
+from dsv3_jax.training.memory import ACCURACY, alternatives, fitting, remedy, step_memory
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.trainer import Trainer
 from tests.training.tiny import CONFIG, RUN
@@ -150,7 +150,7 @@ def gigabytes(monkeypatch):
     def fix(sizes, available=None):
         def step_memory(trainer, batch, length):
             config = trainer.config
-            activations = round(1e9 * sizes[config.remat, config.accumulate])
+            activations = round(1e9 * sizes[config.recomputed, config.accumulate])
             return memory.TrainingMemory(0, 0, 0, 0, 0, activations, 0, 0)
 
         monkeypatch.setattr(memory, "step_memory", step_memory)
@@ -168,16 +168,29 @@ SIZES = {(LEAST, 1): 100.0, (LEAST, 2): 90.0, (MOST, 1): 50.0, (MOST, 2): 40.0}
 
 
 def test_a_run_that_cannot_fit_is_refused(gigabytes):
+    config = dataclasses.replace(RUN, remat=LEAST)
     for available in (None, 100.0, 96.0):  # the last is within the accuracy of the estimate
         gigabytes(SIZES, available)
-        check_memory(make_trainer, RUN, PAIR)
+        assert fitting(make_trainer, config, PAIR) == config
     gigabytes(SIZES, 60.0)
     with pytest.raises(ValueError, match="memory") as refusal:
-        check_memory(make_trainer, RUN, PAIR)
+        fitting(make_trainer, config, PAIR)
     assert str(refusal.value) == (
         "memory: expected a step of at most 60.0 GB per device, got 100.0 GB (activations 100.0);"
         f" {FLAG} needs 50.0 GB and fits; --no-check-memory tries it anyway"
     )
+
+
+def test_a_policy_that_fits_is_chosen(gigabytes):
+    assert RUN.remat == "auto"
+    for available, chosen in [(None, LEAST), (100.0 * (1 + ACCURACY), LEAST), (104.0, MOST)]:
+        gigabytes(SIZES, available)
+        assert fitting(make_trainer, RUN, PAIR) == dataclasses.replace(RUN, remat=chosen)
+    gigabytes(SIZES, 48.0)  # the last policy is refused only if it cannot fit
+    assert fitting(make_trainer, RUN, PAIR).remat == MOST
+    gigabytes(SIZES, 47.0)
+    with pytest.raises(ValueError, match=r"got 50\.0 GB.*; --accumulate 2 needs 40\.0 GB and fits"):
+        fitting(make_trainer, RUN, PAIR)
 
 
 def test_a_remedy_recomputes_least_or_says_what_is_missing(gigabytes):

@@ -100,7 +100,8 @@ TRAINING_HELP = {
     "bias_update_end": "fraction of the steps after which the biases no longer change",
     "compute_dtype": "bfloat16 or float32, of most matmuls; master weights are always float32",
     "accumulate": "number of parts of a batch that are computed one after the other",
-    "remat": "what the backward pass computes again, to save memory; without a value: full",
+    "remat": "what the backward pass computes again, to save memory; without a value: full; auto:"
+    " the least with which a step fits",
     "scan_layers": "compile equal layers once, as a loop",
     "indexer_stage": "of a model with sparse attention: dense trains its indexers, sparse all",
     "draft_depth": "train the MTP layer alone, to draft this many tokens in turn; 0: train all",
