@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
-from dsv3_jax.training.state import TrainingState
+from dsv3_jax.training.state import TrainingState, joined, split
 
 _BATCHES = "batches"
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -31,8 +31,9 @@ class CheckpointStore:
     """The checkpoints of a run, in a directory with a folder ``<step>`` for each.
 
     A checkpoint has one orbax item per field of the training state and one for the state of the
-    batch iterator. It is written under a temporary name and renamed when it is complete, so an
-    interrupted save leaves no checkpoint that :meth:`steps` would list.
+    batch iterator. All parameters are float32 in it, whatever form the state has them in. It is
+    written under a temporary name and renamed when it is complete, so an interrupted save leaves no
+    checkpoint that :meth:`steps` would list.
 
     Args:
       directory: directory of the checkpoints, which is created.
@@ -64,7 +65,7 @@ class CheckpointStore:
         step = int(state.step)
         items: dict[str, Any] = {
             name: ocp.args.StandardSave(_named_leaves(field))
-            for name, field in _fields_with_leaves(state).items()
+            for name, field in _fields_with_leaves(_stored(state)).items()
         }
         items[_BATCHES] = ocp.args.JsonSave(batches)
         number = None
@@ -96,7 +97,15 @@ class CheckpointStore:
             ``Trainer.abstract_state``. Each device reads only its shards, whatever mesh has saved
             them. A field without leaves is not read.
         """
-        fields = _fields_with_leaves(abstract_state)
+        shapes = jax.eval_shape(joined, abstract_state)
+        stored = jax.tree.map(
+            lambda shape, leaf: jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=leaf.sharding
+            ),
+            shapes,
+            abstract_state._replace(low_bits=None),
+        )
+        fields = _fields_with_leaves(stored)
         items: dict[str, Any] = {
             name: ocp.args.StandardRestore(jax.tree.map(_restore_target, _named_leaves(field)))
             for name, field in fields.items()
@@ -110,7 +119,11 @@ class CheckpointStore:
             )
             for name, field in fields.items()
         }
-        return abstract_state._replace(**arrays), restored[_BATCHES]
+        state = stored._replace(**arrays)
+        if abstract_state.low_bits is not None:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+            state = jax.jit(split, donate_argnums=0, out_shardings=shardings)(state)
+        return state, restored[_BATCHES]
 
     def remove_unfinished(self) -> None:
         """Deletes what a save that failed or was killed has left. No other process may be saving
@@ -169,6 +182,14 @@ def _system_error(error: BaseException) -> int | None:
         return error.errno
     number = re.search(r"\[os_error_code='(\d+)'\]", str(error))
     return None if number is None else int(number[1])
+
+
+def _stored(state: TrainingState) -> TrainingState:
+    """Returns the form of a state in a checkpoint."""
+    if state.low_bits is None:
+        return state
+    # The moments, which are the larger part, stay where they are.
+    return jax.jit(joined)(state._replace(optimizer=()))._replace(optimizer=state.optimizer)
 
 
 def _fields_with_leaves(state: TrainingState) -> dict[str, Any]:

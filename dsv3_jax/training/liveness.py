@@ -165,6 +165,8 @@ class _Program:
 
     def __init__(self, parameters: Collection[tuple[int, ...]], is_local: bool) -> None:
         self.operations: list[_Operation] = []
+        self._readers: dict[int, list[_Operation]] = {}  # by the array's id
+        self._before_results: set[int] = set()
         self._parameters = parameters
         # Whether the shapes are those of one device, as inside shard_map.
         self._is_local = is_local
@@ -256,7 +258,9 @@ class _Program:
         """Decides which arrays are written, and finds when each is first and last needed."""
         for array in results:
             array.readers.append("result")
+        self._readers = self._operations_by_operand()
         self._round_matmuls()
+        self._before_results = self._find_before_results(results)
         for number, operation in enumerate(self.operations):
             for array in operation.outputs:
                 self._decide(array, operation, number)
@@ -286,16 +290,33 @@ class _Program:
         is_matrix = len(array.shape) > 1 and array.shape in self._parameters
         return is_matrix and "tokens" in array.depends_on
 
-    def _round_matmuls(self) -> None:
+    def _operations_by_operand(self) -> dict[int, list[_Operation]]:
         readers: dict[int, list[_Operation]] = defaultdict(list)
         for operation in self.operations:
             for array in operation.inputs:
                 readers[id(array)].append(operation)
+        return readers
+
+    def _find_before_results(self, results: Sequence[Array]) -> set[int]:
+        """Returns the ids of the results, and of arrays from which only results are computed by
+        elementwise operations. XLA computes results of one array in one loop."""
+        ids = {id(array) for array in results}
+        for operation in reversed(self.operations):
+            for array in operation.outputs:
+                following = self._readers[id(array)]
+                if following and all(
+                    each.name in _FUSED and all(id(output) in ids for output in each.outputs)
+                    for each in following
+                ):
+                    ids.add(id(array))
+        return ids
+
+    def _round_matmuls(self) -> None:
         for operation in self.operations:
             if operation.name != "dot_general":
                 continue
             (array,) = operation.outputs
-            following = readers[id(array)]
+            following = self._readers[id(array)]
             if [each.name for each in following] == ["convert_element_type"]:
                 array.nbytes = min(array.nbytes, following[0].outputs[0].nbytes)
 
@@ -317,6 +338,7 @@ class _Program:
         is_needed = bool(kinds - _INLINING)
         size = sum(each.nbytes for each in sources)
         is_shared = len(array.readers) > 1 and size > 1.25 * array.nbytes
+        is_shared &= id(array) not in self._before_results
         array.is_fused = not (is_needed or is_shared)
         if not array.is_fused and all(each.is_argument for each in sources):
             array.begin = -1  # at its first use

@@ -118,7 +118,8 @@ def _argument_name(path: tuple[Any, ...]) -> str:
         return "frozen"
     if path[0].idx == 2:
         return "tokens"
-    return {"params": "masters", "optimizer": "moments"}.get(path[1].name, "other")
+    fields = {"params": "masters", "low_bits": "masters", "optimizer": "moments"}
+    return fields.get(path[1].name, "other")
 
 
 def _kind(array: Array, vocab: int, parameters: set[tuple[int, ...]]) -> str:

@@ -62,10 +62,10 @@ class Objective:
     ``draft_depth`` the loss ``drafts``, as pure functions of its parameters. :class:`Losses`
     documents the terms.
 
-    ``params`` are the trained parameters in float32: all weights of the model, its indexers or MTP
-    layer, or low-rank updates of ``frozen`` weights. ``frozen`` is None if all weights are trained.
-    It is an argument because jit would compile the weights of a closure into the program as
-    constants.
+    ``params`` are the trained parameters of a :class:`~dsv3_jax.training.state.TrainingState`: all
+    weights of the model, its indexers or MTP layer, or low-rank updates of ``frozen`` weights.
+    ``frozen`` is None if all weights are trained. It is an argument because jit would compile the
+    weights of a closure into the program as constants.
     """
 
     graph: Any
@@ -140,7 +140,8 @@ class Objective:
         mtp_weight: Float32[Array, ""],
     ) -> tuple[Tree, Losses, Observed]:
         """Returns the gradient of a batch's loss with respect to ``params``, its losses and the
-        other results of the forward pass, accumulated over ``config.accumulate`` microbatches."""
+        other results of the forward pass, accumulated in float32 over ``config.accumulate``
+        microbatches."""
         accumulate, balance_weight = self.config.accumulate, self.config.balance_weight
         counts = self._counts(tokens)
 
@@ -159,9 +160,12 @@ class Objective:
             return gradient(tokens)
         # Sequence i goes to microbatch i mod n, so that sequences stay on their device.
         microbatches = tokens.reshape(-1, accumulate, tokens.shape[1]).swapaxes(0, 1)
-        zeros = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, microbatches[0])
-        )
+
+        def zeros_like(s: jax.ShapeDtypeStruct) -> jax.Array:
+            is_half = s.dtype == jnp.bfloat16
+            return jnp.zeros(s.shape, jnp.float32 if is_half else s.dtype)
+
+        zeros = jax.tree.map(zeros_like, jax.eval_shape(gradient, microbatches[0]))
 
         def add(total: Any, microbatch: Int[Array, "B T"]):
             of_microbatch = gradient(microbatch)

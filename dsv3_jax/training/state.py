@@ -16,17 +16,19 @@ from dsv3_jax.training import lora
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.drafts import is_drafter
 from dsv3_jax.training.indexer import is_indexer
-from dsv3_jax.training.tree import Tree, select
+from dsv3_jax.training.objective import stays_float32
+from dsv3_jax.training.tree import Tree, replace, select
 from sharding import Layout
 
 
 class TrainingState(NamedTuple):
     """Everything that changes from one step to the next. Each step donates its input state."""
 
-    params: optax.Params
-    """Trained parameters, float32: the master weights, or with ``lora_rank`` the low-rank updates
-    of the frozen weights, which the Trainer keeps. In the dense stage of an indexer's training they
-    are the indexers' weights, and with ``draft_depth`` those of the MTP layer."""
+    params: Tree
+    """Trained parameters, float32 except where ``low_bits`` has a part of them: the master weights,
+    or with ``lora_rank`` the low-rank updates of the frozen weights, which the Trainer keeps. In
+    the dense stage of an indexer's training they are the indexers' weights, and with
+    ``draft_depth`` those of the MTP layer."""
     biases: nnx.State
     """``e_score_correction_bias`` of every router, float32 [E] each. The load of the experts
     updates them; they have no gradient."""
@@ -35,6 +37,9 @@ class TrainingState(NamedTuple):
     and step counters."""
     step: Int[Array, ""]
     """Number of completed steps."""
+    low_bits: Tree | None = None
+    """int16, for the parameters that ``params`` has in bfloat16, see :func:`split`; None if there
+    are none."""
 
 
 def init_params(weights: Tree, biases: Tree, config: TrainingConfig) -> tuple[Tree, Tree]:
@@ -56,10 +61,55 @@ def init_params(weights: Tree, biases: Tree, config: TrainingConfig) -> tuple[Tr
 
 
 def init_state(
-    params: Tree, biases: Tree, optimizer: optax.GradientTransformation
+    params: Tree, biases: Tree, config: TrainingConfig, optimizer: optax.GradientTransformation
 ) -> TrainingState:
     """Returns the state before the first step, with moments that are zero."""
-    return TrainingState(params, biases, optimizer.init(params), jnp.int32(0))
+    state = TrainingState(params, biases, optimizer.init(params), jnp.int32(0))
+    if config.compute_dtype != "bfloat16" or config.freezes_weights:
+        return state
+    return split(state)
+
+
+def split(state: TrainingState) -> TrainingState:
+    """Stores the float32 parameters whose compute dtype is bfloat16 as two halves: their bfloat16
+    rounding, with which the model computes, and an int16 for the other 16 bits.
+
+    This takes no more memory than float32, and the rounding needs no memory of its own. Rounding is
+    to nearest. What is halfway between two bfloat16 numbers is rounded away from zero, so that the
+    rest always fits an int16.
+    """
+    params = nnx.to_flat_state(state.params)
+    flat = [(path, w) for path, w in params if not stays_float32(path, w.ndim)]
+    high = nnx.from_flat_state([(path, w.replace(_high_bits(w[...]))) for path, w in flat])
+    low = nnx.from_flat_state([(path, w.replace(_low_bits(w[...]))) for path, w in flat])
+    return state._replace(params=replace(state.params, high), low_bits=low)
+
+
+def joined(state: TrainingState) -> TrainingState:
+    """Inverts :func:`split`, to the last bit. Any other state is returned as it is."""
+    if state.low_bits is None:
+        return state
+    low = dict(nnx.to_flat_state(state.low_bits))
+    flat = [(path, w) for path, w in nnx.to_flat_state(state.params) if path in low]
+    masters = [(path, w.replace(_join(w[...], low[path][...]))) for path, w in flat]
+    params = replace(state.params, nnx.from_flat_state(masters))
+    return state._replace(params=params, low_bits=None)
+
+
+def _high_bits(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(1 << 15)
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def _low_bits(x: jax.Array) -> jax.Array:
+    """Returns the difference of the bits of ``x`` and of its rounding, from -2**15 to 2**15 - 1."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.int16)
+
+
+def _join(high: jax.Array, low: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(bits + low.astype(jnp.uint32), jnp.float32)
 
 
 def weight_shardings(model: DeepSeekV3, layout: Layout, weights: Tree) -> Tree:
@@ -99,5 +149,8 @@ def state_shardings(
         transform_non_params=lambda _: replicated,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-    biases = jax.tree.map(lambda _: replicated, shapes.biases)
-    return TrainingState(param_shardings, biases, moments, replicated)
+    biases, low_bits = jax.tree.map(lambda _: replicated, shapes.biases), None
+    if shapes.low_bits is not None:
+        paths = {path for path, _ in nnx.to_flat_state(shapes.low_bits)}
+        low_bits = select(param_shardings, lambda path: path in paths)
+    return TrainingState(param_shardings, biases, moments, replicated, low_bits)

@@ -15,7 +15,7 @@ from dsv3_jax.training import optimizer as optimizers
 from dsv3_jax.training import qk_clip
 from dsv3_jax.training.losses import Losses, TargetCounts, imbalance, update_biases
 from dsv3_jax.training.objective import Objective
-from dsv3_jax.training.state import TrainingState, init_params, init_state
+from dsv3_jax.training.state import TrainingState, init_params, init_state, joined, split
 from dsv3_jax.training.tree import Tree
 from sharding import Layout
 
@@ -57,8 +57,10 @@ def training_step(
     grads, losses, (load, max_scores) = objective.gradient(
         state.params, frozen, state.biases, tokens, mtp_weight
     )
-    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    masters = joined(state).params
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, masters)
+    params = optax.apply_updates(masters, updates)
     if config.qk_clip:
         params = qk_clip.clip(params, max_scores, config.qk_clip, objective.model_config)
     bias_speed = jnp.float32(optimizers.bias_update_speed(config)(state.step))
@@ -72,7 +74,8 @@ def training_step(
         jnp.sum(max_scores > config.qk_clip, dtype=jnp.int32),
         load,
     )
-    return TrainingState(params, biases, optimizer_state, state.step + 1), metrics
+    updated = TrainingState(params, biases, optimizer_state, state.step + 1)
+    return updated if state.low_bits is None else split(updated), metrics
 
 
 class Programs(NamedTuple):
@@ -106,7 +109,7 @@ def make_programs(
       frozen: shardings of the frozen weights, if there is a layout and ``lora_rank`` is set.
     """
     make_params = functools.partial(init_params, config=objective.config)
-    make_state = functools.partial(init_state, optimizer=optimizer)
+    make_state = functools.partial(init_state, config=objective.config, optimizer=optimizer)
     step = functools.partial(training_step, objective=objective, optimizer=optimizer)
 
     def evaluate(

@@ -25,6 +25,7 @@ from dsv3_jax.training.state import (
     TrainingState,
     init_params,
     init_state,
+    joined,
     state_shardings,
     weight_shardings,
 )
@@ -74,7 +75,7 @@ class Trainer:
 
         optimizer = make_optimizer(config, self.layout)
         shapes = jax.eval_shape(
-            lambda w, b: init_state(*init_params(w, b, config), optimizer), weights, biases
+            lambda w, b: init_state(*init_params(w, b, config), config, optimizer), weights, biases
         )
         if self.layout is None:
             self.abstract_state = shapes
@@ -183,7 +184,8 @@ class Trainer:
           copy: whether to copy the arrays of the state. Without copies the model needs no memory of
             its own, but the next step donates its arrays, and the model is then unusable.
         """
-        weights, biases = self._objective.weights(state.params, self._frozen), state.biases
+        params, biases = joined(state).params, state.biases
+        weights = self._objective.weights(params, self._frozen)
         if self.config.freezes_weights:
             weights = jax.tree.map(lambda w, frozen: w.astype(frozen.dtype), weights, self._frozen)
         elif copy:
