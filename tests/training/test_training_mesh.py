@@ -310,7 +310,11 @@ def test_collectives(stepped):
 
 
 @pytest.mark.slow
-def test_saved_on_eight_restored_on_one_and_back(directory, alone, spread, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # whose masters are in two halves
+def test_saved_on_eight_restored_on_one_and_back(dtype, directory, alone, spread, tmp_path):
+    if dtype != RUN.compute_dtype:
+        models = load(directory, None), load(directory, QUICK)
+        alone, spread = (steps(model, compute_dtype=dtype) for model in models)
     stores = [CheckpointStore(tmp_path / str(i), 2) for i in range(2)]
     stores[0].save(spread.state, {"next_index": 5})
     one, batches = stores[0].restore(2, alone.trainer.abstract_state)
