@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.ir import asm, const, i32, inline, item
+from pallas_kernels.hopper.ir import asm, i32, inline, item
 from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE
@@ -44,7 +45,7 @@ from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tile
 from pallas_kernels.hopper.warpgroup import when
 from pallas_kernels.mla_prefill.gradients import differentiable
 from pallas_kernels.mla_prefill.reference import bounds
-from pallas_kernels.mla_prefill.tile_queue import HeadTiles, claim_tile, uniform
+from pallas_kernels.mla_prefill.tiles import HeadTiles, claim_tile, mask_columns, uniform
 
 CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS  # queries
@@ -461,11 +462,7 @@ def _start_softmax(
         start, length, first = bound
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         visible = jnp.minimum(row + (start + 1 - first), length - first)
-        if plan.interpreted:
-            column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            s = jnp.where(column < spread_rows(visible, s.shape[1]), s, -jnp.inf)
-        else:
-            s = _mask_columns(s, visible)
+        s = mask_columns(s, visible, -math.inf, interpreted=plan.interpreted)
     new_maximum = jnp.maximum(maximum, s.max(axis=1) * plan.to_log2)
     alpha = jnp.exp2(maximum - new_maximum)
     total = total * spread_rows(alpha, _PARTIAL_SUMS)
@@ -513,36 +510,6 @@ def _store(
             plgpu.copy_smem_to_gmem(refs.lse.at[wg], refs.lse_g.at[b, h, rows])
         columns = pl.ds(c * COLUMNS, COLUMNS)
         plgpu.copy_smem_to_gmem(refs.out.at[wg], refs.out_g.at[b, rows, h, columns])
-
-
-def _mask_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
-    """Returns ``s[i, j]`` where ``j < visible[i]``, and minus infinity elsewhere.
-
-    Comparing with a column index would cost an addition and a register per column. Instead each
-    thread subtracts its own first column from ``visible`` and compares the result with constants.
-
-    Args:
-      s: float32 [64, n] in registers, n a multiple of 8.
-      visible: int32 [64].
-    """
-    pattern = 8  # consecutive columns of a row that four threads hold before it repeats
-    shape = (s.shape[0], pattern)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-    remaining = jax.lax.broadcast_in_dim(visible, shape, [0]) - column
-
-    @inline(WGMMA, WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=WGMMA))
-    def masked(s: Any, remaining: Any) -> Any:
-        def splat(x: Any, is_signed: bool | None) -> Any:
-            return mgpu.FragmentedArray.splat(x, shape, remaining.layout, is_signed=is_signed)
-
-        hidden = splat(mgpu.utils.c(float("-inf"), ir.F32Type.get()), None)
-        new = s.copy()
-        for c in range(0, s.shape[1], pattern):
-            window = slice(None), slice(c, c + pattern)
-            new[window] = (remaining > splat(const(c), True)).select(s[window], hidden)
-        return new
-
-    return masked(s, remaining)
 
 
 def _concatenate_columns(tiles: Sequence[jax.Array]) -> jax.Array:

@@ -38,10 +38,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors, require_hopper, wgmma
 from pallas_kernels.hopper.barriers import TmaCopy
+from pallas_kernels.hopper.ir import (
+    INT32,
+    SCALAR,
+    Registers,
+    array,
+    asm,
+    asm_numbers,
+    f32,
+    float_pair,
+    i32,
+    inline,
+    scalar,
+    value_of,
+    words_of,
+)
 from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import LOG2E
@@ -57,8 +73,8 @@ from pallas_kernels.hopper.tiles import (
     two_views,
 )
 from pallas_kernels.hopper.warpgroup import first_warp, when
-from pallas_kernels.mla_prefill.reference import bounds
-from pallas_kernels.mla_prefill.tile_queue import HeadTiles, claim_tile, uniform
+from pallas_kernels.mla_prefill import reference
+from pallas_kernels.mla_prefill.tiles import HeadTiles, claim_tile, mask_columns
 
 CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS
@@ -109,7 +125,7 @@ def gradients(
     lse = jnp.where(lse == -jnp.inf, 0.0, lse) * LOG2E  # queries that see no key: all is masked
     # TMA copies of one dimension are not clipped at T.
     lse, delta = (_padded(x.swapaxes(1, 2), 2, pl.cdiv(T, TILE) * TILE) for x in (lse, delta))
-    starts, lengths = (x.astype(jnp.int32) for x in bounds(k, starts, lengths))
+    starts, lengths = (x.astype(jnp.int32) for x in reference.bounds(k, starts, lengths))
     # A box of a TMA copy is no larger than the array.
     q, d_out = (_padded(x, 1, max(T, TILE)) for x in (q, d_out))
     k, v = (_padded(x, 1, max(S, TILE)) for x in (k, v))
@@ -214,16 +230,19 @@ class _Plan:
         unmasked = _quotient(jnp.minimum(length, start + row + 1), self.block)
         return count - jnp.minimum(unmasked, count)
 
-    def hide(self, p: jax.Array, row: Any, start: Any, length: Any, first: Any) -> jax.Array:
-        """Zeroes P where the query does not see the key. The rows of P begin at ``row``, and its
-        columns at ``first``."""
+    def column_bounds(self, row: Any, start: Any, length: Any, first: Any) -> jax.Array:
+        """Returns the bounds of :meth:`hide` in the first block, in the ROW layout. The rows of P
+        begin at ``row``."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + row
-        column = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=WGMMA)
         if self.of_keys:
-            bound = jnp.where(row < length, row - (start + first), self.block)
-            return jnp.where(column >= spread_rows(bound, self.block), p, 0.0)
-        bound = jnp.minimum(row + (start + 1), length) - first
-        return jnp.where(column < spread_rows(bound, self.block), p, 0.0)
+            return jnp.where(row < length, row - (start + first * self.block), 1 << 30)
+        return jnp.minimum(row + (start + 1), length) - first * self.block
+
+    def hide(self, p: jax.Array, bounds: jax.Array, i: Any) -> jax.Array:
+        """Zeroes P of the i-th block where the query does not see the key: columns below a row's
+        bound, or in the form of queries from it on."""
+        bounds = bounds - i * self.block if self.of_keys else bounds + i * self.block
+        return mask_columns(p, bounds, 0.0, from_bound=self.of_keys, interpreted=self.interpreted)
 
 
 def _quotient(a: Any, b: int) -> Any:
@@ -302,7 +321,7 @@ def _launch(operands: Sequence[jax.Array], *, plan: _Plan, interpret: Any) -> li
         @when(warpgroup != CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            _Consumer(plan, memory, rings, warpgroup).run()
+            _Consumer(plan, memory, rings, _uniform(warpgroup, on_gpu)).run()
 
     # Profiles show it.
     body.__name__ = "mla_prefill_gradient_of_" + ("keys" if plan.of_keys else "queries")
@@ -415,9 +434,11 @@ class _Consumer:
             state, sums = self.sum_blocks(b, row, state, operands)
             rings.fixed.release(fixed_state)
             rings.queue.wait_full(queue_state)
-            next_tile = self.uniform(memory.next_tile[queue_state.stage])
+            next_tile = _uniform(memory.next_tile[queue_state.stage], not plan.interpreted)
             rings.queue.release(queue_state)
-            self.store(b, h, row, sums)
+            # Computed again, which is cheaper than keeping it in registers meanwhile.
+            b, h, row = plan.position_of(_uniform(tile, not plan.interpreted))
+            self.store(b, h, row + self.warpgroup * ROWS, sums)
             states = rings.fixed.next(fixed_state), state, rings.queue.next(queue_state)
             return next_tile, states
 
@@ -425,29 +446,34 @@ class _Consumer:
         lax.while_loop(lambda c: c[0] < plan.tiles, compute_tile, start)
         plgpu.wait_smem_to_gmem(0)
 
-    def uniform(self, x: jax.Array) -> jax.Array:
-        return x if self.plan.interpreted else uniform(x)
-
     def sum_blocks(self, b: Any, row: Any, state: PipelineState, operands: _Operands) -> Any:
         """Returns the state of the ring after a tile, and the sums: of d_k and d_v, or of d_q."""
         plan, memory, ring = self.plan, self.memory, self.rings.blocks
-        start, length = (self.uniform(x[b]) for x in (memory.starts, memory.lengths))
+        start, length = (
+            _uniform(x[b], not plan.interpreted) for x in (memory.starts, memory.lengths)
+        )
         first, count = plan.blocks_of(row - self.warpgroup * ROWS, start, length)
         masked = plan.masked_of(row, start, length, first, count)
-        of_rows = [] if plan.of_keys else operands.statistics(jnp.int32(0))
+        bounds = plan.column_bounds(row, start, length, first)
+        of_rows = None if plan.of_keys else operands.statistics_of_rows()
 
         def add_block(is_masked: bool, i: Any, state: PipelineState, sums: Any) -> Any:
             ring.wait_full(state)
             scores, d_p = operands.start_scores(state.stage)
-            lse, delta = of_rows or operands.statistics(state.stage)
             scores = operands.complete(scores, 1)
-            p = jnp.exp2(scores * (plan.scale * LOG2E) - lse)
+            p = jnp.exp2(
+                scores * (plan.scale * LOG2E) - operands.statistic(0, state.stage, of_rows)
+            )
             if is_masked:
-                p = plan.hide(p, row, start, length, plan.first_row_of(first, i))
-            factors = [p.astype(jnp.bfloat16)] if plan.of_keys else []
+                p = plan.hide(p, bounds, i)
+            factors = []
             if plan.of_keys:
+                factors = [p.astype(jnp.bfloat16)]
                 d_v = operands.add(factors[0], state.stage, 1, sums[1])
             d_p = operands.complete(d_p, len(factors))
+            if plan.of_keys:
+                p = _widened(factors[0], not plan.interpreted)
+            delta = operands.statistic(1, state.stage, of_rows)
             factors.append((p * (d_p - delta)).astype(jnp.bfloat16))
             sums = [operands.add(factors[-1], state.stage, 0, sums[0])]
             if plan.of_keys:
@@ -479,6 +505,37 @@ class _Consumer:
                     plgpu.copy_smem_to_gmem(staged, result.at[window])
 
 
+def _uniform(x: jax.Array, on_gpu: bool) -> jax.Array:
+    """Returns ``x``, an int32 that is equal in all threads, in a uniform register."""
+    if not on_gpu:
+        return x
+
+    @inline(SCALAR, returns=INT32)
+    def maximum(x: Registers) -> Registers:
+        text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
+        return scalar(asm(text, "=r,r", value_of(x), result=i32(), effects=True))
+
+    return maximum(x)
+
+
+def _widened(p: jax.Array, on_gpu: bool) -> jax.Array:
+    """Returns bfloat16 ``p`` as float32, from its packed registers. If the compiler knew where they
+    come from, it would keep the float32 numbers in registers, which are too few."""
+    if not on_gpu:
+        return p.astype(jnp.float32)
+
+    @inline(WGMMA, returns=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=WGMMA))
+    def widen(p: Registers) -> Registers:
+        pairs = []
+        for word in words_of(p):
+            text = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
+            numbers = asm_numbers(text, "=&r,=r,r", word, kind=i32(), count=2)
+            pairs.append(float_pair(*(arith.bitcast(f32(), x) for x in numbers)))
+        return array(pairs, p.shape, WGMMA)
+
+    return widen(p)
+
+
 def _zeros(columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
@@ -501,14 +558,17 @@ class _Operands:
             blocks = wgmma.operand_base(memory.blocks, 0)
         return cls(plan, memory, warpgroup, fixed, blocks)
 
-    def statistics(self, stage: Any) -> list[jax.Array]:
-        """Returns lse and delta of each pair's query: those of a stage, or of the tile."""
-        refs = [self.memory.statistics.at[stage, i] for i in range(2)]
-        shape = ROWS, self.plan.block
-        if self.plan.of_keys:
-            return [spread_columns(self.load(ref, COLUMN), shape[0]) for ref in refs]
+    def statistics_of_rows(self) -> list[jax.Array]:
+        """Returns lse and delta of the tile's queries."""
         rows = pl.ds(self.warpgroup * ROWS, ROWS)
-        return [spread_rows(self.load(ref.at[rows], ROW), shape[1]) for ref in refs]
+        return [self.load(self.memory.statistics.at[0, i, rows], ROW) for i in range(2)]
+
+    def statistic(self, i: int, stage: Any, of_rows: list[jax.Array] | None) -> jax.Array:
+        """Returns lse (i = 0) or delta (i = 1) of each pair's query: of the tile's, or a stage's.
+        The latter are loaded just before use, because they take 16 registers."""
+        if of_rows is not None:
+            return spread_rows(of_rows[i], self.plan.block)
+        return spread_columns(self.load(self.memory.statistics.at[stage, i], COLUMN), ROWS)
 
     def load(self, ref: Any, layout: Any) -> jax.Array:
         return ref[...] if self.plan.interpreted else load_with_layout(ref, layout)

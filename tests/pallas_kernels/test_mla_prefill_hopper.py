@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import mla_prefill
 from pallas_kernels.mla_prefill import mosaic_gpu
-from pallas_kernels.mla_prefill.tile_queue import heads_together
+from pallas_kernels.mla_prefill.tiles import heads_together
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, MlaPrefillGradientCases, run
 

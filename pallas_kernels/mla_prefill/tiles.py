@@ -1,4 +1,4 @@
-"""The order in which persistent CTAs take the tiles of attention, and the queue of those left."""
+"""Tiles of attention: the order in which persistent CTAs take them, their queue, and masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, scalar, value_of
+from pallas_kernels.hopper.ir import (
+    REF,
+    SCALAR,
+    Registers,
+    asm,
+    const,
+    float_const,
+    i32,
+    inline,
+    scalar,
+    value_of,
+)
+from pallas_kernels.hopper.tiles import WGMMA, spread_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +90,39 @@ def uniform(x: jax.Array) -> jax.Array:
         return scalar(asm(text, "=r,r", value_of(x), result=i32(), effects=True))
 
     return first_lane(x)
+
+
+def mask_columns(
+    s: jax.Array, bounds: jax.Array, hidden: float, *, from_bound: bool = False, interpreted: bool
+) -> jax.Array:
+    """Returns ``s[i, j]`` where ``j < bounds[i]``, or with ``from_bound`` where ``j >= bounds[i]``,
+    and ``hidden`` elsewhere.
+
+    Comparing with a column index would cost an addition and a register per column. Instead each
+    thread subtracts its own first column from the bound and compares the result with constants.
+
+    Args:
+      s: float32 [64, n] in registers, n a multiple of 8.
+      bounds: int32 [64].
+    """
+    if interpreted:
+        below = lax.broadcasted_iota(jnp.int32, s.shape, 1) < spread_rows(bounds, s.shape[1])
+        return jnp.where(below != from_bound, s, hidden)
+    pattern = 8  # consecutive columns of a row that four threads hold before it repeats
+    shape = (s.shape[0], pattern)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+    remaining = spread_rows(bounds, pattern) - column
+
+    @inline(WGMMA, WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=WGMMA))
+    def masked(s: Registers, remaining: Registers) -> Registers:
+        def splat(x: Any, is_signed: bool | None) -> Registers:
+            return mgpu.FragmentedArray.splat(x, shape, remaining.layout, is_signed=is_signed)
+
+        other, new = splat(float_const(hidden), None), s.copy()
+        for c in range(0, s.shape[1], pattern):
+            window = slice(None), slice(c, c + pattern)
+            pair = (other, s[window]) if from_bound else (s[window], other)
+            new[window] = (remaining > splat(const(c), True)).select(*pair)
+        return new
+
+    return masked(s, remaining)
