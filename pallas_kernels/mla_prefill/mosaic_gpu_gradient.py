@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +72,7 @@ from pallas_kernels.hopper.tiles import (
     spread_rows,
     two_views,
 )
-from pallas_kernels.hopper.warpgroup import first_warp, when
+from pallas_kernels.hopper.warpgroup import cond, first_warp, when
 from pallas_kernels.mla_prefill import reference
 from pallas_kernels.mla_prefill.tiles import HeadTiles, claim_tile, mask_columns
 
@@ -231,18 +231,17 @@ class _Plan:
         return count - jnp.minimum(unmasked, count)
 
     def column_bounds(self, row: Any, start: Any, length: Any, first: Any) -> jax.Array:
-        """Returns the bounds of :meth:`hide` in the first block, in the ROW layout. The rows of P
-        begin at ``row``."""
+        """Returns a column of the first block for each row, in the ROW layout, from ``row`` on.
+        Where queries are columns, those from it on see the row's key. Where keys are columns, the
+        row's query sees those before it."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + row
         if self.of_keys:
             return jnp.where(row < length, row - (start + first * self.block), 1 << 30)
         return jnp.minimum(row + (start + 1), length) - first * self.block
 
-    def hide(self, p: jax.Array, bounds: jax.Array, i: Any) -> jax.Array:
-        """Zeroes P of the i-th block where the query does not see the key: columns below a row's
-        bound, or in the form of queries from it on."""
-        bounds = bounds - i * self.block if self.of_keys else bounds + i * self.block
-        return mask_columns(p, bounds, 0.0, from_bound=self.of_keys, interpreted=self.interpreted)
+    def bounds_of_block(self, bounds: jax.Array, i: Any) -> jax.Array:
+        """Returns the bounds in the i-th block, of those in the first one."""
+        return bounds - i * self.block if self.of_keys else bounds + i * self.block
 
 
 def _quotient(a: Any, b: int) -> Any:
@@ -455,37 +454,27 @@ class _Consumer:
         first, count = plan.blocks_of(row - self.warpgroup * ROWS, start, length)
         masked = plan.masked_of(row, start, length, first, count)
         bounds = plan.column_bounds(row, start, length, first)
-        of_rows = None if plan.of_keys else operands.statistics_of_rows()
+        lse_and_delta = None if plan.of_keys else operands.statistics_of_rows()
 
-        def add_block(is_masked: bool, i: Any, state: PipelineState, sums: Any) -> Any:
+        def add_block(i: Any, state: PipelineState, sums: Any) -> Any:
+            def mask(scores: jax.Array) -> jax.Array:
+                bound = plan.bounds_of_block(bounds, i)
+                hide = functools.partial(mask_columns, bounds=bound, hidden=-jnp.inf)
+                hide = functools.partial(hide, from_bound=plan.of_keys)
+                if plan.interpreted:
+                    return jnp.where(i < masked, hide(scores, interpreted=True), scores)
+                return cond(i < masked, lambda x: hide(x, interpreted=False), lambda x: x, scores)
+
             ring.wait_full(state)
-            scores, d_p = operands.start_scores(state.stage)
-            scores = operands.complete(scores, 1)
-            p = jnp.exp2(
-                scores * (plan.scale * LOG2E) - operands.statistic(0, state.stage, of_rows)
-            )
-            if is_masked:
-                p = plan.hide(p, bounds, i)
-            factors = []
             if plan.of_keys:
-                factors = [p.astype(jnp.bfloat16)]
-                d_v = operands.add(factors[0], state.stage, 1, sums[1])
-            d_p = operands.complete(d_p, len(factors))
-            if plan.of_keys:
-                p = _widened(factors[0], not plan.interpreted)
-            delta = operands.statistic(1, state.stage, of_rows)
-            factors.append((p * (d_p - delta)).astype(jnp.bfloat16))
-            sums = [operands.add(factors[-1], state.stage, 0, sums[0])]
-            if plan.of_keys:
-                sums.append(d_v)
-            sums = tuple(operands.complete(x, 0) for x in sums)
-            operands.keep_live(factors)
+                sums = operands.add_queries(state.stage, *sums, mask)
+            else:
+                sums = operands.add_keys(state.stage, *sums, mask, *lse_and_delta)
             ring.release(state)
             return sums
 
         sums = tuple(map(_zeros, plan.widths if plan.of_keys else (plan.K,)))
-        state, sums = ring.loop(masked, functools.partial(add_block, True), state, sums)
-        return ring.loop(count - masked, functools.partial(add_block, False), state, sums)
+        return ring.loop(count, add_block, state, sums)
 
     def store(self, b: Any, h: Any, row: Any, sums: Any) -> None:
         """Rounds and stores a warpgroup's rows of a tile, if there are any."""
@@ -563,54 +552,99 @@ class _Operands:
         rows = pl.ds(self.warpgroup * ROWS, ROWS)
         return [self.load(self.memory.statistics.at[0, i, rows], ROW) for i in range(2)]
 
-    def statistic(self, i: int, stage: Any, of_rows: list[jax.Array] | None) -> jax.Array:
-        """Returns lse (i = 0) or delta (i = 1) of each pair's query: of the tile's, or a stage's.
-        The latter are loaded just before use, because they take 16 registers."""
-        if of_rows is not None:
-            return spread_rows(of_rows[i], self.plan.block)
-        return spread_columns(self.load(self.memory.statistics.at[stage, i], COLUMN), ROWS)
-
     def load(self, ref: Any, layout: Any) -> jax.Array:
         return ref[...] if self.plan.interpreted else load_with_layout(ref, layout)
 
-    def start_scores(self, stage: Any) -> tuple[jax.Array, jax.Array]:
-        """Starts both products of the fixed pair with a block."""
+    # ---- the two forms ----
+
+    def add_queries(
+        self, stage: Any, d_k: jax.Array, d_v: jax.Array, mask: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds a block of queries to d_k and d_v. ``bound`` is None if nothing is masked.
+
+        Registers are scarce. So d_P starts when half of the scores are P, and everything that
+        follows is done for one half after the other."""
+        scores = mask(self.complete(self.start(stage, 0)))
+        factors, width = [], 16
+        parts = range(0, self.plan.block, width)
+        for c in parts:
+            p = self.exponentials(scores[:, c : c + width], self.of_columns(stage, 0, c, width))
+            factors.append(p.astype(jnp.bfloat16))
+        d_p = self.start(stage, 1)
+        for c, p in zip(parts, factors, strict=True):
+            d_v = self.add(p, stage, 1, d_v, c)
+        d_p = self.complete(d_p, later=len(factors))
+        for c in parts:
+            p = _widened(factors[c // width], not self.plan.interpreted)
+            d_s = p * (d_p[:, c : c + width] - self.of_columns(stage, 1, c, width))
+            factors.append(d_s.astype(jnp.bfloat16))
+            d_k = self.add(factors[-1], stage, 0, d_k, c)
+        d_k, d_v = self.complete(d_k), self.complete(d_v)
+        self.keep_live(factors)
+        return d_k, d_v
+
+    def add_keys(
+        self,
+        stage: Any,
+        d_q: jax.Array,
+        mask: Callable[[jax.Array], jax.Array],
+        lse: jax.Array,
+        delta: jax.Array,
+    ) -> tuple[jax.Array]:
+        """Adds a block of keys to d_q. ``bound`` is None if nothing is masked."""
+        scores, d_p = (self.start(stage, i) for i in range(2))
+        lse, delta = (spread_rows(x, self.plan.block) for x in (lse, delta))
+        p = self.exponentials(mask(self.complete(scores, later=1)), lse)
+        d_s = (p * (self.complete(d_p) - delta)).astype(jnp.bfloat16)
+        d_q = self.complete(self.add(d_s, stage, 0, d_q))
+        self.keep_live([d_s])
+        return (d_q,)
+
+    def exponentials(self, scores: jax.Array, lse: jax.Array) -> jax.Array:
+        return jnp.exp2(scores * (self.plan.scale * LOG2E) - lse)
+
+    def of_columns(self, stage: Any, i: int, first: int, count: int) -> jax.Array:
+        """Returns lse (i = 0) or delta (i = 1) of a stage's queries, which are columns. They are
+        loaded just before use, because they take a register per four."""
+        ref = self.memory.statistics.at[stage, i, pl.ds(first, count)]
+        return spread_columns(self.load(ref, COLUMN), ROWS)
+
+    # ---- matmuls ----
+
+    def start(self, stage: Any, i: int) -> jax.Array:
+        """Starts the product of the fixed pair's operand i with that of a block."""
         plan = self.plan
         if plan.interpreted:
-            first, second = (self.fixed_operand(i) for i in range(2))
-            return tuple(
-                _dot(a, self.block_operand(stage, i).T) for i, a in enumerate((first, second))
-            )
-        products = []
-        for i, width in enumerate(plan.widths):
-            a = self.fixed + jnp.int32(i * self.panels_before(TILE))
-            b = self.block_base(stage, i)
-            sizes = {"columns": plan.block, "a_rows": TILE, "b_rows": plan.block}
-            products.append(wgmma.start_bfloat16_product(a, b, width=width, **sizes))
-        return tuple(products)
+            return _dot(self.fixed_operand(i), self.block_operand(stage, i).T)
+        a, b = self.fixed + jnp.int32(i * self.units_before(TILE)), self.block_base(stage, i)
+        sizes = {"columns": plan.block, "a_rows": TILE, "b_rows": plan.block}
+        return wgmma.start_bfloat16_product(a, b, width=plan.widths[i], **sizes)
 
-    def add(self, factor: jax.Array, stage: Any, i: int, sums: jax.Array) -> jax.Array:
-        """Starts ``sums + factor B`` with a block of the streamed pair's operand i."""
-        if self.plan.interpreted:
-            return sums + _dot(factor, self.block_operand(stage, i))
-        base = self.block_base(stage, i)
-        return wgmma.add_registers_product(factor, base, sums, b_rows=self.plan.block)
+    def add(
+        self, factor: jax.Array, stage: Any, i: int, sums: jax.Array, first: int = 0
+    ) -> jax.Array:
+        """Starts ``sums + factor B`` with rows of a block's operand i, from ``first`` on."""
+        plan, rows = self.plan, factor.shape[1]
+        if plan.interpreted:
+            return sums + _dot(factor, self.block_operand(stage, i)[first : first + rows])
+        base = self.block_base(stage, i) + jnp.int32(first * _ROW_BYTES // 16)
+        return wgmma.add_registers_product(factor, base, sums, b_rows=plan.block)
 
-    def complete(self, product: jax.Array, later: int) -> jax.Array:
+    def complete(self, product: jax.Array, later: int = 0) -> jax.Array:
         return product if self.plan.interpreted else wgmma.wait_for_product(product, later)
 
     def keep_live(self, factors: Sequence[jax.Array]) -> None:
         if not self.plan.interpreted:
             wgmma.keep_live(*factors)
 
-    def panels_before(self, rows: int) -> int:
+    def units_before(self, rows: int) -> int:
         """Returns the 16-byte units of a pair's first operand in panels of that many rows."""
         return self.plan.K // PANEL * rows * _ROW_BYTES // 16
 
     def block_base(self, stage: Any, i: int) -> jax.Array:
         rows = self.plan.block
         stage_units = self.plan.panels * rows * _ROW_BYTES // 16
-        return self.blocks + (stage * jnp.int32(stage_units) + i * self.panels_before(rows))
+        return self.blocks + (stage * jnp.int32(stage_units) + i * self.units_before(rows))
 
     # ---- in the interpreter ----
 
