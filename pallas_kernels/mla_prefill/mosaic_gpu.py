@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -462,7 +461,7 @@ def _start_softmax(
         start, length, first = bound
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         visible = jnp.minimum(row + (start + 1 - first), length - first)
-        s = mask_columns(s, visible, -math.inf, interpreted=plan.interpreted)
+        s = mask_columns(s, visible, interpreted=plan.interpreted)
     new_maximum = jnp.maximum(maximum, s.max(axis=1) * plan.to_log2)
     alpha = jnp.exp2(maximum - new_maximum)
     total = total * spread_rows(alpha, _PARTIAL_SUMS)

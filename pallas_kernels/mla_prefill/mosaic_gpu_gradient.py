@@ -72,9 +72,14 @@ from pallas_kernels.hopper.tiles import (
     spread_rows,
     two_views,
 )
-from pallas_kernels.hopper.warpgroup import cond, first_warp, when
+from pallas_kernels.hopper.warpgroup import first_warp, when
 from pallas_kernels.mla_prefill import reference
-from pallas_kernels.mla_prefill.tiles import HeadTiles, claim_tile, mask_columns
+from pallas_kernels.mla_prefill.tiles import (
+    HeadTiles,
+    claim_tile,
+    mask_thread_columns,
+    thread_bounds,
+)
 
 CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS
@@ -454,16 +459,15 @@ class _Consumer:
         first, count = plan.blocks_of(row - self.warpgroup * ROWS, start, length)
         masked = plan.masked_of(row, start, length, first, count)
         bounds = plan.column_bounds(row, start, length, first)
+        bounds = thread_bounds(bounds, interpreted=plan.interpreted)
         lse_and_delta = None if plan.of_keys else operands.statistics_of_rows()
 
-        def add_block(i: Any, state: PipelineState, sums: Any) -> Any:
+        def add_block(is_masked: bool, i: Any, state: PipelineState, sums: Any) -> Any:
             def mask(scores: jax.Array) -> jax.Array:
-                bound = plan.bounds_of_block(bounds, i)
-                hide = functools.partial(mask_columns, bounds=bound, hidden=-jnp.inf)
-                hide = functools.partial(hide, from_bound=plan.of_keys)
-                if plan.interpreted:
-                    return jnp.where(i < masked, hide(scores, interpreted=True), scores)
-                return cond(i < masked, lambda x: hide(x, interpreted=False), lambda x: x, scores)
+                shifted = plan.bounds_of_block(bounds, i)
+                options = {"from_bound": plan.of_keys, "interpreted": plan.interpreted}
+                hide = functools.partial(mask_thread_columns, bounds=shifted, **options)
+                return hide(scores) if is_masked else scores
 
             ring.wait_full(state)
             if plan.of_keys:
@@ -474,12 +478,16 @@ class _Consumer:
             return sums
 
         sums = tuple(map(_zeros, plan.widths if plan.of_keys else (plan.K,)))
-        return ring.loop(count, add_block, state, sums)
+        if plan.of_keys:  # a second loop would take more registers than there are
+            return ring.loop(count, functools.partial(add_block, True), state, sums)
+        state, sums = ring.loop(masked, functools.partial(add_block, True), state, sums)
+        return ring.loop(count - masked, functools.partial(add_block, False), state, sums)
 
     def store(self, b: Any, h: Any, row: Any, sums: Any) -> None:
         """Rounds and stores a warpgroup's rows of a tile, if there are any."""
         plan, memory = self.plan, self.memory
         factors = plan.scale, 1.0
+        warpgroup = _uniform(self.warpgroup, not plan.interpreted)
 
         @when(row < plan.fixed_rows)
         def _() -> None:
@@ -487,10 +495,10 @@ class _Consumer:
                 for c in range(0, x.shape[1], PANEL):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     panel = x[:, c : c + PANEL] * factor
-                    memory.staging[self.warpgroup] = panel.astype(jnp.bfloat16)
+                    memory.staging[warpgroup] = panel.astype(jnp.bfloat16)
                     plgpu.commit_smem()
                     window = b, pl.ds(row, ROWS), h, pl.ds(c, PANEL)
-                    staged = memory.staging_untiled.at[self.warpgroup]
+                    staged = memory.staging_untiled.at[warpgroup]
                     plgpu.copy_smem_to_gmem(staged, result.at[window])
 
 

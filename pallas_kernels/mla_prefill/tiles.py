@@ -17,15 +17,19 @@ from pallas_kernels.hopper.ir import (
     REF,
     SCALAR,
     Registers,
+    array,
     asm,
     const,
     float_const,
+    float_pair,
     i32,
     inline,
+    item,
     scalar,
+    single,
     value_of,
 )
-from pallas_kernels.hopper.tiles import WGMMA, spread_rows
+from pallas_kernels.hopper.tiles import ROW, ROWS, WGMMA, spread_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,37 +96,55 @@ def uniform(x: jax.Array) -> jax.Array:
     return first_lane(x)
 
 
-def mask_columns(
-    s: jax.Array, bounds: jax.Array, hidden: float, *, from_bound: bool = False, interpreted: bool
-) -> jax.Array:
-    """Returns ``s[i, j]`` where ``j < bounds[i]``, or with ``from_bound`` where ``j >= bounds[i]``,
-    and ``hidden`` elsewhere.
-
-    Comparing with a column index would cost an addition and a register per column. Instead each
-    thread subtracts its own first column from the bound and compares the result with constants.
+def mask_columns(s: jax.Array, bounds: jax.Array, *, interpreted: bool) -> jax.Array:
+    """Returns ``s[i, j]`` where ``j < bounds[i]``, and minus infinity elsewhere.
 
     Args:
       s: float32 [64, n] in registers, n a multiple of 8.
       bounds: int32 [64].
     """
+    bounds = thread_bounds(bounds, interpreted=interpreted)
+    return mask_thread_columns(s, bounds, interpreted=interpreted)
+
+
+def thread_bounds(bounds: jax.Array, *, interpreted: bool) -> jax.Array:
+    """Returns for each thread ``bounds``, int32 [64], relative to the thread's first column.
+
+    Comparing scores' columns with a bound would take an addition and a register per column.
+    Relative bounds are compared with constants. They may be shifted, but not moved between
+    threads."""
+    if interpreted:
+        return bounds
+
+    @inline(ROW, returns=plgpu.ShapeDtypeStruct(bounds.shape, jnp.int32, layout=ROW))
+    def subtract(bounds: Registers) -> Registers:
+        column = arith.shli(arith.andi(mgpu.utils.thread_idx(), const(3)), const(1))
+        bounds = [item(register, 0) for register in bounds.registers.flat]
+        return array([single(arith.subi(x, column)) for x in bounds], (ROWS,), ROW, is_signed=True)
+
+    return subtract(bounds)
+
+
+def mask_thread_columns(
+    s: jax.Array, bounds: jax.Array, *, from_bound: bool = False, interpreted: bool
+) -> jax.Array:
+    """Returns ``s[i, j]`` where j is below row i's bound, or with ``from_bound`` where it is not,
+    and minus infinity elsewhere. ``bounds`` is of :func:`thread_bounds`."""
     if interpreted:
         below = lax.broadcasted_iota(jnp.int32, s.shape, 1) < spread_rows(bounds, s.shape[1])
-        return jnp.where(below != from_bound, s, hidden)
-    pattern = 8  # consecutive columns of a row that four threads hold before it repeats
-    shape = (s.shape[0], pattern)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-    remaining = spread_rows(bounds, pattern) - column
+        return jnp.where(below != from_bound, s, -jnp.inf)
 
-    @inline(WGMMA, WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=WGMMA))
-    def masked(s: Registers, remaining: Registers) -> Registers:
-        def splat(x: Any, is_signed: bool | None) -> Registers:
-            return mgpu.FragmentedArray.splat(x, shape, remaining.layout, is_signed=is_signed)
+    @inline(WGMMA, ROW, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=WGMMA))
+    def masked(s: Registers, bounds: Registers) -> Registers:
+        # A thread has two neighbouring columns of every eight, of one row and then of another.
+        limits, hidden = [item(x, 0) for x in bounds.registers.flat], float_const(float("-inf"))
+        compare = arith.CmpIPredicate.sle if from_bound else arith.CmpIPredicate.sgt
+        pairs = []
+        for i, pair in enumerate(s.registers.flat):
+            group, half = divmod(i, 2)
+            visible = [arith.cmpi(compare, limits[half], const(8 * group + j)) for j in range(2)]
+            numbers = [arith.select(x, item(pair, j), hidden) for j, x in enumerate(visible)]
+            pairs.append(float_pair(*numbers))
+        return array(pairs, s.shape, WGMMA)
 
-        other, new = splat(float_const(hidden), None), s.copy()
-        for c in range(0, s.shape[1], pattern):
-            window = slice(None), slice(c, c + pattern)
-            pair = (other, s[window]) if from_bound else (s[window], other)
-            new[window] = (remaining > splat(const(c), True)).select(*pair)
-        return new
-
-    return masked(s, remaining)
+    return masked(s, bounds)
