@@ -578,10 +578,10 @@ class _Operands:
         for c in parts:
             p = self.exponentials(scores[:, c : c + width], self.of_columns(stage, 0, c, width))
             factors.append(p.astype(jnp.bfloat16))
-        d_p = self.start(stage, 1)
-        for c, p in zip(parts, factors, strict=True):
-            d_v = self.add(p, stage, 1, d_v, c)
-        d_p = self.complete(d_p, later=len(factors))
+            if c == parts[-1]:
+                d_p = self.start(stage, 1)
+            d_v = self.add(factors[-1], stage, 1, d_v, c)
+        d_p = self.complete(d_p, later=1)
         for c in parts:
             p = _widened(factors[c // width], not self.plan.interpreted)
             d_s = p * (d_p[:, c : c + width] - self.of_columns(stage, 1, c, width))
