@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.mla_prefill import blocked, cudnn
+from pallas_kernels.mla_prefill import blocked, cudnn, mosaic_gpu_gradient
 from pallas_kernels.softmax import with_gradients
 
 BACKENDS = {
     "cudnn": cudnn.gradients,
+    "mosaic_gpu": mosaic_gpu_gradient.gradients,
     "blocked": blocked.gradients,
 }
 

@@ -15,15 +15,14 @@ d_out, stays in shared memory. A producer warp streams blocks of the other pair 
 stages by TMA, and takes tiles from a queue, the longest first, as the forward kernel does. Each of
 two consumer warpgroups has 64 rows of the tile. For every block it
 
-* starts ``S = A B^T`` of the first operands, and ``d_P`` of the second ones. Rows are those of the
-  fixed pair: for the form of keys both are transposed.
-* computes P while the tensor cores compute d_P. Its bfloat16 registers are the left operand of
-  ``d_v += P d_out``.
-* computes d_S meanwhile. Its registers are the left operand of ``d_k += d_S q``, or ``d_q += d_S
-  k``. wgmma reads the block, which S needed by rows, by columns then.
+* computes the scores ``A B^T`` of the first operands, and d_P of the second ones. Rows are those
+  of the fixed pair, so in the form of keys both are transposed.
+* computes P. In the form of keys its registers are the left operand of ``d_v += P d_out``.
+* computes d_S. Its registers are the left operand of ``d_k += d_S q``, or of ``d_q += d_S k``.
+  wgmma now reads by columns the block that the scores needed by rows.
 
-Blocks that need a mask come first, so that the loop over all others has none: the diagonal is at
-the first queries that see a key, and at the last keys that a query sees.
+Blocks that need a mask come first: the diagonal is at the first queries that see a key, and at the
+last keys that a query sees. In the form of queries a second loop over all others has no mask.
 """
 
 from __future__ import annotations
@@ -568,10 +567,11 @@ class _Operands:
     def add_queries(
         self, stage: Any, d_k: jax.Array, d_v: jax.Array, mask: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds a block of queries to d_k and d_v. ``bound`` is None if nothing is masked.
+        """Adds a block of queries to d_k and d_v.
 
-        Registers are scarce. So d_P starts when half of the scores are P, and everything that
-        follows is done for one half after the other."""
+        Registers are scarce: the sums take 160 of 240, and scores and d_P 32 each. So d_P starts
+        when P is known, and d_v and d_k get the product of 16 queries, the K of an instruction,
+        while P and d_S of the next 16 are computed."""
         scores = mask(self.complete(self.start(stage, 0)))
         factors, width = [], 16
         parts = range(0, self.plan.block, width)
@@ -599,7 +599,7 @@ class _Operands:
         lse: jax.Array,
         delta: jax.Array,
     ) -> tuple[jax.Array]:
-        """Adds a block of keys to d_q. ``bound`` is None if nothing is masked."""
+        """Adds a block of keys to d_q. P is computed during the product of d_P."""
         scores, d_p = (self.start(stage, i) for i in range(2))
         lse, delta = (spread_rows(x, self.plan.block) for x in (lse, delta))
         p = self.exponentials(mask(self.complete(scores, later=1)), lse)
