@@ -251,13 +251,18 @@ def _product(numbers: list[ir.Value]) -> Registers:
 
 
 def keep_live(*operands: jax.Array) -> None:
-    """Keeps the operands in their registers up to this point, by stores that are never executed,
-    but that ptxas cannot prove dead. wgmma uses registers in groups of four, and so do the
-    stores."""
+    """Keeps the operands, bfloat16 or float32, in their registers up to this point, by stores that
+    are never executed, but that ptxas cannot prove dead. wgmma uses registers in groups of four,
+    and so do the stores. What computes an operand is not moved past this point either."""
 
     @inline(*(plgpu.Layout.WGMMA for _ in operands)).on(*operands)
     def _(*operands):
-        words = [word for operand in operands for word in words_of(operand)]
+        words = []
+        for operand in operands:
+            if operand.mlir_dtype == f32():
+                words += [arith.bitcast(i32(), number) for number in numbers_of(operand)]
+            else:
+                words += words_of(operand)
         fours = range(0, len(words), 4)
         stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
         text = [

@@ -85,6 +85,7 @@ TILE = CONSUMERS * ROWS
 PANEL = 64  # columns: a panel has rows of 128 bytes, the width of a swizzle atom
 L2_BYTES = 24 << 20  # share of the L2 cache for the streamed operands of concurrent heads
 _ROW_BYTES = 128
+_STEP = 16  # queries or keys: the K of a wgmma instruction
 _QUEUE_SLOTS = 2
 # Registers per thread. Three warpgroups have 504 together, and 2 x 240 + 24 = 504.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
@@ -242,6 +243,14 @@ class _Plan:
         if self.of_keys:
             return jnp.where(row < length, row - (start + first * self.block), 1 << 30)
         return jnp.minimum(row + (start + 1), length) - first * self.block
+
+    def hidden_of(self, row: Any, start: Any, length: Any, first: Any, count: Any) -> Any:
+        """Returns how many of a tile's blocks are hidden from all rows of a warpgroup. They are the
+        first ones."""
+        if self.of_keys:
+            return jnp.clip(_quotient(row - start, self.block) - first, 0, count)
+        visible = jnp.minimum(length, start + row + ROWS)
+        return jnp.maximum(count - _quotient(visible + self.block - 1, self.block), 0)
 
     def bounds_of_block(self, bounds: jax.Array, i: Any) -> jax.Array:
         """Returns the bounds in the i-th block, of those in the first one."""
@@ -456,14 +465,18 @@ class _Consumer:
             _uniform(x[b], not plan.interpreted) for x in (memory.starts, memory.lengths)
         )
         first, count = plan.blocks_of(row - self.warpgroup * ROWS, start, length)
-        masked = plan.masked_of(row, start, length, first, count)
         bounds = plan.column_bounds(row, start, length, first)
         bounds = thread_bounds(bounds, interpreted=plan.interpreted)
         lse_and_delta = None if plan.of_keys else operands.statistics_of_rows()
 
+        def skip(i: Any, state: PipelineState, sums: tuple[()]) -> tuple[()]:
+            ring.wait_full(state)
+            ring.release(state)
+            return sums
+
         def add_block(is_masked: bool, i: Any, state: PipelineState, sums: Any) -> Any:
             def mask(scores: jax.Array) -> jax.Array:
-                shifted = plan.bounds_of_block(bounds, i)
+                shifted = plan.bounds_of_block(bounds, hidden + i)
                 options = {"from_bound": plan.of_keys, "interpreted": plan.interpreted}
                 hide = functools.partial(mask_thread_columns, bounds=shifted, **options)
                 return hide(scores) if is_masked else scores
@@ -476,11 +489,15 @@ class _Consumer:
             ring.release(state)
             return sums
 
+        hidden = plan.hidden_of(row, start, length, first, count)
+        state, _ = ring.loop(hidden, skip, state, ())
         sums = tuple(map(_zeros, plan.widths if plan.of_keys else (plan.K,)))
         if plan.of_keys:  # a second loop would take more registers than there are
-            return ring.loop(count, functools.partial(add_block, True), state, sums)
+            return ring.loop(count - hidden, functools.partial(add_block, True), state, sums)
+        masked = plan.masked_of(row, start, length, first, count) - hidden
         state, sums = ring.loop(masked, functools.partial(add_block, True), state, sums)
-        return ring.loop(count - masked, functools.partial(add_block, False), state, sums)
+        unmasked = count - hidden - masked
+        return ring.loop(unmasked, functools.partial(add_block, False), state, sums)
 
     def store(self, b: Any, h: Any, row: Any, sums: Any) -> None:
         """Rounds and stores a warpgroup's rows of a tile, if there are any."""
@@ -570,21 +587,20 @@ class _Operands:
         """Adds a block of queries to d_k and d_v.
 
         Registers are scarce: the sums take 160 of 240, and scores and d_P 32 each. So d_P starts
-        when P is known, and d_v and d_k get the product of 16 queries, the K of an instruction,
-        while P and d_S of the next 16 are computed."""
+        when P is known. Meanwhile d_v gets the product of P's first columns while the next ones are
+        computed, and d_k likewise that of d_S."""
         scores = mask(self.complete(self.start(stage, 0)))
-        factors, width = [], 16
-        parts = range(0, self.plan.block, width)
-        for c in parts:
-            p = self.exponentials(scores[:, c : c + width], self.of_columns(stage, 0, c, width))
+        factors, steps = [], range(0, self.plan.block, _STEP)
+        for c in steps:
+            p = self.exponentials(scores[:, c : c + _STEP], self.of_columns(stage, 0, c))
             factors.append(p.astype(jnp.bfloat16))
-            if c == parts[-1]:
+            if c == steps[-1]:
                 d_p = self.start(stage, 1)
             d_v = self.add(factors[-1], stage, 1, d_v, c)
         d_p = self.complete(d_p, later=1)
-        for c in parts:
-            p = _widened(factors[c // width], not self.plan.interpreted)
-            d_s = p * (d_p[:, c : c + width] - self.of_columns(stage, 1, c, width))
+        for c in steps:
+            p = _widened(factors[c // _STEP], not self.plan.interpreted)
+            d_s = p * (d_p[:, c : c + _STEP] - self.of_columns(stage, 1, c))
             factors.append(d_s.astype(jnp.bfloat16))
             d_k = self.add(factors[-1], stage, 0, d_k, c)
         d_k, d_v = self.complete(d_k), self.complete(d_v)
@@ -599,22 +615,29 @@ class _Operands:
         lse: jax.Array,
         delta: jax.Array,
     ) -> tuple[jax.Array]:
-        """Adds a block of keys to d_q. P is computed during the product of d_P."""
+        """Adds a block of keys to d_q. P is computed while the tensor cores compute d_P, and d_S
+        while they add the product of its first columns."""
         scores, d_p = (self.start(stage, i) for i in range(2))
         lse, delta = (spread_rows(x, self.plan.block) for x in (lse, delta))
         p = self.exponentials(mask(self.complete(scores, later=1)), lse)
-        d_s = (p * (self.complete(d_p) - delta)).astype(jnp.bfloat16)
-        d_q = self.complete(self.add(d_s, stage, 0, d_q))
-        self.keep_live([d_s])
+        self.keep_live([p])  # without it ptxas would wait for d_P first
+        factors, d_p = [], self.complete(d_p)
+        for c in range(0, self.plan.block, _STEP):
+            columns = slice(c, c + _STEP)
+            d_s = p[:, columns] * (d_p[:, columns] - delta[:, columns])
+            factors.append(d_s.astype(jnp.bfloat16))
+            d_q = self.add(factors[-1], stage, 0, d_q, c)
+        d_q = self.complete(d_q)
+        self.keep_live(factors)
         return (d_q,)
 
     def exponentials(self, scores: jax.Array, lse: jax.Array) -> jax.Array:
         return jnp.exp2(scores * (self.plan.scale * LOG2E) - lse)
 
-    def of_columns(self, stage: Any, i: int, first: int, count: int) -> jax.Array:
-        """Returns lse (i = 0) or delta (i = 1) of a stage's queries, which are columns. They are
-        loaded just before use, because they take a register per four."""
-        ref = self.memory.statistics.at[stage, i, pl.ds(first, count)]
+    def of_columns(self, stage: Any, i: int, first: int) -> jax.Array:
+        """Returns lse (i = 0) or delta (i = 1) of a step of a stage's queries, which are columns.
+        They are loaded just before use, because those of all would take 16 registers."""
+        ref = self.memory.statistics.at[stage, i, pl.ds(first, _STEP)]
         return spread_columns(self.load(ref, COLUMN), ROWS)
 
     # ---- matmuls ----
