@@ -317,11 +317,12 @@ def _launch(operands: Sequence[jax.Array], *, plan: _Plan, interpret: Any) -> li
         results_g, refs = refs[: len(results)], refs[len(results) :]
         *buffers, staging = refs[:5]
         barriers, rings = iter(refs[5:]), []
-        for (stages, _), each in zip(sizes, scratch, strict=True):
-            own = [next(barriers) for _ in each]
-            rings.append(Ring.of(stages, CONSUMERS, own, interpret))
+        for size, types in zip(sizes, scratch, strict=True):
+            own = [next(barriers) for _ in types]
+            rings.append(Ring.of(size[0], CONSUMERS, own, interpret))
         views = staging if on_gpu else (staging, staging)
-        memory, rings = _Memory(*inputs, results_g, *buffers, *views), _Rings(*rings)
+        fields: Any = (*inputs, results_g, *buffers, *views)
+        memory, rings = _Memory(*fields), _Rings(*rings)
         rings.initialise()
         warpgroup = lax.axis_index("wg")
 
@@ -482,10 +483,10 @@ class _Consumer:
                 return hide(scores) if is_masked else scores
 
             ring.wait_full(state)
-            if plan.of_keys:
-                sums = operands.add_queries(state.stage, *sums, mask)
+            if lse_and_delta is None:
+                sums = operands.add_queries(state.stage, sums, mask)
             else:
-                sums = operands.add_keys(state.stage, *sums, mask, *lse_and_delta)
+                sums = operands.add_keys(state.stage, sums, mask, *lse_and_delta)
             ring.release(state)
             return sums
 
@@ -507,7 +508,7 @@ class _Consumer:
 
         @when(row < plan.fixed_rows)
         def _() -> None:
-            for x, factor, result in zip(sums, factors[: len(sums)], memory.results, strict=True):
+            for x, factor, result in zip(sums, factors, memory.results, strict=False):
                 for c in range(0, x.shape[1], PANEL):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     panel = x[:, c : c + PANEL] * factor
@@ -582,21 +583,27 @@ class _Operands:
     # ---- the two forms ----
 
     def add_queries(
-        self, stage: Any, d_k: jax.Array, d_v: jax.Array, mask: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+        self, stage: Any, sums: Sequence[jax.Array], mask: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, ...]:
         """Adds a block of queries to d_k and d_v.
 
         Registers are scarce: the sums take 160 of 240, and scores and d_P 32 each. So d_P starts
         when P is known. Meanwhile d_v gets the product of P's first columns while the next ones are
         computed, and d_k likewise that of d_S."""
+        d_k, d_v = sums
         scores = mask(self.complete(self.start(stage, 0)))
         factors, steps = [], range(0, self.plan.block, _STEP)
-        for c in steps:
-            p = self.exponentials(scores[:, c : c + _STEP], self.of_columns(stage, 0, c))
-            factors.append(p.astype(jnp.bfloat16))
-            if c == steps[-1]:
-                d_p = self.start(stage, 1)
+
+        def add_p(c: int) -> None:
+            lse = self.of_columns(stage, 0, c)
+            factors.append(self.exponentials(scores[:, c : c + _STEP], lse).astype(jnp.bfloat16))
+
+        for c in steps[:-1]:
+            add_p(c)
             d_v = self.add(factors[-1], stage, 1, d_v, c)
+        add_p(steps[-1])
+        d_p = self.start(stage, 1)
+        d_v = self.add(factors[-1], stage, 1, d_v, steps[-1])
         d_p = self.complete(d_p, later=1)
         for c in steps:
             p = _widened(factors[c // _STEP], not self.plan.interpreted)
@@ -610,13 +617,14 @@ class _Operands:
     def add_keys(
         self,
         stage: Any,
-        d_q: jax.Array,
+        sums: Sequence[jax.Array],
         mask: Callable[[jax.Array], jax.Array],
         lse: jax.Array,
         delta: jax.Array,
-    ) -> tuple[jax.Array]:
+    ) -> tuple[jax.Array, ...]:
         """Adds a block of keys to d_q. P is computed while the tensor cores compute d_P, and d_S
         while they add the product of its first columns."""
+        (d_q,) = sums
         scores, d_p = (self.start(stage, i) for i in range(2))
         lse, delta = (spread_rows(x, self.plan.block) for x in (lse, delta))
         p = self.exponentials(mask(self.complete(scores, later=1)), lse)

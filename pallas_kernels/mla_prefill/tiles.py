@@ -119,8 +119,8 @@ def thread_bounds(bounds: jax.Array, *, interpreted: bool) -> jax.Array:
     @inline(ROW, returns=plgpu.ShapeDtypeStruct(bounds.shape, jnp.int32, layout=ROW))
     def subtract(bounds: Registers) -> Registers:
         column = arith.shli(arith.andi(mgpu.utils.thread_idx(), const(3)), const(1))
-        bounds = [item(register, 0) for register in bounds.registers.flat]
-        return array([single(arith.subi(x, column)) for x in bounds], (ROWS,), ROW, is_signed=True)
+        numbers = [arith.subi(item(x, 0), column) for x in bounds.registers.flat]
+        return array([single(x) for x in numbers], (ROWS,), ROW, is_signed=True)
 
     return subtract(bounds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +209,7 @@ def _ragged_prefill_gradient(ragged: Ragged, key: jax.Array, host: Host) -> tupl
     assert isinstance(case, PrefillGradient)
     arrays = _rounded(case, key, host)
     wide = _wide(arrays)
-    rest = {name: wide[name] for name in ("starts", "lengths")} | options(case)
+    rest: dict[str, Any] = {name: wide[name] for name in ("starts", "lengths")} | options(case)
 
     def out(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return prefill_reference.mla_prefill(q, k, v, **rest)[0]
