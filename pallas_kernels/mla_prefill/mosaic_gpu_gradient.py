@@ -22,7 +22,8 @@ two consumer warpgroups has 64 rows of the tile. For every block it
   wgmma now reads by columns the block that the scores needed by rows.
 
 Blocks that need a mask come first: the diagonal is at the first queries that see a key, and at the
-last keys that a query sees. In the form of queries a second loop over all others has no mask.
+last keys that a query sees. A warpgroup skips blocks that none of its rows sees. In the form of
+queries a second loop over the blocks that are seen whole has no mask.
 """
 
 from __future__ import annotations
@@ -225,15 +226,18 @@ class _Plan:
         """Returns the first row of a tile's i-th block."""
         return (first + i if self.of_keys else first - i) * self.block
 
-    def masked_of(self, row: Any, start: Any, length: Any, first: Any, count: Any) -> Any:
-        """Returns how many of a tile's blocks need a mask, in a warpgroup whose rows begin at
-        ``row``. They are the first ones."""
+    def hidden_of(self, row: Any, start: Any, length: Any, first: Any, count: Any) -> Any:
+        """Returns how many of a tile's blocks are hidden from all rows of a warpgroup, which begin
+        at ``row``. They are the first ones."""
         if self.of_keys:
-            seen = _quotient(row + (ROWS - 1) - start + self.block - 1, self.block)
-            masked = jnp.clip(seen - first, 0, count)
-            return jnp.where(row + ROWS > length, count, masked)
-        unmasked = _quotient(jnp.minimum(length, start + row + 1), self.block)
-        return count - jnp.minimum(unmasked, count)
+            return jnp.clip(_quotient(row - start, self.block) - first, 0, count)
+        visible = jnp.minimum(length, start + row + ROWS)
+        return jnp.maximum(count - _quotient(visible + self.block - 1, self.block), 0)
+
+    def whole_of(self, row: Any, start: Any, length: Any) -> Any:
+        """Returns how many blocks of keys all rows of a warpgroup see whole. They are the last
+        ones of its tile."""
+        return _quotient(jnp.minimum(length, start + row + 1), self.block)
 
     def column_bounds(self, row: Any, start: Any, length: Any, first: Any) -> jax.Array:
         """Returns a column of the first block for each row, in the ROW layout, from ``row`` on.
@@ -243,14 +247,6 @@ class _Plan:
         if self.of_keys:
             return jnp.where(row < length, row - (start + first * self.block), 1 << 30)
         return jnp.minimum(row + (start + 1), length) - first * self.block
-
-    def hidden_of(self, row: Any, start: Any, length: Any, first: Any, count: Any) -> Any:
-        """Returns how many of a tile's blocks are hidden from all rows of a warpgroup. They are the
-        first ones."""
-        if self.of_keys:
-            return jnp.clip(_quotient(row - start, self.block) - first, 0, count)
-        visible = jnp.minimum(length, start + row + ROWS)
-        return jnp.maximum(count - _quotient(visible + self.block - 1, self.block), 0)
 
     def bounds_of_block(self, bounds: jax.Array, i: Any) -> jax.Array:
         """Returns the bounds in the i-th block, of those in the first one."""
@@ -466,6 +462,7 @@ class _Consumer:
             _uniform(x[b], not plan.interpreted) for x in (memory.starts, memory.lengths)
         )
         first, count = plan.blocks_of(row - self.warpgroup * ROWS, start, length)
+        hidden = plan.hidden_of(row, start, length, first, count)
         bounds = plan.column_bounds(row, start, length, first)
         bounds = thread_bounds(bounds, interpreted=plan.interpreted)
         lse_and_delta = None if plan.of_keys else operands.statistics_of_rows()
@@ -490,15 +487,14 @@ class _Consumer:
             ring.release(state)
             return sums
 
-        hidden = plan.hidden_of(row, start, length, first, count)
         state, _ = ring.loop(hidden, skip, state, ())
         sums = tuple(map(_zeros, plan.widths if plan.of_keys else (plan.K,)))
         if plan.of_keys:  # a second loop would take more registers than there are
             return ring.loop(count - hidden, functools.partial(add_block, True), state, sums)
-        masked = plan.masked_of(row, start, length, first, count) - hidden
+        whole = jnp.minimum(plan.whole_of(row, start, length), count - hidden)
+        masked = count - hidden - whole
         state, sums = ring.loop(masked, functools.partial(add_block, True), state, sums)
-        unmasked = count - hidden - masked
-        return ring.loop(unmasked, functools.partial(add_block, False), state, sums)
+        return ring.loop(whole, functools.partial(add_block, False), state, sums)
 
     def store(self, b: Any, h: Any, row: Any, sums: Any) -> None:
         """Rounds and stores a warpgroup's rows of a tile, if there are any."""
