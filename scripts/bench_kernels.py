@@ -6,10 +6,10 @@
 
 Before a shape is timed, samples of its result are compared with float32 references, and equal calls
 must give equal bits. Wrong results are not timed. Then, for every shape, ours, XLA's own lowering
-and the peers are timed; the peers' results are checked too. Peers come from the directory PEERS
-(made by ``python -m benchmarks.kernels.pack_peers``) and from torch; ``--peers torch`` needs no
-directory. The same run measures the ceiling of matmul throughput. Inputs are random, and calls
-rotate over enough input sets (at most 32) to exceed the L2 cache.
+(of attention's gradient, cuDNN's) and the peers are timed; their results are checked too. Peers
+come from the directory PEERS (made by ``python -m benchmarks.kernels.pack_peers``) and from torch;
+``--peers torch`` needs no directory. The same run measures the ceiling of matmul throughput. Inputs
+are random, and calls rotate over enough input sets (at most 32) to exceed the L2 cache.
 
 All times are measured by the GPU's clock (:mod:`benchmarks.kernels.clock`), from before the first
 kernel of a program of many sequential calls to after its last one, and divided by the number of

@@ -18,7 +18,15 @@ from benchmarks.kernels.peer import (
     latent_of,
     softmax_of,
 )
-from benchmarks.kernels.shapes import LATENT, PAGE, ROPE, Decode, Prefill, page_tables
+from benchmarks.kernels.shapes import (
+    LATENT,
+    PAGE,
+    ROPE,
+    Decode,
+    Prefill,
+    PrefillGradient,
+    page_tables,
+)
 from benchmarks.kernels.sparse_peers import SCALE, flash_mla_over_float8
 
 SPARSE_TOKENS = 128  # the sparse kernel takes multiples of this many indices
@@ -45,6 +53,8 @@ def make(case: Decode | Prefill, seed: int) -> Inputs:
 
 def peers_of(case: Decode | Prefill, directory: Path) -> Iterator[tuple[str, Callable[[], Peer]]]:
     """Yields the names of a case's peers, with functions that build them or raise the reason."""
+    if isinstance(case, PrefillGradient):
+        return  # cuDNN's kernel is timed through JAX
     if isinstance(case, Prefill):
         yield "FlashAttention-3", lambda: _prefill_flash_attention(case, directory)
     elif case.dtype != "bf16":

@@ -12,7 +12,17 @@ import pallas_kernels
 from benchmarks.kernels import checks, inputs
 from benchmarks.kernels.inputs import Arrays
 from benchmarks.kernels.jax_timing import Call
-from benchmarks.kernels.shapes import LATENT, Case, Decode, Gradient, Grouped, Index, Prefill
+from benchmarks.kernels.shapes import (
+    LATENT,
+    Case,
+    Decode,
+    Gradient,
+    Grouped,
+    Index,
+    Prefill,
+    PrefillGradient,
+)
+from pallas_kernels.mla_prefill import gradients
 
 MAX_PADDING = 4  # maximum size of a dense cache relative to its tokens
 
@@ -21,6 +31,8 @@ def call_of(case: Case, implementation: str) -> Call:
     """Returns a function that calls the case's op with that back-end."""
     if isinstance(case, Gradient):
         return functools.partial(_gradient, case, implementation)
+    if isinstance(case, PrefillGradient):
+        return functools.partial(_attention_gradient, case, implementation)
     op = functools.partial(getattr(pallas_kernels, case.op), implementation=implementation)
     keywords = inputs.options(case)
 
@@ -45,6 +57,14 @@ def _gradient(case: Gradient, implementation: str, arrays: Arrays) -> checks.Che
     return vjp(d_out)[case.of == "matrices"], None
 
 
+def _attention_gradient(
+    case: PrefillGradient, implementation: str, arrays: Arrays
+) -> checks.Checked:
+    backend = gradients.BACKENDS["blocked" if implementation == "reference" else implementation]
+    names = "q", "k", "v", "starts", "lengths", "out", "lse", "d_out"
+    return backend(*map(arrays.get, names), None, **inputs.options(case)), None
+
+
 def plan(case: Case, arrays: Arrays) -> dict[str, Any]:
     """Returns additional arguments of the op that a model computes once per step for all layers."""
     if not isinstance(case, Decode):
@@ -63,6 +83,8 @@ def xla_call(case: Case) -> Call | str:
     """Returns what a JAX user would write without kernels, or the reason not to run it."""
     if isinstance(case, Grouped):
         return "XLA multiplies every row by every group's matrix"
+    if isinstance(case, PrefillGradient):
+        return call_of(case, "cudnn")
     if isinstance(case, Prefill):
         return "all scores at once do not fit"
     if isinstance(case, Decode):

@@ -15,6 +15,7 @@ from benchmarks.kernels.shapes import (
     Grouped,
     Index,
     Prefill,
+    PrefillGradient,
     SparseAttention,
     SparseCase,
     Swiglu,
@@ -145,6 +146,12 @@ def prefill_cases() -> list[Prefill]:
     return [Prefill(*shape) for shape in shapes]
 
 
+def prefill_gradient_cases() -> list[PrefillGradient]:
+    """Returns cases with the heads of Moonlight and of DeepSeek-V3."""
+    shapes = [(4, 4096, 16), (1, 8192, 128), (1, 32768, 16), (4, 4096, 128)]
+    return [PrefillGradient(rows, tokens, tokens, heads) for rows, tokens, heads in shapes]
+
+
 def sparse_cases() -> list[list[SparseCase]]:
     """Returns the cases of each operation."""
     decode: list[SparseCase] = [
@@ -175,8 +182,8 @@ def cases() -> list[Case]:
     """Returns all cases once: core cases first, ops interleaved for runs that end early."""
     order_of: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
-    dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases(), gradient_cases()]
-    for of_op in (*dense, *sparse_cases()):
+    dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases()]
+    for of_op in (*dense, gradient_cases(), prefill_gradient_cases(), *sparse_cases()):
         for i, case in enumerate(of_op):
             order_of.setdefault(key(case), (not case.core, i / len(of_op)))
             unique.setdefault(key(case), case)

@@ -21,6 +21,7 @@ from benchmarks.kernels.shapes import (
     Grouped,
     Index,
     Prefill,
+    PrefillGradient,
     SparseAttention,
     SparseCase,
     Swiglu,
@@ -28,6 +29,7 @@ from benchmarks.kernels.shapes import (
 )
 from pallas_kernels.mla_decode import reference as decode_reference
 from pallas_kernels.mla_decode.float8_cache import dequantize_latent
+from pallas_kernels.mla_prefill import blocked as prefill_blocked
 from pallas_kernels.mla_prefill import reference as prefill_reference
 from pallas_kernels.sparse_index import reference as index
 from pallas_kernels.sparse_mla_decode import reference as sparse_reference
@@ -38,11 +40,16 @@ TOLERANCE = 2 * 2.0**-8
 
 LSE_TOLERANCE = 2e-3
 
-Checked = tuple[jax.Array, jax.Array | None]  # output, and LSE of attention ops
+# Output, and LSE of attention ops. The output of attention's gradient is three arrays.
+Checked = tuple[Any, jax.Array | None]
 
 
-def rows_error(got: jax.Array, want: jax.Array) -> jax.Array:
-    """Returns the largest relative error of any row, or inf if a value is not finite."""
+def rows_error(got: Any, want: Any) -> jax.Array:
+    """Returns the largest relative error of any row, or inf if a value is not finite. Each may be
+    one array or a tuple of them."""
+    if isinstance(got, tuple):
+        each = [rows_error(a, b) for a, b in zip(got, want, strict=True)]
+        return jnp.max(jnp.stack(each))
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     difference = jnp.linalg.norm(got - want, axis=-1)
     size = jnp.linalg.norm(want, axis=-1)
@@ -99,7 +106,10 @@ def spot(case: Case, arrays: Arrays, result: Checked) -> tuple[jax.Array, jax.Ar
     if isinstance(case, SparseCase):
         with jax.default_matmul_precision("highest"):
             return errors(*_spot_sparse(case, arrays, result))
-    builders = {Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill}
+    builders = {
+        Decode: _spot_decode, Grouped: _spot_grouped, Prefill: _spot_prefill,
+        PrefillGradient: _spot_prefill_gradient,
+    }  # fmt: skip
     with jax.default_matmul_precision("highest"):
         return errors(*builders[kind(case)](case, arrays, result))
 
@@ -156,6 +166,22 @@ def _spot_prefill(case: Prefill, arrays: Arrays, result: Checked) -> tuple[Check
     lse = jnp.concatenate([lse for _, lse in each], axis=1)
     got_lse = None if result[1] is None else result[1][last, queries]
     return (result[0][last, queries], got_lse), (out, None if got_lse is None else lse)
+
+
+def _spot_prefill_gradient(
+    case: PrefillGradient, arrays: Arrays, result: Checked
+) -> tuple[Checked, Checked]:
+    heads = np.unique([0, case.heads - 1])
+    names = "q", "k", "v", "out", "lse", "d_out"
+    q, k, v, out, lse, d_out = (arrays[name][-1:, :, heads].astype(jnp.float32) for name in names)
+    want = prefill_blocked.gradients(q, k, v, None, None, out, lse, d_out, None, **options(case))
+    return (by_head(tuple(x[-1:, :, heads] for x in result[0])), None), (by_head(want), None)
+
+
+def by_head(gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns gradients of attention with a row for each head of a sequence. The numbers of a
+    single query or key may cancel out, for example those of the first query."""
+    return tuple(jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1) for x in gradients)
 
 
 def _spot_sparse(case: SparseCase, arrays: Arrays, result: Checked) -> tuple[Checked, Checked]:

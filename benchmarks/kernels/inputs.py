@@ -23,13 +23,14 @@ from benchmarks.kernels.shapes import (
     Grouped,
     Index,
     Prefill,
+    PrefillGradient,
     SparseAttention,
     SparseCase,
     Swiglu,
     TopK,
     page_tables,
 )
-from pallas_kernels import quantize_latent
+from pallas_kernels import mla_prefill, quantize_latent
 from pallas_kernels.sparse_index.scaled_pages import pages_of, token_bytes
 
 Arrays = dict[str, jax.Array]
@@ -52,6 +53,8 @@ def host(case: Case, seed: int) -> Host:
     if isinstance(case, Decode):
         lengths = np.asarray(case.lengths, np.int32)
         return {"block_tables": page_tables(case, seed), "lengths": lengths}
+    if isinstance(case, PrefillGradient):
+        return {}
     if isinstance(case, Prefill):
         S, T, B = case.keys, case.queries, case.rows
         return {"starts": np.full(B, S - T, np.int32), "lengths": np.full(B, S, np.int32)}
@@ -67,7 +70,8 @@ def build(case: Case, key: jax.Array, host_arrays: dict[str, Any]) -> Arrays:
         return _decode(case, key) | host_arrays
     if isinstance(case, Grouped):
         return _grouped(case, key) | host_arrays
-    return _prefill(case, key) | host_arrays
+    arrays = _prefill(case, key) | host_arrays
+    return _with_results(case, key, arrays) if isinstance(case, PrefillGradient) else arrays
 
 
 @functools.cache
@@ -136,6 +140,12 @@ def _prefill(case: Prefill, key: jax.Array) -> Arrays:
         "k": _normal(keys[1], (B, S, H, case.K)),
         "v": _normal(keys[2], (B, S, H, case.V)),
     }
+
+
+def _with_results(case: PrefillGradient, key: jax.Array, arrays: Arrays) -> Arrays:
+    """Adds attention's results, and a cotangent."""
+    out, lse = mla_prefill(**arrays, **options(case))
+    return arrays | {"out": out, "lse": lse, "d_out": _normal(key, out.shape)}
 
 
 def options(case: Case) -> dict[str, Any]:

@@ -30,12 +30,12 @@ IN_FLIGHT_BYTES = 8e9  # limit on the outputs of launched programs that are not 
 class Timed:
     """A compiled program with its arguments."""
 
-    executable: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+    executable: Callable[..., tuple[list[Any], list[jax.Array]]]
     arrays: list[Arrays]
     calls: int
     out_bytes: float
 
-    def __call__(self) -> list[jax.Array]:
+    def __call__(self) -> list[Any]:
         """Runs the program without waiting; returns its two stamps, or results without a clock."""
         results, stamps = self.executable(self.arrays, *start_arguments())
         return stamps or results
@@ -121,7 +121,7 @@ def _zeros() -> jax.Array:
 
 def program(
     call: Call, laps: int, stamp: Callable[[jax.Array], jax.Array] | None = None
-) -> Callable[..., tuple[list[jax.Array], list[jax.Array]]]:
+) -> Callable[..., tuple[list[Any], list[jax.Array]]]:
     """Builds a program that makes sequential calls, rotating ``laps`` times over the input sets.
 
     It returns every result, and each call depends on the previous one. Otherwise XLA would merge
@@ -131,8 +131,8 @@ def program(
     """
     one = jax.jit(call)  # lowered once for all calls
 
-    def run(sets: list[Arrays], *start: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        results: list[jax.Array] = []
+    def run(sets: list[Arrays], *start: jax.Array) -> tuple[list[Any], list[jax.Array]]:
+        results: list[Any] = []
         stamps = [stamp(*start)] if stamp else []
         for _ in range(laps):
             for arrays in sets:

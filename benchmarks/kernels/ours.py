@@ -40,9 +40,7 @@ def make_set(case: Case, random: jax.Array, host: inputs.Host) -> tuple[Arrays, 
     return arrays, plan(case, arrays)
 
 
-def errors_and_differences(
-    case: Case, arrays: Arrays, first: jax.Array, *others: jax.Array
-) -> tuple[Any, Any]:
+def errors_and_differences(case: Case, arrays: Arrays, first: Any, *others: Any) -> tuple[Any, Any]:
     """Returns a result's errors, and how many values differ between equal calls. To be traced."""
     unequal = sum(checks.unequal((first, None), (x, None)) for x in others)
     return checks.spot(case, arrays, (first, None)), unequal
@@ -215,7 +213,7 @@ class Session:
             return reply | {"error": wrong}
         if int(judgement[1]):
             return reply | {"error": "wrong: equal calls gave different bits"}
-        out_bytes = sum(x.nbytes for x in results)
+        out_bytes = sum(x.nbytes for x in jax.tree.leaves(results))
         self._running["ours"] = Timed(executable, arrays, sets * laps, out_bytes)
         return reply
 
@@ -232,7 +230,7 @@ class Session:
         errors, _ = judgement(made[0], *[results[0]] * 3)
         if wrong := checks.verdict(errors):
             return {"error": wrong}
-        out_bytes = sum(x.nbytes for x in results)
+        out_bytes = sum(x.nbytes for x in jax.tree.leaves(results))
         self._running["xla"] = Timed(executable, arrays, sets, out_bytes)
         return reply
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.kernels.shapes import Case, float8_arithmetic
+from benchmarks.kernels.shapes import Case, PrefillGradient, float8_arithmetic
 from benchmarks.machine import read_gbs
 
 Row = dict[str, Any]
@@ -89,7 +89,7 @@ def row(case: Case, ours: Mapping[str, Any], peers: Mapping[str, Any], best) -> 
     """
     alternatives = dict(peers)
     if "xla" in ours:
-        alternatives["XLA"] = ours["xla"]
+        alternatives["cuDNN" if isinstance(case, PrefillGradient) else "XLA"] = ours["xla"]
     timed = {
         name: each["us"]
         for name, each in alternatives.items()

@@ -19,6 +19,7 @@ Dtype = Literal["bf16", "fp8", "int8", "int4"]
 OPS = (
     "mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill", "sparse_mla_decode",
     "sparse_mla_prefill", "sparse_index", "top_k", "grouped_matmul_gradient",
+    "mla_prefill_gradient",
 )  # fmt: skip
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
@@ -175,15 +176,37 @@ class Prefill:
         return f"h{self.heads} {self.rows}x{self.queries}{over}"
 
     @property
-    def flops(self) -> float:
+    def visible(self) -> int:
+        """Pairs of a query and a key that it sees, of a sequence and head."""
         T, start = self.queries, self.keys - self.queries
-        visible = T * start + T * (T + 1) // 2
-        return 2.0 * self.rows * self.heads * (self.K + self.V) * visible
+        return T * start + T * (T + 1) // 2
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.heads * (self.K + self.V) * self.visible
 
     @property
     def bytes(self) -> float:
         query_bytes = self.queries * (2 * (self.K + self.V) + 4)
         return self.rows * self.heads * (query_bytes + self.keys * 2 * (self.K + self.V))
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillGradient(Prefill):
+    """The gradient of a case of mla_prefill, given its result. FLOPs are those of five matmuls;
+    a kernel may need more."""
+
+    op: str = "mla_prefill_gradient"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.heads * (3 * self.K + 2 * self.V) * self.visible
+
+    @property
+    def bytes(self) -> float:
+        query_bytes = self.queries * (2 * (2 * self.K + 2 * self.V) + 4)
+        key_bytes = self.keys * 4 * (self.K + self.V)
+        return self.rows * self.heads * (query_bytes + key_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,6 +316,7 @@ def decoded(fields: dict[str, Any]) -> Case:
         "grouped_matmul_gradient": Gradient,
         "grouped_swiglu": Swiglu,
         "mla_prefill": Prefill,
+        "mla_prefill_gradient": PrefillGradient,
         "sparse_mla_decode": SparseAttention,
         "sparse_mla_prefill": SparseAttention,
         "sparse_index": Index,

@@ -148,6 +148,61 @@ def add_bfloat16_product(
     return start(a, b, sums)
 
 
+def start_bfloat16_product(
+    a: jax.Array, b: jax.Array, *, width: int, columns: int, a_rows: int, b_rows: int
+) -> jax.Array:
+    """Starts ``A B^T``, float32 [64, columns], of bfloat16 A [64, width] and B [columns, width] at
+    their bases. Both are panels of 64 columns, with ``a_rows`` and ``b_rows`` rows. Nothing may use
+    the result before :func:`wait_for_product` returns it."""
+    count = columns // 2
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    text = ["{ .reg .b64 a, b; .reg .pred old;", "wgmma.fence.sync.aligned;"]
+    for k in range(0, 2 * width, _K_BYTES):
+        panel, inside = divmod(k, _ATOM)
+        text += [
+            f"add.s64 a, ${count}, {(panel * a_rows * _ATOM + inside) // 16};",
+            f"add.s64 b, ${count + 1}, {(panel * b_rows * _ATOM + inside) // 16};",
+            f"setp.ne.b32 old, {int(k > 0)}, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+            f" {registers}, a, b, old, 1, 1, 0, 0;",
+        ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+
+    @inline(SCALAR, SCALAR, returns=_product_type(columns))
+    def start(a: Registers, b: Registers) -> Registers:
+        kinds = ",".join([*["=f"] * count, "l,l"])
+        descriptors = _descriptor(a), _descriptor(b)
+        return _product(asm_numbers("\n".join(text), kinds, *descriptors, kind=f32(), count=count))
+
+    return start(a, b)
+
+
+def add_registers_product(a: jax.Array, b: jax.Array, sums: jax.Array, *, b_rows: int) -> jax.Array:
+    """Starts ``sums + A B``, float32 [64, columns], of A, bfloat16 [64, depth] in registers, which
+    must stay there until the product is complete (:func:`keep_live`), and B [depth, columns] at its
+    base: panels of 64 columns and ``b_rows`` rows. The result takes the registers of ``sums``; only
+    the next product may use it before :func:`wait_for_product` returns it."""
+    columns, count, registers = _registers_of(sums)
+    steps = a.shape[1] // 16
+    words, base = 2 * count, 2 * count + 4 * steps
+    text = ["{ .reg .b64 b; .reg .pred add;", "setp.ne.b32 add, 1, 0;", "wgmma.fence.sync.aligned;"]
+    for step in range(steps):
+        operand = "{" + ",".join(f"${words + 4 * step + i}" for i in range(4)) + "}"
+        text += [
+            f"add.s64 b, ${base}, {step * _ROWS_BYTES // 16};",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+            f" {registers}, {operand}, b, add, 1, 1, 1;",
+        ]
+    text.append("wgmma.commit_group.sync.aligned; }")
+
+    @inline(WGMMA, SCALAR, WGMMA, returns=_product_type(columns))
+    def start(a: Registers, b: Registers, sums: Registers) -> Registers:
+        operands = *words_of(a), _descriptor(b, b_rows * _ATOM)
+        return _issue(text, numbers_of(sums), "r," * (4 * steps) + "l", *operands)
+
+    return start(a, b, sums)
+
+
 def wait_for_product(product: jax.Array, later: int = 0) -> jax.Array:
     """Waits for a product, and returns its result. ``later`` products that were started after it
     may still be running."""
@@ -184,19 +239,30 @@ def _issue(
     """Emits instructions that overwrite a product's numbers, and returns the new product."""
     count, operands = len(numbers), (*numbers, *operands)
     kinds = [*["=f"] * count, *map(str, range(count)), *([constraints] if constraints else [])]
-    numbers = asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32(), count=count)
-    pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, count, 2)]
-    return array(pairs, (ROWS, 2 * count), WGMMA)
+    return _product(
+        asm_numbers("\n".join(text), ",".join(kinds), *operands, kind=f32(), count=count)
+    )
+
+
+def _product(numbers: list[ir.Value]) -> Registers:
+    """Makes a product of a thread's numbers."""
+    pairs = [float_pair(*numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
+    return array(pairs, (ROWS, 2 * len(numbers)), WGMMA)
 
 
 def keep_live(*operands: jax.Array) -> None:
-    """Keeps the operands in their registers up to this point, by stores that are never executed,
-    but that ptxas cannot prove dead. wgmma uses registers in groups of four, and so do the
-    stores."""
+    """Keeps the operands, bfloat16 or float32, in their registers up to this point, by stores that
+    are never executed, but that ptxas cannot prove dead. wgmma uses registers in groups of four,
+    and so do the stores. What computes an operand is not moved past this point either."""
 
     @inline(*(plgpu.Layout.WGMMA for _ in operands)).on(*operands)
     def _(*operands):
-        words = [word for operand in operands for word in words_of(operand)]
+        words = []
+        for operand in operands:
+            if operand.mlir_dtype == f32():
+                words += [arith.bitcast(i32(), number) for number in numbers_of(operand)]
+            else:
+                words += words_of(operand)
         fours = range(0, len(words), 4)
         stores = [f"st.global.v4.b32 [a], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in fours]
         text = [

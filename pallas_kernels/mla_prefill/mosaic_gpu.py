@@ -32,11 +32,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors, require_hopper
-from pallas_kernels.hopper.ir import REF, SCALAR, asm, const, i32, inline, item, scalar, value_of
+from pallas_kernels.hopper.ir import asm, i32, inline, item
 from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import LOG2E, NO_SCORE
@@ -44,6 +44,7 @@ from pallas_kernels.hopper.tiles import ACC, ROW, ROWS, WGMMA, spread_rows, tile
 from pallas_kernels.hopper.warpgroup import when
 from pallas_kernels.mla_prefill.gradients import differentiable
 from pallas_kernels.mla_prefill.reference import bounds
+from pallas_kernels.mla_prefill.tiles import HeadTiles, claim_tile, mask_columns, uniform
 
 CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS  # queries
@@ -107,11 +108,9 @@ def mla_prefill(
 class Plan:
     """The tiles of a call, and their order."""
 
-    heads: int  # heads of a sequence
+    order: HeadTiles
     keys: int  # keys of a sequence
-    q_tiles: int  # tiles of a head of a sequence
     tiles: int  # tiles of all heads and sequences
-    concurrent_heads: int  # heads whose tiles alternate, so that they run concurrently
     ctas: int
     to_log2: float  # factor from scores to exponents of 2
     interpreted: bool
@@ -119,32 +118,20 @@ class Plan:
     @classmethod
     def of(cls, q: jax.Array, k: jax.Array, v: jax.Array, scale: float, interpret: Any) -> Plan:
         (B, T, H, K), S, V = q.shape, k.shape[1], v.shape[-1]
-        q_tiles = pl.cdiv(T, TILE)
-        tiles, together = B * H * q_tiles, heads_together(B * H, S * (K + V) * 2, L2_BYTES)
+        order = HeadTiles.of(B, H, pl.cdiv(T, TILE), S * (K + V) * 2, L2_BYTES)
+        tiles = B * H * order.per_head
         ctas = min(multiprocessors(), tiles)
-        return cls(H, S, q_tiles, tiles, together, ctas, scale * LOG2E, interpret is not None)
+        return cls(order, S, tiles, ctas, scale * LOG2E, interpret is not None)
 
     def position_of(self, index: Any) -> tuple[Any, Any, Any]:
         """Returns the sequence b, head h and first query t0 of a tile."""
-        section, index = (
-            lax.div(index, self.concurrent_heads * self.q_tiles),
-            lax.rem(index, self.concurrent_heads * self.q_tiles),
-        )
-        sequence_head = section * self.concurrent_heads + lax.rem(index, self.concurrent_heads)
-        b, h = lax.div(sequence_head, self.heads), lax.rem(sequence_head, self.heads)
-        return b, h, (self.q_tiles - 1 - lax.div(index, self.concurrent_heads)) * TILE
+        b, h, i = self.order.locate(index)
+        return b, h, (self.order.per_head - 1 - i) * TILE
 
     def blocks_of(self, start: Any, length: Any) -> Any:
         """Returns how many key blocks the tile's last query sees, at least 1."""
         visible = jnp.clip(jnp.minimum(length, start + TILE), 0, self.keys)
         return jnp.maximum(lax.div(visible + BLOCK - 1, BLOCK), 1)
-
-
-def heads_together(heads: int, bytes_per_head: int, budget: int) -> int:
-    """Returns how many heads run concurrently: the largest divisor of ``heads`` whose keys and
-    values fit in ``budget`` bytes, or 1."""
-    fit = max(1, budget // bytes_per_head)
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fit)
 
 
 class _Refs(NamedTuple):
@@ -236,7 +223,7 @@ def attend(
         [
             jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
             # Padded to whole tiles, because a one-dimensional float32 copy is not clipped at T.
-            jax.ShapeDtypeStruct((B, H, plan.q_tiles * TILE), jnp.float32),
+            jax.ShapeDtypeStruct((B, H, plan.order.per_head * TILE), jnp.float32),
         ],
         [
             tiles_of(CONSUMERS, ROWS, K),
@@ -302,7 +289,7 @@ def _produce(plan: Plan, refs: _Refs, first_tile: Any) -> None:
         if plan.interpreted:  # it has no atomic addition, so each CTA takes every ctas-th tile
             refs.next_tile[slot] = tile + plan.ctas
         else:
-            _claim_tile(tile_counter, refs.next_tile, slot, plan.ctas)
+            claim_tile(tile_counter, refs.next_tile, slot, plan.ctas)
         plgpu.commit_smem()
         plgpu.barrier_arrive(tiles.full_barrier(slot))
         return refs.next_tile[slot]
@@ -318,7 +305,7 @@ def _produce(plan: Plan, refs: _Refs, first_tile: Any) -> None:
 def _consume(plan: Plan, refs: _Refs, wg: Any, first_tile: Any) -> None:
     """Attends to the key blocks of each of the CTA's tiles."""
     keys, values, tiles = refs.rings()
-    V, make_uniform = refs.v.shape[-1], (lambda x: x) if plan.interpreted else _uniform
+    V, make_uniform = refs.v.shape[-1], (lambda x: x) if plan.interpreted else uniform
 
     def process_tile(carry):
         n, tile, start, length = carry
@@ -474,11 +461,7 @@ def _start_softmax(
         start, length, first = bound
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         visible = jnp.minimum(row + (start + 1 - first), length - first)
-        if plan.interpreted:
-            column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            s = jnp.where(column < spread_rows(visible, s.shape[1]), s, -jnp.inf)
-        else:
-            s = _mask_columns(s, visible)
+        s = mask_columns(s, visible, interpreted=plan.interpreted)
     new_maximum = jnp.maximum(maximum, s.max(axis=1) * plan.to_log2)
     alpha = jnp.exp2(maximum - new_maximum)
     total = total * spread_rows(alpha, _PARTIAL_SUMS)
@@ -526,67 +509,6 @@ def _store(
             plgpu.copy_smem_to_gmem(refs.lse.at[wg], refs.lse_g.at[b, h, rows])
         columns = pl.ds(c * COLUMNS, COLUMNS)
         plgpu.copy_smem_to_gmem(refs.out.at[wg], refs.out_g.at[b, rows, h, columns])
-
-
-def _claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:
-    """Sets ``tiles[slot] = first + counter`` in shared memory and increments the semaphore
-    ``counter``, atomically in one thread. A barrier must follow before others read it."""
-
-    @inline(REF, REF, SCALAR)
-    def by_one_thread(counter: Any, tiles: Any, slot: Any) -> None:
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
-            before = llvm.atomicrmw(
-                llvm.AtomicBinOp.add,
-                mgpu.utils.memref_ptr(counter),
-                const(1),
-                llvm.AtomicOrdering.monotonic,
-            )
-            index = arith.index_cast(ir.IndexType.get(), value_of(slot))
-            memref.store(arith.addi(before, const(first)), tiles, [index])
-
-    by_one_thread(counter, tiles, jnp.asarray(slot, jnp.int32))
-
-
-def _uniform(x: jax.Array) -> jax.Array:
-    """Returns ``x``, an int32 that is equal in all threads, so that the compiler knows it is.
-    Otherwise addresses computed from it would occupy registers of every thread."""
-
-    @inline(SCALAR, returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def first_lane(x: Any) -> Any:
-        text = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
-        return scalar(asm(text, "=r,r", value_of(x), result=i32(), effects=True))
-
-    return first_lane(x)
-
-
-def _mask_columns(s: jax.Array, visible: jax.Array) -> jax.Array:
-    """Returns ``s[i, j]`` where ``j < visible[i]``, and minus infinity elsewhere.
-
-    Comparing with a column index would cost an addition and a register per column. Instead each
-    thread subtracts its own first column from ``visible`` and compares the result with constants.
-
-    Args:
-      s: float32 [64, n] in registers, n a multiple of 8.
-      visible: int32 [64].
-    """
-    pattern = 8  # consecutive columns of a row that four threads hold before it repeats
-    shape = (s.shape[0], pattern)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-    remaining = jax.lax.broadcast_in_dim(visible, shape, [0]) - column
-
-    @inline(WGMMA, WGMMA, returns=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=WGMMA))
-    def masked(s: Any, remaining: Any) -> Any:
-        def splat(x: Any, is_signed: bool | None) -> Any:
-            return mgpu.FragmentedArray.splat(x, shape, remaining.layout, is_signed=is_signed)
-
-        hidden = splat(mgpu.utils.c(float("-inf"), ir.F32Type.get()), None)
-        new = s.copy()
-        for c in range(0, s.shape[1], pattern):
-            window = slice(None), slice(c, c + pattern)
-            new[window] = (remaining > splat(const(c), True)).select(s[window], hidden)
-        return new
-
-    return masked(s, remaining)
 
 
 def _concatenate_columns(tiles: Sequence[jax.Array]) -> jax.Array:

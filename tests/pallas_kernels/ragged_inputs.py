@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from benchmarks.kernels.checks import (
     Checked,
     apply_group,
     attend,
+    by_head,
     comparable,
     dense_pages,
     errors,
@@ -33,6 +35,7 @@ from benchmarks.kernels.shapes import (
     Grouped,
     Index,
     Prefill,
+    PrefillGradient,
     SparseCase,
     TopK,
 )
@@ -63,13 +66,18 @@ class Ragged:
         if isinstance(self.case, SparseCase):
             with jax.default_matmul_precision("highest"):
                 return _build_sparse(self.case, key, host)
-        builders = {Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill}
+        builders = {
+            Decode: _ragged_decode, Grouped: _ragged_grouped, Prefill: _ragged_prefill,
+            PrefillGradient: _ragged_prefill_gradient,
+        }  # fmt: skip
         with jax.default_matmul_precision("highest"):
             return builders[kind(self.case)](self, key, host)
 
     def defined(self, result: Checked) -> Checked:
         if isinstance(self.case, SparseCase):
             return comparable(self.case, result)
+        if isinstance(self.case, PrefillGradient):
+            return by_head(result[0]), None
         return result[0][: self.rows], result[1]
 
 
@@ -193,10 +201,27 @@ def _ragged_prefill(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays,
     assert isinstance(case, Prefill)
     arrays = _rounded(case, key, host)
     want = prefill_reference.mla_prefill(**_wide(arrays), **options(case))
+    return _poisoned(case, arrays), want
+
+
+def _ragged_prefill_gradient(ragged: Ragged, key: jax.Array, host: Host) -> tuple[Arrays, Checked]:
+    case = ragged.case
+    assert isinstance(case, PrefillGradient)
+    arrays = _rounded(case, key, host)
+    wide = _wide(arrays)
+    rest: dict[str, Any] = {name: wide[name] for name in ("starts", "lengths")} | options(case)
+
+    def out(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return prefill_reference.mla_prefill(q, k, v, **rest)[0]
+
+    _, vjp = jax.vjp(out, *(wide[name] for name in "qkv"))
+    return _poisoned(case, arrays), (by_head(vjp(wide["d_out"])), None)
+
+
+def _poisoned(case: Prefill, arrays: Arrays) -> Arrays:
+    """Returns the arrays with NaN in the keys and values past a sequence's length."""
     past = (jnp.arange(case.keys) >= arrays["lengths"][:, None])[..., None, None]
-    for name in ("k", "v"):
-        arrays[name] = jnp.where(past, jnp.nan, arrays[name])
-    return arrays, want
+    return arrays | {name: jnp.where(past, jnp.nan, arrays[name]) for name in ("k", "v")}
 
 
 def _ragged_sparse(case: SparseCase, seed: int) -> tuple[SparseCase, Host]:

@@ -135,6 +135,21 @@ def prefill(
     )
 
 
+def prefill_gradient(
+    tokens: int, K: int = 192, V: int = 128, rows: int = 1, heads: int = 128, lengths: bool = False
+) -> Kernel:
+    arrays = {name: Struct((rows, tokens, heads, K), BF16) for name in "qk"}
+    arrays |= {name: Struct((rows, tokens, heads, V), BF16) for name in ("v", "out", "d_out")}
+    arrays["lse"] = Struct((rows, tokens, heads), F32)
+    options: dict[str, Any] = {"starts": None, "d_lse": None, "scale": K**-0.5}
+    if lengths:
+        arrays["lengths"] = Struct((rows,), I32)
+    else:
+        options["lengths"] = None
+    module = "pallas_kernels.mla_prefill.mosaic_gpu_gradient"
+    return Kernel(module, arrays, options, function="gradients")
+
+
 def grouped(rows: int, groups: int, N: int, K: int, dtype: Any, **options: Any) -> Kernel:
     """grouped_matmul with ``rows`` rows per group, and float8 or bfloat16 operands."""
     M, blocks = rows * groups, -(-K // 128)
@@ -322,6 +337,10 @@ def kernels() -> dict[str, Kernel]:
         "mla_prefill 64 wide": prefill(2048, 2048, K=64, V=64),
         "mla_prefill 8 rows h16": prefill(2048, 2048, rows=8, heads=16),
         "mla_prefill 8 rows": prefill(2048, 2048, rows=8),
+        "mla_prefill gradient 4 rows h16": prefill_gradient(4096, rows=4, heads=16),
+        "mla_prefill gradient 8192": prefill_gradient(8192),
+        "mla_prefill gradient lengths": prefill_gradient(1000, rows=8, heads=16, lengths=True),
+        "mla_prefill gradient 128 wide": prefill_gradient(2048, K=128, V=128),
     }
     for width, (N, K) in WIDTHS.items():
         for name, dtype in (("fp8", FP8), ("bf16", BF16)):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mla_prefill, target
-from pallas_kernels.mla_prefill import blocked, cudnn, mosaic_gpu
+from pallas_kernels.mla_prefill import blocked, cudnn, mosaic_gpu, mosaic_gpu_gradient
 from pallas_kernels.mla_prefill.gradients import differentiable
 from tests.pallas_kernels.machine import off_gpu, on_gpu
 from tests.pallas_kernels.mla_prefill_cases import (
@@ -128,7 +128,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(target, "platform", lambda: "gpu")
     monkeypatch.setattr(target, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(cudnn._fused, "check_cudnn_version", lambda: 91900)
-    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    for module in (mosaic_gpu, mosaic_gpu_gradient):
+        monkeypatch.setattr(module, "require_hopper", lambda interpret: None)
 
 
 def lowered_gradient(of_lse=False, **arguments):
@@ -171,6 +172,7 @@ def test_gradient_on_hopper(arguments, forward, mask):
     assert ("mosaic_gpu" in text) == (forward == "mosaic_gpu")
     assert ("__cudnn$fmhaSoftmax(" in text) == (forward == "fmhaSoftmax")
     assert "__cudnn$fmhaSoftmaxBackward(" in text
+    assert "mla_prefill_gradient" not in text
     assert f"\\22mask_type\\22: \\22{mask}\\22" in text
 
 
@@ -185,8 +187,9 @@ def test_gradient_that_cudnn_refuses(arguments):
     of_lse = arguments.get("of_lse", False)
     rest = {name: x for name, x in arguments.items() if name != "of_lse"}
     text = lowered_gradient(of_lse, **hopper_arguments(**rest))
-    assert "mosaic_gpu" in text
     assert "cudnn" not in text
+    for kernel in ("mla_prefill_gradient_of_keys", "mla_prefill_gradient_of_queries"):
+        assert kernel in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""mla_prefill's Hopper kernel: run on a GPU, or interpreted on a CPU."""
+"""mla_prefill's Hopper kernels: run on a GPU, or interpreted on a CPU."""
 
 import functools
 
@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mla_prefill
-from pallas_kernels.mla_prefill import mosaic_gpu
-from pallas_kernels.mla_prefill.mosaic_gpu import heads_together
+from pallas_kernels.mla_prefill import blocked, mosaic_gpu, mosaic_gpu_gradient
+from pallas_kernels.mla_prefill.tiles import heads_together
+from pallas_kernels.softmax import with_gradients
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
-from tests.pallas_kernels.mla_prefill_cases import MlaPrefillCases, MlaPrefillGradientCases, run
+from tests.pallas_kernels.mla_prefill_cases import (
+    Inputs,
+    MlaPrefillCases,
+    MlaPrefillGradientCases,
+    check_gradients,
+    run,
+)
 
 # One object for all tests, so that they share its compilations.
 KERNEL = functools.partial(mosaic_gpu.mla_prefill, interpret=INTERPRET)
@@ -68,6 +75,82 @@ class TestMosaicGpu(MlaPrefillCases, MlaPrefillGradientCases):
     function = staticmethod(KERNEL)
 
 
+def attend(q, k, v, starts=None, lengths=None, *, scale):
+    """Attention in plain JAX, with the gradient of the kernels."""
+    forward = functools.partial(blocked.attend, scale=scale)
+    backward = functools.partial(mosaic_gpu_gradient.gradients, scale=scale, interpret=INTERPRET)
+    return with_gradients(forward, backward)(q, k, v, starts, lengths)
+
+
+def whole(q, k, v, starts, lengths, *, scale):
+    return attend(q, k, v, scale=scale)
+
+
+def gradient_inputs(starts, lengths, T, S, H=1, widths=(192, 128)):
+    return Inputs.random(
+        starts, lengths, T=T, S=S, H=H, widths=widths, scale=0.07, dtype="bfloat16"
+    )
+
+
+@pytest.fixture
+def two_ctas(monkeypatch):
+    """The interpreter starts a thread of the host for each warpgroup."""
+    if not ON_GPU:
+        monkeypatch.setattr(mosaic_gpu_gradient, "multiprocessors", lambda: 2)
+
+
+slow = pytest.mark.slow
+
+
+@kernel_runs
+@pytest.mark.usefixtures("two_ctas")
+class TestGradient:
+    @pytest.mark.parametrize(
+        ("starts", "lengths", "shape"),
+        [
+            ((0,), (1,), {"T": 1, "S": 1}),
+            # Several heads, sequences, tiles and blocks, none of them whole. CTAs have four tiles.
+            pytest.param((0, 0), (130, 130), {"T": 130, "S": 130, "H": 2}, marks=slow),
+            # More keys than queries, fewer, an empty sequence, queries that precede all keys.
+            pytest.param(
+                (0, 270, -60, 400), (130, 400, 333, 301), {"T": 130, "S": 400}, marks=slow
+            ),
+            pytest.param((0, 3, 0), (0, 29, 1), {"T": 300, "S": 29}, marks=slow),
+            pytest.param((0,), (9,), {"T": 9, "S": 9, "widths": (64, 64)}, marks=slow),
+            pytest.param((0,), (200,), {"T": 200, "S": 200, "widths": (128, 128)}, marks=slow),
+        ],
+        ids=["one token", "ragged", "starts", "blind", "64 wide", "128 wide"],
+    )
+    @pytest.mark.parametrize("of_lse", [False, pytest.param(True, marks=slow)])
+    def test_gradients(self, starts, lengths, shape, of_lse):
+        """They are those of the reference in float32, up to roundings to bfloat16."""
+        check_gradients(attend, gradient_inputs(starts, lengths, **shape), of_lse=of_lse)
+
+    @pytest.mark.slow
+    def test_without_starts_and_lengths(self):
+        """Queries past the last one, and keys, are not read."""
+        check_gradients(whole, gradient_inputs((0,), (257,), T=257, S=257), of_lse=False)
+
+    @pytest.mark.slow
+    def test_equal_calls_give_equal_bits(self, monkeypatch):
+        """Whatever CTA takes a tile."""
+        x = gradient_inputs((0, 40), (140, 180), T=140, S=180)
+        q, k, v, starts, lengths = x.arrays()
+        k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+        out, lse = blocked.attend(q, k, v, starts, lengths, scale=x.scale)
+        arrays = q, k, v, starts, lengths, out, lse, out, lse
+        gradients = functools.partial(
+            mosaic_gpu_gradient.gradients, scale=x.scale, interpret=INTERPRET
+        )
+        results = []
+        for ctas in (2, 1, 1000 if ON_GPU else 1):
+            monkeypatch.setattr(mosaic_gpu_gradient, "multiprocessors", lambda n=ctas: n)
+            results.append(jax.jit(functools.partial(gradients))(*arrays))
+        for again in results[1:]:
+            for a, b in zip(results[0], again, strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def arrays(T=8, S=8, widths=(192, 128), dtype="bfloat16"):
     K, V = widths
     q, k, v = (jnp.ones((1, n, 1, width), dtype) for n, width in ((T, K), (S, K), (S, V)))
@@ -90,6 +173,29 @@ def test_refusals(changes, message):
         mosaic_gpu.mla_prefill(*arrays(**changes), scale=0.1, interpret=object())
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "takes bfloat16"),
+        ({"widths": (256, 256)}, "got 256 and 256"),
+        ({"widths": (96, 64)}, "got 96 and 64"),
+        ({"widths": (64, 128)}, "no wider than the keys, got 64 and 128"),
+        ({"T": 0}, "empty"),
+    ],
+)
+def test_gradient_refusals(changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic_gpu_gradient.gradients(*gradient_arrays(**changes), scale=0.1, interpret=object())
+
+
+def gradient_arrays(**shape):
+    """The arrays of mla_prefill, its results, and their cotangents."""
+    q, k, v, starts, lengths = arrays(**shape)
+    out = jnp.ones((*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = jnp.ones(q.shape[:-1], jnp.float32)
+    return q, k, v, starts, lengths, out, lse, out, lse
+
+
 def test_negative_scale():
     with pytest.raises(NotImplementedError, match="positive scale"):
         mosaic_gpu.mla_prefill(*arrays(), scale=-0.1, interpret=object())
@@ -108,6 +214,15 @@ def test_lowers_for_cuda(T, S, monkeypatch):
     f = jax.jit(functools.partial(mosaic_gpu.mla_prefill, scale=0.1))
     text = f.trace(*arrays(T, S)).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(("T", "S"), [(8, 8), (1000, 1208)])
+def test_gradient_lowers_for_cuda(T, S, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu_gradient, "require_hopper", lambda interpret: None)
+    f = jax.jit(functools.partial(mosaic_gpu_gradient.gradients, scale=0.1))
+    text = f.trace(*gradient_arrays(T=T, S=S)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mla_prefill_gradient_of_keys" in text
+    assert "mla_prefill_gradient_of_queries" in text
 
 
 @pytest.mark.parametrize(
