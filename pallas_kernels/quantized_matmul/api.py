@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.quantized_matmul import one_group, reference
+from pallas_kernels.residuals import dequantized_twice
 
 BACKENDS = {
     "mosaic_gpu": one_group.on_hopper,
@@ -26,6 +29,9 @@ def quantized_matmul(
 ) -> Float[Array, "*batch N"]:
     """Computes ``out[..., n] = sum_k weight[n, k] x[..., k]``, summed in float32.
 
+    The gradient by ``x`` rounds the cotangent to x's dtype and dequantizes the matrix again, see
+    :func:`pallas_kernels.residuals.dequantized_twice`.
+
     Args:
       x: bfloat16 or float32.
       weight: float8_e4m3fn or int8 [N, K], or int4 as uint8 [N, K / 2], packed as by
@@ -41,4 +47,5 @@ def quantized_matmul(
     """
     reference.check_shapes(x, weight, scale, block_shape)
     options = {"block_shape": block_shape, "out_dtype": x.dtype if out_dtype is None else out_dtype}
-    return dispatch("quantized_matmul", BACKENDS, implementation, x, weight, scale, **options)
+    matmul = functools.partial(dispatch, "quantized_matmul", BACKENDS, implementation, **options)
+    return dequantized_twice(matmul)(x, weight, scale)

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from pallas_kernels.block_quant.reference import block_dequant, scale_shape
+from pallas_kernels.matmul import matmul
 
 # Integers are stored as block_quant.reference.Values.
 Matrix = Float[Array, "N K"] | Int8[Array, "N K"] | UInt8[Array, "N K2"]
@@ -35,6 +36,4 @@ def quantized_matmul(
     out_dtype: DTypeLike,
 ) -> Float[Array, "*batch N"]:
     """As :func:`pallas_kernels.quantized_matmul`."""
-    dense = block_dequant(weight, scale, block_shape, x.dtype)
-    out = jnp.einsum("...k,nk->...n", x, dense, preferred_element_type=jnp.float32)
-    return out.astype(out_dtype)
+    return matmul(x, block_dequant(weight, scale, block_shape, x.dtype), jnp.dtype(out_dtype))
