@@ -7,8 +7,7 @@ is that of a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -22,14 +21,3 @@ _Tree = TypeVar("_Tree")
 def named(name: ResidualName, results: _Tree) -> _Tree:
     """Returns the arrays under this name. The values do not change."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), results)
-
-
-def dequantized_twice(matmul: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a matmul by quantized matrices whose backward pass dequantizes them again, one call
-    after the other. It keeps only what is named ``"matmul"``.
-
-    Otherwise the dense matrices of all layers would be in memory between forward and backward pass.
-    Without a gradient the function is ``matmul`` itself.
-    """
-    policy = jax.checkpoint_policies.save_only_these_names("matmul")
-    return jax.checkpoint(matmul, policy=policy)

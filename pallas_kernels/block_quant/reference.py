@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,25 @@ def block_dequant(
         raise ValueError(f"scale: expected shape {expected}, got {scale.shape}")
     spread = _spread(scale, block_shape, values.shape[-2:])
     return (values.astype(jnp.float32) * spread).astype(dtype)
+
+
+def multiply_dequantized(
+    matmul: Callable[..., Any],
+    quantized: Sequence[tuple[Values, Float32[Array, "*batch Nb Kb"]]],
+    block_shape: tuple[int, int],
+    dtype: DTypeLike,
+    *arrays: Array,
+) -> Any:
+    """Returns ``matmul(*dense, *arrays)``, where ``dense`` are the matrices of ``quantized``, pairs
+    of values and scales, in ``dtype``. Its backward pass dequantizes them again, and keeps only
+    what ``matmul`` names "matmul": the dense matrices of all layers would fill the memory."""
+
+    def call(quantized: Any, *arrays: Array) -> Any:
+        dense = [block_dequant(*matrix, block_shape, dtype) for matrix in quantized]
+        return matmul(*dense, *arrays)
+
+    policy = jax.checkpoint_policies.save_only_these_names("matmul")
+    return jax.checkpoint(call, policy=policy)(quantized, *arrays)
 
 
 def _pack(values: Int8[Array, "*batch N K"]) -> UInt8[Array, "*batch N K2"]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.grouped_matmul import batched, cpu, mosaic_gpu, mosaic_tpu, reference
-from pallas_kernels.residuals import dequantized_twice, named
+from pallas_kernels.residuals import named
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.grouped_matmul,
@@ -44,8 +42,7 @@ def grouped_matmul(
       block_shape: (rows of N, columns of K) that share a scale.
 
     Returns:
-      [M, N] in lhs's dtype, or bfloat16 for float8 rows. Sums are float32. The gradient by the rows
-      dequantizes scaled matrices again, see :func:`pallas_kernels.residuals.dequantized_twice`.
+      [M, N] in lhs's dtype, or bfloat16 for float8 rows. Sums are float32.
 
     Raises:
       ValueError: float8 or integers without their scale, a scale of another shape, another K in
@@ -53,9 +50,6 @@ def grouped_matmul(
       NotImplementedError: the named back-end does not support these arguments.
     """
     reference.check_scales(lhs, rhs, lhs_scale, rhs_scale, block_shape)
-    matmul = functools.partial(
-        dispatch, "grouped_matmul", BACKENDS, implementation, block_shape=block_shape
-    )
-    if rhs_scale is not None:
-        matmul = dequantized_twice(matmul)
-    return named("matmul", matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale))
+    arrays = lhs, rhs, group_sizes, lhs_scale, rhs_scale
+    out = dispatch("grouped_matmul", BACKENDS, implementation, *arrays, block_shape=block_shape)
+    return named("matmul", out)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
+from pallas_kernels.block_quant.reference import FLOAT8, multiply_dequantized
 from pallas_kernels.grouped_matmul import dense, few_tokens, gradients, reference, w4a8
 from pallas_kernels.grouped_matmul.dense_plan import (
     SCALE_BLOCK,
@@ -52,9 +52,20 @@ def grouped_matmul(
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
     (M, K), (G, N, _) = lhs.shape, rhs.shape
-    if lhs.dtype == jnp.bfloat16 and rhs_scale is not None and has_many_rows(M, G):
-        rhs, rhs_scale = block_dequant(rhs, rhs_scale, block_shape, jnp.bfloat16), None
     is_quantized = lhs.dtype == jnp.bfloat16 and rhs_scale is not None
+    if is_quantized and has_many_rows(M, G):
+        config = config or choose_config(M, G, N, K, False)
+        assert isinstance(config, Config)
+        check_shapes(config, N, K, False)
+        settings = config, interpret, block_shape
+
+        def multiply(rhs: jax.Array, lhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+            return _grouped_matmul(settings, lhs, rhs, group_sizes, None, None)
+
+        quantized = [(rhs, rhs_scale)]
+        return multiply_dequantized(
+            multiply, quantized, block_shape, jnp.bfloat16, lhs, group_sizes
+        )
     if rhs.dtype == jnp.uint8 and not is_quantized:
         w4a8.check_shapes(lhs, rhs, block_shape)
     elif not is_quantized:  # few_tokens checks its arguments itself

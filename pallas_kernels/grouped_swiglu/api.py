@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.grouped_matmul.reference import Matrices, check_scales
 from pallas_kernels.grouped_swiglu import mosaic_gpu, reference
-from pallas_kernels.residuals import dequantized_twice
 
 BACKENDS = {"mosaic_gpu": mosaic_gpu.grouped_swiglu, "reference": reference.grouped_swiglu}
 
@@ -52,9 +49,5 @@ def grouped_swiglu(
         )
     for matrices, scale in ((gate, gate_scale), (up, up_scale)):
         check_scales(lhs, matrices, lhs_scale, scale, block_shape)
-    swiglu = functools.partial(
-        dispatch, "grouped_swiglu", BACKENDS, implementation, block_shape=block_shape
-    )
-    if gate_scale is not None:
-        swiglu = dequantized_twice(swiglu)
-    return swiglu(lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale)
+    arrays = lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale
+    return dispatch("grouped_swiglu", BACKENDS, implementation, *arrays, block_shape=block_shape)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import block_dequant
+from pallas_kernels.block_quant.reference import multiply_dequantized
 from pallas_kernels.grouped_matmul import dense, few_tokens, gradients
 from pallas_kernels.grouped_matmul.dense_plan import Config, check_shapes, choose_config
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, has_many_rows
@@ -49,9 +49,15 @@ def grouped_swiglu(
     (M, K), (G, F, _) = lhs.shape, gate.shape
     if lhs.dtype == jnp.bfloat16 and gate_scale is not None and has_many_rows(M, G):
         assert up_scale is not None
-        gate = block_dequant(gate, gate_scale, block_shape, jnp.bfloat16)
-        up = block_dequant(up, up_scale, block_shape, jnp.bfloat16)
-        gate_scale = up_scale = None
+        config = config or choose_config(M, G, F, K, False, matrices=2)
+        check_shapes(config, F, K, False, matrices=2)
+        settings = config, interpret, block_shape
+
+        def swiglu(gate: jax.Array, up: jax.Array, lhs: jax.Array, sizes: jax.Array) -> jax.Array:
+            return _grouped_swiglu(settings, lhs, gate, up, sizes, None, None, None)
+
+        quantized = [(gate, gate_scale), (up, up_scale)]
+        return multiply_dequantized(swiglu, quantized, block_shape, jnp.bfloat16, lhs, group_sizes)
     if lhs.dtype != jnp.bfloat16 or gate_scale is None:  # few_tokens checks its arguments itself
         check_dtypes(lhs, gate, block_shape)
         float8 = lhs_scale is not None

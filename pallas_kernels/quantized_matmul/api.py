@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.quantized_matmul import one_group, reference
-from pallas_kernels.residuals import dequantized_twice
 
 BACKENDS = {
     "mosaic_gpu": one_group.on_hopper,
@@ -29,8 +26,7 @@ def quantized_matmul(
 ) -> Float[Array, "*batch N"]:
     """Computes ``out[..., n] = sum_k weight[n, k] x[..., k]``, summed in float32.
 
-    The gradient by ``x`` rounds the cotangent to x's dtype and dequantizes the matrix again, see
-    :func:`pallas_kernels.residuals.dequantized_twice`.
+    The gradient by ``x`` rounds the cotangent to x's dtype, and dequantizes the matrix again.
 
     Args:
       x: bfloat16 or float32.
@@ -47,5 +43,4 @@ def quantized_matmul(
     """
     reference.check_shapes(x, weight, scale, block_shape)
     options = {"block_shape": block_shape, "out_dtype": x.dtype if out_dtype is None else out_dtype}
-    matmul = functools.partial(dispatch, "quantized_matmul", BACKENDS, implementation, **options)
-    return dequantized_twice(matmul)(x, weight, scale)
+    return dispatch("quantized_matmul", BACKENDS, implementation, x, weight, scale, **options)
