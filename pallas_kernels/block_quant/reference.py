@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -83,23 +83,39 @@ def block_dequant(
     return (values.astype(jnp.float32) * spread).astype(dtype)
 
 
+def after(array: Array, quantized: Any) -> Any:
+    """Returns quantized matrices that are there once ``array`` is known. Compilers would otherwise
+    dequantize the weights of all layers first, and use the result of the forward pass in the
+    backward pass, so that a second copy of all weights would be in memory."""
+    return jax.lax.optimization_barrier((quantized, array))[0]
+
+
 def multiply_dequantized(
-    matmul: Callable[..., Any],
-    quantized: Sequence[tuple[Values, Float32[Array, "*batch Nb Kb"]]],
+    matmul: Callable[..., Array],
+    values: Values,
+    scale: Float32[Array, "*batch Nb Kb"],
     block_shape: tuple[int, int],
     dtype: DTypeLike,
+    x: Array,
     *arrays: Array,
-) -> Any:
-    """Returns ``matmul(*dense, *arrays)``, where ``dense`` are the matrices of ``quantized``, pairs
-    of values and scales, in ``dtype``. Its backward pass dequantizes them again, and keeps only
-    what ``matmul`` names "matmul": the dense matrices of all layers would fill the memory."""
+) -> Array:
+    """Returns ``matmul(dense, x, *arrays)``, where ``dense`` are the values times their scales in
+    ``dtype``. The backward pass dequantizes again. It is linear in ``x``, so that the result of the
+    forward pass, which it computes again, is of no use to it and compilers drop it."""
 
-    def call(quantized: Any, *arrays: Array) -> Any:
-        dense = [block_dequant(*matrix, block_shape, dtype) for matrix in quantized]
-        return matmul(*dense, *arrays)
+    def multiply(values: Values, scale: Array, x: Array, *arrays: Array) -> Array:
+        return matmul(block_dequant(values, scale, block_shape, dtype), x, *arrays)
 
-    policy = jax.checkpoint_policies.save_only_these_names("matmul")
-    return jax.checkpoint(call, policy=policy)(quantized, *arrays)
+    def forward(values: Values, scale: Array, x: Array, *arrays: Array) -> tuple[Array, Any]:
+        return multiply(*after(x, (values, scale)), x, *arrays), (values, scale, x, *arrays)
+
+    def backward(saved: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+        quantized, arrays = after(cotangent, saved[:2]), saved[2:]
+        return jax.vjp(multiply, *quantized, *arrays)[1](cotangent)
+
+    call: Any = jax.custom_vjp(multiply)
+    call.defvjp(forward, backward)
+    return call(values, scale, x, *arrays)
 
 
 def _pack(values: Int8[Array, "*batch N K"]) -> UInt8[Array, "*batch N K2"]:

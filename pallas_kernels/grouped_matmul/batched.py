@@ -64,7 +64,7 @@ def grouped_matmul(
     sizes = group_sizes.astype(jnp.int32)
     if rhs_scale is None:
         return multiply(rhs, lhs, sizes)
-    return multiply_dequantized(multiply, [(rhs, rhs_scale)], block_shape, lhs.dtype, lhs, sizes)
+    return multiply_dequantized(multiply, rhs, rhs_scale, block_shape, lhs.dtype, lhs, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -62,10 +62,8 @@ def grouped_matmul(
         def multiply(rhs: jax.Array, lhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
             return _grouped_matmul(settings, lhs, rhs, group_sizes, None, None)
 
-        quantized = [(rhs, rhs_scale)]
-        return multiply_dequantized(
-            multiply, quantized, block_shape, jnp.bfloat16, lhs, group_sizes
-        )
+        quantized = rhs, rhs_scale, block_shape
+        return multiply_dequantized(multiply, *quantized, jnp.bfloat16, lhs, group_sizes)
     if rhs.dtype == jnp.uint8 and not is_quantized:
         w4a8.check_shapes(lhs, rhs, block_shape)
     elif not is_quantized:  # few_tokens checks its arguments itself

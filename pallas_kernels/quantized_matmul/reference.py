@@ -40,4 +40,4 @@ def quantized_matmul(
     def multiply(dense: Array, x: Array) -> Float[Array, "*batch N"]:
         return matmul(x, dense, jnp.dtype(out_dtype))
 
-    return multiply_dequantized(multiply, [(weight, scale)], block_shape, x.dtype, x)
+    return multiply_dequantized(multiply, weight, scale, block_shape, x.dtype, x)
