@@ -60,10 +60,11 @@ def train(
     the first of them writes.
 
     Args:
-      model: initial model in float32, which is not modified. A model with a layout trains on the
-        devices of its mesh. If this is a function that returns the model, then nothing else keeps
-        the initial weights in memory. Memory then contains three times the size of the weights (the
-        weights and two moments) instead of four.
+      model: initial model in float32, which is not modified. Low-rank updates take a model in any
+        dtype, quantised or not. A model with a layout trains on the devices of its mesh. If this is
+        a function that returns the model, then nothing else keeps the initial weights in memory.
+        Memory then contains three times the size of the weights (the weights and two moments)
+        instead of four.
       out: directory for run.json, metrics.jsonl, expert_load.npy and checkpoints. It is created.
       resume: continue from the last complete checkpoint in ``out``, or from the beginning if there
         is none. The model must be the one that the run began with; its fingerprint is compared with

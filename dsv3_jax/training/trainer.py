@@ -92,6 +92,11 @@ class Trainer:
         self._abstract_frozen = _with_shardings(self._frozen, frozen)
         self.programs = make_programs(self._objective, optimizer, self.layout, shardings, frozen)
 
+    @property
+    def updates(self) -> lora.Updates | None:
+        """Shapes of the low-rank updates, or None if there are none."""
+        return self.abstract_state.params if self.config.lora_rank else None
+
     def step_shapes(
         self, batch: int, length: int
     ) -> tuple[TrainingState, Tree | None, jax.ShapeDtypeStruct]:

@@ -8,6 +8,7 @@ the few-token kernel computes both matmuls, and XLA computes SwiGLU.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -68,7 +69,7 @@ def _grouped_swiglu(settings: _Settings, *args: Any) -> jax.Array:
     lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale = args
     config, interpret, block_shape = settings
     if _has_dense(*args):
-        gate, up = _dense(block_shape, gate, up, gate_scale, up_scale)
+        gate, up = _dense(block_shape, (gate, up), (gate_scale, up_scale))
         gate_scale = up_scale = None
     scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
     if lhs_scale is None and scales:
@@ -87,23 +88,24 @@ def _has_dense(lhs: Any, gate: Any, up: Any, sizes: Any, lhs_scale: Any, *scales
 
 
 def _dense(
-    block_shape: tuple[int, int], gate: Any, up: Any, gate_scale: Any, up_scale: Any
-) -> tuple[jax.Array, jax.Array]:
+    block_shape: tuple[int, int], matrices: tuple[Any, Any], scales: Sequence[Any]
+) -> tuple[jax.Array, ...]:
     """Returns gate and up in bfloat16."""
-    if gate_scale is None:
-        return gate, up
-    gate = block_dequant(gate, gate_scale, block_shape, jnp.bfloat16)
-    return gate, block_dequant(up, up_scale, block_shape, jnp.bfloat16)
+    if scales[0] is None:
+        return matrices
+    quantized = zip(matrices, scales, strict=True)
+    return tuple(block_dequant(*each, block_shape, jnp.bfloat16) for each in quantized)
+
+
+def _after(array: jax.Array, scales: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(None if scale is None else after(array, scale) for scale in scales)
 
 
 def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     if not _has_dense(*args):
         return _grouped_swiglu(settings, *args), (args, None)
     lhs, gate, up, group_sizes, _, *scales = args
-    quantized = gate, up, *scales
-    if scales[0] is not None:
-        quantized = after(lhs, quantized)
-    matrices = _dense(settings[2], *quantized)
+    matrices = _dense(settings[2], (gate, up), _after(lhs, scales))
     (M, K), (G, F, _) = lhs.shape, matrices[0].shape
     options = {"config": choose_config(M, G, F, K, False), "interpret": settings[1]}
     saved = tuple(dense.matmul(lhs, (x,), group_sizes, None, (), **options) for x in matrices)
@@ -118,16 +120,14 @@ def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tupl
         _, vjp = jax.vjp(lambda *x: reference.silu_multiply(*x).astype(lhs.dtype), *saved)
         d_outs = vjp(cotangent)
         interpret = settings[1]
-        quantized = gate, up, *scales
-        if scales[0] is not None:
-            quantized = after(cotangent, quantized)
-        matrices, vjp = jax.vjp(functools.partial(_dense, settings[2]), *quantized)
+        dense_matrices = functools.partial(_dense, settings[2])
+        matrices, vjp = jax.vjp(dense_matrices, (gate, up), _after(cotangent, scales))
         d_lhs = gradients.rows_gradient(d_outs, matrices, group_sizes, interpret=interpret)
         d_matrices = tuple(
             gradients.matrices_gradient(x, lhs, group_sizes, interpret=interpret) for x in d_outs
         )
-        d_gate, d_up, *d_scales = vjp(d_matrices)
-        return d_lhs, d_gate, d_up, None, None, *d_scales
+        d_quantized, d_scales = vjp(d_matrices)
+        return d_lhs, *d_quantized, None, None, *d_scales
 
     specification = functools.partial(reference.grouped_swiglu, block_shape=settings[2])
     return jax.vjp(specification, *args)[1](cotangent)
