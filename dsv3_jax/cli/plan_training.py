@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace, config: ModelConfig) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: expected no --train with it")
     if arguments.quantization != "bf16" and not arguments.lora_rank:
         raise ValueError(
-            "--quantization: expected --lora-rank with it and --train, which trains float32 weights"
-            f" otherwise; got {arguments.quantization}"
+            "--quantization: expected none with --train and no --lora-rank, which trains float32"
+            f" weights; got {arguments.quantization}"
         )
     plan = _plan(arguments, config)
     available = available_bytes(plan.target)
@@ -130,6 +130,9 @@ def _table(
     values = dataclasses.asdict(memory)
     lines += [line(LABELS[name], value) for name, value in values.items() if value]
     lines += [line("peak", memory.peak), line("available", available)]
+    if memory.peak <= available:
+        training = plan.training
+        lines.append(f"  fits with --remat {training.remat} --accumulate {training.accumulate}")
     if program is not None:
         lines += [
             "",
