@@ -112,7 +112,7 @@ def multiply_dequantized(
     def forward(values: Values, scale: Array, x: Array, *arrays: Array) -> tuple[Array, Any]:
         return multiply(values, after(x, scale), x, *arrays), (values, scale, x, *arrays)
 
-    def backward(saved: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+    def backward(saved: tuple[Array, ...], cotangent: Array) -> Any:
         values, scale, *arrays = saved
         return jax.vjp(multiply, values, after(cotangent, scale), *arrays)[1](cotangent)
 
