@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import free_bytes
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import IntegerQuantization
 from dsv3_jax.training import record
 from dsv3_jax.training.batches import TrainingBatches
 from dsv3_jax.training.checkpoints import CheckpointStore, recorded_steps
@@ -98,7 +100,7 @@ def train(
     config = trainer.config
     if should_stop is not None and (processes := jax.process_count()) > 1:
         raise ValueError(f"should_stop: expected None with {processes} processes, got a function")
-    identity = {"model": model.config.to_hf()} | _identity(config, settings)
+    identity = {"model": _recorded(model.config)} | _identity(config, settings)
     identity["data"] |= corpus.fingerprint()
     batches = TrainingBatches(corpus.train, settings.batch, settings.length, settings.seed)
     evaluation = Evaluation(trainer, corpus, settings)
@@ -159,6 +161,14 @@ def check(
     if settings.check_memory:
         config = fitting(lambda changed: Trainer(model, changed), config, settings)
     return Trainer(model, dataclasses.replace(config, remat=config.recomputed))
+
+
+def _recorded(config: ModelConfig) -> dict[str, Any]:
+    """Returns the content of config.json, which has no key for integer weights. The fingerprint of
+    the weights distinguishes them."""
+    if isinstance(config.quantization, IntegerQuantization):
+        config = dataclasses.replace(config, quantization=None)
+    return config.to_hf()
 
 
 def _identity(config: TrainingConfig, settings: RunSettings) -> dict[str, dict[str, Any]]:
