@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--base: expected --lora-rank with it")
     model = model_config(given.config, given.layers)
     sizes = given.batch, given.length, given.steps, given.warm_up
-    base = given.base or "bf16"
+    base = given.base or ("bf16" if given.lora_rank else None)
     # A call's result, so that nothing here keeps the initial weights in memory.
     make = (
         (lambda: frozen_model(model, base)) if given.lora_rank else lambda: random_model(model, 0)
