@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -54,13 +55,19 @@ def frozen_model(config: ModelConfig, base: str) -> DeepSeekV3:
 
 
 def measure(
-    initial: DeepSeekV3, config: TrainingConfig, batch: int, length: int, steps: int, warm_up: int
+    make_model: Callable[[], DeepSeekV3],
+    config: TrainingConfig,
+    batch: int,
+    length: int,
+    steps: int,
+    warm_up: int,
 ) -> dict[str, object]:
     """Returns the figures of one configuration."""
+    initial = make_model()
     model = initial.config
     parameters = parameter_count(initial) + parameter_count(initial, mtp=True)
     trainer = Trainer(initial, config)
-    del initial  # nor does the caller keep it
+    del initial
     state, random = trainer.init(), np.random.default_rng(0)
     tokens = trainer.shard_batch(random.integers(1, model.vocab_size, (batch, length)))
     losses, seconds = [], []
@@ -119,11 +126,11 @@ def main(arguments: list[str] | None = None) -> None:
     model = model_config(given.config, given.layers)
     sizes = given.batch, given.length, given.steps, given.warm_up
     base = given.base or ("bf16" if given.lora_rank else None)
-    # A call's result, so that nothing here keeps the initial weights in memory.
-    make = (
-        (lambda: frozen_model(model, base)) if given.lora_rank else lambda: random_model(model, 0)
-    )
-    print(json.dumps(description() | {"base": base} | measure(make(), config, *sizes)))
+
+    def make_model() -> DeepSeekV3:
+        return random_model(model, 0) if base is None else frozen_model(model, base)
+
+    print(json.dumps(description() | {"base": base} | measure(make_model, config, *sizes)))
 
 
 if __name__ == "__main__":
