@@ -131,8 +131,8 @@ def _table(
     lines += [line(LABELS[name], value) for name, value in values.items() if value]
     lines += [line("peak", memory.peak), line("available", available)]
     if memory.peak <= available:
-        training = plan.training
-        lines.append(f"  fits with --remat {training.remat} --accumulate {training.accumulate}")
+        remat, accumulate = plan.training.recomputed, plan.training.accumulate
+        lines.append(f"  fits with --remat {remat} --accumulate {accumulate}")
     if program is not None:
         lines += [
             "",

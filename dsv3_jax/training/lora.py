@@ -21,7 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from dsv3_jax.layers.linear import Linear
+from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.tree import Tree
 from pallas_kernels.matmul import sum_dtype
@@ -102,7 +102,7 @@ def merge(model: DeepSeekV3, updates: Updates, factor: float) -> None:
         dtype = model.dtype if linear.quantization else linear.weight.dtype
         linear.replace_weight(_sum(linear.dense(jnp.float32), update, factor).astype(dtype))
     for _, module in nnx.iter_modules(model):
-        if getattr(module, "quantization", None) is not None:
+        if isinstance(module, Weight) and module.quantization is not None:
             module.replace_weight(module.dense(model.dtype))
 
 

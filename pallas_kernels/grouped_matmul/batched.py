@@ -59,7 +59,8 @@ def grouped_matmul(
         raise NotImplementedError(f"would copy {copies} bytes of matrices")
 
     def multiply(rhs: jax.Array, lhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        return _batched_matmul(lhs, rhs.astype(lhs.dtype), sizes, block_rows).astype(dtype)
+        out: jax.Array = _batched_matmul(lhs, rhs.astype(lhs.dtype), sizes, block_rows)
+        return out.astype(dtype)
 
     sizes = group_sizes.astype(jnp.int32)
     if rhs_scale is None:

@@ -52,8 +52,7 @@ def grouped_matmul(
     if 0 in (lhs.size, rhs.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
     (M, K), (G, N, _) = lhs.shape, rhs.shape
-    is_quantized = lhs.dtype == jnp.bfloat16 and rhs_scale is not None
-    if is_quantized and has_many_rows(M, G):
+    if lhs.dtype == jnp.bfloat16 and rhs_scale is not None and has_many_rows(M, G):
         config = config or choose_config(M, G, N, K, False)
         assert isinstance(config, Config)
         check_shapes(config, N, K, False)
@@ -64,6 +63,7 @@ def grouped_matmul(
 
         quantized = rhs, rhs_scale, block_shape
         return multiply_dequantized(multiply, *quantized, jnp.bfloat16, lhs, group_sizes)
+    is_quantized = lhs.dtype == jnp.bfloat16 and rhs_scale is not None
     if rhs.dtype == jnp.uint8 and not is_quantized:
         w4a8.check_shapes(lhs, rhs, block_shape)
     elif not is_quantized:  # few_tokens checks its arguments itself
