@@ -43,7 +43,8 @@ def grouped_matmul(
     """grouped_matmul on a Hopper GPU: bfloat16 by bfloat16, float8 by float8, float8 rows by int4
     matrices, and bfloat16 rows by int8, int4 or float8 matrices, which are dequantized first if
     there are more than 64 rows per group on average. Gradients of bfloat16 by bfloat16 are kernels
-    too, others are the reference's. ``config`` is of ``dense`` or ``few_tokens``.
+    too, also after dequantizing; others are the reference's. ``config`` is of ``dense`` or
+    ``few_tokens``.
 
     Raises NotImplementedError for no Hopper GPU, other dtypes, and N, K and scale blocks that
     :func:`dense_plan.check_shapes`, :meth:`few_tokens_plan.Weights.of` or :func:`w4a8.check_shapes`
