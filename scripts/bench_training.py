@@ -4,13 +4,16 @@
     python -m scripts.bench_training --batch 8
     python -m scripts.bench_training --batch 1 --length 32768
     python -m scripts.bench_training --remat full
+    python -m scripts.bench_training --layers 0 --lora-rank 16              # bfloat16 base
+    python -m scripts.bench_training --layers 0 --lora-rank 16 --base fp8
     python -m scripts.bench_training --config config.json --layers 0 --batch 16 --length 1024
 
 JAX allocates 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, to 0.94 for
 example. XLA_FLAGS=--xla_gpu_enable_triton_gemm=false shortens the compilation.
 
-Prints one JSON object: the mean time of a step, tokens/s, MFU as ``dsv3 train`` defines it, the
-peak memory that JAX has allocated, the compile time and the losses. The time is that of ``--steps``
+Prints one JSON object: the mean time of a step, tokens/s, MFU as ``dsv3 train`` defines it, which
+counts the operations that low-rank updates need, the peak memory that JAX has allocated, the
+compile time and the losses. The time is that of ``--steps``
 steps one after the other, as in a run, after ``--warm-up`` ones.
 """
 
@@ -20,14 +23,19 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks.machine import description
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.initialization import parameter_count, random_model
+from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import QUANTIZATIONS
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.metrics_log import utilisation
 from dsv3_jax.training.trainer import Trainer
@@ -40,11 +48,23 @@ def model_config(name: str, layers: int) -> ModelConfig:
     return dataclasses.replace(config, num_hidden_layers=layers, quantization=None)
 
 
+def frozen_model(config: ModelConfig, base: str) -> DeepSeekV3:
+    """Returns a random model in bfloat16, or with weights of the format ``base``."""
+    quantization = QUANTIZATIONS[base]
+    return DeepSeekV3(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, quantization=quantization)
+
+
 def measure(
-    model: ModelConfig, config: TrainingConfig, batch: int, length: int, steps: int, warm_up: int
+    make_model: Callable[[], DeepSeekV3],
+    config: TrainingConfig,
+    batch: int,
+    length: int,
+    steps: int,
+    warm_up: int,
 ) -> dict[str, object]:
     """Returns the figures of one configuration."""
-    initial = random_model(model, 0)
+    initial = make_model()
+    model = initial.config
     parameters = parameter_count(initial) + parameter_count(initial, mtp=True)
     trainer = Trainer(initial, config)
     del initial
@@ -66,9 +86,12 @@ def measure(
         "batch": batch,
         "length": length,
         "remat": config.remat,
+        "lora_rank": config.lora_rank,
         "ms": 1000 * step,
         "tokens_per_second": rate,
-        "mfu": utilisation(model, length, rate, device.device_kind, config.compute_dtype),
+        "mfu": utilisation(
+            model, length, rate, device.device_kind, config.compute_dtype, trainer.updates
+        ),
         "peak_gb": memory.get("peak_bytes_in_use", 0) / 1e9,
         "first_step_s": seconds[0],
         "losses": [float(loss) for loss in losses],
@@ -86,6 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--remat", default="none", help="policy of recomputation")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--compute-dtype", default="bfloat16")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights")
+    parser.add_argument("--base", choices=QUANTIZATIONS, help="frozen weights of --lora-rank")
     given = parser.parse_args(arguments)
     config = TrainingConfig(
         steps=10_000,
@@ -94,10 +119,18 @@ def main(arguments: list[str] | None = None) -> None:
         remat=given.remat,
         accumulate=given.accumulate,
         compute_dtype=given.compute_dtype,
+        lora_rank=given.lora_rank,
     )
+    if given.base and not given.lora_rank:
+        parser.error("--base: expected --lora-rank with it")
     model = model_config(given.config, given.layers)
     sizes = given.batch, given.length, given.steps, given.warm_up
-    print(json.dumps(description() | measure(model, config, *sizes)))
+    base = given.base or ("bf16" if given.lora_rank else None)
+
+    def make_model() -> DeepSeekV3:
+        return random_model(model, 0) if base is None else frozen_model(model, base)
+
+    print(json.dumps(description() | {"base": base} | measure(make_model, config, *sizes)))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ def _forward(
     position: jax.Array,
     keep: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    y = sum_rows(down(hidden), position, keep, weights)
+    # jax.vjp: as in a forward pass before a backward pass, which quantised matrices are told.
+    y = sum_rows(jax.vjp(down, hidden)[0], position, keep, weights)
     return y, (down, hidden, weights, order, position, keep)
 
 

@@ -27,3 +27,17 @@ def test_figures(tmp_path, capsys):
     assert figures["losses"][-1] < figures["losses"][0]
     rate = 2 * 12 * 1000 / figures["ms"]
     assert figures["tokens_per_second"] == pytest.approx(rate)
+
+
+@pytest.mark.slow
+def test_low_rank_updates_of_quantized_weights(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    words = f"--config {path} --layers 0 --batch 2 --length 12 --steps 1 --warm-up 1"
+    bench_training.main([*words.split(), "--lora-rank", "2", "--base", "fp8"])
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["base"], figures["lora_rank"]) == ("fp8", 2)
+    assert figures["losses"][-1] < figures["losses"][0]
+    with pytest.raises(SystemExit):
+        bench_training.main(["--base", "fp8"])
+    assert "--base: expected --lora-rank with it" in capsys.readouterr().err

@@ -370,11 +370,16 @@ def test_training(tiny, capsys):
     assert out.splitlines()[0].endswith(title)
     for label in ("float32 weights", "optimizer moments", "activations", "peak", "available"):
         assert f"  {label} " in out
+    assert "  fits with --remat none --accumulate 1\n" in out
     assert plan("--train", "--json", "--lora-rank", "4", **tiny) == 0
     result = finite(capsys.readouterr().out)
     assert (result["fits"], result["what_fits"], result["compiled"]) == (True, None, None)
     assert result["peak_bytes"] == sum(result["bytes"].values()) < result["memory_bytes"]
     assert result["bytes"]["frozen"] > result["bytes"]["masters"] > 0
+    assert plan("--train", "--lora-rank", "4", "--quantization", "int4", "--json", **tiny) == 0
+    quantized = finite(capsys.readouterr().out)["bytes"]
+    assert quantized["frozen"] < 0.7 * result["bytes"]["frozen"]
+    assert quantized["masters"] == result["bytes"]["masters"]
 
 
 @pytest.mark.slow

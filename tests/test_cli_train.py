@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 import dsv3_jax
+from dsv3_jax import presets
 from dsv3_jax.checkpoint.convert import convert
 from dsv3_jax.checkpoint.find import DEMO
 from dsv3_jax.checkpoint.parameters import published_tensors
@@ -27,6 +28,8 @@ from dsv3_jax.cli import export, flags
 from dsv3_jax.cli.arguments.train import RUN_HELP, TRAINING_HELP
 from dsv3_jax.cli.main import parser
 from dsv3_jax.cli.progress import TrainingProgress
+from dsv3_jax.cli.train import _base
+from dsv3_jax.quantization import INT8, BlockQuantization
 from dsv3_jax.training.config import RematChoice, TrainingConfig
 from dsv3_jax.training.evaluation import Evaluation
 from dsv3_jax.training.losses import Losses
@@ -34,6 +37,7 @@ from dsv3_jax.training.metrics_log import read_metrics
 from dsv3_jax.training.settings import RunSettings
 from dsv3_jax.training.step import Metrics
 from dsv3_jax.training.trainer import Trainer
+from sharding import abstract_layout
 from tests.support.checkpoints import BIAS
 from tests.support.command import run
 from tests.support.oracle import relative_error
@@ -546,6 +550,73 @@ def test_fine_tuning_low_rank_updates_keeps_the_directory(trained, files, tmp_pa
     assert run("export", out, tmp_path / "wrong") == 2
     assert "error: weights.fingerprint differs" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+def test_fine_tuning_a_quantized_checkpoint(trained, files, tmp_path, form):
+    """The frozen weights stay as stored. The result is their exact values, and for the updated
+    ones the sum, in bfloat16."""
+    source, out = tmp_path / "source", tmp_path / "run"
+    convert(trained / "model", source, form)
+    status = train(
+        *("--from", source, "--data", files / "text", "--out", out, "--steps", 2),
+        *("--lora-rank", 2, "--learning-rate", 0.01, *SMALL),
+    )
+    assert status == 0
+    plan = json.loads((out / "run.json").read_text())["plan"]
+    assert (plan["dtype"], plan["quantization"]) == ("bfloat16", form)
+    before = published_tensors(dsv3_jax.load(source, dtype=jnp.bfloat16)[0])
+    after = CheckpointReader(out / "model")
+    changed = {n for n in after if before[n].tobytes() != after[n][...].tobytes()}
+    assert "model.layers.0.self_attn.o_proj.weight" in changed
+    assert all("self_attn" in name or "shared_experts" in name for name in changed)
+    assert run("export", out, tmp_path / "again") == 0
+    exported = CheckpointReader(tmp_path / "again")
+    assert all(exported[n][...].tobytes() == after[n][...].tobytes() for n in after)
+    assert train("--out", out, "--resume", "--steps", 3) == 0
+
+
+@pytest.mark.slow
+def test_low_rank_updates_of_an_earlier_version(trained, files, tmp_path, monkeypatch):
+    """Earlier versions froze float32 weights, did not record this, and had their fingerprint."""
+    out, float32 = tmp_path / "run", {"dtype": "float32", "quantization": None}
+    monkeypatch.setattr("dsv3_jax.cli.train._base", lambda *arguments: float32)
+    status = train(
+        *("--from", trained / "model", "--data", files / "text", "--out", out, "--steps", 2),
+        *("--lora-rank", 2, *SMALL),
+    )
+    assert status == 0
+    monkeypatch.undo()
+    recorded = json.loads((out / "run.json").read_text())
+    for name in float32:
+        del recorded["plan"][name]
+    (out / "run.json").write_text(json.dumps(recorded))
+    assert train("--out", out, "--resume", "--steps", 3) == 0
+    assert run("export", out, tmp_path / "again") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "to", "layout", "want"),
+    [
+        ({}, "bf16", None, ("bfloat16", "fp8")),
+        ({"quantization": INT8, "dtype": "float32"}, "bf16", None, ("float32", "int8")),
+        ({"quantization": None}, "fp8", None, ("bfloat16", None)),
+        ({}, "float32", None, ("float32", "fp8")),
+        ({}, "bf16", "train", ("bfloat16", None)),  # FSDP cannot shard blocks
+        ({}, "bf16", "tensor_parallel", ("bfloat16", "fp8")),
+        (
+            {"quantization": BlockQuantization(modules_to_not_convert=("layers.0",))},
+            "bf16",
+            None,
+            ("bfloat16", None),
+        ),
+    ],
+)
+def test_form_of_frozen_weights(changes, to, layout, want):
+    config = dataclasses.replace(presets.DEEPSEEK_V3, **changes)
+    form = _base(config, to, layout and abstract_layout(layout, 8))
+    assert form == dict(zip(("dtype", "quantization"), want, strict=True))
 
 
 @pytest.mark.slow

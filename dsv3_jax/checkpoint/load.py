@@ -119,7 +119,7 @@ def load(
     directory, published, tensors, manifest = open_checkpoint(path_or_name)
     source = directory if manifest is None else directory / FOLDER
     compile_cache.enable()
-    if quantization is not None and quantization != (stored := _stored_form(published)):
+    if quantization is not None and quantization != (stored := stored_form(published)):
         raise ValueError(
             f"quantization={quantization!r} keeps {_WEIGHTS[quantization]}, "
             f"and {directory} has {_WEIGHTS[stored]}"
@@ -161,7 +161,8 @@ def _check_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise ValueError(f"{name}: expected {expected}, got {value!r:.80}")
 
 
-def _stored_form(config: ModelConfig) -> str | None:
+def stored_form(config: ModelConfig) -> str | None:
+    """Returns the value of ``quantization`` that keeps the weights of an open checkpoint."""
     if isinstance(config.quantization, IntegerQuantization):
         return f"int{config.quantization.bits}"
     return "fp8" if config.quantization else None

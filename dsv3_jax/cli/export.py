@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from dsv3_jax.checkpoint.export import check_space, export, plan_export, resume_hint
 from dsv3_jax.checkpoint.find import DEMOS
@@ -117,7 +118,7 @@ def restore_model(run: Path, step: int | None = None) -> tuple[DeepSeekV3, int]:
 
 
 def _load_frozen(run: Path, recorded: dict[str, Any], config: ModelConfig) -> DeepSeekV3:
-    """Loads the model whose weights a run of low-rank updates froze."""
+    """Loads the model whose weights a run froze. Weights that are not quantised are float32."""
     from dsv3_jax.training.fingerprint import fingerprint
 
     if "plan" not in recorded:
@@ -129,6 +130,11 @@ def _load_frozen(run: Path, recorded: dict[str, Any], config: ModelConfig) -> De
     if source is None:  # the run started with random weights
         model = random_model(config, recorded["data"]["seed"])
     else:
-        model = load(source, dtype=jnp.float32)[0]
+        plan = {"dtype": "float32", "quantization": None} | recorded["plan"]  # of earlier versions
+        model = load(source, dtype=plan["dtype"], quantization=plan["quantization"])[0]
     record.check_weights(run, fingerprint(model))
+    for _, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if weight.dtype == jnp.bfloat16:
+            weight.set_value(weight.get_value().astype(jnp.float32))
+    model.dtype = jnp.dtype(jnp.float32)
     return model

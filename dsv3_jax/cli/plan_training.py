@@ -15,6 +15,7 @@ from dsv3_jax.plan.chips import CUDA
 from dsv3_jax.plan.compiled import CompiledProgram, compile_step
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.training import TrainingPlan
+from dsv3_jax.quantization import QUANTIZATIONS
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.memory import ACCURACY, LABELS, TrainingMemory
 from dsv3_jax.training.settings import RunSettings
@@ -52,8 +53,11 @@ def run(arguments: argparse.Namespace, config: ModelConfig) -> None:
     for name in _FOR_SERVING:
         if getattr(arguments, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')}: expected no --train with it")
-    if arguments.quantization != "bf16":
-        raise ValueError("--quantization: expected none with --train, which uses float32 weights")
+    if arguments.quantization != "bf16" and not arguments.lora_rank:
+        raise ValueError(
+            "--quantization: expected none with --train and no --lora-rank, which trains float32"
+            f" weights; got {arguments.quantization}"
+        )
     plan = _plan(arguments, config)
     available = available_bytes(plan.target)
     with StatusLine("tracing a step"):
@@ -95,7 +99,7 @@ def _plan(arguments: argparse.Namespace, config: ModelConfig) -> TrainingPlan:
         **{"steps": 1, "learning_rate": 1.0, "final_learning_rate": 1.0, "warmup_steps": 0} | given
     )
     return TrainingPlan(
-        config,
+        dataclasses.replace(config, quantization=QUANTIZATIONS[arguments.quantization]),
         target,
         training,
         RunSettings(batch=batch, length=length),
@@ -126,6 +130,9 @@ def _table(
     values = dataclasses.asdict(memory)
     lines += [line(LABELS[name], value) for name, value in values.items() if value]
     lines += [line("peak", memory.peak), line("available", available)]
+    if memory.peak <= available:
+        remat, accumulate = plan.training.recomputed, plan.training.accumulate
+        lines.append(f"  fits with --remat {remat} --accumulate {accumulate}")
     if program is not None:
         lines += [
             "",

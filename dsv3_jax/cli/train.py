@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from dsv3_jax import compile_cache
 from dsv3_jax.checkpoint.find import find_config_directory
-from dsv3_jax.checkpoint.load import load
+from dsv3_jax.checkpoint.load import load, stored_form
+from dsv3_jax.checkpoint.open_checkpoint import open_checkpoint
 from dsv3_jax.cli import flags, hf_directory
 from dsv3_jax.cli.arguments.train import LEARNING_RATE
 from dsv3_jax.cli.loading import refused_if_too_large
@@ -41,6 +42,10 @@ MODEL = "model"
 
 _BYTES_PER_WEIGHT = {"bf16": 2, "float32": 4, "fp8": 1 + 4 / 128**2}
 """Size of the trained model, by ``--to``."""
+
+_FLOAT32 = {"dtype": "float32", "quantization": None}
+"""Arguments of :func:`load` for the weights of all runs but those of low-rank updates, and of those
+that earlier versions began."""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -76,8 +81,17 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = _tokenizer(inputs, out, is_given=arguments.tokenizer is not None)
     encoder = tokenizer and Tokenizer(tokenizer)
     model_config = _model_config(inputs, recorded, encoder)
-    # Training uses unquantized float32 weights, whatever form the source has.
-    shapes = abstract_model(dataclasses.replace(model_config, quantization=None), dtype=jnp.float32)
+    quantization = None
+    if inputs["source"] is not None and config.lora_rank:
+        stored = open_checkpoint(inputs["source"]).config
+        if not arguments.resume:
+            inputs |= _base(stored, inputs["to"], layout)
+        quantization = stored.quantization if inputs["quantization"] else None
+    shapes = abstract_model(
+        dataclasses.replace(model_config, quantization=quantization),
+        dtype=jnp.dtype(inputs["dtype"]),
+        quantization=quantization,
+    )
     if layout is not None:
         shapes.lay_out(layout)
     weights = parameter_count(shapes) + parameter_count(shapes, mtp=True)
@@ -206,7 +220,7 @@ def _inputs(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[
     ``"settings"`` has the recorded fields of RunSettings.
     """
     inputs = {"config": None, "source": None, "data": None, "tokenizer": None, "to": "bf16"}
-    inputs |= {"layout": None, "expert_devices": None}
+    inputs |= {"layout": None, "expert_devices": None} | _FLOAT32
     inputs |= {"settings": {}}
     for name in recorded.get("plan", {}):
         if name not in inputs:
@@ -219,7 +233,7 @@ def _inputs(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[
         inputs |= {"config": None, "source": None}
     if arguments.layout:
         inputs["expert_devices"] = None
-    given = {name: getattr(arguments, name) for name in inputs if name != "settings"}
+    given = {name: getattr(arguments, name) for name in inputs.keys() - {"settings", *_FLOAT32}}
     # Paths are recorded as absolute ones: a run may be resumed from another directory.
     for name in ("config", "tokenizer", "source"):
         if given[name] is not None and Path(given[name]).exists():
@@ -232,6 +246,18 @@ def _inputs(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[
     if inputs["data"] is None:
         raise ValueError("expected --data with text files, or with an .npz of token ids")
     return inputs
+
+
+def _base(stored: ModelConfig, to: str, layout: Layout | None) -> dict[str, str | None]:
+    """Returns ``dtype`` and ``quantization`` with which :func:`load` keeps weights that low-rank
+    updates freeze as they are stored, or in float32 if the trained model is to be float32. FSDP
+    cannot shard quantised weights, and a model has one form of all: such are dequantised."""
+    quantization = stored_form(stored)
+    is_partly_plain = getattr(stored.quantization, "modules_to_not_convert", ())
+    if is_partly_plain or (layout is not None and layout.fsdp_axes):
+        quantization = None
+    dtype = "float32" if to == "float32" else stored.dtype
+    return {"dtype": dtype, "quantization": quantization}
 
 
 def _settings(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> RunSettings:
@@ -293,7 +319,8 @@ def _model(
 ) -> DeepSeekV3:
     if inputs["source"] is None:
         return random_model(config, seed, layout)
-    return load(inputs["source"], dtype=jnp.float32, layout=layout)[0]
+    form: Any = {name: inputs[name] for name in _FLOAT32}
+    return load(inputs["source"], layout=layout, **form)[0]
 
 
 def _tokenizer(inputs: Mapping[str, Any], out: Path, is_given: bool) -> Path | None:

@@ -83,10 +83,15 @@ class Weight(nnx.Module):
         return False
 
     @property
+    def scale_name(self) -> str:
+        """Name of the scales' attribute. Only quantised weights have it."""
+        float8 = isinstance(self.quantization, BlockQuantization)
+        return "weight_scale_inv" if float8 else "weight_scale"
+
+    @property
     def scale(self) -> Float32[Array, "*stack rows columns"]:
         """Scales of the blocks of ``block_shape``. Only quantised weights have them."""
-        float8 = isinstance(self.quantization, BlockQuantization)
-        return (self.weight_scale_inv if float8 else self.weight_scale)[...]
+        return getattr(self, self.scale_name)[...]
 
     def uses_float8_activations(self, rows: int) -> bool:
         """Returns whether activations are rounded to float8 before the matmul, for this number of
@@ -108,6 +113,12 @@ class Weight(nnx.Module):
         if self.quantization is None:
             return self.weight[...].astype(dtype)
         return block_dequant(self.weight[...], self.scale, self.block_shape, dtype)
+
+    def replace_weight(self, weight: Float[Array, "*stack out in"]) -> None:
+        """Sets the weight, which is then not quantised."""
+        if self.quantization is not None:
+            delattr(self, self.scale_name)
+        self.weight, self.quantization = nnx.Param(weight), None
 
 
 class Linear(Weight):
@@ -142,7 +153,7 @@ class Linear(Weight):
             return quantized_matmul(
                 x, weight, scale, block_shape=self.block_shape, out_dtype=out_dtype
             )
-        return matmul(x, self.dense(x.dtype), jnp.dtype(out_dtype))
+        return matmul(x, self.weight[...].astype(x.dtype), jnp.dtype(out_dtype))
 
 
 class Embedding(nnx.Module):

@@ -48,9 +48,11 @@ _AXES: dict[str, tuple[str, ...]] = {
 }
 _FFN_AXES = {"experts": "expert_ffn", "shared_experts": "shared_ffn"}
 _SCALES = ("weight_scale_inv", "weight_scale")
+_FACTORS = {"lora_a": 1, "lora_b": 0}
+"""Dimension that a factor of a low-rank update shares with its weight. The other has no axis."""
 
 
-def logical_axes(path: ParameterPath) -> tuple[str, ...]:
+def logical_axes(path: ParameterPath) -> tuple[str | None, ...]:
     """Returns one logical axis per dimension of the parameter at ``path`` in the tree of a model.
 
     The ``heads`` axis has N + R or N + V entries per head in rows of a projection, and V in the
@@ -71,10 +73,12 @@ def logical_axes(path: ParameterPath) -> tuple[str, ...]:
             f"{dotted(path)}: expected a parameter of the model's own modules on a mesh; a module"
             " that replaces one runs on one device"
         )
-    axes = _AXES[module]
+    axes: tuple[str | None, ...] = _AXES[module]
     if leaf == "e_score_correction_bias":
         return axes[:1]
     axes = tuple(_FFN_AXES.get(owner, axis) if axis == "ffn" else axis for axis in axes)
+    if leaf in _FACTORS:  # [r, in] and [out, r]
+        return tuple(axis if i == _FACTORS[leaf] else None for i, axis in enumerate(axes))
     return ("expert", *axes) if owner == "experts" else axes
 
 
@@ -118,7 +122,7 @@ def parameter_shardings(
         # Precomputed arrays, such as attention's up-projections, are no variables.
         value = variable if isinstance(variable, jax.Array) else variable.get_value()
         shape = value.shape
-        axes: tuple[str | None, ...] = logical_axes((*prefix, *path))
+        axes = logical_axes((*prefix, *path))
         name = dotted((*prefix, *path))
         block = None
         if quantization is not None:

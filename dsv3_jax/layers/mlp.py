@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Unpack
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -14,6 +12,7 @@ from jaxtyping import Array, Float
 from dsv3_jax.layers.linear import Linear, WeightArgs
 from dsv3_jax.layers.on_mesh import sharded_linear
 from pallas_kernels import swiglu
+from pallas_kernels.grouped_swiglu.reference import silu_multiply
 from sharding import Layout
 
 
@@ -59,5 +58,4 @@ def silu_and_multiply(
     gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
 ) -> Float[Array, "*batch F"]:
     """Returns ``silu(gate) * up``, computed in float32 and rounded to the dtype of ``gate``."""
-    f32 = jnp.float32
-    return (jax.nn.silu(gate.astype(f32)) * up.astype(f32)).astype(gate.dtype)
+    return silu_multiply(gate, up).astype(gate.dtype)

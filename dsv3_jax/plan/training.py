@@ -35,6 +35,8 @@ class TrainingPlan:
     """
 
     config: ModelConfig
+    """Low-rank updates are of weights in the config's dtype and quantization. Otherwise weights are
+    float32."""
     target: Target
     training: TrainingConfig
     settings: RunSettings
@@ -87,8 +89,10 @@ class TrainingPlan:
         return Trainer(self._model(self._abstract_layout()), training)
 
     def _model(self, layout: Layout | None) -> Any:
-        config = dataclasses.replace(self.config, quantization=None)
-        model = abstract_model(config, dtype=jnp.float32)
+        dtype, quantization = jnp.dtype(jnp.float32), None
+        if self.training.lora_rank:
+            dtype, quantization = jnp.dtype(self.config.dtype), self.config.quantization
+        model = abstract_model(self.config, dtype=dtype, quantization=quantization)
         if layout is not None:
             model.lay_out(layout)
         return model

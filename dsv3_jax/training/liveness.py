@@ -38,7 +38,8 @@ _FUSED = frozenset(
 _RENAMED = frozenset(
     (
         *("bitcast_convert_type", "copy", "copy_p", "expand_dims", "mesh_cast", "name", "pvary"),
-        *("reduce_precision", "reshape", "sharding_constraint", "squeeze", "stop_gradient"),
+        *("reduce_precision", "reshape", "reshard", "sharding_constraint", "squeeze"),
+        "stop_gradient",
     )
 )
 _REDUCTIONS = frozenset(
@@ -286,8 +287,9 @@ class _Program:
                 array.is_saved = array.begin < first_gradient <= array.end < last
 
     def is_gradient(self, array: Array) -> bool:
-        """Returns whether an array has the shape of a matrix parameter and depends on tokens."""
-        is_matrix = len(array.shape) > 1 and array.shape in self._parameters
+        """Returns whether a written array has the shape of a matrix parameter and depends on
+        tokens."""
+        is_matrix = len(array.shape) > 1 and array.shape in self._parameters and not array.is_fused
         return is_matrix and "tokens" in array.depends_on
 
     def _operations_by_operand(self) -> dict[int, list[_Operation]]:

@@ -89,7 +89,7 @@ def step_memory(trainer: Trainer, batch: int, length: int) -> TrainingMemory:
         name = _argument_name(path)
         names.append(name)
         shards.append(math.prod(leaf.shape) / max(math.prod(local), 1))
-        if name in ("masters", "frozen"):
+        if name == "masters":  # frozen weights have no gradient
             parameters |= {leaf.shape, local}
         sizes[name if name in sizes else "other"] += math.prod(local) * leaf.dtype.itemsize
     moment = peak(traced.jaxpr, names, shards, parameters)

@@ -15,6 +15,7 @@ import numpy as np
 from dsv3_jax.accounting import active_parameters, flops_per_token
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import atomic_write, naming
+from dsv3_jax.training.lora import Updates
 from dsv3_jax.training.step import Metrics
 from sharding.distributed import barrier
 
@@ -36,7 +37,9 @@ _PEAKS = {
 }
 
 
-def training_flops_per_token(config: ModelConfig, length: int) -> float:
+def training_flops_per_token(
+    config: ModelConfig, length: int, updates: Updates | None = None
+) -> float:
     """Returns ``3 (F + M (2 (P_mtp + D W) + A / L))``: the backward pass takes twice the operations
     of the forward pass.
 
@@ -44,12 +47,29 @@ def training_flops_per_token(config: ModelConfig, length: int) -> float:
     tokens (:func:`dsv3_jax.accounting.flops_per_token`): 2 per active matrix element, plus
     attention A. Each of the M MTP layers adds its own active parameters P_mtp, the shared head (D
     W), and the attention of one of L layers. Recomputation by ``remat`` is not counted.
+
+    With low-rank ``updates``, matmuls with frozen matrices count twice, forward and gradient by
+    their input, attention and the updates' own matmuls three times, and scores of an indexer once.
+    The embedding is frozen, so that nothing before the first layer has a gradient: its first two
+    projections have none by their input.
+
+    Args:
+      updates: low-rank updates that are trained, or their shapes. None if all weights are.
     """
-    forward = flops_per_token(config, length, "prefill")
+    forward, M = flops_per_token(config, length, "prefill"), config.num_nextn_predict_layers
     head = config.hidden_size * config.vocab_size
-    attention = forward.attention / config.num_hidden_layers
-    mtp_layer = 2 * (active_parameters(config).mtp + head) + attention
-    return 3 * (forward.total + config.num_nextn_predict_layers * mtp_layer)
+    linear = forward.linear + M * 2 * (active_parameters(config).mtp + head)
+    attention = forward.attention * (1 + M / config.num_hidden_layers)
+    if updates is None:
+        return 3 * (linear + attention + forward.indexer)
+    low_rank = sum(math.prod(x.shape) for update in updates.values() for x in update)
+    first = [updates.get(f"layers.0.self_attn.{name}.weight") for name in _FIRST_PROJECTIONS]
+    no_gradient = sum(u.a.shape[1] * (u.b.shape[0] + u.a.shape[0]) for u in first if u is not None)
+    return 2 * linear + 3 * attention + forward.indexer + 3 * 2 * low_rank - 2 * no_gradient
+
+
+_FIRST_PROJECTIONS = "q_proj", "q_a_proj", "kv_a_proj_with_mqa"
+"""Projections of a layer's input. A model has two of these."""
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -58,7 +78,12 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def utilisation(
-    config: ModelConfig, length: int, tokens_per_second: float, device_kind: str, dtype: str
+    config: ModelConfig,
+    length: int,
+    tokens_per_second: float,
+    device_kind: str,
+    dtype: str,
+    updates: Updates | None = None,
 ) -> float | None:
     """Returns the model FLOPs utilisation: achieved divided by peak FLOP/s (PaLM, arXiv 2204.02311,
     appendix B). It is None if the peak is unknown or the run does not compute in bfloat16.
@@ -66,11 +91,12 @@ def utilisation(
     Args:
       tokens_per_second: throughput of one device.
       dtype: dtype of the computation.
+      updates: as in :func:`training_flops_per_token`.
     """
     peak = peak_flops(device_kind)
     if peak is None or dtype != "bfloat16":
         return None
-    return tokens_per_second * training_flops_per_token(config, length) / peak
+    return tokens_per_second * training_flops_per_token(config, length, updates) / peak
 
 
 Entry = dict[str, Any]

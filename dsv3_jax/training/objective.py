@@ -35,14 +35,16 @@ def stays_float32(path: tuple[Any, ...], ndim: int) -> bool:
 
 def compute_weights(weights: Tree, dtype: DTypeLike) -> Tree:
     """Returns the weights in the dtypes of the forward and backward pass: float32 masters stay
-    float32 where :func:`stays_float32`, and frozen weights there have at least ``dtype``."""
-    return nnx.from_flat_state(
-        [
-            (path, w.astype(jnp.promote_types(w.dtype, dtype) if stays else dtype))
-            for path, w in nnx.to_flat_state(weights)
-            for stays in [stays_float32(path, w.ndim)]
-        ]
-    )
+    float32 where :func:`stays_float32`, and frozen weights there have at least ``dtype``. Quantised
+    weights stay as they are."""
+
+    def in_dtype(path: tuple[Any, ...], w: Any) -> Any:
+        if w.dtype.itemsize == 1 or str(path[-1]).startswith("weight_scale"):
+            return w
+        return w.astype(jnp.promote_types(w.dtype, dtype) if stays_float32(path, w.ndim) else dtype)
+
+    flat = nnx.to_flat_state(weights)
+    return nnx.from_flat_state([(path, in_dtype(path, w)) for path, w in flat])
 
 
 class Observed(NamedTuple):
@@ -74,13 +76,16 @@ class Objective:
     config: TrainingConfig
 
     def weights(self, params: Tree, frozen: Tree | None) -> Tree:
-        """Returns all weights of the model: the parameters themselves, the frozen weights with
-        some replaced, or the frozen weights plus their low-rank updates."""
+        """Returns the weights of the model: the parameters themselves, or the frozen weights with
+        those replaced that are trained. Low-rank updates are not added."""
         if frozen is None:
             return params
-        if not self.config.lora_rank:
-            return replace(frozen, params)
-        return lora.merge(frozen, params, self.config.lora_alpha / self.config.lora_rank)
+        return frozen if self.config.lora_rank else replace(frozen, params)
+
+    @property
+    def lora_factor(self) -> float:
+        """Factor of low-rank updates."""
+        return self.config.lora_alpha / self.config.lora_rank
 
     def losses(
         self,
@@ -108,6 +113,8 @@ class Objective:
             run_layers, max_scores = qk_clip.run_with_max_scores(run_layers, self.config.qk_clip)
         model = nnx.merge(self.graph, weights, biases)
         model.dtype = dtype
+        if self.config.lora_rank:
+            lora.add(model, params, self.lora_factor)
         states = model.hidden_states(
             tokens,
             mtp=True,

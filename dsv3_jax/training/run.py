@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 
+from dsv3_jax.config import ModelConfig
 from dsv3_jax.files import free_bytes
 from dsv3_jax.model import DeepSeekV3
+from dsv3_jax.quantization import IntegerQuantization
 from dsv3_jax.training import record
 from dsv3_jax.training.batches import TrainingBatches
 from dsv3_jax.training.checkpoints import CheckpointStore, recorded_steps
@@ -60,10 +62,11 @@ def train(
     the first of them writes.
 
     Args:
-      model: initial model in float32, which is not modified. A model with a layout trains on the
-        devices of its mesh. If this is a function that returns the model, then nothing else keeps
-        the initial weights in memory. Memory then contains three times the size of the weights (the
-        weights and two moments) instead of four.
+      model: initial model in float32, which is not modified. Low-rank updates take a model in any
+        dtype, quantised or not. A model with a layout trains on the devices of its mesh. If this is
+        a function that returns the model, then nothing else keeps the initial weights in memory.
+        Memory then contains three times the size of the weights (the weights and two moments)
+        instead of four.
       out: directory for run.json, metrics.jsonl, expert_load.npy and checkpoints. It is created.
       resume: continue from the last complete checkpoint in ``out``, or from the beginning if there
         is none. The model must be the one that the run began with; its fingerprint is compared with
@@ -97,7 +100,7 @@ def train(
     config = trainer.config
     if should_stop is not None and (processes := jax.process_count()) > 1:
         raise ValueError(f"should_stop: expected None with {processes} processes, got a function")
-    identity = {"model": model.config.to_hf()} | _identity(config, settings)
+    identity = {"model": _recorded(model.config)} | _identity(config, settings)
     identity["data"] |= corpus.fingerprint()
     batches = TrainingBatches(corpus.train, settings.batch, settings.length, settings.seed)
     evaluation = Evaluation(trainer, corpus, settings)
@@ -158,6 +161,14 @@ def check(
     if settings.check_memory:
         config = fitting(lambda changed: Trainer(model, changed), config, settings)
     return Trainer(model, dataclasses.replace(config, remat=config.recomputed))
+
+
+def _recorded(config: ModelConfig) -> dict[str, Any]:
+    """Returns the content of config.json, which has no key for integer weights. The fingerprint of
+    the weights distinguishes them."""
+    if isinstance(config.quantization, IntegerQuantization):
+        config = dataclasses.replace(config, quantization=None)
+    return config.to_hf()
 
 
 def _identity(config: TrainingConfig, settings: RunSettings) -> dict[str, dict[str, Any]]:

@@ -33,7 +33,7 @@ class TrainingResult:
     """Result of a session."""
 
     model: DeepSeekV3
-    """The trained model, float32."""
+    """The trained model, float32, or as :meth:`Trainer.model` returns it if weights are frozen."""
     step: int
     """Number of completed steps, including those of earlier sessions."""
     finished: bool
@@ -176,6 +176,7 @@ class Session:
                     tokens_per_second / devices,
                     self.device_kind,
                     trainer.config.compute_dtype,
+                    trainer.updates,
                 )
         timing = {"seconds": self._seconds(), "tokens_per_second": tokens_per_second, "mfu": mfu}
         timing["seconds_left"] = self._seconds_left(now, step)

@@ -11,23 +11,26 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.settings import RunSettings
 
 
-def check_trainable(model: DeepSeekV3) -> None:
+def check_trainable(model: DeepSeekV3, config: TrainingConfig) -> None:
     """Checks that the gradient of a model exists and would be correct.
 
     Args:
       model: abstract weights (shapes only) are enough.
 
     Raises:
-      ValueError: the model has float8 weights or an expert placement, its exchange has no gradient,
-        or a parameter does not have the sharding that the model's layout prescribes.
+      ValueError: the model has quantised weights and they are trained, float8 activations or an
+        expert placement, its exchange has no gradient, or a parameter does not have the sharding
+        that the model's layout prescribes.
     """
     weights = nnx.to_flat_state(nnx.state(model, nnx.Param))
     for path, weight in weights:
-        if weight.dtype.itemsize == 1:
+        if weight.dtype.itemsize == 1 and not config.lora_rank:
             raise ValueError(
                 f"expected a model in bfloat16 or float32 to train, got {weight.dtype} in "
-                f"{'.'.join(map(str, path))}; load it without quantization"
+                f"{'.'.join(map(str, path))}; load it without quantization, or set lora_rank"
             )
+    if any(getattr(m, "float8_activations", False) for _, m in nnx.iter_modules(model)):
+        raise ValueError("activations: expected None for training, got float8")
     if any(moe.replicas is not None for moe in model.moe_layers()):
         raise ValueError("placement: expected none for training, got a model with placed experts")
     layout = model.layout

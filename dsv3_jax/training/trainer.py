@@ -58,7 +58,7 @@ class Trainer:
     """
 
     def __init__(self, model: DeepSeekV3, config: TrainingConfig):
-        check_trainable(model)
+        check_trainable(model, config)
         check_drafts(model, config)
         check_indexers(model, config)
         compile_cache.enable()
@@ -91,6 +91,11 @@ class Trainer:
         self.abstract_state = _with_shardings(shapes, shardings)
         self._abstract_frozen = _with_shardings(self._frozen, frozen)
         self.programs = make_programs(self._objective, optimizer, self.layout, shardings, frozen)
+
+    @property
+    def updates(self) -> lora.Updates | None:
+        """Shapes of the low-rank updates, or None if there are none."""
+        return self.abstract_state.params if self.config.lora_rank else None
 
     def step_shapes(
         self, batch: int, length: int
@@ -178,7 +183,8 @@ class Trainer:
 
     def model(self, state: TrainingState, *, copy: bool = True) -> DeepSeekV3:
         """Returns the model with the weights of a state. They are float32, or if weights are frozen
-        the initial weights with the trained ones or their updates, in the initial model's dtype.
+        the initial weights with the trained ones or their updates, in the initial model's dtype. A
+        quantised model is dequantised, so that its updates are not rounded to its few bits.
 
         Args:
           copy: whether to copy the arrays of the state. Without copies the model needs no memory of
@@ -193,6 +199,8 @@ class Trainer:
         if copy:
             biases = jax.tree.map(jnp.copy, biases)
         model = nnx.merge(self._objective.graph, weights, biases)
+        if self.config.lora_rank:
+            lora.merge(model, state.params, self._objective.lora_factor)
         if not self.config.freezes_weights:
             model.dtype = jnp.dtype(jnp.float32)
         return model

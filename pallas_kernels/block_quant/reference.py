@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,44 @@ def block_dequant(
         raise ValueError(f"scale: expected shape {expected}, got {scale.shape}")
     spread = _spread(scale, block_shape, values.shape[-2:])
     return (values.astype(jnp.float32) * spread).astype(dtype)
+
+
+def after(array: Array, scale: Float32[Array, "*batch Nb Kb"]) -> Float32[Array, "*batch Nb Kb"]:
+    """Returns the scales of a matrix, which are known only after ``array``.
+
+    Compilers would otherwise dequantize the weights of all layers first, and use the result of the
+    forward pass in the backward pass: a second copy of all weights. They drop barriers before they
+    schedule, but do not see that no number is both zero and NaN."""
+    first = array[(0,) * array.ndim]
+    return scale * jnp.where((first == 0) & (first != first), 0.0, 1.0)
+
+
+def multiply_dequantized(
+    matmul: Callable[..., Array],
+    values: Values,
+    scale: Float32[Array, "*batch Nb Kb"],
+    block_shape: tuple[int, int],
+    dtype: DTypeLike,
+    x: Array,
+    *arrays: Array,
+) -> Array:
+    """Returns ``matmul(dense, x, *arrays)``, where ``dense`` are the values times their scales in
+    ``dtype``. The backward pass dequantizes again. It is linear in ``x``, so that the result of the
+    forward pass, which it computes again, is of no use to it and compilers drop it."""
+
+    def multiply(values: Values, scale: Array, x: Array, *arrays: Array) -> Array:
+        return matmul(block_dequant(values, scale, block_shape, dtype), x, *arrays)
+
+    def forward(values: Values, scale: Array, x: Array, *arrays: Array) -> tuple[Array, Any]:
+        return multiply(values, after(x, scale), x, *arrays), (values, scale, x, *arrays)
+
+    def backward(saved: tuple[Array, ...], cotangent: Array) -> Any:
+        values, scale, *arrays = saved
+        return jax.vjp(multiply, values, after(cotangent, scale), *arrays)[1](cotangent)
+
+    call: Any = jax.custom_vjp(multiply)
+    call.defvjp(forward, backward)
+    return call(values, scale, x, *arrays)
 
 
 def _pack(values: Int8[Array, "*batch N K"]) -> UInt8[Array, "*batch N K2"]:

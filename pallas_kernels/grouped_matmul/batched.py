@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
+from pallas_kernels.block_quant.reference import FLOAT8, multiply_dequantized
 from pallas_kernels.grouped_matmul.reference import Matrices, dense_rows
 from pallas_kernels.target import platform
 
@@ -57,11 +57,15 @@ def grouped_matmul(
     copies = (M // block_rows + G) * N * K * lhs.dtype.itemsize
     if copies > _MAX_COPIES:
         raise NotImplementedError(f"would copy {copies} bytes of matrices")
-    if rhs_scale is not None:
-        rhs = block_dequant(rhs, rhs_scale, block_shape)
+
+    def multiply(rhs: jax.Array, lhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        out: jax.Array = _batched_matmul(lhs, rhs.astype(lhs.dtype), sizes, block_rows)
+        return out.astype(dtype)
+
     sizes = group_sizes.astype(jnp.int32)
-    out: jax.Array = _batched_matmul(lhs, rhs.astype(lhs.dtype), sizes, block_rows)
-    return out.astype(dtype)
+    if rhs_scale is None:
+        return multiply(rhs, lhs, sizes)
+    return multiply_dequantized(multiply, rhs, rhs_scale, block_shape, lhs.dtype, lhs, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

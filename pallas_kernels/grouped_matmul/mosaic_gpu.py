@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import FLOAT8, block_dequant
+from pallas_kernels.block_quant.reference import FLOAT8, multiply_dequantized
 from pallas_kernels.grouped_matmul import dense, few_tokens, gradients, reference, w4a8
 from pallas_kernels.grouped_matmul.dense_plan import (
     SCALE_BLOCK,
@@ -43,7 +43,8 @@ def grouped_matmul(
     """grouped_matmul on a Hopper GPU: bfloat16 by bfloat16, float8 by float8, float8 rows by int4
     matrices, and bfloat16 rows by int8, int4 or float8 matrices, which are dequantized first if
     there are more than 64 rows per group on average. Gradients of bfloat16 by bfloat16 are kernels
-    too, others are the reference's. ``config`` is of ``dense`` or ``few_tokens``.
+    too, also after dequantizing; others are the reference's. ``config`` is of ``dense`` or
+    ``few_tokens``.
 
     Raises NotImplementedError for no Hopper GPU, other dtypes, and N, K and scale blocks that
     :func:`dense_plan.check_shapes`, :meth:`few_tokens_plan.Weights.of` or :func:`w4a8.check_shapes`
@@ -53,7 +54,16 @@ def grouped_matmul(
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {rhs.shape}")
     (M, K), (G, N, _) = lhs.shape, rhs.shape
     if lhs.dtype == jnp.bfloat16 and rhs_scale is not None and has_many_rows(M, G):
-        rhs, rhs_scale = block_dequant(rhs, rhs_scale, block_shape, jnp.bfloat16), None
+        config = config or choose_config(M, G, N, K, False)
+        assert isinstance(config, Config)
+        check_shapes(config, N, K, False)
+        settings = config, interpret, block_shape
+
+        def multiply(rhs: jax.Array, lhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+            return _grouped_matmul(settings, lhs, rhs, group_sizes, None, None)
+
+        quantized = rhs, rhs_scale, block_shape
+        return multiply_dequantized(multiply, *quantized, jnp.bfloat16, lhs, group_sizes)
     is_quantized = lhs.dtype == jnp.bfloat16 and rhs_scale is not None
     if rhs.dtype == jnp.uint8 and not is_quantized:
         w4a8.check_shapes(lhs, rhs, block_shape)

@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
-from pallas_kernels.block_quant.reference import FLOAT8, block_dequant, scale_shape
+from pallas_kernels.block_quant.reference import (
+    FLOAT8,
+    block_dequant,
+    multiply_dequantized,
+    scale_shape,
+)
 
 # One matrix per group. Integers are stored as block_quant.reference.Values.
 Matrices = Float[Array, "G N K"] | Int8[Array, "G N K"] | UInt8[Array, "G N K2"]
@@ -78,10 +83,14 @@ def grouped_matmul(
             "mk,mnk->mn", lhs, weights.astype(lhs.dtype), preferred_element_type=jnp.float32
         )
         return out.astype(dtype)
-    if rhs_scale is not None:
-        rhs = block_dequant(rhs, rhs_scale, block_shape)
-    rhs, group_sizes = rhs.astype(lhs.dtype), group_sizes.astype(jnp.int32)
-    return _ragged_dot(jnp.dtype(dtype), lhs, rhs, group_sizes)
+
+    def multiply(rhs: jax.Array, lhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return _ragged_dot(jnp.dtype(dtype), lhs, rhs.astype(lhs.dtype), sizes)
+
+    sizes = group_sizes.astype(jnp.int32)
+    if rhs_scale is None:
+        return multiply(rhs, lhs, sizes)
+    return multiply_dequantized(multiply, rhs, rhs_scale, block_shape, lhs.dtype, lhs, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

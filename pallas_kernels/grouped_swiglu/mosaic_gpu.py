@@ -8,13 +8,14 @@ the few-token kernel computes both matmuls, and XLA computes SwiGLU.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.block_quant.reference import block_dequant
+from pallas_kernels.block_quant.reference import after, block_dequant
 from pallas_kernels.grouped_matmul import dense, few_tokens, gradients
 from pallas_kernels.grouped_matmul.dense_plan import Config, check_shapes, choose_config
 from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, has_many_rows
@@ -39,26 +40,24 @@ def grouped_swiglu(
 ) -> Float[Array, "M F"]:
     """grouped_swiglu on a Hopper GPU. bfloat16 by bfloat16 and float8 by float8 are rounded once,
     at the end. Few bfloat16 rows by quantized matrices are rounded before silu too; for many, the
-    matrices are dequantized to bfloat16 first. For gradients of bfloat16 by bfloat16, gate and up
-    are two matmuls whose rounded results are saved. Others are the reference's.
+    matrices are dequantized to bfloat16 first. For gradients of these two forms with bfloat16
+    matrices, gate and up are two matmuls whose rounded results are saved. Others are the
+    reference's.
 
     Raises NotImplementedError for no Hopper GPU and what grouped_matmul refuses."""
     require_hopper(interpret)
     if 0 in (lhs.size, gate.size):
         raise NotImplementedError(f"takes no empty arrays, got {lhs.shape} by {gate.shape}")
     (M, K), (G, F, _) = lhs.shape, gate.shape
-    if lhs.dtype == jnp.bfloat16 and gate_scale is not None and has_many_rows(M, G):
-        assert up_scale is not None
-        gate = block_dequant(gate, gate_scale, block_shape, jnp.bfloat16)
-        up = block_dequant(up, up_scale, block_shape, jnp.bfloat16)
-        gate_scale = up_scale = None
-    if lhs.dtype != jnp.bfloat16 or gate_scale is None:  # few_tokens checks its arguments itself
+    arrays = lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale
+    is_quantized = lhs.dtype == jnp.bfloat16 and gate_scale is not None
+    if not is_quantized:
         check_dtypes(lhs, gate, block_shape)
+    if not is_quantized or has_many_rows(M, G):  # few_tokens checks its arguments itself
         float8 = lhs_scale is not None
         config = config or choose_config(M, G, F, K, float8, matrices=2)
         check_shapes(config, F, K, float8, matrices=2)
-    settings = config, interpret, block_shape
-    return _grouped_swiglu(settings, lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale)
+    return _grouped_swiglu((config, interpret, block_shape), *arrays)
 
 
 # (Config of dense, interpreter parameters, block_shape)
@@ -68,8 +67,11 @@ _Settings = tuple[Any, Any, tuple[int, int]]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_swiglu(settings: _Settings, *args: Any) -> jax.Array:
     lhs, gate, up, group_sizes, lhs_scale, gate_scale, up_scale = args
-    scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
     config, interpret, block_shape = settings
+    if _has_dense(*args):
+        gate, up = _dense(block_shape, (gate, up), (gate_scale, up_scale))
+        gate_scale = up_scale = None
+    scales = tuple(x for x in (gate_scale, up_scale) if x is not None)
     if lhs_scale is None and scales:
         options: Any = {"block_shape": block_shape, "interpret": interpret}
         both = few_tokens.grouped_matmuls(lhs, (gate, up), group_sizes, scales, **options)
@@ -79,29 +81,53 @@ def _grouped_swiglu(settings: _Settings, *args: Any) -> jax.Array:
     )
 
 
+def _has_dense(lhs: Any, gate: Any, up: Any, sizes: Any, lhs_scale: Any, *scales: Any) -> bool:
+    """Returns whether the matmuls are bfloat16 by bfloat16."""
+    del up, sizes
+    return lhs_scale is None and (scales[0] is None or has_many_rows(len(lhs), len(gate)))
+
+
+def _dense(
+    block_shape: tuple[int, int], matrices: tuple[Any, Any], scales: Sequence[Any]
+) -> tuple[jax.Array, ...]:
+    """Returns gate and up in bfloat16."""
+    if scales[0] is None:
+        return matrices
+    quantized = zip(matrices, scales, strict=True)
+    return tuple(block_dequant(*each, block_shape, jnp.bfloat16) for each in quantized)
+
+
+def _after(array: jax.Array, scales: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(None if scale is None else after(array, scale) for scale in scales)
+
+
 def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    lhs, gate, up, group_sizes, *_ = args
-    if gate.dtype != jnp.bfloat16:
+    if not _has_dense(*args):
         return _grouped_swiglu(settings, *args), (args, None)
-    (M, K), (G, F, _) = lhs.shape, gate.shape
+    lhs, gate, up, group_sizes, _, *scales = args
+    matrices = _dense(settings[2], (gate, up), _after(lhs, scales))
+    (M, K), (G, F, _) = lhs.shape, matrices[0].shape
     options = {"config": choose_config(M, G, F, K, False), "interpret": settings[1]}
-    saved = tuple(dense.matmul(lhs, (x,), group_sizes, None, (), **options) for x in (gate, up))
+    saved = tuple(dense.matmul(lhs, (x,), group_sizes, None, (), **options) for x in matrices)
     saved = named("matmul", saved)
     return reference.silu_multiply(*saved).astype(lhs.dtype), (args, saved)
 
 
 def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     args, saved = residuals
-    lhs, gate, up, group_sizes, *_ = args
     if saved is not None:
+        lhs, gate, up, group_sizes, _, *scales = args
         _, vjp = jax.vjp(lambda *x: reference.silu_multiply(*x).astype(lhs.dtype), *saved)
         d_outs = vjp(cotangent)
         interpret = settings[1]
-        d_lhs = gradients.rows_gradient(d_outs, (gate, up), group_sizes, interpret=interpret)
-        d_gate, d_up = (
+        dense_matrices = functools.partial(_dense, settings[2])
+        matrices, vjp = jax.vjp(dense_matrices, (gate, up), _after(cotangent, scales))
+        d_lhs = gradients.rows_gradient(d_outs, matrices, group_sizes, interpret=interpret)
+        d_matrices = tuple(
             gradients.matrices_gradient(x, lhs, group_sizes, interpret=interpret) for x in d_outs
         )
-        return d_lhs, d_gate, d_up, None, None, None, None
+        d_quantized, d_scales = vjp(d_matrices)
+        return d_lhs, *d_quantized, None, None, *d_scales
 
     specification = functools.partial(reference.grouped_swiglu, block_shape=settings[2])
     return jax.vjp(specification, *args)[1](cotangent)

@@ -26,6 +26,8 @@ def quantized_matmul(
 ) -> Float[Array, "*batch N"]:
     """Computes ``out[..., n] = sum_k weight[n, k] x[..., k]``, summed in float32.
 
+    The gradient by ``x`` rounds the cotangent to x's dtype, and dequantizes the matrix again.
+
     Args:
       x: bfloat16 or float32.
       weight: float8_e4m3fn or int8 [N, K], or int4 as uint8 [N, K / 2], packed as by

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
-from pallas_kernels.block_quant.reference import block_dequant, scale_shape
+from pallas_kernels.block_quant.reference import multiply_dequantized, scale_shape
+from pallas_kernels.matmul import matmul
 
 # Integers are stored as block_quant.reference.Values.
 Matrix = Float[Array, "N K"] | Int8[Array, "N K"] | UInt8[Array, "N K2"]
@@ -35,6 +36,8 @@ def quantized_matmul(
     out_dtype: DTypeLike,
 ) -> Float[Array, "*batch N"]:
     """As :func:`pallas_kernels.quantized_matmul`."""
-    dense = block_dequant(weight, scale, block_shape, x.dtype)
-    out = jnp.einsum("...k,nk->...n", x, dense, preferred_element_type=jnp.float32)
-    return out.astype(out_dtype)
+
+    def multiply(dense: Array, x: Array) -> Float[Array, "*batch N"]:
+        return matmul(x, dense, jnp.dtype(out_dtype))
+
+    return multiply_dequantized(multiply, weight, scale, block_shape, x.dtype, x)

@@ -18,6 +18,7 @@ from tests.pallas_kernels.numerics import (
     Array,
     check,
     device,
+    is_dense,
     pack_int4,
     random_e4m3,
     rounded,
@@ -355,6 +356,15 @@ class GroupedMatmulGradientCases:
         weights = x.values()[1]
         rows = [cotangents(x)[m] @ weights[g] for m, g in enumerate(x.group_of_rows())]
         check(d_lhs, rows, TOLERANCES["float32"])
+
+    @pytest.mark.parametrize("rhs_dtype", [FLOAT8, "int4"])
+    def test_gradients_dequantize_again(self, rhs_dtype):
+        """The backward pass keeps no dense copies of the matrices."""
+        x = Inputs.random((70, 58), N=40, K=72, rhs_dtype=rhs_dtype, block_shape=(1, 64))
+        lhs, *others = x.arrays()
+        options = {"block_shape": x.block_shape, "implementation": self.implementation}
+        _, vjp = jax.vjp(lambda lhs: grouped_matmul(lhs, *others, **options), lhs)
+        assert not [leaf for leaf in jax.tree.leaves(vjp) if is_dense(leaf, (2, 40, 72))]
 
     def gradients(self, x: Inputs, argnums: tuple[int, ...]) -> tuple[npt.NDArray, ...]:
         """Returns the gradients of sum(out * cotangents) over the defined rows."""

@@ -127,3 +127,9 @@ def spread(scale: npt.ArrayLike, block: tuple[int, int], shape: tuple[int, ...])
 
 def _numpy(dtype: npt.DTypeLike) -> np.dtype:
     return np.dtype(jnp.dtype(dtype))
+
+
+def is_dense(array: jax.Array, shape: tuple[int, ...]) -> bool:
+    """Returns whether an array has the shape of matrices, and more bytes per value than their
+    quantised form."""
+    return array.shape == shape and array.dtype.itemsize > 1

@@ -24,7 +24,7 @@ from tests.pallas_kernels.grouped_swiglu_cases import (
     run,
 )
 from tests.pallas_kernels.machine import INTERPRET, INTERPRETER, ON_GPU, kernel_runs, off_gpu
-from tests.pallas_kernels.numerics import check, device, tolerance
+from tests.pallas_kernels.numerics import check, device, is_dense, rounded, tolerance
 from tests.support.covering import slow_except
 
 
@@ -70,6 +70,31 @@ def test_many_rows_by_quantized_matrices():
     x = quantized((101, 29), "int4", (1, 128))
     got = back_end()(*x.arrays(), block_shape=(1, 128))
     check(got, x.expected(), ROUNDINGS * tolerance("bfloat16"))
+
+
+@pytest.mark.slow
+@kernel_runs
+def test_gradients_of_many_rows_by_quantized_matrices():
+    """Compares gradients with respect to the rows and the scales with the reference's in float32.
+    The backward pass keeps no dense copy of the matrices."""
+    x = quantized((70, 59), "int4", (1, 128))
+    lhs, gate, up, groups, _, *scales = x.arrays()
+    cotangent = rounded(np.random.default_rng(3).standard_normal((129, 128)), "bfloat16")
+
+    def gradients(swiglu, dtype):
+        def rows_and_scales(lhs, *scales):
+            return swiglu(lhs, gate, up, groups, None, *scales, block_shape=(1, 128))
+
+        _, vjp = jax.vjp(rows_and_scales, lhs.astype(dtype), *scales)
+        if dtype == "bfloat16":
+            assert not [leaf for leaf in jax.tree.leaves(vjp) if is_dense(leaf, (2, 128, 256))]
+        return jax.jit(vjp)(device(cotangent, dtype))
+
+    exact = functools.partial(grouped_swiglu, implementation="reference")
+    each = zip(gradients(back_end(), "bfloat16"), gradients(exact, "float32"), strict=True)
+    for got, want in each:
+        got, want = (np.float64(a).reshape(1, -1) for a in (got, want))
+        check(got, want, ROUNDINGS * tolerance("bfloat16"))
 
 
 def quantized(sizes, form, block_shape) -> Inputs:

@@ -7,11 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import integer_quant, quantized_matmul
+from pallas_kernels import block_dequant, integer_quant, quantized_matmul
 from pallas_kernels.grouped_matmul import few_tokens, mosaic_gpu
 from pallas_kernels.quantized_matmul import one_group
 from tests.pallas_kernels.machine import INTERPRET, kernel_runs, off_gpu
-from tests.pallas_kernels.numerics import check, device, random_e4m3, rounded, tolerance
+from tests.pallas_kernels.numerics import (
+    check,
+    device,
+    is_dense,
+    random_e4m3,
+    rounded,
+    tolerance,
+)
 
 BLOCKS = {"float8": (128, 128), "int8": (1, 320), "int4": (1, 128)}
 QUICK = [("float8", (64,)), ("int8", (1,)), ("int4", (2, 3))]
@@ -94,6 +101,18 @@ def test_gradient_of_the_rows():
 
     want = pulled(lambda *a, **k: quantized_matmul(*a, **k, implementation="reference"))
     check(pulled(kernel), np.asarray(want, np.float64), 2 * tolerance("bfloat16"))
+
+
+@pytest.mark.parametrize("form", list(BLOCKS))
+def test_gradient_dequantizes_again(form):
+    """It is the cotangent times the matrix, and the backward pass keeps no dense copy of it."""
+    (x, *weights), _ = inputs(form, (2, 3))
+    cotangent = rounded(np.random.default_rng(0).standard_normal((2, 3, WIDTHS[form][0])), x.dtype)
+    matmul = functools.partial(quantized_matmul, block_shape=BLOCKS[form])
+    _, vjp = jax.vjp(lambda x: matmul(x, *weights, implementation="reference"), x)
+    assert not [leaf for leaf in jax.tree.leaves(vjp) if is_dense(leaf, WIDTHS[form])]
+    dense = block_dequant(*weights, BLOCKS[form])
+    check(vjp(device(cotangent, x.dtype))[0], cotangent @ np.float64(dense), tolerance("bfloat16"))
 
 
 @pytest.mark.parametrize(

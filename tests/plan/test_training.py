@@ -10,6 +10,7 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.plan.compiled import compile_step
 from dsv3_jax.plan.target import Target
 from dsv3_jax.plan.training import TrainingPlan
+from dsv3_jax.quantization import BlockQuantization
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.memory import ACCURACY, REMAT
 from dsv3_jax.training.settings import RunSettings
@@ -59,6 +60,9 @@ CASES = {
     "remat": {"remat": REMAT[-1]},
     "accumulate": {"accumulate": 4},
     "lora": {"lora_rank": 16},
+    "lora of float8": {"lora_rank": 16},
+    # If all layers were dequantised at once, most of the memory would be dense matrices.
+    "lora of float8, few tokens": {"lora_rank": 16},
 }
 
 
@@ -71,7 +75,9 @@ CASES = {
 def test_the_estimate_is_near_the_compiler(name):
     """Three layers of Moonlight-16B on an H200, each a minute or two of compilation."""
     config = dataclasses.replace(presets.get("moonlight-16b"), num_hidden_layers=3, vocab_size=8192)
-    settings = RunSettings(batch=128, length=128)
+    if "float8" in name:
+        config = dataclasses.replace(config, quantization=BlockQuantization())
+    settings = RunSettings(batch=8 if "few" in name else 128, length=128)
     training = dataclasses.replace(RUN, **CASES[name])
     case = TrainingPlan(config, Target.parse("h200"), training, settings, "single")
     assert case.memory().peak == pytest.approx(compile_step(case).peak, rel=ACCURACY)

@@ -166,9 +166,12 @@ def test_scanned_layers():
 
 
 @pytest.mark.slow
-def test_low_rank_updates(directory):
+@pytest.mark.parametrize(
+    "name", [QUICK, "data 2, expert 2, tensor 2", "data 2, expert 2, tensor 2 with FSDP"]
+)
+def test_low_rank_updates(directory, name):
     settings = {"lora_rank": 2, "count": 3}
-    want, got = (steps(load(directory, name), **settings) for name in (None, QUICK))
+    want, got = (steps(load(directory, each), **settings) for each in (None, name))
     for one, other in zip(got.metrics, want.metrics, strict=True):
         assert relative_error(one.losses, other.losses) < 1e-5
         assert relative_error(one.gradient_norm, other.gradient_norm) < 1e-5
