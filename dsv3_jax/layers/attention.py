@@ -62,7 +62,8 @@ class Attention(Protocol):
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Array]:
-        """Returns causal self-attention of whole sequences, and what a cache would store."""
+        """Returns causal self-attention of whole sequences, from ``rotation.first_keys`` on, and
+        what a cache would store."""
         ...
 
     def extend_batches(
@@ -137,7 +138,8 @@ class MultiHeadLatentAttention(nnx.Module):
         latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
         keys, values = self.expand(latent)
         queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
-        out, _ = mla_prefill(queries, keys, values, scale=self.config.softmax_scale)
+        first_keys, scale = rotation.first_keys, self.config.softmax_scale
+        out, _ = mla_prefill(queries, keys, values, first_keys=first_keys, scale=scale)
         return self.output(out), latent
 
     def extend_batches(

@@ -98,6 +98,7 @@ TRAINING_HELP = {
     "balance_weight": "weight of the sequence-wise balance loss",
     "bias_update_speed": "change of the routers' biases per step",
     "bias_update_end": "fraction of the steps after which the biases no longer change",
+    "document_mask": "a token attends to its own document only, not to those before it",
     "compute_dtype": "bfloat16 or float32, of most matmuls; master weights are always float32",
     "accumulate": "number of parts of a batch that are computed one after the other",
     "remat": "what the backward pass computes again, to save memory; without a value: full; auto:"
