@@ -3,6 +3,7 @@
     python -m scripts.bench_training                        # Moonlight, 8 layers, 4 x 4,096 tokens
     python -m scripts.bench_training --batch 8
     python -m scripts.bench_training --batch 1 --length 32768
+    python -m scripts.bench_training --batch 1 --length 32768 --documents 16
     python -m scripts.bench_training --remat full
     python -m scripts.bench_training --config config.json --layers 0 --batch 16 --length 1024
 
@@ -29,27 +30,42 @@ from benchmarks.machine import description
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.initialization import parameter_count, random_model
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.corpus import separator
 from dsv3_jax.training.metrics_log import utilisation
 from dsv3_jax.training.trainer import Trainer
 
 
-def model_config(name: str, layers: int) -> ModelConfig:
-    """Returns a preset or a config.json, with its first ``layers`` layers, or all for 0."""
+def model_config(name: str, layers: int, length: int) -> ModelConfig:
+    """Returns a preset or a config.json, with its first ``layers`` layers, or all for 0, and with
+    positions for ``length`` tokens (Moonlight has 8,192)."""
     config = ModelConfig.from_hf(name) if Path(name).exists() else presets.get(name)
     layers = layers or config.num_hidden_layers
-    return dataclasses.replace(config, num_hidden_layers=layers, quantization=None)
+    positions = max(length, config.max_position_embeddings)
+    return dataclasses.replace(
+        config, num_hidden_layers=layers, max_position_embeddings=positions, quantization=None
+    )
 
 
 def measure(
-    model: ModelConfig, config: TrainingConfig, batch: int, length: int, steps: int, warm_up: int
+    model: ModelConfig,
+    config: TrainingConfig,
+    batch: int,
+    length: int,
+    steps: int,
+    warm_up: int,
+    documents: int | None = None,
 ) -> dict[str, object]:
-    """Returns the figures of one configuration."""
+    """Returns the figures of one configuration. With ``documents``, so many of equal length are in
+    each sequence."""
     initial = random_model(model, 0)
     parameters = parameter_count(initial) + parameter_count(initial, mtp=True)
     trainer = Trainer(initial, config)
     del initial
     state, random = trainer.init(), np.random.default_rng(0)
-    tokens = trainer.shard_batch(random.integers(1, model.vocab_size, (batch, length)))
+    tokens = random.integers(1, model.vocab_size, (batch, length))
+    if documents is not None:
+        tokens[:, :: -(-length // documents)] = separator(model)
+    tokens = trainer.shard_batch(tokens)
     losses, seconds = [], []
     for count in (1, warm_up, steps):
         began = time.perf_counter()
@@ -65,6 +81,7 @@ def measure(
         "parameters": parameters,
         "batch": batch,
         "length": length,
+        "documents": documents,
         "remat": config.remat,
         "ms": 1000 * step,
         "tokens_per_second": rate,
@@ -86,6 +103,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--remat", default="none", help="policy of recomputation")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--compute-dtype", default="bfloat16")
+    parser.add_argument(
+        "--documents", type=int, help="documents per sequence, with attention inside each"
+    )
     given = parser.parse_args(arguments)
     config = TrainingConfig(
         steps=10_000,
@@ -94,10 +114,11 @@ def main(arguments: list[str] | None = None) -> None:
         remat=given.remat,
         accumulate=given.accumulate,
         compute_dtype=given.compute_dtype,
+        document_mask=given.documents is not None,
     )
-    model = model_config(given.config, given.layers)
+    model = model_config(given.config, given.layers, given.length)
     sizes = given.batch, given.length, given.steps, given.warm_up
-    print(json.dumps(description() | measure(model, config, *sizes)))
+    print(json.dumps(description() | measure(model, config, *sizes, given.documents)))
 
 
 if __name__ == "__main__":
