@@ -160,6 +160,7 @@ class DeepSeekV3(nnx.Module):
         check_tokens(self.config, tokens, predictions=len(layers))
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
+            self.layout.check_length(tokens.shape[1])
         run = run_layers or run_in_order
         rotation = self._rotation(tokens)._replace(first_keys=first_keys)
         x, routing = run(self.layers, self._embed(tokens), rotation)
@@ -358,10 +359,12 @@ class DeepSeekV3(nnx.Module):
           number of tokens that chose each expert.
 
         Raises:
-          ValueError: the pool has other page arrays than the model caches, or a batch size does not
-            divide over the devices.
+          ValueError: the pool has other page arrays than the model caches, a batch size does not
+            divide over the devices, or the layout shards the tokens of sequences for training.
         """
         pool.check_spec(self.cache_spec())
+        if self.layout is not None and (shards := self.layout.num_shards("tokens")) > 1:
+            raise ValueError(f"context_devices: expected none with a cache, got {shards}")
         xs, rotations, caches = [], [], []
         for batch in batches:
             if self.layout is not None:

@@ -49,7 +49,7 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import mla_decode, mla_decode_whole_sequences, mla_prefill, target
 from pallas_kernels.hopper.split_kv import Schedule
-from sharding import Layout
+from sharding import Layout, gather_tokens, map_balanced
 
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
 # differs in Moonlight (1e-5).
@@ -135,12 +135,23 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
+        layout, scale = self.layout, self.config.softmax_scale
+        is_sharded = layout is not None and layout.num_shards("tokens") > 1
         latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
-        keys, values = self.expand(latent)
+        # Latents are a tenth of the keys and values, which every device expands for itself.
+        keys, values = self.expand(gather_tokens(layout, latent) if is_sharded else latent)
         queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
-        first_keys, scale = rotation.first_keys, self.config.softmax_scale
-        out, _ = mla_prefill(queries, keys, values, first_keys=first_keys, scale=scale)
-        return self.output(out), latent
+        arrays = queries, rotation.first_keys
+        if not is_sharded:
+            out, _ = mla_prefill(queries, keys, values, None, None, arrays[1], scale=scale)
+            return self.output(out), latent
+
+        def attend(arrays: tuple[Array, Array | None], start: Array) -> Array:
+            queries, first_keys = arrays
+            starts = jnp.full(queries.shape[:1], start, jnp.int32)
+            return mla_prefill(queries, keys, values, starts, None, first_keys, scale=scale)[0]
+
+        return self.output(map_balanced(layout, attend, arrays)), latent
 
     def extend_batches(
         self,

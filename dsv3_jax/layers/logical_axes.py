@@ -154,6 +154,11 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
                 f" both over {shared[0]}: devices that share the tokens of a sequence run the same"
                 " queries"
             )
+    if config.has_indexer and layout.num_shards("tokens") > 1:
+        raise ValueError(
+            f"context_devices: expected none for sparse attention, {config.model_type}, got"
+            f" {layout.num_shards('tokens')}"
+        )
     whole = "hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score", "indexer"
     for axis in whole:
         if layout.num_shards(axis) > 1:

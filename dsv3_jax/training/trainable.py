@@ -120,3 +120,5 @@ def check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSetti
     longest = shape.max_position_embeddings
     if not shortest <= length <= longest:
         raise ValueError(f"length: expected {shortest} to {longest} for this model, got {length}")
+    if model.layout is not None:
+        model.layout.check_length(length)

@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-devices",
         "with --layout train: number of devices that share the experts (default: all devices)",
     )
+    add.integer(
+        "--context-devices",
+        "with --layout train: number of devices that share each sequence (default: 1)",
+    )
     add.choice(
         "--to",
         "format of the trained model's weights in OUT/model (default: bf16)",
