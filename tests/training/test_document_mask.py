@@ -119,8 +119,11 @@ def test_other_settings(settings):
 
 
 @pytest.mark.slow
-def test_on_a_mesh():
-    layout = make_layout("train", devices=jax.devices()[:4], expert_devices=2)
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("context_devices", [None, 2])
+def test_on_a_mesh(context_devices):
+    sizes = {"expert_devices": 2, "context_devices": context_devices}
+    layout = make_layout("train", devices=jax.devices()[:4], **sizes)
     compare(outcome(packed(), MASKED, layout), expected(), 5e-6)
 
 
