@@ -108,17 +108,16 @@ class Layout:
 
     @property
     def exchange_axes(self) -> tuple[str, ...]:
-        """Mesh axes that shard experts, and the batch or its tokens. Tokens are exchanged along
-        them."""
-        tokens = self.mesh_axes(("batch", "tokens"))
-        return tuple(a for a in self.mesh_axes("expert") if a in tokens)
+        """Mesh axes that shard both experts and the batch. Tokens are exchanged along them."""
+        batch = self.mesh_axes("batch")
+        return tuple(a for a in self.mesh_axes("expert") if a in batch)
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Mesh axes that shard experts but no tokens. Along them every device has the same tokens,
-        and partial sums are reduced."""
-        tokens = self.mesh_axes(("batch", "tokens"))
-        return tuple(a for a in self.mesh_axes("expert") if a not in tokens)
+        """Mesh axes that shard experts but not the batch. Along them every device has the same
+        tokens, and partial sums are reduced."""
+        batch = self.mesh_axes("batch")
+        return tuple(a for a in self.mesh_axes("expert") if a not in batch)
 
     @property
     def combine_dtype(self) -> DTypeLike:

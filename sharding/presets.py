@@ -67,15 +67,15 @@ PRESETS: dict[LayoutName, Preset] = {
         lambda n: {"tensor": n},
     ),
     # For training. The batch is sharded over data and expert, the tokens of each sequence over
-    # tensor (context parallelism), experts over expert and tensor. Matrices, gradients and moments
-    # are stored sharded (FSDP) and gathered where a layer uses them.
+    # tensor (context parallelism), experts over their own axis. Matrices, gradients and moments are
+    # stored sharded (FSDP) over all devices, and gathered where a layer uses them.
     "train": Preset(
         Rules(
             {
                 **_UNSHARDED,
                 "batch": ("data", "expert"),
                 "tokens": "tensor",
-                "expert": ("expert", "tensor"),
+                "expert": "expert",
             }
         ),
         lambda n: {"expert": n},
@@ -129,15 +129,16 @@ def make_layout(
       bfloat16_combine: whether partial sums travel in bfloat16, see :class:`Layout`.
       micro_batches: number of micro-batches per device, see :class:`Layout`.
       expert_devices: only for "train". Number of devices that share one set of experts and exchange
-        tokens; it must divide the number of experts and of devices. The quotient is the size of the
-        mesh axis ``data``, along which expert weights are stored sharded like all other parameters.
-        None shares one set of experts among all devices.
-      context_devices: only for "train". Number of devices that share each sequence's tokens; it
-        must divide ``expert_devices``. None for 1.
+        tokens; it must divide the number of experts, and that of devices divided by
+        ``context_devices``. The quotient is the size of the mesh axis ``data``, along which expert
+        weights are stored sharded like all other parameters. None shares one set of experts among
+        as many devices as possible.
+      context_devices: only for "train". Number of devices that share each sequence: it is divided
+        into as many parts, and the devices of different parts do not share experts. None for 1.
 
     Raises:
       ValueError: the name is unknown, the preset does not allow the number of devices,
-        ``expert_devices`` does not divide it, ``context_devices`` does not divide the former, or
+        ``context_devices`` does not divide it, ``expert_devices`` does not divide the quotient, or
         the preset has neither.
     """
     if devices is None:
@@ -183,18 +184,20 @@ def _mesh_sizes(
             raise ValueError(f"{option}: expected None for {name}, got {value}")
     if expert_devices is None and context_devices is None:
         return preset.mesh_sizes(num_devices)
-    experts = num_devices if expert_devices is None else expert_devices
-    if experts < 1 or num_devices % experts:
-        raise ValueError(
-            f"expert_devices: expected a divisor of {num_devices} devices, got {experts}"
-        )
     context = 1 if context_devices is None else context_devices
-    if context < 1 or experts % context:
+    if context < 1 or num_devices % context:
         raise ValueError(
-            f"context_devices: expected a divisor of {experts} devices that share the experts, got"
-            f" {context}"
+            f"context_devices: expected a divisor of {num_devices} devices, got {context}"
         )
-    return {"data": num_devices // experts, "expert": experts // context, "tensor": context}
+    groups = num_devices // context
+    experts = groups if expert_devices is None else expert_devices
+    if experts < 1 or groups % experts:
+        by_context = f" / {context} (context_devices)" if context > 1 else ""
+        raise ValueError(
+            f"expert_devices: expected a divisor of {num_devices} devices{by_context}, got"
+            f" {experts}"
+        )
+    return {"data": groups // experts, "expert": experts, "tensor": context}
 
 
 def _layout(

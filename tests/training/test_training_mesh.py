@@ -65,7 +65,7 @@ LAYOUTS = {
     "train, data 8": lambda: make_layout("train", expert_devices=1),
     "train, expert 8": lambda: make_layout("train"),
     "train, context 2": lambda: make_layout("train", context_devices=2),
-    "train, data 2, context 2": lambda: make_layout("train", expert_devices=4, context_devices=2),
+    "train, data 2, context 2": lambda: make_layout("train", expert_devices=2, context_devices=2),
     "train, one sequence on 2": lambda: make_layout(
         "train", devices=jax.devices()[:2], context_devices=2
     ),
