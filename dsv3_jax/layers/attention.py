@@ -135,23 +135,34 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
-        layout, scale = self.layout, self.config.softmax_scale
-        is_sharded = layout is not None and layout.num_shards("tokens") > 1
         latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
-        # Latents are a tenth of the keys and values, which every device expands for itself.
-        keys, values = self.expand(gather_tokens(layout, latent) if is_sharded else latent)
+        if self.layout is not None and self.layout.num_shards("tokens") > 1:
+            return self.output(self._attend_sharded(self.layout, x, latent, rotation)), latent
+        keys, values = self.expand(latent)
         queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
-        arrays = queries, rotation.first_keys
-        if not is_sharded:
-            out, _ = mla_prefill(queries, keys, values, None, None, arrays[1], scale=scale)
-            return self.output(out), latent
+        first_keys, scale = rotation.first_keys, self.config.softmax_scale
+        out, _ = mla_prefill(queries, keys, values, first_keys=first_keys, scale=scale)
+        return self.output(out), latent
 
-        def attend(arrays: tuple[Array, Array | None], start: Array) -> Array:
-            queries, first_keys = arrays
+    def _attend_sharded(
+        self,
+        layout: Layout,
+        x: Float[Array, "B T D"],
+        latent: Float[Array, "B T CR"],
+        rotation: Rotation,
+    ) -> Float[Array, "B T H V"]:
+        """Returns causal self-attention of this device's part of whole sequences. Latents are
+        gathered, a tenth of the keys and values, which every device expands for itself."""
+        keys, values = self.expand(gather_tokens(layout, latent))
+        queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
+
+        def attend(some: tuple[Array, Array | None], start: Array) -> Array:
+            queries, first_keys = some
             starts = jnp.full(queries.shape[:1], start, jnp.int32)
+            scale = self.config.softmax_scale
             return mla_prefill(queries, keys, values, starts, None, first_keys, scale=scale)[0]
 
-        return self.output(map_balanced(layout, attend, arrays)), latent
+        return map_balanced(layout, attend, (queries, rotation.first_keys))
 
     def extend_batches(
         self,

@@ -128,7 +128,7 @@ def max_scores(
         return jnp.moveaxis(x.reshape(B, count, step, *x.shape[2:]), 1, 0)
 
     def block(
-        maxima: Float32[Array, "B H"], inputs: tuple[jax.Array | None, ...]
+        maxima: Float32[Array, "B H"], inputs: tuple[Any, ...]
     ) -> tuple[Float32[Array, "B H"], None]:
         first, queries, query_norms, key_norms, first_keys = inputs
         # The last key that the block sees has the largest norm of those before it, too.
