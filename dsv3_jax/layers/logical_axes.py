@@ -154,6 +154,13 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
                 f" both over {shared[0]}: devices that share the tokens of a sequence run the same"
                 " queries"
             )
+    for axis in layout.rules.table:
+        shared = set(layout.mesh_axes("tokens")) & set(layout.mesh_axes(axis))
+        if axis != "tokens" and shared:
+            raise ValueError(
+                f"rules: expected axes 'tokens' and {axis!r} over different mesh axes, got both"
+                f" over {min(shared)}: layers sum over devices with the same tokens"
+            )
     if config.has_indexer and layout.num_shards("tokens") > 1:
         raise ValueError(
             f"context_devices: expected none for sparse attention, {config.model_type}, got"

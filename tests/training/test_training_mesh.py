@@ -482,6 +482,11 @@ def test_sequences_divide_over_the_devices(directory, tmp_path):
         "^context_devices: expected none with a cache, got 2",
         lambda: model.extend(jnp.ones((8, 4), jnp.int32), jnp.full(8, 4), cache, "expanded"),
     )
+    rules = Rules({**DEFAULT_RULES.table, "tokens": "tensor", "vocab": None})
+    refused(
+        "^rules: expected axes 'tokens' and 'heads' over different mesh axes, got both over tensor",
+        lambda: load(directory, None).lay_out(Layout(make_mesh(expert=4, tensor=2), rules)),
+    )
     sparse = ModelConfig.from_hf(sparse_config())
     refused(
         "^context_devices: expected none for sparse attention, deepseek_v32, got 2",
