@@ -139,6 +139,7 @@ class DeepSeekV3(nnx.Module):
         mtp_hidden: MTPHidden = "post_norm",
         run_layers: LayerRunner | None = None,
         draft_depth: int | None = None,
+        first_keys: Int[Array, "B T"] | None = None,
     ) -> HiddenStates:
         """Does :meth:`__call__` without the LM head.
 
@@ -146,14 +147,22 @@ class DeepSeekV3(nnx.Module):
         positions are padding. Attention is causal, so that no other position depends on it.
 
         Args:
-          mtp: also run the MTP layers. The other arguments are those of :meth:`__call__`.
+          mtp: also run the MTP layers.
+          first_keys: first position that each position attends to, in all layers; None for 0. With
+            the first of its own document, no position depends on the document before it. The other
+            arguments are those of :meth:`__call__`.
+
+        Raises:
+          ValueError: see :meth:`__call__`, or attention is sparse and there are ``first_keys``.
         """
         layers = list(self.mtp) if draft_depth is None else [self.mtp[0]] * draft_depth
         layers = layers if mtp else []
         check_tokens(self.config, tokens, predictions=len(layers))
         if self.layout is not None:
             self.layout.check_batch(len(tokens))
-        run, rotation = run_layers or run_in_order, self._rotation(tokens)
+            self.layout.check_length(tokens.shape[1])
+        run = run_layers or run_in_order
+        rotation = self._rotation(tokens)._replace(first_keys=first_keys)
         x, routing = run(self.layers, self._embed(tokens), rotation)
         main = hidden = Hidden(x, self.norm(x))
         mtp_states, mtp_routing = [], []
@@ -350,10 +359,12 @@ class DeepSeekV3(nnx.Module):
           number of tokens that chose each expert.
 
         Raises:
-          ValueError: the pool has other page arrays than the model caches, or a batch size does not
-            divide over the devices.
+          ValueError: the pool has other page arrays than the model caches, a batch size does not
+            divide over the devices, or the layout shards the tokens of sequences for training.
         """
         pool.check_spec(self.cache_spec())
+        if self.layout is not None and (shards := self.layout.num_shards("tokens")) > 1:
+            raise ValueError(f"context_devices: expected none with a cache, got {shards}")
         xs, rotations, caches = [], [], []
         for batch in batches:
             if self.layout is not None:

@@ -3,6 +3,7 @@
     python -m scripts.bench_training                        # Moonlight, 8 layers, 4 x 4,096 tokens
     python -m scripts.bench_training --batch 8
     python -m scripts.bench_training --batch 1 --length 32768
+    python -m scripts.bench_training --batch 1 --length 32768 --documents 16
     python -m scripts.bench_training --remat full
     python -m scripts.bench_training --layers 0 --lora-rank 16              # bfloat16 base
     python -m scripts.bench_training --layers 0 --lora-rank 16 --base fp8
@@ -37,15 +38,20 @@ from dsv3_jax.initialization import parameter_count, random_model
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.quantization import QUANTIZATIONS
 from dsv3_jax.training.config import TrainingConfig
+from dsv3_jax.training.corpus import separator
 from dsv3_jax.training.metrics_log import utilisation
 from dsv3_jax.training.trainer import Trainer
 
 
-def model_config(name: str, layers: int) -> ModelConfig:
-    """Returns a preset or a config.json, with its first ``layers`` layers, or all for 0."""
+def model_config(name: str, layers: int, length: int) -> ModelConfig:
+    """Returns a preset or a config.json, with its first ``layers`` layers, or all for 0, and with
+    positions for ``length`` tokens (Moonlight has 8,192)."""
     config = ModelConfig.from_hf(name) if Path(name).exists() else presets.get(name)
     layers = layers or config.num_hidden_layers
-    return dataclasses.replace(config, num_hidden_layers=layers, quantization=None)
+    positions = max(length, config.max_position_embeddings)
+    return dataclasses.replace(
+        config, num_hidden_layers=layers, max_position_embeddings=positions, quantization=None
+    )
 
 
 def frozen_model(config: ModelConfig, base: str) -> DeepSeekV3:
@@ -61,15 +67,20 @@ def measure(
     length: int,
     steps: int,
     warm_up: int,
+    documents: int | None = None,
 ) -> dict[str, object]:
-    """Returns the figures of one configuration."""
+    """Returns the figures of one configuration. With ``documents``, so many of equal length are in
+    each sequence."""
     initial = make_model()
     model = initial.config
     parameters = parameter_count(initial) + parameter_count(initial, mtp=True)
     trainer = Trainer(initial, config)
     del initial
     state, random = trainer.init(), np.random.default_rng(0)
-    tokens = trainer.shard_batch(random.integers(1, model.vocab_size, (batch, length)))
+    tokens = random.integers(1, model.vocab_size, (batch, length))
+    if documents is not None:
+        tokens[:, :: -(-length // documents)] = separator(model)
+    tokens = trainer.shard_batch(tokens)
     losses, seconds = [], []
     for count in (1, warm_up, steps):
         began = time.perf_counter()
@@ -85,6 +96,7 @@ def measure(
         "parameters": parameters,
         "batch": batch,
         "length": length,
+        "documents": documents,
         "remat": config.remat,
         "lora_rank": config.lora_rank,
         "ms": 1000 * step,
@@ -111,6 +123,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compute-dtype", default="bfloat16")
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights")
     parser.add_argument("--base", choices=QUANTIZATIONS, help="frozen weights of --lora-rank")
+    parser.add_argument(
+        "--documents", type=int, help="documents per sequence, with attention inside each"
+    )
     given = parser.parse_args(arguments)
     config = TrainingConfig(
         steps=10_000,
@@ -120,11 +135,12 @@ def main(arguments: list[str] | None = None) -> None:
         accumulate=given.accumulate,
         compute_dtype=given.compute_dtype,
         lora_rank=given.lora_rank,
+        document_mask=given.documents is not None,
     )
     if given.base and not given.lora_rank:
         parser.error("--base: expected --lora-rank with it")
-    model = model_config(given.config, given.layers)
-    sizes = given.batch, given.length, given.steps, given.warm_up
+    model = model_config(given.config, given.layers, given.length)
+    sizes = given.batch, given.length, given.steps, given.warm_up, given.documents
     base = given.base or ("bf16" if given.lora_rank else None)
 
     def make_model() -> DeepSeekV3:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sharding.balancers import UNASSIGNED, assign_by_count, assign_decode, assign_prefill
+    from sharding.context_parallel import gather_tokens, map_balanced
     from sharding.eplb import balancedness, rebalance_experts
     from sharding.expert_mixture import weighted_sum
     from sharding.expert_parallel import (
@@ -49,8 +50,10 @@ __all__ = [
     "choose_replicas",
     "default_capacity",
     "default_pairs_per_call",
+    "gather_tokens",
     "make_layout",
     "make_mesh",
+    "map_balanced",
     "mix_experts",
     "physical_experts",
     "rebalance_experts",
@@ -80,8 +83,10 @@ _MODULES = {
     "choose_replicas": "sharding.replicas",
     "default_capacity": "sharding.expert_parallel",
     "default_pairs_per_call": "sharding.expert_parallel",
+    "gather_tokens": "sharding.context_parallel",
     "make_layout": "sharding.presets",
     "make_mesh": "sharding.mesh",
+    "map_balanced": "sharding.context_parallel",
     "mix_experts": "sharding.expert_parallel",
     "physical_experts": "sharding.replicas",
     "rebalance_experts": "sharding.eplb",

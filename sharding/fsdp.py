@@ -61,14 +61,16 @@ def gather_parameter(
     specs = (_by_dimension(spec, shard.ndim) for spec in (compute, storage))
     for dimension, (compute_axes, storage_axes) in enumerate(zip(*specs, strict=True)):
         if extra := storage_axes[len(compute_axes) :]:
-            return _gather(dimension, extra, shard)
+            return gather(dimension, extra, shard)
     return shard
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(
+def gather(
     dimension: int, axes: tuple[str, ...], shard: Shaped[Array, "*shard"]
 ) -> Shaped[Array, "*whole"]:
+    """Joins the shards along ``dimension`` of all devices along ``axes``, inside shard_map.
+    The gradient is one reduce-scatter, which sums in float32."""
     return lax.all_gather(shard, axes, axis=dimension, tiled=True)
 
 
@@ -87,7 +89,7 @@ def _gather_backward(
     return (total.astype(cotangent.dtype),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+gather.defvjp(_gather_forward, _gather_backward)
 
 
 def save_all_but_gathered(primitive: Primitive, *arrays: Any, **parameters: Any) -> bool:

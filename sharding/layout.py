@@ -128,6 +128,13 @@ class Layout:
         """Returns the PartitionSpec of an array with these logical axes."""
         return PartitionSpec(*(self.mesh_axes(axis) or None for axis in axes))
 
+    def sequences_spec(self, length: int) -> PartitionSpec:
+        """Returns the PartitionSpec of arrays [B, T, ...] of whole sequences of ``length`` tokens.
+        The tokens are only sharded if they divide over the devices."""
+        shards = self.num_shards("tokens")
+        is_sharded = shards > 1 and length % shards == 0
+        return self.partition_spec(("batch", "tokens") if is_sharded else ("batch",))
+
     def sharding(self, axes: LogicalAxes) -> NamedSharding:
         """Returns the sharding of an array with these logical axes."""
         return NamedSharding(self.mesh, self.partition_spec(axes))
@@ -158,6 +165,16 @@ class Layout:
     def batch_multiple(self) -> int:
         """Number that the batch size must be a multiple of: shards times micro-batches."""
         return self.num_shards("batch") * self.micro_batches
+
+    def check_length(self, length: int) -> None:
+        """Raises ValueError unless whole sequences of ``length`` tokens can be sharded: if their
+        tokens are, into two chunks per device (see :mod:`sharding.context_parallel`)."""
+        shards = self.num_shards("tokens")
+        if shards > 1 and length % (2 * shards):
+            raise ValueError(
+                f"length: expected a multiple of {2 * shards} tokens per sequence for"
+                f" context_devices={shards}, got {length}"
+            )
 
     def check_batch(self, batch_size: int) -> None:
         """Raises ValueError unless ``batch_size`` is a multiple of :attr:`batch_multiple`."""

@@ -31,7 +31,7 @@ class Preset:
     """Number of expert replicas, beyond one per expert, in the published deployment."""
     fsdp_axes: tuple[str, ...] = ()
     """See :attr:`sharding.Layout.fsdp_axes`. If not empty, :func:`make_layout` accepts
-    ``expert_devices``."""
+    ``expert_devices`` and ``context_devices``."""
 
 
 _DATA_AND_EXPERTS = Rules({**_UNSHARDED, "batch": "expert", "expert": "expert"})
@@ -66,12 +66,20 @@ PRESETS: dict[LayoutName, Preset] = {
         ),
         lambda n: {"tensor": n},
     ),
-    # For training. The batch is sharded over all devices, experts over their own axis. Matrices,
-    # gradients and moments are stored sharded (FSDP) and gathered where a layer uses them.
+    # For training. The batch is sharded over data and expert, the tokens of each sequence over
+    # tensor (context parallelism), experts over their own axis. Matrices, gradients and moments are
+    # stored sharded (FSDP) over all devices, and gathered where a layer uses them.
     "train": Preset(
-        Rules({**_UNSHARDED, "batch": ("data", "expert"), "expert": "expert"}),
+        Rules(
+            {
+                **_UNSHARDED,
+                "batch": ("data", "expert"),
+                "tokens": "tensor",
+                "expert": "expert",
+            }
+        ),
         lambda n: {"expert": n},
-        fsdp_axes=("data", "expert"),
+        fsdp_axes=("data", "expert", "tensor"),
     ),
     # For TPU pods and nodes of eight GPUs: tensor parallelism within groups of eight neighbours,
     # data parallelism over the groups, expert parallelism over all devices.
@@ -109,6 +117,7 @@ def make_layout(
     bfloat16_combine: bool = False,
     micro_batches: int = 1,
     expert_devices: int | None = None,
+    context_devices: int | None = None,
 ) -> Layout:
     """Returns the layout of that name over ``devices``.
 
@@ -120,18 +129,23 @@ def make_layout(
       bfloat16_combine: whether partial sums travel in bfloat16, see :class:`Layout`.
       micro_batches: number of micro-batches per device, see :class:`Layout`.
       expert_devices: only for "train". Number of devices that share one set of experts and exchange
-        tokens; it must divide the number of experts and of devices. The quotient is the size of the
-        mesh axis ``data``, along which expert weights are stored sharded like all other parameters.
-        None shares one set of experts among all devices.
+        tokens; it must divide the number of experts, and that of devices divided by
+        ``context_devices``. The quotient is the size of the mesh axis ``data``, along which expert
+        weights are stored sharded like all other parameters. None shares one set of experts among
+        as many devices as possible.
+      context_devices: only for "train". Number of devices that share each sequence: it is divided
+        into as many parts, and the devices of different parts do not share experts. None for 1.
 
     Raises:
       ValueError: the name is unknown, the preset does not allow the number of devices,
-        ``expert_devices`` does not divide it, or the preset has no ``expert_devices``.
+        ``context_devices`` does not divide it, ``expert_devices`` does not divide the quotient, or
+        the preset has neither.
     """
     if devices is None:
         devices = jax.devices()[:1] if name == "single" else jax.devices()
     preset = _preset(name, len(devices))
-    mesh = make_mesh(**_mesh_sizes(name, len(devices), expert_devices), devices=devices)
+    sizes = _mesh_sizes(name, len(devices), expert_devices, context_devices)
+    mesh = make_mesh(**sizes, devices=devices)
     return _layout(preset, mesh, exchange, float8_dispatch, bfloat16_combine, micro_batches)
 
 
@@ -144,6 +158,7 @@ def abstract_layout(
     bfloat16_combine: bool = False,
     micro_batches: int = 1,
     expert_devices: int | None = None,
+    context_devices: int | None = None,
 ) -> Layout:
     """Returns the layout of that name over an abstract mesh, to compute what a device would hold.
 
@@ -151,22 +166,38 @@ def abstract_layout(
       ValueError: as :func:`make_layout`.
     """
     preset = _preset(name, num_devices)
-    mesh = abstract_mesh(**_mesh_sizes(name, num_devices, expert_devices))
+    sizes = _mesh_sizes(name, num_devices, expert_devices, context_devices)
+    mesh = abstract_mesh(**sizes)
     return _layout(preset, mesh, exchange, float8_dispatch, bfloat16_combine, micro_batches)
 
 
-def _mesh_sizes(name: str, num_devices: int, expert_devices: int | None) -> dict[str, int]:
+def _mesh_sizes(
+    name: str, num_devices: int, expert_devices: int | None, context_devices: int | None
+) -> dict[str, int]:
     """Returns the size of each mesh axis; see :func:`make_layout`."""
     preset = _preset(name, num_devices)
-    if expert_devices is None:
+    for option, value in {
+        "expert_devices": expert_devices,
+        "context_devices": context_devices,
+    }.items():
+        if value is not None and not preset.fsdp_axes:
+            raise ValueError(f"{option}: expected None for {name}, got {value}")
+    if expert_devices is None and context_devices is None:
         return preset.mesh_sizes(num_devices)
-    if not preset.fsdp_axes:
-        raise ValueError(f"expert_devices: expected None for {name}, got {expert_devices}")
-    if expert_devices < 1 or num_devices % expert_devices:
+    context = 1 if context_devices is None else context_devices
+    if context < 1 or num_devices % context:
         raise ValueError(
-            f"expert_devices: expected a divisor of {num_devices} devices, got {expert_devices}"
+            f"context_devices: expected a divisor of {num_devices} devices, got {context}"
         )
-    return {"data": num_devices // expert_devices, "expert": expert_devices}
+    groups = num_devices // context
+    experts = groups if expert_devices is None else expert_devices
+    if experts < 1 or groups % experts:
+        by_context = f" / {context} (context_devices)" if context > 1 else ""
+        raise ValueError(
+            f"expert_devices: expected a divisor of {num_devices} devices{by_context}, got"
+            f" {experts}"
+        )
+    return {"data": groups // experts, "expert": experts, "tensor": context}
 
 
 def _layout(

@@ -101,6 +101,7 @@ class Rules:
 DEFAULT_RULES = Rules(
     {
         "batch": "data",
+        "tokens": None,  # within a sequence, in training
         "cached_tokens": None,  # within a sequence
         "expert": "expert",
         "vocab": "tensor",

@@ -9,9 +9,11 @@ from tests.training.tiny import CONFIG
 
 
 def test_layers_of_a_preset():
-    config = bench_training.model_config("moonlight-16b", 8)
+    config = bench_training.model_config("moonlight-16b", 8, 4096)
     assert (config.num_hidden_layers, config.hidden_size, config.quantization) == (8, 2048, None)
-    assert bench_training.model_config("moonlight-16b", 0).num_hidden_layers == 27
+    assert config.max_position_embeddings == 8192
+    longer = bench_training.model_config("moonlight-16b", 0, 32768)
+    assert (longer.num_hidden_layers, longer.max_position_embeddings) == (27, 32768)
 
 
 @pytest.mark.slow
@@ -19,9 +21,10 @@ def test_figures(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     words = f"--config {path} --layers 0 --batch 2 --length 12 --steps 3 --warm-up 1"
-    bench_training.main([*words.split(), "--remat", "norms", "--compute-dtype", "float32"])
+    words += " --remat norms --compute-dtype float32 --documents 3"
+    bench_training.main(words.split())
     figures = json.loads(capsys.readouterr().out)
-    assert figures["remat"] == "norms"
+    assert (figures["remat"], figures["documents"]) == ("norms", 3)
     assert figures["mfu"] is None  # that of a CPU is unknown
     assert len(figures["losses"]) == 5
     assert figures["losses"][-1] < figures["losses"][0]

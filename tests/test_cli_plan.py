@@ -401,9 +401,14 @@ def test_training_that_does_not_fit(tiny, capsys, monkeypatch):
         (("--train", "--quantization", "fp8"), "--quantization: expected none with --train"),
         (("--remat",), "--remat: expected --train with it"),
         (("--expert-devices", "2"), "--expert-devices 2: expected --train with it"),
+        (("--context-devices", "2"), "--context-devices 2: expected --train with it"),
         (("--layout", "train"), "--layout train: expected --train with it"),
         (("--train", "--accumulate", "3"), "batch: expected a multiple of accumulate=3, got 2"),
         (("--train", "--layout", "train", "--target", "h200x4"), "batch: expected a multiple of 4"),
+        (
+            ("--train", "--context-devices", "4", "--target", "h200x4", "--context", "34"),
+            "length: expected a multiple of 8 tokens per sequence for context_devices=4, got 34",
+        ),
     ],
 )
 def test_flags_of_training_and_serving_do_not_mix(flags, message, capsys):

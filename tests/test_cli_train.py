@@ -217,6 +217,14 @@ def test_settings_and_paths_are_checked_before_anything_is_read(trained, files, 
         (("--out", tmp_path / "a", "--batch", 4, "--accumulate", 3), "multiple of accumulate=3"),
         (("--out", tmp_path / "a", "--lora-rank", 100), "lora_rank: expected at most"),
         (("--out", tmp_path / "a", "--layout", "train", "--batch", 12), "multiple of 8 devices"),
+        (
+            ("--out", tmp_path / "a", "--context-devices", 2),
+            "--context-devices: expected --layout train with it, got no layout",
+        ),
+        (
+            ("--out", tmp_path / "a", "--layout", "train", "--context-devices", 8, "--length", 24),
+            "length: expected a multiple of 16 tokens per sequence for context_devices=8, got 24",
+        ),
     ):
         assert train(*new, *arguments) == 2
         out, err = capsys.readouterr()

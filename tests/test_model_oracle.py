@@ -290,7 +290,7 @@ def test_rotation_is_exact_at_every_position_of_v3():
     config = presets.DEEPSEEK_V3
     positions = np.arange(config.max_position_embeddings)
     angles = positions[:, None] * inverse_frequencies(config)
-    cos, sin = rotation_at(config, jnp.asarray(positions)[None])
+    cos, sin, _ = rotation_at(config, jnp.asarray(positions)[None])
     assert np.abs(cos[0] - np.cos(angles)).max() < 3e-7
     assert np.abs(sin[0] - np.sin(angles)).max() < 3e-7
 

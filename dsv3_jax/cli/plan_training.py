@@ -35,7 +35,8 @@ def check_unused(arguments: argparse.Namespace) -> None:
       ValueError: it has one.
     """
     given = flags.given_values(arguments, TrainingConfig)
-    names = [name for name in (*given, "expert_devices") if getattr(arguments, name) is not None]
+    sizes = "expert_devices", "context_devices"
+    names = [name for name in (*given, *sizes) if getattr(arguments, name) is not None]
     if arguments.layout == "train":
         names.append("layout")
     if names:
@@ -90,7 +91,8 @@ def available_bytes(target: Target) -> int:
 def _plan(arguments: argparse.Namespace, config: ModelConfig) -> TrainingPlan:
     target, batch, length = Target.parse(arguments.target), arguments.batch, arguments.context
     if batch is None:
-        batch = -(-RunSettings.batch // target.devices) * target.devices
+        groups = target.devices // (arguments.context_devices or 1) or 1
+        batch = -(-RunSettings.batch // groups) * groups
     if length is None:
         length = min(_DEFAULT_LENGTH, config.max_position_embeddings)
     given: dict[str, Any] = flags.given_values(arguments, TrainingConfig)
@@ -105,6 +107,7 @@ def _plan(arguments: argparse.Namespace, config: ModelConfig) -> TrainingPlan:
         RunSettings(batch=batch, length=length),
         arguments.layout or ("single" if target.devices == 1 else "train"),
         arguments.expert_devices,
+        arguments.context_devices,
     )
 
 

@@ -42,6 +42,8 @@ MODEL = "model"
 
 _BYTES_PER_WEIGHT = {"bf16": 2, "float32": 4, "fp8": 1 + 4 / 128**2}
 """Size of the trained model, by ``--to``."""
+_MESH_SIZES = "expert_devices", "context_devices"
+"""Inputs that :func:`sharding.make_layout` takes with the layout train."""
 
 _FLOAT32 = {"dtype": "float32", "quantization": None}
 """Arguments of :func:`load` for the weights of all runs but those of low-rank updates, and of those
@@ -220,7 +222,7 @@ def _inputs(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[
     ``"settings"`` has the recorded fields of RunSettings.
     """
     inputs = {"config": None, "source": None, "data": None, "tokenizer": None, "to": "bf16"}
-    inputs |= {"layout": None, "expert_devices": None} | _FLOAT32
+    inputs |= {"layout": None} | dict.fromkeys(_MESH_SIZES) | _FLOAT32
     inputs |= {"settings": {}}
     for name in recorded.get("plan", {}):
         if name not in inputs:
@@ -232,7 +234,7 @@ def _inputs(arguments: argparse.Namespace, recorded: Mapping[str, Any]) -> dict[
     if arguments.config or arguments.source:
         inputs |= {"config": None, "source": None}
     if arguments.layout:
-        inputs["expert_devices"] = None
+        inputs |= dict.fromkeys(_MESH_SIZES)
     given = {name: getattr(arguments, name) for name in inputs.keys() - {"settings", *_FLOAT32}}
     # Paths are recorded as absolute ones: a run may be resumed from another directory.
     for name in ("config", "tokenizer", "source"):
@@ -308,9 +310,11 @@ def _layout(inputs: Mapping[str, Any]) -> Layout | None:
             f"--layout: expected one of {', '.join(PRESETS)}; got {inputs['layout']!r}"
         )
     if inputs["layout"] is not None:
-        return make_layout(inputs["layout"], expert_devices=inputs["expert_devices"])
-    if inputs["expert_devices"] is not None:
-        raise ValueError("--expert-devices: expected --layout train with it, got no layout")
+        return make_layout(inputs["layout"], **{name: inputs[name] for name in _MESH_SIZES})
+    for name in _MESH_SIZES:
+        if inputs[name] is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag}: expected --layout train with it, got no layout")
     return None
 
 

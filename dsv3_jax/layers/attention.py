@@ -49,7 +49,7 @@ from dsv3_jax.layers.paged_cache import (
 from dsv3_jax.layers.rope import Rotation, rotate
 from pallas_kernels import mla_decode, mla_decode_whole_sequences, mla_prefill, target
 from pallas_kernels.hopper.split_kv import Schedule
-from sharding import Layout
+from sharding import Layout, gather_tokens, map_balanced
 
 # The published code gives these two norms its default and not the config's rms_norm_eps, which
 # differs in Moonlight (1e-5).
@@ -62,7 +62,8 @@ class Attention(Protocol):
     def __call__(
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Array]:
-        """Returns causal self-attention of whole sequences, and what a cache would store."""
+        """Returns causal self-attention of whole sequences, from ``rotation.first_keys`` on, and
+        what a cache would store."""
         ...
 
     def extend_batches(
@@ -135,10 +136,33 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
         latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
+        if self.layout is not None and self.layout.num_shards("tokens") > 1:
+            return self.output(self._attend_sharded(self.layout, x, latent, rotation)), latent
         keys, values = self.expand(latent)
         queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
-        out, _ = mla_prefill(queries, keys, values, scale=self.config.softmax_scale)
+        first_keys, scale = rotation.first_keys, self.config.softmax_scale
+        out, _ = mla_prefill(queries, keys, values, first_keys=first_keys, scale=scale)
         return self.output(out), latent
+
+    def _attend_sharded(
+        self,
+        layout: Layout,
+        x: Float[Array, "B T D"],
+        latent: Float[Array, "B T CR"],
+        rotation: Rotation,
+    ) -> Float[Array, "B T H V"]:
+        """Returns causal self-attention of this device's part of whole sequences. Latents are
+        gathered, a tenth of the keys and values, which every device expands for itself."""
+        keys, values = self.expand(gather_tokens(layout, latent))
+        queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
+
+        def attend(some: tuple[Array, Array | None], start: Array) -> Array:
+            queries, first_keys = some
+            starts = jnp.full(queries.shape[:1], start, jnp.int32)
+            scale = self.config.softmax_scale
+            return mla_prefill(queries, keys, values, starts, None, first_keys, scale=scale)[0]
+
+        return map_balanced(layout, attend, (queries, rotation.first_keys))
 
     def extend_batches(
         self,

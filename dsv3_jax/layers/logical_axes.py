@@ -158,6 +158,18 @@ def check_layout(config: ModelConfig, layout: Layout, expert_slots: int | None =
                 f" both over {shared[0]}: devices that share the tokens of a sequence run the same"
                 " queries"
             )
+    for axis in layout.rules.table:
+        shared = set(layout.mesh_axes("tokens")) & set(layout.mesh_axes(axis))
+        if axis != "tokens" and shared:
+            raise ValueError(
+                f"rules: expected axes 'tokens' and {axis!r} over different mesh axes, got both"
+                f" over {min(shared)}: layers sum over devices with the same tokens"
+            )
+    if config.has_indexer and layout.num_shards("tokens") > 1:
+        raise ValueError(
+            f"context_devices: expected none for sparse attention, {config.model_type}, got"
+            f" {layout.num_shards('tokens')}"
+        )
     whole = "hidden", "joined_hidden", "q_rank", "latent", "head_dim", "expert_score", "indexer"
     for axis in whole:
         if layout.num_shards(axis) > 1:

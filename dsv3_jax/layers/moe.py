@@ -178,7 +178,7 @@ class MoE(nnx.Module):
             mixed += self.shared_experts(tokens, jnp.float32)
         counts = routes.group_sizes
         if self.layout is not None:
-            counts = self.layout.psum(counts, "batch")
+            counts = self.layout.psum(counts, "batch", "tokens")
         stats = RoutingStats(counts, routes.scores, routes.experts)
         return mixed.astype(x.dtype).reshape(x.shape), stats
 

@@ -74,12 +74,12 @@ def stored_shardings(module: nnx.Module, layout: Layout) -> dict[ParameterPath, 
 def batch_sharded(
     layout: Layout | None, name: str, module: Any, x: jax.Array, *args: Any
 ) -> jax.Array:
-    """Returns ``module(x, *args)`` for ``x`` [B, ...], whose sequences may be sharded. Where
+    """Returns ``module(x, *args)`` for ``x`` [B, T, ...], whose tokens may be sharded. Where
     parameters are stored sharded, each device gathers those of the model's attribute ``name`` and
-    computes its own sequences. Otherwise XLA partitions the operation."""
+    computes its own tokens. Otherwise XLA partitions the operation."""
     if layout is None or not layout.fsdp_axes:
         return module(x, *args)
-    batch = layout.partition_spec(("batch",))
+    batch = layout.sequences_spec(x.shape[1])
     apply = on_mesh(layout, module, lambda module, x: module(x, *args), (batch,), batch, (name,))
     return apply(x)
 

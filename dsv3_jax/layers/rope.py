@@ -21,10 +21,14 @@ _STRIDE = 256
 
 
 class Rotation(NamedTuple):
-    """cos and sin of the rotary angles for the current tokens. All layers share them."""
+    """Positions of the current tokens, as attention takes them: cos and sin of the rotary angles,
+    and in training the beginnings of documents. All layers share them."""
 
     cos: Float32[Array, "B T R/2"]
     sin: Float32[Array, "B T R/2"]
+    first_keys: Int[Array, "B T"] | None = None
+    """First position that each token of whole sequences attends to; None for 0. Angles are those
+    of positions in the sequence: scores depend on differences of positions only."""
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -88,7 +92,7 @@ def rotate(
     this order, so their dot products equal those of the checkpoint's layout, and no weight has to
     be permuted.
     """
-    cos, sin = rotation
+    cos, sin, _ = rotation
     if x.ndim == 4:
         cos, sin = cos[:, :, None], sin[:, :, None]
     pairs = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)

@@ -69,11 +69,12 @@ def forward(
     def body(layer: Any, x: Array, rotation: Rotation) -> tuple[Array, RoutingStats | None]:
         parts = _split_batch((x, rotation), layout.micro_batches)
         outputs, stats = zip(*(run(layer, *part) for part in parts), strict=True)
-        return _joined(outputs), _joined_stats(stats)
+        return _joined(outputs), _reshaped(_joined_stats(stats), *x.shape[:2])
 
-    batch = layout.partition_spec(("batch",))
-    out_specs = batch, _stats_specs(layer, layout)
-    return on_mesh(layout, layer, body, (batch, batch), out_specs)(x, rotation)
+    sequences = layout.sequences_spec(x.shape[1])
+    out_specs = sequences, _stats_specs(layer, sequences)
+    y, stats = on_mesh(layout, layer, body, (sequences, sequences), out_specs)(x, rotation)
+    return y, _reshaped(stats, x.shape[0] * x.shape[1])
 
 
 def forward_cached(
@@ -125,16 +126,23 @@ def forward_cached(
 
     batch = layout.partition_spec(("batch",))
     pages_specs = {name: layout.partition_spec(PAGE_AXES) for name in pages}
-    out_specs = [batch] * len(xs), pages_specs, _stats_specs(layer, layout)
+    out_specs = [batch] * len(xs), pages_specs, _stats_specs(layer, batch)
     return on_mesh(layout, layer, body, (batch, pages_specs), out_specs)(inputs, pages)
 
 
-def _stats_specs(layer: Any, layout: Layout) -> RoutingStats | None:
-    """Returns the PartitionSpecs of the layer's statistics."""
+def _stats_specs(layer: Any, tokens: PartitionSpec) -> RoutingStats | None:
+    """Returns the PartitionSpecs of the layer's statistics, with that of its tokens."""
     if not isinstance(layer.mlp, MoE):
         return None
-    batch = layout.partition_spec(("batch",))
-    return RoutingStats(PartitionSpec(), batch, batch)  # pyright: ignore
+    return RoutingStats(PartitionSpec(), tokens, tokens)  # pyright: ignore
+
+
+def _reshaped(stats: RoutingStats | None, *tokens: int) -> RoutingStats | None:
+    """Returns the statistics with other leading dimensions than M of what they have per token."""
+    if stats is None:
+        return None
+    scores, experts = (x.reshape(*tokens, x.shape[-1]) for x in (stats.scores, stats.experts))
+    return RoutingStats(stats.counts, scores, experts)
 
 
 def _split_batch(tree: Any, parts: int) -> list[Any]:

@@ -51,6 +51,10 @@ class SparseAttention(MultiHeadLatentAttention):
         B, T, _ = x.shape
         if self.is_dense or self.indexer.topk >= T:
             return super().__call__(x, rotation)
+        if rotation.first_keys is not None:
+            raise ValueError(
+                "first_keys: expected None with sparse attention, got packed documents"
+            )
         query_latent = self.query_latent(x)
         latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
         q_nope, q_rope = self.queries(query_latent, rotation)

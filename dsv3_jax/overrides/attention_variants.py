@@ -49,7 +49,8 @@ class _Variant(MultiHeadLatentAttention):
         forms: Sequence[Form],
     ) -> tuple[Float[Array, "_ _ D"], LayerPages]:
         """Runs the batches one after the other. No sequence may have tokens in two of them."""
-        xs, cosines, sines = (split_tokens(each, caches) for each in (x, *rotation))
+        arrays = x, rotation.cos, rotation.sin
+        xs, cosines, sines = (split_tokens(each, caches) for each in arrays)
         pages, outputs = caches[0].pages, []
         for x, cos, sin, cache, form in zip(xs, cosines, sines, caches, forms, strict=True):
             out, pages = self._extend(x, Rotation(cos, sin), cache._replace(pages=pages), form)

@@ -335,7 +335,9 @@ def _first_half(
         q_a_proj=None if without_rank else projection(attention.q_a_proj),
         q_a_norm=None if without_rank else attention.q_a_layernorm.weight[...],
     )
-    x_rows, cos, sin = (each.reshape(-1, each.shape[-1]) for each in (x, *rotation))
+    x_rows, cos, sin = (
+        each.reshape(-1, each.shape[-1]) for each in (x, rotation.cos, rotation.sin)
+    )
     slots = [new_slots(cache).reshape(-1) for cache in caches]
     q_latent, q_rope, pages = attention_inputs(
         x_rows,

@@ -43,7 +43,8 @@ class TrainingPlan:
     layout_name: str
     """Name of a layout. ``"single"`` trains without one, on one device."""
     expert_devices: int | None = None
-    """As in :func:`sharding.make_layout`."""
+    context_devices: int | None = None
+    """Both as in :func:`sharding.make_layout`."""
 
     def __post_init__(self) -> None:
         if self.layout_name == "single" and self.target.devices > 1:
@@ -70,7 +71,10 @@ class TrainingPlan:
         settings = self.settings
         if self.layout_name != "single":
             layout = make_layout(
-                self.layout_name, devices=devices, expert_devices=self.expert_devices
+                self.layout_name,
+                devices=devices,
+                expert_devices=self.expert_devices,
+                context_devices=self.context_devices,
             )
             with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
                 trainer = Trainer(self._model(layout), self.training)
@@ -101,7 +105,10 @@ class TrainingPlan:
         if self.layout_name == "single":
             return None
         layout = abstract_layout(
-            self.layout_name, self.target.devices, expert_devices=self.expert_devices
+            self.layout_name,
+            self.target.devices,
+            expert_devices=self.expert_devices,
+            context_devices=self.context_devices,
         )
         mesh: Any = layout.mesh
         mesh = mesh.update(abstract_device=self._device())

@@ -87,6 +87,9 @@ class TrainingConfig:
     """Step size gamma of the router bias updates."""
     bias_update_end: float = _DECAYED_BY
     """Fraction from which the router biases are constant."""
+    document_mask: bool = False
+    """Whether a token attends to its own document only. The V3 report packs documents into a
+    sequence without such a mask (section 4.1). No loss is taken across documents either way."""
     compute_dtype: str = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass, bfloat16 or float32.
     Master weights and accumulated gradients are float32, and so are embedding, norms and routers

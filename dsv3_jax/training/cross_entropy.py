@@ -110,6 +110,7 @@ class LossHead:
         (B, T, _), W = hidden.shape, self._lm_head.weight.shape[0]
         if layout is not None:
             B, W = B // layout.num_shards("batch"), W // layout.num_shards("vocab")
+            T //= layout.num_shards("tokens")
         size = chunk_size(T, B * W * dtype.itemsize, LOGITS_BYTES)
         summed = functools.partial(_summed, (term_of, size, dtype))
         if layout is None or not layout.fsdp_axes:  # XLA partitions the operations
@@ -117,9 +118,9 @@ class LossHead:
 
         def body(lm_head: Linear, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
             total, best = summed(lm_head.dense(dtype), *arrays)
-            return layout.psum(total, "batch"), best
+            return layout.psum(total, "batch", "tokens"), best
 
-        batch = layout.partition_spec(("batch",))
+        batch = layout.sequences_spec(hidden.shape[1])
         specs = (batch, batch, batch), (PartitionSpec(), batch)
         return on_mesh(layout, self._lm_head, body, *specs, ("lm_head",))(hidden, other, mask)
 

@@ -61,7 +61,7 @@ def run_with_divergences(
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             assert isinstance(attention, SparseAttention)
             attention.is_dense = stage == "dense"
-            inputs = normed[:, :queries], Rotation(*(each[:, :queries] for each in rotation))
+            inputs = jax.tree.map(lambda each: each[:, :queries], (normed, rotation))
             loss = divergence(attention, *inputs, selected=stage == "sparse")
             divergences.append(loss)
             x, stats = run([layer], x, rotation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
@@ -118,18 +119,31 @@ class TargetCounts(NamedTuple):
     """Number of targets of each MTP layer, or of each draft."""
 
 
+def is_document_start(tokens: Int[Array, "B T"], bos_token_id: int) -> Bool[Array, "B T"]:
+    """Returns whether each token is the first of a document. Documents begin with BOS, or end with
+    EOS: then ``bos_token_id`` is an :class:`~dsv3_jax.training.corpus.EndToken`."""
+    if isinstance(bos_token_id, EndToken):
+        return jnp.pad(tokens == bos_token_id, ((0, 0), (1, 0)))[:, :-1]
+    return tokens == bos_token_id
+
+
+def first_keys(tokens: Int[Array, "B T"], bos_token_id: int) -> Int[Array, "B T"]:
+    """Returns the position of the first token of each token's document in the sequence: 0 for a
+    document that began before the sequence."""
+    starts = is_document_start(tokens, bos_token_id)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    return jax.lax.cummax(jnp.where(starts, positions, 0), axis=1)
+
+
 def target_mask(tokens: Int[Array, "B T"], bos_token_id: int, ahead: int) -> Bool[Array, "B S"]:
     """Returns whether each of the S = T - ahead positions has a target when position i predicts
     token i+ahead.
 
-    Sequences consist of packed documents that begin with BOS, or that end with EOS: then
-    ``bos_token_id`` is an :class:`~dsv3_jax.training.corpus.EndToken`. A position has no target
+    Sequences consist of packed documents, see :func:`is_document_start`. A position has no target
     if a document begins among tokens i+1 to i+ahead, because a document's first token does not
     follow from the document before it.
     """
-    starts = tokens == bos_token_id
-    if isinstance(bos_token_id, EndToken):
-        starts = jnp.pad(starts, ((0, 0), (1, 0)))[:, :-1]
+    starts = is_document_start(tokens, bos_token_id)
     span = tokens.shape[1] - ahead
     crossed = jnp.zeros_like(starts[:, :span])
     for step in range(1, ahead + 1):

@@ -17,7 +17,7 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import separator
 from dsv3_jax.training.cross_entropy import LossHead
 from dsv3_jax.training.layer_runners import layer_runner
-from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, losses
+from dsv3_jax.training.losses import Losses, TargetCounts, count_targets, first_keys, losses
 from dsv3_jax.training.tree import Tree, replace
 
 
@@ -115,15 +115,17 @@ class Objective:
         model.dtype = dtype
         if self.config.lora_rank:
             lora.add(model, params, self.lora_factor)
+        bos = separator(self.model_config)
         states = model.hidden_states(
             tokens,
             mtp=True,
             mtp_hidden=self.config.mtp_hidden,
             run_layers=run_layers,
             draft_depth=self.config.draft_depth or None,
+            first_keys=first_keys(tokens, bos) if self.config.document_mask else None,
         )
         head = LossHead(model.lm_head, model.layout)
-        bos, counts = separator(self.model_config), counts or self._counts(tokens)
+        counts = counts or self._counts(tokens)
         batch_losses = losses(head, states, tokens, bos, counts)
         divergence = jnp.mean(jnp.stack(divergences)) * len(tokens) / counts.sequences
         batch_losses = batch_losses._replace(indexer=divergence)

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.block import DecoderLayer, LayerRunner
@@ -95,7 +95,8 @@ def _layer_max_scores(
         keys, _ = attention.expand(attention.latents(normed, rotation))
         queries = attention.queries(attention.query_latent(normed), rotation)
         queries = jnp.concatenate(queries, axis=-1)
-        return max_scores(queries, keys, layer.self_attn.config.softmax_scale, threshold)
+        scale = layer.self_attn.config.softmax_scale
+        return max_scores(queries, keys, scale, threshold, rotation.first_keys)
 
     graph, weights = nnx.split(layer.self_attn)
     attention = nnx.merge(graph, jax.lax.stop_gradient(weights))
@@ -111,9 +112,10 @@ def max_scores(
     keys: Float[Array, "B T H K"],
     scale: float,
     threshold: float,
+    first_keys: Int[Array, "B T"] | None = None,
 ) -> Float32[Array, "B H"]:
-    """Returns each head's largest score in causal attention, where it exceeds ``threshold``.
-    Elsewhere the result is not above ``threshold``, and may be -inf."""
+    """Returns each head's largest score in causal attention, from ``first_keys`` or 0 on, where it
+    exceeds ``threshold``. Elsewhere the result is not above ``threshold``, and may be -inf."""
     B, T, H, _ = queries.shape
     step = min(T, _QUERIES_PER_BLOCK)
     count = -(-T // step)
@@ -126,9 +128,9 @@ def max_scores(
         return jnp.moveaxis(x.reshape(B, count, step, *x.shape[2:]), 1, 0)
 
     def block(
-        maxima: Float32[Array, "B H"], inputs: tuple[jax.Array, ...]
+        maxima: Float32[Array, "B H"], inputs: tuple[Any, ...]
     ) -> tuple[Float32[Array, "B H"], None]:
-        first, queries, query_norms, key_norms = inputs
+        first, queries, query_norms, key_norms, first_keys = inputs
         # The last key that the block sees has the largest norm of those before it, too.
         bound = scale * jnp.max(query_norms, axis=1) * jnp.max(key_norms, axis=1)
         # 1.01: float32 norms, and scores of bfloat16 arrays, are rounded.
@@ -140,6 +142,8 @@ def max_scores(
             )
             position = first + jnp.arange(step)[:, None]
             is_seen = (jnp.arange(T) <= position) & (position < T)
+            if first_keys is not None:
+                is_seen &= jnp.arange(T) >= first_keys[:, None, :, None]
             scores = jnp.where(is_seen, scale * scores, -jnp.inf)
             return jnp.maximum(maxima, jnp.max(scores, axis=(-2, -1)))
 
@@ -148,4 +152,5 @@ def max_scores(
     starts = step * jnp.arange(count, dtype=jnp.int32)
     largest = jax.lax.cummax(norms(keys), axis=1)
     inputs = (starts, blocks(queries), blocks(norms(queries)), blocks(largest))
+    inputs = (*inputs, None if first_keys is None else blocks(first_keys))
     return jax.lax.scan(block, jnp.full((B, H), -jnp.inf, jnp.float32), inputs)[0]

@@ -76,9 +76,15 @@ def check_indexers(model: DeepSeekV3, config: TrainingConfig) -> None:
     """Checks that the indexers of a model are trained, and that there are any to train.
 
     Raises:
-      ValueError: ``indexer_stage`` does not fit the model or the other settings.
+      ValueError: ``indexer_stage`` or ``document_mask`` does not fit the model or the other
+        settings.
     """
     stage, has_indexer = config.indexer_stage, model.config.has_indexer
+    if has_indexer and config.document_mask:
+        raise ValueError(
+            f"document_mask: expected False for sparse attention, {model.config.model_type}, got"
+            " True"
+        )
     if stage == "none":
         # Without a loss of their own, only weight decay would change them.
         if has_indexer and not config.lora_rank and not config.draft_depth:
@@ -117,3 +123,5 @@ def check_settings(model: DeepSeekV3, config: TrainingConfig, settings: RunSetti
     longest = shape.max_position_embeddings
     if not shortest <= length <= longest:
         raise ValueError(f"length: expected {shortest} to {longest} for this model, got {length}")
+    if model.layout is not None:
+        model.layout.check_length(length)

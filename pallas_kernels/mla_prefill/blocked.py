@@ -37,17 +37,18 @@ def mla_prefill(
     v: Float[Array, "B S H V"],
     starts: Int[Array, " B"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    first_keys: Int[Array, "B T"] | None = None,
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
     """Implements :func:`pallas_kernels.mla_prefill`, without its gradient."""
-    block = _Tiles.of(q, k, starts, lengths).block
+    block = _Tiles.of(q, k, starts, lengths, first_keys).block
     if 0 in q.shape or max(q.shape[1], k.shape[1]) <= block:
         raise NotImplementedError(
             f"takes several blocks, here of {block} tokens, got {q.shape} and {k.shape}; the"
             " reference computes a single one"
         )
-    return attend(q, k, v, starts, lengths, scale=scale)
+    return attend(q, k, v, starts, lengths, first_keys, scale=scale)
 
 
 def attend(
@@ -56,11 +57,12 @@ def attend(
     v: Float[Array, "B S H V"],
     starts: Int[Array, " B"] | None,
     lengths: Int[Array, " B"] | None,
+    first_keys: Int[Array, "B T"] | None = None,
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
     """Returns out and lse, for any number of queries and keys."""
-    tiles = _Tiles.of(q, k, starts, lengths)
+    tiles = _Tiles.of(q, k, starts, lengths, first_keys)
     keys, values = (tiles.split(tiles.without_padding(x)) for x in (k, v))
 
     def attend_block(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +72,8 @@ def attend(
             scores = _product("bhtk,bhsk->bhts", q, keys[j]) * scale
             return sums.add(jnp.where(tiles.mask(i, j), scores, -jnp.inf), values[j])
 
-        sums = lax.fori_loop(0, tiles.key_blocks_of(i), add, _Softmax.zeros(q, v.shape[-1]))
+        first, end = tiles.key_blocks_of(i)
+        sums = lax.fori_loop(first, end, add, _Softmax.zeros(q, v.shape[-1]))
         out, lse = sums.result()
         return out.astype(q.dtype), lse
 
@@ -85,6 +88,7 @@ def gradients(
     v: Float[Array, "B S H V"],
     starts: Int[Array, " B"] | None,
     lengths: Int[Array, " B"] | None,
+    first_keys: Int[Array, "B T"] | None,
     out: Float[Array, "B T H V"],
     lse: Float32[Array, "B T H"],
     d_out: Float[Array, "B T H V"],
@@ -96,7 +100,7 @@ def gradients(
 
     Keys and values past a sequence's length have gradients of zero.
     """
-    tiles = _Tiles.of(q, k, starts, lengths)
+    tiles = _Tiles.of(q, k, starts, lengths, first_keys)
     k, v = tiles.without_padding(k), tiles.without_padding(v)
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta if d_lse is None else delta - d_lse
@@ -150,10 +154,17 @@ class _Tiles:
     keys: int
     starts: jax.Array | None
     lengths: jax.Array | None
+    first_keys: jax.Array | None
+    """First key that each query sees, [blocks, B, block] with repeated last queries."""
 
     @classmethod
     def of(
-        cls, q: jax.Array, k: jax.Array, starts: jax.Array | None, lengths: jax.Array | None
+        cls,
+        q: jax.Array,
+        k: jax.Array,
+        starts: jax.Array | None,
+        lengths: jax.Array | None,
+        first_keys: jax.Array | None,
     ) -> _Tiles:
         """Chooses the fewest blocks whose scores fit in MOST_SCORE_BYTES, with little padding."""
         B, T, H, _ = q.shape
@@ -162,7 +173,11 @@ class _Tiles:
             longest //= 2
         tokens = max(T, S, 1)
         count = -(-tokens // longest)
-        return cls(8 * -(-tokens // (8 * count)), T, S, starts, lengths)
+        block = 8 * -(-tokens // (8 * count))
+        if first_keys is not None:
+            first_keys = jnp.pad(first_keys, ((0, 0), (0, -T % block)), mode="edge")
+            first_keys = first_keys.reshape(B, -1, block).swapaxes(0, 1)
+        return cls(block, T, S, starts, lengths, first_keys)
 
     def mask(self, i: jax.Array, j: jax.Array) -> Bool[Array, "#B 1 block block"]:
         """Returns which queries of block i see which keys of block j."""
@@ -172,18 +187,27 @@ class _Tiles:
         s, ends = self.block * j + offsets, jnp.asarray(self.keys)
         ends = ends[None] if self.lengths is None else jnp.minimum(self.lengths, ends)
         visible = (s <= last[..., None]) & (s < ends[:, None, None])
+        if self.first_keys is not None:
+            visible &= s >= self.first_keys[i][..., None]
         return visible[:, None]
 
-    def key_blocks_of(self, i: jax.Array) -> jax.Array:
-        """Returns how many blocks of keys the queries of block i see."""
+    def key_blocks_of(self, i: jax.Array) -> tuple[jax.Array | int, jax.Array]:
+        """Returns the first block of keys that queries of block i see, and the end of all."""
         visible = jnp.minimum(self._start() + self.block * (i + 1), self._end())
-        return jnp.clip(-(-visible // self.block), 0, -(-self.keys // self.block))
+        end = jnp.clip(-(-visible // self.block), 0, -(-self.keys // self.block))
+        if self.first_keys is None:
+            return 0, end
+        return jnp.maximum(jnp.min(self.first_keys[i]) // self.block, 0), end
 
     def query_blocks_of(self, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the first block of queries that see keys of block j, and the end of all."""
         count = -(-self.queries // self.block)
         first = jnp.clip((self.block * j - self._start()) // self.block, 0, count)
-        return jnp.where(self.block * j < self._end(), first, count), jnp.asarray(count)
+        end = jnp.asarray(count)
+        if self.first_keys is not None:
+            sees = jnp.min(self.first_keys, axis=(1, 2)) < self.block * (j + 1)
+            end = jnp.max(jnp.where(sees, jnp.arange(1, count + 1), 0))
+        return jnp.where(self.block * j < self._end(), first, count), end
 
     def _start(self) -> jax.Array:
         return jnp.asarray(0) if self.starts is None else jnp.max(self.starts)

@@ -17,6 +17,7 @@ def mla_prefill(
     v: Float[Array, "B S H V"],
     starts: Int[Array, " B"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    first_keys: Int[Array, "B T"] | None = None,
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B T H"]]:
@@ -29,6 +30,8 @@ def mla_prefill(
     scores = jnp.einsum("bthk,bshk->bths", q, k, preferred_element_type=jnp.float32)
     last = starts[:, None] + jnp.arange(q.shape[1])
     mask = (s <= last[..., None]) & (s < lengths[:, None, None])
+    if first_keys is not None:
+        mask &= s >= first_keys[..., None]
     probabilities, lse = masked_softmax(scores * scale, mask[:, :, None])
     out = jnp.einsum(
         "bths,bshv->bthv", probabilities.astype(v.dtype), v, preferred_element_type=jnp.float32

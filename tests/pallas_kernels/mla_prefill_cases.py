@@ -37,6 +37,7 @@ class Inputs:
     lengths: tuple[int, ...]
     scale: float
     dtype: npt.DTypeLike
+    first_keys: Array | None = None
 
     @classmethod
     def random(
@@ -64,10 +65,10 @@ class Inputs:
 
     def arrays(self) -> tuple[jax.Array, ...]:
         """The arguments of mla_prefill."""
+        bounds = self.starts, self.lengths, self.first_keys
         return (
             *(device(a, self.dtype) for a in (self.q, self.k, self.v)),
-            device(self.starts, "int32"),
-            device(self.lengths, "int32"),
+            *(device(each, "int32") for each in bounds if each is not None),
         )
 
     def keys(self, first: int, last: int | None = None) -> "Inputs":
@@ -83,11 +84,12 @@ class Inputs:
         out, lse = np.zeros((B, T, H, self.v.shape[-1])), np.full((B, T, H), -np.inf)
         for b, t, h in np.ndindex(B, T, H):
             visible = min(self.starts[b] + t + 1, self.lengths[b])
-            if visible <= 0:
+            first = 0 if self.first_keys is None else max(self.first_keys[b, t], 0)
+            if visible <= first:
                 continue
-            scores = self.scale * (self.k[b, :visible, h] @ self.q[b, t, h])
+            scores = self.scale * (self.k[b, first:visible, h] @ self.q[b, t, h])
             lse[b, t, h] = np.logaddexp.reduce(scores)
-            out[b, t, h] = np.exp(scores - lse[b, t, h]) @ self.v[b, :visible, h]
+            out[b, t, h] = np.exp(scores - lse[b, t, h]) @ self.v[b, first:visible, h]
         return out, lse
 
 
@@ -114,7 +116,7 @@ def check_gradients(implementation: Operation, x: Inputs, *, of_lse: bool = True
 
     Where the gradients are not sums over keys, that is past a sequence's length, they are zero.
     """
-    *_, starts, lengths = x.arrays()
+    _, _, _, *bounds = x.arrays()
     rng = np.random.default_rng(1)
     out_weights = rounded(rng.standard_normal((*x.q.shape[:-1], x.v.shape[-1])), x.dtype)
     lse_weights = rng.standard_normal(x.q.shape[:-1]) * of_lse
@@ -123,7 +125,7 @@ def check_gradients(implementation: Operation, x: Inputs, *, of_lse: bool = True
         operation = compiled(implementation, x.scale)
 
         def loss(*qkv: jax.Array) -> jax.Array:
-            out, lse = operation(*qkv, starts, lengths)
+            out, lse = operation(*qkv, *bounds)
             loss = jnp.sum(out.astype(jnp.float32) * out_weights)
             if of_lse:
                 loss += jnp.sum(jnp.where(lse == -jnp.inf, 0, lse) * lse_weights)
@@ -259,3 +261,59 @@ class MlaPrefillFloat32GradientCases(MlaPrefillGradientCases):
             direction = rng.standard_normal(inputs[i].shape)
             slope = central_difference(expected_loss, inputs[i], direction)
             check_slope(gradient, direction, slope)
+
+
+def documents(*lengths: int, total: int) -> list[int]:
+    """Returns the first key of each query of documents with these lengths, and a last one."""
+    starts = np.cumsum([0, *lengths])
+    return list(np.repeat(starts, np.diff([*starts, total])))
+
+
+class MlaPrefillDocumentCases:
+    """Test cases for back-ends that take ``first_keys``."""
+
+    implementation: ClassVar[Operation]
+
+    def packed(self, dtype: str) -> Inputs:
+        """Documents of one token and of many, one sequence that ends early, queries that see no
+        key, and queries after 8 cached keys."""
+        x = Inputs.random((0, 0, 0, 8), (29, 29, 11, 37), T=29, S=37, widths=(24, 16), dtype=dtype)
+        rows = [
+            documents(1, 1, 6, 9, 3, total=29),
+            documents(total=29),
+            documents(10, 4, total=29),
+            [0] * 5 + [10] * 13 + [33] * 11,
+        ]
+        return dataclasses.replace(x, first_keys=np.array(rows))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_documents(self, dtype):
+        x = self.packed(dtype)
+        for got, want in zip(run(x, self.implementation), x.expected(), strict=True):
+            check(np.ravel(got), np.ravel(want), tolerance(dtype))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_gradients_of_documents(self, dtype):
+        check_gradients(self.implementation, self.packed(dtype))
+
+    def test_a_document_is_a_sequence(self):
+        """Results and gradients are those of the document alone."""
+        x = Inputs.random((0,), (29,), T=29, S=29, widths=(24, 16))
+        packed = dataclasses.replace(x, first_keys=np.array([documents(7, 9, total=29)]))
+        q, k, v = x.arrays()[:3]
+
+        def sums(first, last, *bounds):
+            def loss(q, k, v):
+                out, _ = compiled(self.implementation, x.scale)(q, k, v, *bounds)
+                return jnp.sum(jnp.sin(out[:, first:last])), out[:, first:last]
+
+            return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+        (_, out), gradients = sums(7, 16, *packed.arrays()[3:])(q, k, v)
+        alone = [each[:, 7:16] for each in (q, k, v)]
+        bounds = device((0,), "int32"), device((9,), "int32")
+        (_, want), wanted = sums(0, 9, *bounds)(*alone)
+        check(out, want, tolerance("float32"))
+        for got, want in zip(gradients, wanted, strict=True):
+            check(got[:, 7:16], want, tolerance("float32"))
+            assert not np.delete(np.asarray(got), np.s_[7:16], axis=1).any()

@@ -15,14 +15,16 @@ from tests.pallas_kernels.machine import off_gpu, on_gpu
 from tests.pallas_kernels.mla_prefill_cases import (
     Inputs,
     MlaPrefillCases,
+    MlaPrefillDocumentCases,
     MlaPrefillFloat32GradientCases,
     check_gradients,
+    documents,
     run,
 )
 from tests.pallas_kernels.numerics import check, largest_intermediate, tolerance
 
 
-class TestReference(MlaPrefillCases, MlaPrefillFloat32GradientCases):
+class TestReference(MlaPrefillCases, MlaPrefillFloat32GradientCases, MlaPrefillDocumentCases):
     implementation = "reference"
 
 
@@ -39,7 +41,7 @@ def short_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_blocks")
-class TestBlocked(MlaPrefillCases, MlaPrefillFloat32GradientCases):
+class TestBlocked(MlaPrefillCases, MlaPrefillFloat32GradientCases, MlaPrefillDocumentCases):
     implementation = staticmethod(by_blocks)
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,6 +68,25 @@ def test_without_starts_and_lengths():
         attend = functools.partial(mla_prefill, scale=x.scale, implementation=implementation)
         for a, b in zip(attend(*x.arrays()[:3]), run(x, implementation), strict=True):
             np.testing.assert_array_equal(np.asarray(a), b)
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_blocks_before_a_document_are_skipped():
+    """NaN there reaches no result and no gradient: 0 * NaN would be NaN."""
+    x = Inputs.random((0,), (32,), T=32, S=32, widths=(8, 8))
+    q, k, v, *_ = x.arrays()
+    # The blocks of 8 queries see the blocks of 8 keys 0, 0 and 1, 2, 2 and 3.
+    first_keys = jnp.asarray([documents(5, 11, total=32)], jnp.int32)
+    k, v = k.at[:, :16].set(jnp.nan), v.at[:, :16].set(jnp.nan)
+
+    def loss(q, k, v):
+        out, _ = by_blocks(q, k, v, None, None, first_keys, scale=0.3)
+        return jnp.sum(out[:, 16:]), out
+
+    (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    assert np.isnan(out[:, :16]).all()
+    assert np.isfinite(out[:, 16:]).all()
+    assert all(np.isfinite(gradient[:, 16:]).all() for gradient in gradients)
 
 
 @off_gpu
@@ -111,7 +132,7 @@ def test_scores_of_many_heads_fit():
         (4096, 128, 512), (4096, 256, 512), (4096, 512, 256), (4096, 8192, 128), (600, 1, 304),
     ):  # fmt: skip
         q = jax.device_put(np.zeros((1, tokens, heads, 0), np.float32))
-        assert blocked._Tiles.of(q, q, None, None).block == block
+        assert blocked._Tiles.of(q, q, None, None, None).block == block
 
 
 def hopper_arguments(widths=(192, 128), dtype="bfloat16", T=1024, S=1024, **more):

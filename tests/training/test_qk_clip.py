@@ -54,6 +54,19 @@ def test_max_scores(tokens):
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_max_scores_inside_documents():
+    rng = np.random.default_rng(0)
+    queries, keys = (rng.normal(size=(2, 17, 4, 8)).astype(np.float32) for _ in range(2))
+    first_keys = np.array([[0] * 6 + [6] * 10 + [16], [0] * 17], np.int32)
+    scores = all_scores(queries, keys, 0.3)
+    seen = np.arange(17) >= first_keys[:, None, :, None]
+    want = np.where(seen, scores, -np.inf).max(axis=(-2, -1))
+    assert (want < scores.max(axis=(-2, -1))).any()
+    function = jax.jit(qk_clip.max_scores, static_argnums=(2, 3))
+    np.testing.assert_allclose(function(queries, keys, 0.3, -100.0, first_keys), want, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_a_key_of_an_earlier_block_is_large():
     """All blocks of queries that see it compute their scores."""
     queries, keys = np.ones((1, 17, 1, 4), np.float32), np.full((1, 17, 1, 4), 0.01, np.float32)

@@ -19,6 +19,7 @@ from flax import nnx
 import dsv3_jax
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import random_model
+from dsv3_jax.kv_cache import LatentKVCache
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.checkpoints import CheckpointStore
 from dsv3_jax.training.corpus import Corpus
@@ -29,7 +30,12 @@ from dsv3_jax.training.state import TrainingState
 from dsv3_jax.training.step import Metrics
 from dsv3_jax.training.trainer import Trainer
 from sharding import DEFAULT_RULES, Layout, Placement, Rules, make_layout, make_mesh
-from tests.support.checkpoints import random_tensors, tiny_config, write_checkpoint
+from tests.support.checkpoints import (
+    random_tensors,
+    sparse_config,
+    tiny_config,
+    write_checkpoint,
+)
 from tests.support.command import run
 from tests.support.oracle import relative_error
 from tests.support.xla_flags import fast_compilation
@@ -58,6 +64,11 @@ LAYOUTS = {
     "train, data 2 x expert 4": lambda: make_layout("train", expert_devices=4),
     "train, data 8": lambda: make_layout("train", expert_devices=1),
     "train, expert 8": lambda: make_layout("train"),
+    "train, context 2": lambda: make_layout("train", context_devices=2),
+    "train, data 2, context 2": lambda: make_layout("train", expert_devices=2, context_devices=2),
+    "train, one sequence on 2": lambda: make_layout(
+        "train", devices=jax.devices()[:2], context_devices=2
+    ),
     "dp_attention_ep": lambda: make_layout("dp_attention_ep"),
     "tensor_parallel": lambda: make_layout("tensor_parallel"),
     "tp_attention_ep": lambda: make_layout("tp_attention_ep"),
@@ -69,6 +80,7 @@ LAYOUTS = {
     ),
 }
 QUICK = "train, data 2 x expert 4"
+CONTEXT = "train, data 2, context 2"
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != QUICK]
 
 
@@ -152,17 +164,19 @@ def test_gradients(alone, stepped):
 
 
 @pytest.mark.slow
-def test_accumulation_and_remat(directory, alone):
+@pytest.mark.parametrize("name", [QUICK, CONTEXT])
+def test_accumulation_and_remat(directory, alone, name):
     """Uses two microbatches, and recomputes layers in the backward pass."""
-    assert_same(steps(load(directory, QUICK), accumulate=2, remat=True), alone)
+    assert_same(steps(load(directory, name), accumulate=2, remat=True), alone)
 
 
 @pytest.mark.slow
-def test_scanned_layers():
+@pytest.mark.parametrize("name", [QUICK, CONTEXT])
+def test_scanned_layers(name):
     changes = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     config = ModelConfig.from_hf(CONFIG | changes)
     want = steps(random_model(config, 0))
-    assert_same(steps(random_model(config, 0, LAYOUTS[QUICK]()), scan_layers=True), want)
+    assert_same(steps(random_model(config, 0, LAYOUTS[name]()), scan_layers=True), want)
 
 
 @pytest.mark.slow
@@ -180,9 +194,10 @@ def test_low_rank_updates(directory, name):
 
 
 @pytest.mark.slow
-def test_bfloat16(directory):
+@pytest.mark.parametrize("name", [QUICK, CONTEXT])
+def test_bfloat16(directory, name):
     """Sums over devices have rounded terms, but are not rounded themselves."""
-    models = (load(directory, name) for name in (None, QUICK))
+    models = (load(directory, name) for name in (None, name))
     want, got = (steps(model, compute_dtype="bfloat16") for model in models)
     for name, gradient in want.gradients.items():
         assert relative_error(got.gradients[name], gradient) < 0.05, name
@@ -193,6 +208,7 @@ def test_bfloat16(directory):
     ("optimizer", "name"),
     [
         ("muon", QUICK),
+        ("muon", CONTEXT),
         ("muon", "data 2, expert 2, tensor 2"),
         ("muon", "data 2, expert 2, tensor 2 with FSDP"),
         ("adamw", "data 2, expert 2, tensor 2 with FSDP"),
@@ -453,6 +469,32 @@ def test_batches_divide_over_the_devices(spread, directory, tmp_path):
         lambda: train(model, corpus, tmp_path / "none", config, settings),
     )
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_sequences_divide_over_the_devices(directory, tmp_path):
+    model, corpus = load(directory, CONTEXT), Corpus(np.ones(900, np.int32), np.ones(90, np.int32))
+    message = "^length: expected a multiple of 4 tokens per sequence for context_devices=2, got 14"
+    refused(
+        message,
+        lambda: train(model, corpus, tmp_path / "none", RUN, RunSettings(batch=8, length=14)),
+    )
+    refused(message, lambda: model(jnp.ones((4, 14), jnp.int32)))
+    cache = LatentKVCache.init(model.cache_spec(), 8, 16, layout=model.layout)
+    refused(
+        "^context_devices: expected none with a cache, got 2",
+        lambda: model.extend(jnp.ones((8, 4), jnp.int32), jnp.full(8, 4), cache, "expanded"),
+    )
+    rules = Rules({**DEFAULT_RULES.table, "tokens": "tensor", "vocab": None})
+    refused(
+        "^rules: expected axes 'tokens' and 'heads' over different mesh axes, got both over tensor",
+        lambda: load(directory, None).lay_out(Layout(make_mesh(expert=4, tensor=2), rules)),
+    )
+    sparse = ModelConfig.from_hf(sparse_config())
+    refused(
+        "^context_devices: expected none for sparse attention, deepseek_v32, got 2",
+        lambda: random_model(sparse, 0, LAYOUTS[CONTEXT]()),
+    )
 
 
 def test_several_processes_have_a_layout(directory, tmp_path, monkeypatch):

@@ -137,6 +137,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--expert-devices",
         "with --layout train: number of devices that share the experts (default: all devices)",
     )
+    Flags(group).integer(
+        "--context-devices",
+        "with --layout train: number of devices that share each sequence (default: 1)",
+    )
     described = {name: text for name, text in TRAINING_HELP.items() if name not in _SCHEDULES}
     flags.add_fields(parser, "of a training step", TrainingConfig, described, {})
 

@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-devices",
         "with --layout train: number of devices that share the experts (default: all devices)",
     )
+    add.integer(
+        "--context-devices",
+        "with --layout train: number of devices that share each sequence (default: 1)",
+    )
     add.choice(
         "--to",
         "format of the trained model's weights in OUT/model (default: bf16)",
@@ -98,6 +102,7 @@ TRAINING_HELP = {
     "balance_weight": "weight of the sequence-wise balance loss",
     "bias_update_speed": "change of the routers' biases per step",
     "bias_update_end": "fraction of the steps after which the biases no longer change",
+    "document_mask": "a token attends to its own document only, not to those before it",
     "compute_dtype": "bfloat16 or float32, of most matmuls; master weights are always float32",
     "accumulate": "number of parts of a batch that are computed one after the other",
     "remat": "what the backward pass computes again, to save memory; without a value: full; auto:"
