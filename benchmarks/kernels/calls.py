@@ -61,7 +61,7 @@ def _attention_gradient(
     case: PrefillGradient, implementation: str, arrays: Arrays
 ) -> checks.Checked:
     backend = gradients.BACKENDS["blocked" if implementation == "reference" else implementation]
-    names = "q", "k", "v", "starts", "lengths", "out", "lse", "d_out"
+    names = "q", "k", "v", "starts", "lengths", "first_keys", "out", "lse", "d_out"
     return backend(*map(arrays.get, names), None, **inputs.options(case)), None
 
 

@@ -174,7 +174,9 @@ def _spot_prefill_gradient(
     heads = np.unique([0, case.heads - 1])
     names = "q", "k", "v", "out", "lse", "d_out"
     q, k, v, out, lse, d_out = (arrays[name][-1:, :, heads].astype(jnp.float32) for name in names)
-    want = prefill_blocked.gradients(q, k, v, None, None, out, lse, d_out, None, **options(case))
+    want = prefill_blocked.gradients(
+        q, k, v, None, None, None, out, lse, d_out, None, **options(case)
+    )
     return (by_head(tuple(x[-1:, :, heads] for x in result[0])), None), (by_head(want), None)
 
 
