@@ -303,7 +303,9 @@ def test_collectives(stepped):
     includes the experts if there is a data axis. Each of the two MoE layers exchanges tokens in
     both directions, and so do their gradients. MTP uses embedding and head a second time, but XLA
     does not gather them again. Matrices are gathered once more for the backward pass, unless XLA
-    merges the two, as it does on CPUs with jax 0.10.
+    merges the two, as it does on CPUs with jax 0.10. If sequences are divided, the latents of each
+    of the three attentions are gathered too, again for the backward pass, and two halves of the
+    queries are exchanged there and back, and so are their gradients.
     """
     name, (trainer, *_) = stepped
     dense, moe, experts = 5 + 3, 5 + 1 + 3, 3
@@ -312,14 +314,20 @@ def test_collectives(stepped):
         "train, data 2 x expert 4": (layers + 2 * experts, 2, exchanges),
         "train, data 8": (layers + 2 * experts, 2, 0),
         "train, expert 8": (layers, 2, exchanges),
+        "train, context 2": (layers + 2 * experts, 2, exchanges),
+        "train, data 2, context 2": (layers + 2 * experts, 2, exchanges),
+        "train, one sequence on 2": (layers + 2 * experts, 2, 0),
         "dp_attention_ep": (0, 0, exchanges),
     }
     counts = collectives(trainer)
     if name in want:
         matrices, shared, exchanged = want[name]
-        once = matrices + shared + exchanged
+        latents = 3 if trainer.layout.num_shards("tokens") > 1 else 0
+        once = matrices + shared + exchanged + 2 * latents
         assert counts.pop("all-gather", 0) in (once, once + max(matrices - 1, 0))  # eh_proj is kept
-        assert counts.pop("reduce-scatter", 0) == matrices + 2 * shared + exchanged
+        assert counts.pop("reduce-scatter", 0) == matrices + 2 * shared + exchanged + latents
+        if latents:  # others shift tokens for MTP and the losses
+            assert counts.pop("collective-permute") >= latents * 2 * 2 * 2
     else:
         assert counts.pop("all-gather", 0) <= 4  # of the embedding and the head
     assert counts.keys() == {"all-reduce"}  # vectors, losses, norms, loads, sharded sums
