@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.residuals import named
 from pallas_kernels.target import platform
@@ -51,6 +51,55 @@ def _backward(
 
 
 matmul.defvjp(_forward, _backward)
+
+
+def float32_matmul(
+    a: Float[Array, "_ _"], b: Float[Array, "_ _"], *, contracted: tuple[int, int] = (1, 1)
+) -> Float32[Array, "_ _"]:
+    """Returns a product of two matrices as precise as in float32, by bfloat16 matmuls.
+
+    A float32 is the sum of three bfloat16, and products of two bfloat16 are exact in float32, in
+    which they are summed. Products below 2^-24 of the largest are left out. A GPU has no tensor
+    cores for float32, so that this is faster there.
+
+    Args:
+      a: bfloat16 or float32.
+      b: bfloat16 or float32.
+      contracted: axis of each that is summed over.
+    """
+    pairs = [
+        (x, y)
+        for i, x in enumerate(_bfloat16_parts(a))
+        for j, y in enumerate(_bfloat16_parts(b))
+        if i + j < _PARTS
+    ]
+    # The small products first.
+    lefts, rights = (list(each) for each in zip(*reversed(pairs), strict=True))
+    (m, n), f32 = contracted, jnp.float32
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, y, (((m,), (n,)), ((), ())), preferred_element_type=f32)
+
+    if all(x is lefts[0] for x in lefts):  # side by side, so that it is read once
+        products = product(lefts[0], jnp.concatenate(rights, axis=1 - n))
+        return functools.reduce(jnp.add, jnp.split(products, len(rights), axis=1))
+    return product(jnp.concatenate(lefts, axis=m), jnp.concatenate(rights, axis=n))
+
+
+_PARTS = 3  # bfloat16 numbers of 8 bits, whose sum has the 24 bits of a float32
+
+
+def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
+    """Returns arrays whose sum is x, in descending order of magnitude."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(_PARTS):
+        # XLA may leave out a conversion to bfloat16 and back.
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
 
 
 def sum_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from dsv3_jax.config import ModelConfig
 from pallas_kernels import Routes, route
+from pallas_kernels.matmul import float32_matmul
 from pallas_kernels.residuals import named
 from pallas_kernels.route.reference import Rule
 
@@ -59,8 +60,8 @@ class Router(nnx.Module):
 def _logits(x: Float[Array, "M D"], weight: Float[Array, "E D"]) -> Float32[Array, "M E"]:
     """Returns ``weight @ x`` for every token x, in float32. So are its gradients, which keep the
     tokens in their own dtype."""
-    if x.dtype != weight.dtype:
-        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    if jnp.bfloat16 == x.dtype != weight.dtype:
+        return float32_matmul(x, weight)
     # A product of two bfloat16 is exact in float32, in which they are summed. HIGHEST: a
     # float32 matmul may otherwise run in TF32 on a GPU and flip a close choice.
     # If all matmuls are float32, XLA would merge this one with the first two of the shared expert,
@@ -70,7 +71,7 @@ def _logits(x: Float[Array, "M D"], weight: Float[Array, "E D"]) -> Float32[Arra
     return jnp.einsum(
         "md,ed->me",
         tokens,
-        weight,
+        weight.astype(x.dtype),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
@@ -83,11 +84,14 @@ def _logits_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
 def _logits_backward(
     saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    # Without the barrier, XLA would keep the forward pass's float32 tokens.
-    x, weight = jax.lax.optimization_barrier(saved)
-    highest = jax.lax.Precision.HIGHEST
-    d_x = jnp.einsum("me,ed->md", cotangent, weight.astype(jnp.float32), precision=highest)
-    d_weight = jnp.einsum("me,md->ed", cotangent, x.astype(jnp.float32), precision=highest)
+    x, weight = saved
+    if x.dtype == jnp.bfloat16:
+        d_x = float32_matmul(cotangent, weight, contracted=(1, 0))
+        d_weight = float32_matmul(x, cotangent, contracted=(0, 0)).T
+    else:
+        highest = jax.lax.Precision.HIGHEST
+        d_x = jnp.einsum("me,ed->md", cotangent, weight.astype(jnp.float32), precision=highest)
+        d_weight = jnp.einsum("me,md->ed", cotangent, x, precision=highest)
     return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
 
 

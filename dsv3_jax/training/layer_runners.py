@@ -15,7 +15,7 @@ from dsv3_jax.layers.block import DecoderLayer, LayerRunner
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
 from dsv3_jax.training.config import Remat
-from pallas_kernels.residuals import ResidualName
+from pallas_kernels.residuals import ResidualName, rounded
 from sharding import Layout
 from sharding.fsdp import save_all_but_gathered
 
@@ -48,7 +48,9 @@ def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
     def run(
         layers: Sequence[DecoderLayer], x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], list[RoutingStats]]:
-        all_stats = []
+        # Without barriers, XLA would keep the residual stream in float32, and look up every angle
+        # again in every layer.
+        all_stats, x, rotation = [], rounded(x), jax.lax.optimization_barrier(rotation)
         for structure, group in itertools.groupby(map(_Split, layers), lambda s: s.structure):
             apply = _function(structure[0], rotation, remat, layers[0].layout)
             weights = [layer.weights for layer in group]
@@ -73,7 +75,8 @@ class _Split:
 
 def _function(graph: Any, rotation: Rotation, remat: Remat, layout: Layout | None) -> Apply:
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
-        return nnx.merge(graph, weights)(x, rotation)
+        x, stats = nnx.merge(graph, weights)(x, rotation)
+        return rounded(x), stats
 
     if remat != "none":
         policy = jax.checkpoint_policies.save_only_these_names(*_SAVED[remat])

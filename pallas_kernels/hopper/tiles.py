@@ -85,9 +85,10 @@ def spread_columns(vector: jax.Array, rows: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, (rows, *vector.shape), [1])
 
 
-# jax 0.10 requires an index here, jax 0.12 does not accept one.
+# jax 0.10 requires an index here, jax 0.11 warns of one, and jax 0.12 does not accept one.
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 _ALL_OF_IT: dict[str, Any] = (
-    {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
+    {"idx": ()} if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else {}
 )
 
 

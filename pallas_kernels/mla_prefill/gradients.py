@@ -35,10 +35,10 @@ def without_first_keys(backend: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# cuDNN is first until ours has been timed on a GPU. Ours takes some of what cuDNN refuses.
+# Ours takes 5 to 10 % less time than cuDNN's on an H200, see benchmarks/results.
 BACKENDS = {
-    "cudnn": without_first_keys(cudnn.gradients),
     "mosaic_gpu": without_first_keys(mosaic_gpu_gradient.gradients),
+    "cudnn": without_first_keys(cudnn.gradients),
     "blocked": blocked.gradients,
 }
 _ARRAYS = 6  # of mla_prefill

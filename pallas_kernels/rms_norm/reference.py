@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.residuals import rounded
+
 
 def rms_norm(
     x: Float[Array, "*batch D"], weight: Float[Array, " D"], *, eps: float
@@ -38,7 +40,11 @@ def _with_norm(eps: float, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, 
 
 
 def _forward(eps: float, x: jax.Array, weight: jax.Array) -> tuple[Any, Any]:
-    return _with_norm(eps, x, weight), (x, weight)
+    y = x.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    x = rounded(x)
+    normed = x.astype(jnp.float32) * factor * weight.astype(jnp.float32)
+    return (x, normed.astype(x.dtype)), (x, weight)
 
 
 def _backward(

@@ -30,7 +30,7 @@ CONFIG = ModelConfig.from_hf(
         q_lora_rank=None,
     )
 )
-E, K = CONFIG.n_routed_experts, CONFIG.num_experts_per_tok
+K = CONFIG.num_experts_per_tok
 MOE_LAYERS = 3  # one of them of MTP
 POLICIES = "none", "norms", "attention+norms", "full"
 
@@ -63,7 +63,8 @@ def is_attention(equation: Any) -> bool:
 
 
 def test_matmuls_are_in_bfloat16():
-    """Only the router, and the weighted sum of the experts' results, multiply float32."""
+    """Only the weighted sum of the experts' results multiplies float32. The router's weights are
+    float32, but are multiplied in parts."""
     others, float32_flops, all_flops = [], 0, 0
     for equation in step_program():
         if equation.primitive.name != "dot_general" or is_attention(equation):
@@ -75,11 +76,11 @@ def test_matmuls_are_in_bfloat16():
         if jnp.float32 not in (a.dtype, b.dtype):
             continue
         float32_flops += size
-        if not {E, K} & {*a.shape, *b.shape, *equation.outvars[0].aval.shape}:
+        if K not in {*a.shape, *b.shape, *equation.outvars[0].aval.shape}:
             others.append((a, b))
     assert others == []
     tokens, D = 2 * 32, CONFIG.hidden_size
-    assert float32_flops == MOE_LAYERS * tokens * D * (3 * E + K)
+    assert float32_flops == MOE_LAYERS * tokens * D * K
     assert float32_flops < 0.02 * all_flops
 
 
