@@ -7,6 +7,7 @@ platform with a faster implementation has a file of its own.
 
 from pallas_kernels.attention_inputs.api import attention_inputs
 from pallas_kernels.block_quant.api import block_dequant, block_quant, integer_quant
+from pallas_kernels.cross_entropy.api import cross_entropy
 from pallas_kernels.decoder_layer.api import feed_forward
 from pallas_kernels.gather_rows.api import gather_rows
 from pallas_kernels.grouped_matmul.api import grouped_matmul
@@ -37,6 +38,7 @@ __all__ = [
     "attention_inputs",
     "block_dequant",
     "block_quant",
+    "cross_entropy",
     "dequantize_latent",
     "feed_forward",
     "float8_token_bytes",

@@ -5,12 +5,13 @@
     python -m scripts.bench_training --batch 1 --length 32768
     python -m scripts.bench_training --batch 1 --length 32768 --documents 16
     python -m scripts.bench_training --remat full
+    python -m scripts.bench_training --moments-dtype bfloat16
     python -m scripts.bench_training --layers 0 --lora-rank 16              # bfloat16 base
     python -m scripts.bench_training --layers 0 --lora-rank 16 --base fp8
     python -m scripts.bench_training --config config.json --layers 0 --batch 16 --length 1024
 
 JAX allocates 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, to 0.94 for
-example. XLA_FLAGS=--xla_gpu_enable_triton_gemm=false shortens the compilation.
+example.
 
 Prints one JSON object: the mean time of a step, tokens/s, MFU as ``dsv3 train`` defines it, which
 counts the operations that low-rank updates need, the peak memory that JAX has allocated, the
@@ -98,6 +99,7 @@ def measure(
         "length": length,
         "documents": documents,
         "remat": config.remat,
+        "moments_dtype": config.moments_dtype,
         "lora_rank": config.lora_rank,
         "ms": 1000 * step,
         "tokens_per_second": rate,
@@ -121,6 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--remat", default="none", help="policy of recomputation")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--compute-dtype", default="bfloat16")
+    parser.add_argument("--moments-dtype", default="float32", help="or bfloat16, as V3 was trained")
     parser.add_argument("--lora-rank", type=int, default=0, help="0: train all weights")
     parser.add_argument("--base", choices=QUANTIZATIONS, help="frozen weights of --lora-rank")
     parser.add_argument(
@@ -134,6 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         remat=given.remat,
         accumulate=given.accumulate,
         compute_dtype=given.compute_dtype,
+        moments_dtype=given.moments_dtype,
         lora_rank=given.lora_rank,
         document_mask=given.documents is not None,
     )

@@ -22,6 +22,7 @@ from jax.tree_util import Partial
 from ml_dtypes import bfloat16
 
 from pallas_kernels.block_quant import api as block_quant
+from pallas_kernels.cross_entropy import api as cross_entropy
 from pallas_kernels.grouped_matmul import api as grouped_matmul
 from pallas_kernels.grouped_swiglu import api as grouped_swiglu
 from pallas_kernels.mla_decode import api as mla_decode
@@ -141,6 +142,13 @@ def probes() -> list[Probe]:
             "2 queries of 16 heads, 64 and 1 of 70 tokens",
             (normal(1, 2, 16, 512), normal(1, 2, 16, 64), normal(1, 70, 576), selected),
             {"scale": 0.05},
+        ),
+        Probe(
+            "cross_entropy",
+            cross_entropy.BACKENDS,
+            "2 rows of 512 logits",
+            (normal(2, 512), np.array([0, 300], np.int32), np.ones(2, np.float32)),
+            {},
         ),
         Probe("block_quant", block_quant.BACKENDS, "4 x 256", (normal(4, 256),), {}),
     ]

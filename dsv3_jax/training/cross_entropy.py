@@ -22,6 +22,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.on_mesh import apply, on_mesh
+from pallas_kernels import cross_entropy
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.matmul import sum_dtype
 from sharding import Layout
 
@@ -38,42 +40,57 @@ class Term(NamedTuple):
     nats: Float32[Array, "B S"]
     best: Int[Array, "B S"]
     """The most probable token."""
-    gradient: Callable[[], Float32[Array, "B S W"]]
-    """Returns the gradient of ``nats`` by the logits."""
+    gradient: Float[Array, "B S W"] | None
+    """The gradient of the weighted sum of ``nats`` by the logits, in their dtype, if there are
+    weights."""
 
 
 Project = Callable[[jax.Array], jax.Array]
 """Returns the logits of hidden states [B, S, D]."""
-TermOf = Callable[[Project, jax.Array, jax.Array], Term]
-"""Returns the loss of hidden states [B, S, D] and another array [B, S, ...]."""
+TermOf = Callable[[Project, jax.Array, jax.Array, jax.Array | None, Implementation], Term]
+"""Returns the loss of hidden states [B, S, D] and another array [B, S, ...], with float32 weights
+[B, S] of its gradient or None, by a back-end of :func:`pallas_kernels.cross_entropy`."""
 
 
-def next_token(project: Project, hidden: Float[Array, "B S D"], targets: Int[Array, "B S"]) -> Term:
+def next_token(
+    project: Project,
+    hidden: Float[Array, "B S D"],
+    targets: Int[Array, "B S"],
+    weights: Float32[Array, "B S"] | None = None,
+    implementation: Implementation = None,
+) -> Term:
     """Returns ``-log p`` of the targets."""
     logits = project(hidden)
-    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    best, logits = jnp.argmax(logits, axis=-1), logits.astype(jnp.float32)
-    total = jax.nn.logsumexp(logits, axis=-1)
-
-    def gradient() -> Float32[Array, "B S W"]:
-        is_target = targets[..., None] == jnp.arange(logits.shape[-1])
-        return jnp.exp(logits - total[..., None]) - is_target
-
-    return Term(total - target_logits.astype(jnp.float32), best, gradient)
+    best = jnp.argmax(logits, axis=-1)
+    if weights is None:
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+        return Term(total - target_logits.astype(jnp.float32), best, None)
+    rows = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), weights.reshape(-1)
+    nats, gradient = cross_entropy(*rows, implementation=implementation)
+    return Term(nats.reshape(targets.shape), best, gradient.reshape(logits.shape))
 
 
 def divergence(
-    project: Project, hidden: Float[Array, "B S D"], main: Float[Array, "B S D"]
+    project: Project,
+    hidden: Float[Array, "B S D"],
+    main: Float[Array, "B S D"],
+    weights: Float32[Array, "B S"] | None = None,
+    implementation: Implementation = None,
 ) -> Term:
     """Returns ``KL(p || q)``, where q is the distribution of ``hidden`` and p that of ``main``, a
-    constant."""
+    constant. It has one implementation."""
+    del implementation
     logits = project(hidden)
     log_p, log_q = (
         jax.nn.log_softmax(each.astype(jnp.float32))
         for each in (jax.lax.stop_gradient(project(main)), logits)
     )
-    nats = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    return Term(nats, jnp.argmax(logits, axis=-1), lambda: jnp.exp(log_q) - jnp.exp(log_p))
+    nats, gradient = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1), None
+    if weights is not None:
+        gradient = (jnp.exp(log_q) - jnp.exp(log_p)) * weights[..., None]
+        gradient = gradient.astype(logits.dtype)
+    return Term(nats, jnp.argmax(logits, axis=-1), gradient)
 
 
 class LossHead:
@@ -104,7 +121,7 @@ class LossHead:
         """
         if not isinstance(self._lm_head, Linear):  # replaced
             project = functools.partial(apply, self._lm_head, out_dtype=jnp.float32)
-            nats, best, _ = term_of(project, hidden, other)
+            nats, best, _ = term_of(project, hidden, other, None, None)
             return jnp.sum(nats * mask), best
         layout, dtype = self._layout, hidden.dtype
         (B, T, _), W = hidden.shape, self._lm_head.weight.shape[0]
@@ -112,8 +129,11 @@ class LossHead:
             B, W = B // layout.num_shards("batch"), W // layout.num_shards("vocab")
             T //= layout.num_shards("tokens")
         size = chunk_size(T, B * W * dtype.itemsize, LOGITS_BYTES)
-        summed = functools.partial(_summed, (term_of, size, dtype))
-        if layout is None or not layout.fsdp_axes:  # XLA partitions the operations
+        is_partitioned = layout is not None and not layout.fsdp_axes
+        # XLA partitions the operations, but no kernel.
+        implementation = "reference" if is_partitioned else None
+        summed = functools.partial(_summed, (term_of, size, dtype, implementation))
+        if layout is None or is_partitioned:
             return summed(self._lm_head.dense(dtype), hidden, other, mask)
 
         def body(lm_head: Linear, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +179,7 @@ def _evaluate(
     """Returns the loss and the most probable token of every position."""
 
     def chunk(arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return term_of(project, *arrays)[:2]
+        return term_of(project, *arrays, None, None)[:2]
 
     T = hidden.shape[1]
     if size >= T:
@@ -168,8 +188,8 @@ def _evaluate(
     return _joined(chunks[0], T), _joined(chunks[1], T)
 
 
-_Settings = tuple[TermOf, int, jnp.dtype]
-"""The loss, positions per chunk, and dtype of the hidden states."""
+_Settings = tuple[TermOf, int, jnp.dtype, Implementation]
+"""The loss, positions per chunk, dtype of the hidden states, and back-end of the loss."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -181,7 +201,7 @@ def _summed(
     mask: Bool[Array, "B T"],
 ) -> tuple[Float32[Array, ""], Int[Array, "B T"]]:
     """Does :meth:`LossHead.sum`. Without a gradient, logits are float32, as in inference."""
-    term_of, size, _ = settings
+    term_of, size, *_ = settings
     project = functools.partial(_logits, weight, jnp.float32)
     nats, best = _evaluate(term_of, size, project, hidden, other)
     return jnp.sum(nats * mask), best
@@ -194,15 +214,15 @@ def _logits(weight: jax.Array, dtype: Any, hidden: jax.Array) -> Float[Array, "B
 def _forward(
     settings: _Settings, weight: jax.Array, hidden: jax.Array, other: jax.Array, mask: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    (term_of, size, dtype), T, f32 = settings, hidden.shape[1], jnp.float32
+    (term_of, size, dtype, implementation), T, f32 = settings, hidden.shape[1], jnp.float32
 
     def project(hidden: jax.Array) -> jax.Array:
         return _logits(weight, sum_dtype(dtype), hidden).astype(dtype)
 
     def chunk(d_weight: jax.Array, arrays: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         hidden, other, mask = arrays
-        nats, best, gradient = term_of(project, hidden, other)
-        d_logits = (gradient() * mask[..., None]).astype(dtype)
+        weights = mask.astype(f32)
+        nats, best, d_logits = term_of(project, hidden, other, weights, implementation)
         d_hidden = jnp.einsum("bsw,wd->bsd", d_logits, weight, preferred_element_type=f32)
         d_chunk = jnp.einsum("bsw,bsd->wd", d_logits, hidden, preferred_element_type=f32)
         return d_weight + d_chunk, (nats, best, d_hidden)
@@ -220,7 +240,7 @@ def _forward(
 def _backward(
     settings: _Settings, residuals: tuple[jax.Array, jax.Array], cotangents: Any
 ) -> tuple[jax.Array | None, ...]:
-    *_, dtype = settings
+    *_, dtype, _ = settings
     d_weight, d_hidden = ((cotangents[0] * each).astype(dtype) for each in residuals)
     return d_weight, d_hidden, None, None
 

@@ -39,7 +39,8 @@ _RENAMED = frozenset(
     (
         *("bitcast_convert_type", "copy", "copy_p", "expand_dims", "mesh_cast", "name", "pvary"),
         *("reduce_precision", "reshape", "reshard", "sharding_constraint", "squeeze"),
-        "stop_gradient",
+        # A kernel overwrites what a reference was made from.
+        *("get", "new_ref", "stop_gradient"),
     )
 )
 _REDUCTIONS = frozenset(

@@ -219,6 +219,7 @@ ARGUMENTS = {
         {},
     ),
     "top_k": ((jnp.ones((1, 2)), 1), {}),
+    "cross_entropy": ((jnp.ones((1, 2)), jnp.zeros(1, jnp.int32), jnp.ones(1)), {}),
     "gather_rows": ((jnp.ones((1, 2)), jnp.zeros(1, jnp.int32)), {}),
     "sparse_mla_decode": ((HEAD, HEAD, jnp.ones((1, 2, 8)), TABLE, INDICES), {"scale": 1.0}),
     "sparse_mla_prefill": ((HEAD, HEAD, jnp.ones((1, 2, 8)), INDICES), {"scale": 1.0}),

@@ -330,6 +330,13 @@ def kernels() -> dict[str, Kernel]:
         "top_k k 2000": selection(8, 100_000, k=2000),
         "top_k lengths": selection(64, 32768, lengths=True),
     }
+    for W in (129280, 163840):  # chunks of 256 columns, and of 512
+        arrays = {
+            "logits": Struct((2048, W), BF16),
+            "targets": Struct((2048,), I32),
+            "weights": Struct((2048,), F32),
+        }
+        table[f"cross_entropy {W}"] = Kernel("pallas_kernels.cross_entropy.mosaic_gpu", arrays, {})
     table |= {
         "mla_prefill 8192": prefill(8192, 8192),
         "mla_prefill 2048 over 8192": prefill(2048, 8192),
