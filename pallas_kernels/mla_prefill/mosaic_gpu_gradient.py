@@ -12,7 +12,7 @@ one order, so equal calls give equal bits.
 
 d_s has two bytes per visible pair, so its buffer is limited (:data:`BUFFER_BYTES`): the kernels run
 for some sequences and heads at a time, and for some of a long sequence's keys. It is an array of
-*cells*, 64 keys by 64 queries, which :meth:`_Plan.cells_of` puts in order. Keys are rows of a cell,
+*cells*, 64 keys by 64 queries, which :class:`tiles.Cells` puts in order. Keys are rows of a cell,
 as they are in the registers of the first kernel; wgmma of the second one reads them by columns.
 
 In both kernels a producer warp takes tiles of one head from a queue, the longest first, as the
@@ -39,7 +39,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors, require_hopper, wgmma
@@ -48,23 +47,16 @@ from pallas_kernels.hopper.ir import (
     INT32,
     SCALAR,
     Registers,
-    array,
     asm,
-    asm_numbers,
-    const,
-    f32,
-    float_pair,
     i32,
     inline,
-    instruction,
     scalar,
     value_of,
-    warp_and_lane,
-    words_of,
 )
 from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import LOG2E
+from pallas_kernels.hopper.registers import store_swizzled, widened
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import (
     COLUMN,
@@ -78,6 +70,7 @@ from pallas_kernels.hopper.tiles import (
 from pallas_kernels.hopper.warpgroup import first_warp, when
 from pallas_kernels.mla_prefill import reference
 from pallas_kernels.mla_prefill.tiles import (
+    Cells,
     HeadTiles,
     claim_tile,
     mask_thread_columns,
@@ -142,7 +135,7 @@ def gradients(
     of_keys = functools.partial(
         _of_some_keys, q, d_out=d_out, lse=lse, delta=delta, scale=float(scale), interpret=interpret
     )
-    at_once = _keys_at_once(q.shape[1], S, causal)
+    at_once = _cells(q.shape[1], S, causal).keys_in(BUFFER_BYTES // _CELL_BYTES, CONSUMERS) * BLOCK
     if at_once >= S:
         return of_keys(k, v, starts, lengths, causal=causal)
     parts = []
@@ -169,9 +162,10 @@ def _of_some_keys(
     k, v = (_padded(x, 1, max(S, TILE)) for x in (k, v))
     bounds = {"starts": starts, "lengths": lengths}
     pairs = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
-    sequences, heads = _heads_at_once(B, H, _cells(T, S, causal))
+    cells = _cells(T, S, causal)
+    sequences, heads = cells.heads_in(BUFFER_BYTES // _CELL_BYTES, B, H)
     plan = functools.partial(
-        _Plan.of, q, k, v, T, S, sequences, heads, scale, causal, interpret is not None
+        _Plan.of, q, k, v, T, S, sequences, heads, scale, cells, interpret is not None
     )
 
     def of_heads(first: jax.Array) -> list[jax.Array]:
@@ -191,37 +185,15 @@ def _of_some_keys(
     return d_q[:, :T], d_k[:, :S], d_v[:, :S]
 
 
+def _cells(T: int, S: int, causal: bool) -> Cells:
+    return Cells(pl.cdiv(T, BLOCK), CONSUMERS * pl.cdiv(S, TILE), causal)
+
+
 def _joined(parts: Float[Array, "N Bs R Hs C"], B: int, H: int) -> Float[Array, "B R H C"]:
     """Returns the array whose parts have some sequences and heads each."""
     _, sequences, rows, heads, columns = parts.shape
     parts = parts.reshape(B // sequences, H // heads, sequences, rows, heads, columns)
     return jnp.moveaxis(parts, 1, 3).reshape(B, rows, H, columns)
-
-
-def _keys_at_once(T: int, S: int, causal: bool) -> int:
-    """Returns how many keys have cells of one head that fit in the buffer: all, or tiles."""
-    if _cells(T, S, causal) * _CELL_BYTES <= BUFFER_BYTES:
-        return S
-    return max(1, BUFFER_BYTES // (_cells(T, TILE, False) * _CELL_BYTES)) * TILE
-
-
-def _heads_at_once(B: int, H: int, cells: int) -> tuple[int, int]:
-    """Returns the largest numbers of sequences and heads whose cells fit in the buffer: some
-    sequences with all heads, or some heads of one."""
-    fit = max(1, BUFFER_BYTES // (cells * _CELL_BYTES))
-    sequences = max((n for n in range(1, B + 1) if B % n == 0 and n * H <= fit), default=0)
-    if sequences:
-        return sequences, H
-    return 1, max(n for n in range(1, H + 1) if H % n == 0 and n <= fit)
-
-
-def _cells(T: int, S: int, causal: bool) -> int:
-    """Returns the cells of a head."""
-    queries, keys = pl.cdiv(T, BLOCK), CONSUMERS * pl.cdiv(S, TILE)
-    if not causal:
-        return queries * keys
-    keys = min(queries, keys)
-    return keys * queries - keys * (keys - 1) // 2
 
 
 def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -246,13 +218,13 @@ class _Plan:
     V: int
     ctas: int
     scale: float
-    causal: bool  # all starts are 0
+    cells: Cells
     interpreted: bool
 
     @classmethod
     def of(
         cls, q: jax.Array, k: jax.Array, v: jax.Array, T: int, S: int, sequences: int, heads: int,
-        scale: float, causal: bool, interpreted: bool, *, of_keys: bool,
+        scale: float, cells: Cells, interpreted: bool, *, of_keys: bool,
     ) -> _Plan:  # fmt: skip
         K, V = q.shape[-1], v.shape[-1]
         rows, head_bytes = (S, T * (K + V) * 2) if of_keys else (T, S * K * 2)
@@ -260,7 +232,7 @@ class _Plan:
         order = HeadTiles.of(sequences, heads, per_head, head_bytes, L2_BYTES)
         tiles = sequences * heads * per_head
         ctas = min(multiprocessors(), tiles)
-        return cls(of_keys, order, tiles, T, S, K, V, ctas, scale, causal, interpreted)
+        return cls(of_keys, order, tiles, T, S, K, V, ctas, scale, cells, interpreted)
 
     @property
     def rows(self) -> int:
@@ -284,7 +256,7 @@ class _Plan:
     def all_cells(self) -> int:
         """Cells of all heads. Three follow, so that four that begin in the array end in it."""
         heads = self.tiles // self.order.per_head
-        return heads * _cells(self.queries, self.keys, self.causal) + 3
+        return heads * self.cells.count + 3
 
     def position_of(self, tile: Any) -> tuple[Any, Any, Any]:
         """Returns the sequence, the head and the first row of a tile."""
@@ -292,12 +264,8 @@ class _Plan:
         return b, h, (i if self.of_keys else self.order.per_head - 1 - i) * self.tile
 
     def cells_of(self, b: Any, h: Any, keys: Any) -> Any:
-        """Returns the index that the cell of the first queries has for a block of keys. Others
-        follow. If starts are 0, only cells from the diagonal on have room."""
-        queries = pl.cdiv(self.queries, BLOCK)
-        of_head = (b * self.order.heads + h) * _cells(self.queries, self.keys, self.causal)
-        hidden = lax.div(keys * (keys + 1), jnp.int32(2)) if self.causal else 0
-        return of_head + keys * queries - hidden
+        """Returns the index that the cell of the first queries has for a block of keys."""
+        return (b * self.order.heads + h) * self.cells.count + self.cells.first(keys)
 
     # ---- blocks of queries ----
 
@@ -637,24 +605,6 @@ def _uniform(x: jax.Array, on_gpu: bool) -> jax.Array:
     return maximum(x)
 
 
-def _widened(p: jax.Array, on_gpu: bool) -> jax.Array:
-    """Returns bfloat16 ``p`` as float32, from its packed registers. If the compiler knew where they
-    come from, it would keep the float32 numbers in registers, which are too few."""
-    if not on_gpu:
-        return p.astype(jnp.float32)
-
-    @inline(WGMMA, returns=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=WGMMA))
-    def widen(p: Registers) -> Registers:
-        pairs = []
-        for word in words_of(p):
-            text = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
-            numbers = asm_numbers(text, "=&r,=r,r", word, kind=i32(), count=2)
-            pairs.append(float_pair(*(arith.bitcast(f32(), x) for x in numbers)))
-        return array(pairs, p.shape, WGMMA)
-
-    return widen(p)
-
-
 def _zeros(columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
@@ -715,12 +665,15 @@ class _KeyTiles(_Tiles):
         add_p(steps[-1])
         d_p = self.start(stage, 1)
         d_v = self.add(factors[-1], stage, 1, d_v, steps[-1])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the cell before
         d_p = self.complete(d_p, later=1)
         for c in steps:
-            p = _widened(factors[c // _STEP], not plan.interpreted)
+            p = widened(factors[c // _STEP], not plan.interpreted)
             d_s = p * (d_p[:, c : c + _STEP] - self.of_columns(stage, 1, c))
             factors.append(d_s.astype(jnp.bfloat16))
             d_k = self.add(factors[-1], stage, 0, d_k, c)
+            if not plan.interpreted:
+                store_swizzled(factors[-1], self.staging, c)
         self.store_cell(factors[len(steps) :], cell)
         d_k, d_v = self.complete(d_k), self.complete(d_v)
         if not plan.interpreted:
@@ -728,12 +681,10 @@ class _KeyTiles(_Tiles):
         return d_k, d_v
 
     def store_cell(self, parts: Sequence[jax.Array], cell: Any) -> None:
-        memory, on_gpu = self.memory, not self.plan.interpreted
-        warpgroup = _uniform(self.warpgroup, on_gpu)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if on_gpu:
-            _store_swizzled(parts, self.staging)
-        else:
+        """Starts the copy of a cell, which on a GPU is in the staging memory."""
+        memory, plan = self.memory, self.plan
+        warpgroup = _uniform(self.warpgroup, not plan.interpreted)
+        if plan.interpreted:
             memory.staging[warpgroup] = jnp.concatenate(parts, axis=1)
         plgpu.commit_smem()
         target = memory.d_s.at[pl.ds(cell * BLOCK, BLOCK)]
@@ -777,23 +728,6 @@ class _KeyTiles(_Tiles):
     def panels_of(self, i: int) -> range:
         first = self.plan.K // PANEL
         return range(first, self.plan.panels) if i else range(first)
-
-
-def _store_swizzled(parts: Sequence[jax.Array], base: jax.Array) -> None:
-    """Stores bfloat16 [64, 64], in parts of 16 columns, as swizzled rows of 128 bytes in shared
-    memory, at ``base`` units of 16 bytes. An instruction stores four matrices [8, 8], those of a
-    part that a warp has. Each lane passes the address of one row."""
-
-    @inline(*(WGMMA for _ in parts), SCALAR).on(*parts, base)
-    def _(*operands: Registers) -> None:
-        warp, lane = warp_and_lane()
-        row = arith.addi(arith.muli(warp, const(16)), arith.andi(lane, const(15)))
-        unit = arith.xori(arith.shrui(lane, const(4)), arith.andi(lane, const(7)))
-        unit = arith.addi(arith.muli(row, const(_ROW_BYTES // 16)), unit)
-        address = arith.shli(arith.addi(value_of(operands[-1]), unit), const(4))
-        for i, part in enumerate(operands[:-1]):
-            text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
-            instruction(text, arith.xori(address, const(32 * i)), *words_of(part))
 
 
 # ---- the kernel of queries -----------------------------------------------------------------------
