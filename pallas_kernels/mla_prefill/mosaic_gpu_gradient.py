@@ -7,8 +7,8 @@ With ``delta = rowsum(out * d_out) - d_lse``, and sums over the visible pairs (s
     of queries:                    d_q = scale * d_s k
 
 The first kernel sums d_v and d_k, and stores d_s. The second one, a matmul of only the visible
-pairs, sums d_q: five matmuls in all. No sum crosses CTAs: every result is summed in registers in
-one order, so equal calls give equal bits.
+pairs, sums d_q: five matmuls in all. Every result is summed in registers, in one order, so equal
+calls give equal bits.
 
 d_s has two bytes per visible pair, so its buffer is limited (:data:`BUFFER_BYTES`): the kernels run
 for some sequences and heads at a time, and for some of a long sequence's keys. It is an array of
@@ -81,8 +81,9 @@ CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS
 PANEL = 64  # columns: a panel has rows of 128 bytes, the width of a swizzle atom
 BLOCK = 64  # queries or keys of a block
-BUFFER_BYTES = 5 << 28
-"""Bytes of d_s at a time, at most; those of 4 x 4,096 tokens with 16 heads are 4.1 << 28."""
+BUFFER_BYTES = 9 << 28
+"""Bytes of d_s at a time, at most. 4 x 4,096 tokens with 16 heads have 4.1 << 28. Two heads of
+32,768 have twice that; with less, there would be fewer tiles of queries than multiprocessors."""
 L2_BYTES = 24 << 20  # share of the L2 cache for the streamed operands of concurrent heads
 _ROW_BYTES = 128
 _CELL_BYTES = BLOCK * _ROW_BYTES
@@ -152,8 +153,8 @@ def _of_some_keys(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array, *,
     d_out: jax.Array, lse: jax.Array, delta: jax.Array, scale: float, causal: bool, interpret: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Returns the gradients, where the cells of one head fit in the buffer.
-    ``causal``: all starts are 0."""
+    """Returns the gradients, where the cells of one head fit in the buffer. ``causal``: all starts
+    are 0."""
     (B, T, H, _), S = q.shape, k.shape[1]
     # TMA copies of one dimension are not clipped at T.
     lse, delta = (_padded(x.swapaxes(1, 2), 2, pl.cdiv(T, BLOCK) * BLOCK) for x in (lse, delta))
@@ -175,14 +176,18 @@ def _of_some_keys(
         of_queries = {"k": k, "d_s": d_s, **arrays}
         return [*_launch(of_queries, plan=plan(of_keys=False), interpret=interpret), *d_kv]
 
+    def add_heads(i: Any, results: list[jax.Array]) -> list[jax.Array]:
+        first, parts = firsts[i], of_heads(firsts[i])
+        place = first[0], 0, first[1], 0
+        return [lax.dynamic_update_slice(*x, place) for x in zip(results, parts, strict=True)]
+
     if (sequences, heads) == (B, H):
-        results = of_heads(jnp.zeros(2, jnp.int32))
+        d_q, d_k, d_v = of_heads(jnp.zeros(2, jnp.int32))
     else:
-        firsts = jnp.mgrid[0:B:sequences, 0:H:heads].reshape(2, -1).T
-        parts = lax.map(of_heads, firsts.astype(jnp.int32))
-        results = [_joined(x, B, H) for x in parts]
-    d_q, d_k, d_v = results
-    return d_q[:, :T], d_k[:, :S], d_v[:, :S]
+        firsts = jnp.mgrid[0:B:sequences, 0:H:heads].reshape(2, -1).T.astype(jnp.int32)
+        results = [jnp.zeros((B, T, *q.shape[2:]), q.dtype), *map(jnp.zeros_like, (k, v))]
+        d_q, d_k, d_v = lax.fori_loop(0, len(firsts), add_heads, results)
+    return d_q, d_k[:, :S], d_v[:, :S]
 
 
 def _cells(T: int, S: int, causal: bool) -> Cells:
@@ -379,12 +384,13 @@ def _launch(operands: dict[str, jax.Array], *, plan: _Plan, interpret: Any) -> l
             rings.append(Ring.of(size[0], CONSUMERS, own, interpret))
             rings[-1].initialise()
         warpgroup = lax.axis_index("wg")
-        produce, consumer = _roles(plan)
+        roles = (_copy_queries, _KeyTiles) if plan.of_keys else (_copy_keys, _QueryTiles)
+        copy_blocks, consumer = roles
 
         @when(warpgroup == CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            when(first_warp(on_gpu))(lambda: _produce(plan, memory, rings, produce))
+            when(first_warp(on_gpu))(lambda: _produce(plan, memory, rings, copy_blocks))
 
         @when(warpgroup != CONSUMERS)
         def _() -> None:
@@ -409,11 +415,6 @@ def _launch(operands: dict[str, jax.Array], *, plan: _Plan, interpret: Any) -> l
         reduction_scratch_bytes=0,
     )
     return list(kernel(*operands.values()))
-
-
-def _roles(plan: _Plan) -> tuple[Callable[..., Any], Any]:
-    """Returns the function that copies a tile, and the class of a consumer."""
-    return (_copy_queries, _KeyTiles) if plan.of_keys else (_copy_keys, _QueryTiles)
 
 
 def _produce(
@@ -467,10 +468,11 @@ def _copy_queries(
     def copy_block(i: Any, state: PipelineState, carry: tuple[()]) -> tuple[()]:
         rows, target = pl.ds((first + i) * BLOCK, BLOCK), memory.blocks.at[state.stage]
         copies = _panel_copies((memory.q, memory.d_out), b, h, rows, target)
-        for n, source in enumerate((memory.lse, memory.delta)):
-            target = memory.statistics.at[state.stage, n]
-            copies.append(TmaCopy(source, (b, h, rows), target, contiguous=True))
-        blocks.fill(state, copies)
+        statistics = [
+            TmaCopy(x, (b, h, rows), memory.statistics.at[state.stage, n], contiguous=True)
+            for n, x in enumerate((memory.lse, memory.delta))
+        ]
+        blocks.fill(state, [*copies, *statistics])
         return carry
 
     state, _ = blocks.loop(count, copy_block, state, ())
@@ -490,9 +492,9 @@ def _copy_keys(
         target, rows = memory.blocks.at[state.stage], pl.ds(i * BLOCK, BLOCK)
         copies = _panel_copies((memory.k,), *of_all, rows, target)
         cell = plan.cells_of(b, h, i) + lax.div(row, jnp.int32(BLOCK))
-        window, target = (pl.ds(cell * BLOCK, plan.tile), pl.ds(0, PANEL)), memory.cells
-        copies.append(TmaCopy(memory.d_s, window, target.at[state.stage], tiled=False))
-        blocks.fill(state, copies)
+        window = pl.ds(cell * BLOCK, plan.tile), pl.ds(0, PANEL)
+        of_cells = TmaCopy(memory.d_s, window, memory.cells.at[state.stage], tiled=False)
+        blocks.fill(state, [*copies, of_cells])
         return carry
 
     count = plan.seen_by(row + plan.tile, start, length)
