@@ -194,13 +194,6 @@ def _cells(T: int, S: int, causal: bool) -> Cells:
     return Cells(pl.cdiv(T, BLOCK), CONSUMERS * pl.cdiv(S, TILE), causal)
 
 
-def _joined(parts: Float[Array, "N Bs R Hs C"], B: int, H: int) -> Float[Array, "B R H C"]:
-    """Returns the array whose parts have some sequences and heads each."""
-    _, sequences, rows, heads, columns = parts.shape
-    parts = parts.reshape(B // sequences, H // heads, sequences, rows, heads, columns)
-    return jnp.moveaxis(parts, 1, 3).reshape(B, rows, H, columns)
-
-
 def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
     padding = [(0, 0)] * x.ndim
     padding[axis] = 0, size - x.shape[axis]
