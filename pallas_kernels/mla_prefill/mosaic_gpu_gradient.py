@@ -357,7 +357,9 @@ def _launch(operands: dict[str, jax.Array], *, plan: _Plan, interpret: Any) -> l
         buffers["cells"] = panels(_STAGES, plan.tile)
     sizes = [(_QUEUE_SLOTS, 1), *copies]
     scratch = [Ring.scratch(stages, each, CONSUMERS, interpret) for stages, each in sizes]
-    shapes = [(sequences, rows, plan.order.heads, width) for width in results]
+    shapes: list[tuple[int, ...]] = [
+        (sequences, rows, plan.order.heads, width) for width in results
+    ]
     if plan.of_keys:
         shapes.append((plan.all_cells * BLOCK, PANEL))
 
