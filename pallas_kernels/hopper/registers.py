@@ -6,9 +6,26 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.hopper.ir import array, asm, const, element, f32, float_pair, i32, inline, item
+from pallas_kernels.hopper.ir import (
+    SCALAR,
+    Registers,
+    array,
+    asm,
+    asm_numbers,
+    const,
+    element,
+    f32,
+    float_pair,
+    i32,
+    inline,
+    instruction,
+    item,
+    value_of,
+    warp_and_lane,
+    words_of,
+)
 from pallas_kernels.hopper.tiles import WGMMA
 
 MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
@@ -89,3 +106,37 @@ def approximate_sigmoid(x: jax.Array, *, on_gpu: bool) -> jax.Array:
         return array([float_pair(*both) for both in results], x.shape, WGMMA)
 
     return sigmoid(x)
+
+
+def widened(p: jax.Array, on_gpu: bool) -> jax.Array:
+    """Returns bfloat16 [64, columns] as float32, from its packed registers. If the compiler knew
+    where they come from, it would keep the float32 numbers in registers, which are too few."""
+    if not on_gpu:
+        return p.astype(jnp.float32)
+
+    @inline(WGMMA, returns=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=WGMMA))
+    def widen(p: Registers) -> Registers:
+        pairs = []
+        for word in words_of(p):
+            text = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
+            numbers = asm_numbers(text, "=&r,=r,r", word, kind=i32(), count=2)
+            pairs.append(float_pair(*(arith.bitcast(f32(), x) for x in numbers)))
+        return array(pairs, p.shape, WGMMA)
+
+    return widen(p)
+
+
+def store_swizzled(part: jax.Array, base: jax.Array, first: int) -> None:
+    """Stores bfloat16 [64, 16] as columns from ``first`` on of swizzled rows of 128 bytes in shared
+    memory, at ``base`` units of 16 bytes (see ``wgmma.operand_base``). The instruction stores the
+    four matrices [8, 8] that a warp has. Each lane passes the address of one row."""
+
+    @inline(WGMMA, SCALAR).on(part, base)
+    def _(part: Registers, base: Registers) -> None:
+        warp, lane = warp_and_lane()
+        row = arith.addi(arith.muli(warp, const(16)), arith.andi(lane, const(15)))
+        unit = arith.xori(arith.shrui(lane, const(4)), arith.andi(lane, const(7)))
+        unit = arith.addi(arith.muli(row, const(8)), unit)
+        address = arith.shli(arith.addi(value_of(base), unit), const(4))
+        text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+        instruction(text, arith.xori(address, const(2 * first)), *words_of(part))

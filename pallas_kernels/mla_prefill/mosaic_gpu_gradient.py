@@ -1,4 +1,4 @@
-"""The gradient of mla_prefill on Hopper GPUs: one kernel in two forms (bfloat16).
+"""The gradient of mla_prefill on Hopper GPUs, in two kernels (bfloat16).
 
 With ``delta = rowsum(out * d_out) - d_lse``, and sums over the visible pairs (see :mod:`blocked`)::
 
@@ -6,24 +6,25 @@ With ``delta = rowsum(out * d_out) - d_lse``, and sums over the visible pairs (s
     of keys:     d_v = p^T d_out,  d_k = scale * d_s^T q
     of queries:                    d_q = scale * d_s k
 
-Both forms compute p and d_s, seven matmuls instead of five. In return no sum crosses CTAs: every
-result is summed in registers in one order, so equal calls give equal bits, and P and d_S go from
-registers to the tensor cores without shared memory.
+The first kernel sums d_v and d_k, and stores d_s. The second one, a matmul of only the visible
+pairs, sums d_q: five matmuls in all. Every result is summed in registers, in one order, so equal
+calls give equal bits.
 
-A tile is 128 keys, or 128 queries, of one head: the *fixed* pair of operands, k and v or q and
-d_out, stays in shared memory. A producer warp streams blocks of the other pair through a ring of
-stages by TMA, and takes tiles from a queue, the longest first, as the forward kernel does. Each of
-two consumer warpgroups has 64 rows of the tile. For every block it
+d_s has two bytes per visible pair, so its buffer is limited (:data:`BUFFER_BYTES`): the kernels run
+for some sequences and heads at a time, and for some of a long sequence's keys. It is an array of
+*cells*, 64 keys by 64 queries, which :class:`tiles.Cells` puts in order. Keys are rows of a cell,
+as they are in the registers of the first kernel; wgmma of the second one reads them by columns.
 
-* computes the scores ``A B^T`` of the first operands, and d_P of the second ones. Rows are those
-  of the fixed pair, so in the form of keys both are transposed.
-* computes P. In the form of keys its registers are the left operand of ``d_v += P d_out``.
-* computes d_S. Its registers are the left operand of ``d_k += d_S q``, or of ``d_q += d_S k``.
-  wgmma now reads by columns the block that the scores needed by rows.
+In both kernels a producer warp takes tiles of one head from a queue, the longest first, as the
+forward kernel does, and streams blocks through a ring of stages by TMA to two consumer warpgroups.
 
-Blocks that need a mask come first: the diagonal is at the first queries that see a key, and at the
-last keys that a query sees. A warpgroup skips blocks that none of its rows sees. In the form of
-queries a second loop over the blocks that are seen whole has no mask.
+* Of keys, a tile is 128 keys: k and v stay in shared memory, and blocks are 64 queries of q and
+  d_out. A warpgroup has 64 keys. For every block it computes the transposed scores ``k q^T`` and
+  d_P; then P, whose registers are the left operand of ``d_v += P d_out``; then d_S, likewise of
+  ``d_k += d_S q``. d_S leaves through shared memory meanwhile. Blocks that need a mask come first,
+  and a warpgroup skips those that none of its keys is visible to.
+* Of queries, a tile is 256 queries, and blocks are 64 keys and four cells. A warpgroup has 128
+  queries. It skips cells that the first kernel has skipped, which are undefined.
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.hopper import multiprocessors, require_hopper, wgmma
@@ -47,20 +47,16 @@ from pallas_kernels.hopper.ir import (
     INT32,
     SCALAR,
     Registers,
-    array,
     asm,
-    asm_numbers,
-    f32,
-    float_pair,
     i32,
     inline,
     scalar,
     value_of,
-    words_of,
 )
 from pallas_kernels.hopper.launch import LANE, grid_kernel
 from pallas_kernels.hopper.lowered_once import lowered_once
 from pallas_kernels.hopper.online_softmax import LOG2E
+from pallas_kernels.hopper.registers import store_swizzled, widened
 from pallas_kernels.hopper.ring import PipelineState, Ring
 from pallas_kernels.hopper.tiles import (
     COLUMN,
@@ -69,12 +65,12 @@ from pallas_kernels.hopper.tiles import (
     WGMMA,
     load_with_layout,
     spread_columns,
-    spread_rows,
     two_views,
 )
 from pallas_kernels.hopper.warpgroup import first_warp, when
 from pallas_kernels.mla_prefill import reference
 from pallas_kernels.mla_prefill.tiles import (
+    Cells,
     HeadTiles,
     claim_tile,
     mask_thread_columns,
@@ -84,10 +80,17 @@ from pallas_kernels.mla_prefill.tiles import (
 CONSUMERS = 2  # warpgroups
 TILE = CONSUMERS * ROWS
 PANEL = 64  # columns: a panel has rows of 128 bytes, the width of a swizzle atom
+BLOCK = 64  # queries or keys of a block
+BUFFER_BYTES = 9 << 28
+"""Bytes of d_s at a time, at most. 4 x 4,096 tokens with 16 heads have 4.1 << 28. Two heads of
+32,768 have twice that; with less, there would be fewer tiles of queries than multiprocessors."""
 L2_BYTES = 24 << 20  # share of the L2 cache for the streamed operands of concurrent heads
 _ROW_BYTES = 128
-_STEP = 16  # queries or keys: the K of a wgmma instruction
+_CELL_BYTES = BLOCK * _ROW_BYTES
+_STEP = 16  # queries: the K of a wgmma instruction
 _QUEUE_SLOTS = 2
+_STAGES = 3  # as many as fit in shared memory with keys 192 wide
+_PARTS = 2  # blocks of queries that a warpgroup has in the kernel of queries
 # Registers per thread. Three warpgroups have 504 together, and 2 x 240 + 24 = 504.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 
@@ -121,7 +124,7 @@ def gradients(
     if 0 in q.shape or 0 in k.shape:
         raise NotImplementedError(f"takes no empty arrays, got q {q.shape} and k {k.shape}")
 
-    T, S = q.shape[1], k.shape[1]
+    S, causal = k.shape[1], starts is None
     if lengths is not None:
         # Keys and values past the end may be NaN, and 0 * NaN is NaN.
         valid = (jnp.arange(S) < lengths[:, None])[..., None, None]
@@ -129,21 +132,66 @@ def gradients(
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta if d_lse is None else delta - d_lse
     lse = jnp.where(lse == -jnp.inf, 0.0, lse) * LOG2E  # queries that see no key: all is masked
-    # TMA copies of one dimension are not clipped at T.
-    lse, delta = (_padded(x.swapaxes(1, 2), 2, pl.cdiv(T, TILE) * TILE) for x in (lse, delta))
     starts, lengths = (x.astype(jnp.int32) for x in reference.bounds(k, starts, lengths))
+    of_keys = functools.partial(
+        _of_some_keys, q, d_out=d_out, lse=lse, delta=delta, scale=float(scale), interpret=interpret
+    )
+    at_once = _cells(q.shape[1], S, causal).keys_in(BUFFER_BYTES // _CELL_BYTES, CONSUMERS) * BLOCK
+    if at_once >= S:
+        return of_keys(k, v, starts, lengths, causal=causal)
+    parts = []
+    for first in range(0, S, at_once):
+        some = slice(first, first + at_once)
+        bounds = starts - first, jnp.clip(lengths - first, 0, at_once)
+        parts.append(of_keys(k[:, some], v[:, some], *bounds, causal=False))
+    d_qs, d_ks, d_vs = zip(*parts, strict=True)
+    d_q = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in d_qs)).astype(q.dtype)
+    return d_q, jnp.concatenate(d_ks, axis=1), jnp.concatenate(d_vs, axis=1)
+
+
+def _of_some_keys(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array, *,
+    d_out: jax.Array, lse: jax.Array, delta: jax.Array, scale: float, causal: bool, interpret: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Returns the gradients, where the cells of one head fit in the buffer. ``causal``: all starts
+    are 0."""
+    (B, T, H, _), S = q.shape, k.shape[1]
+    # TMA copies of one dimension are not clipped at T.
+    lse, delta = (_padded(x.swapaxes(1, 2), 2, pl.cdiv(T, BLOCK) * BLOCK) for x in (lse, delta))
     # A box of a TMA copy is no larger than the array.
-    q, d_out = (_padded(x, 1, max(T, TILE)) for x in (q, d_out))
+    q, d_out = (_padded(x, 1, max(T, BLOCK)) for x in (q, d_out))
     k, v = (_padded(x, 1, max(S, TILE)) for x in (k, v))
-    operands = q, k, v, d_out, lse, delta, starts, lengths
+    bounds = {"starts": starts, "lengths": lengths}
+    pairs = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
+    cells = _cells(T, S, causal)
+    sequences, heads = cells.heads_in(BUFFER_BYTES // _CELL_BYTES, B, H)
+    plan = functools.partial(
+        _Plan.of, q, k, v, T, S, sequences, heads, scale, cells, interpret is not None
+    )
 
-    def of(keys: bool) -> list[jax.Array]:
-        plan = _Plan.of(q, k, v, T, S, float(scale), keys, interpret)
-        return _launch(operands, plan=plan, interpret=interpret)
+    def of_heads(first: jax.Array) -> list[jax.Array]:
+        """Returns the gradients of the heads from a sequence and a head on."""
+        arrays = {**bounds, "first": first}
+        *d_kv, d_s = _launch({**pairs, **arrays}, plan=plan(of_keys=True), interpret=interpret)
+        of_queries = {"k": k, "d_s": d_s, **arrays}
+        return [*_launch(of_queries, plan=plan(of_keys=False), interpret=interpret), *d_kv]
 
-    d_k, d_v = of(keys=True)
-    (d_q,) = of(keys=False)
-    return d_q[:, :T], d_k[:, :S], d_v[:, :S]
+    def add_heads(i: Any, results: list[jax.Array]) -> list[jax.Array]:
+        first, parts = firsts[i], of_heads(firsts[i])
+        place = first[0], 0, first[1], 0
+        return [lax.dynamic_update_slice(*x, place) for x in zip(results, parts, strict=True)]
+
+    if (sequences, heads) == (B, H):
+        d_q, d_k, d_v = of_heads(jnp.zeros(2, jnp.int32))
+    else:
+        firsts = jnp.mgrid[0:B:sequences, 0:H:heads].reshape(2, -1).T.astype(jnp.int32)
+        results = [jnp.zeros((B, T, *q.shape[2:]), q.dtype), *map(jnp.zeros_like, (k, v))]
+        d_q, d_k, d_v = lax.fori_loop(0, len(firsts), add_heads, results)
+    return d_q, d_k[:, :S], d_v[:, :S]
+
+
+def _cells(T: int, S: int, causal: bool) -> Cells:
+    return Cells(pl.cdiv(T, BLOCK), CONSUMERS * pl.cdiv(S, TILE), causal)
 
 
 def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -157,40 +205,41 @@ def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The tiles of a call in one form, and their blocks."""
+    """The tiles of a kernel, and their blocks."""
 
-    of_keys: bool  # the form
-    order: HeadTiles
-    tiles: int  # of all heads and sequences
+    of_keys: bool  # or of queries
+    order: HeadTiles  # of some sequences and heads
+    tiles: int  # of all of those
     queries: int  # of a sequence
     keys: int
     K: int
     V: int
     ctas: int
     scale: float
+    cells: Cells
     interpreted: bool
 
     @classmethod
     def of(
-        cls, q: jax.Array, k: jax.Array, v: jax.Array, T: int, S: int, scale: float, of_keys: bool,
-        interpret: Any,
+        cls, q: jax.Array, k: jax.Array, v: jax.Array, T: int, S: int, sequences: int, heads: int,
+        scale: float, cells: Cells, interpreted: bool, *, of_keys: bool,
     ) -> _Plan:  # fmt: skip
-        B, _, H, K = q.shape
-        V, fixed, streamed = v.shape[-1], *((S, T) if of_keys else (T, S))
-        order = HeadTiles.of(B, H, pl.cdiv(fixed, TILE), streamed * (K + V) * 2, L2_BYTES)
-        tiles = B * H * order.per_head
+        K, V = q.shape[-1], v.shape[-1]
+        rows, head_bytes = (S, T * (K + V) * 2) if of_keys else (T, S * K * 2)
+        per_head = pl.cdiv(rows, TILE if of_keys else TILE * _PARTS)
+        order = HeadTiles.of(sequences, heads, per_head, head_bytes, L2_BYTES)
+        tiles = sequences * heads * per_head
         ctas = min(multiprocessors(), tiles)
-        return cls(of_keys, order, tiles, T, S, K, V, ctas, scale, interpret is not None)
+        return cls(of_keys, order, tiles, T, S, K, V, ctas, scale, cells, interpreted)
 
     @property
-    def block(self) -> int:
-        """Rows of a streamed block. More would take more registers than a thread has."""
-        return 64 if self.of_keys else 96
+    def rows(self) -> int:
+        """Rows of a warpgroup in a tile."""
+        return ROWS if self.of_keys else ROWS * _PARTS
 
     @property
-    def stages(self) -> int:
-        """As many as fit in shared memory with keys 192 wide: 200 KiB and 16 KiB of staging."""
-        return 3 if self.of_keys else 2
+    def tile(self) -> int:
+        return CONSUMERS * self.rows
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -202,55 +251,46 @@ class _Plan:
         return sum(self.widths) // PANEL
 
     @property
-    def fixed_rows(self) -> int:
-        return self.keys if self.of_keys else self.queries
+    def all_cells(self) -> int:
+        """Cells of all heads. Three follow, so that four that begin in the array end in it."""
+        heads = self.tiles // self.order.per_head
+        return heads * self.cells.count + 3
 
     def position_of(self, tile: Any) -> tuple[Any, Any, Any]:
         """Returns the sequence, the head and the first row of a tile."""
         b, h, i = self.order.locate(tile)
-        return b, h, (i if self.of_keys else self.order.per_head - 1 - i) * TILE
+        return b, h, (i if self.of_keys else self.order.per_head - 1 - i) * self.tile
+
+    def cells_of(self, b: Any, h: Any, keys: Any) -> Any:
+        """Returns the index that the cell of the first queries has for a block of keys."""
+        return (b * self.order.heads + h) * self.cells.count + self.cells.first(keys)
+
+    # ---- blocks of queries ----
 
     def blocks_of(self, row: Any, start: Any, length: Any) -> tuple[Any, Any]:
-        """Returns the first block of a tile, and the number of blocks, at least 1. Those after the
-        first follow in ascending order of queries, or descending order of keys."""
-        if self.of_keys:
-            count = pl.cdiv(self.queries, self.block)
-            first = jnp.minimum(_quotient(row - start, self.block), count - 1)
-            first = jnp.where(row < length, first, count - 1)
-            return first, count - first
-        visible = jnp.clip(jnp.minimum(length, start + row + TILE), 0, self.keys)
-        count = jnp.maximum(_quotient(visible + self.block - 1, self.block), 1)
-        return count - 1, count
+        """Returns the first block of a tile of keys, and the number of blocks, at least 1."""
+        count = pl.cdiv(self.queries, BLOCK)
+        first = jnp.minimum(_quotient(row - start, BLOCK), count - 1)
+        first = jnp.where(row < length, first, count - 1)
+        return first, count - first
 
-    def first_row_of(self, first: Any, i: Any) -> Any:
-        """Returns the first row of a tile's i-th block."""
-        return (first + i if self.of_keys else first - i) * self.block
+    def hidden_of(self, row: Any, start: Any, first: Any, count: Any) -> Any:
+        """Returns how many of a tile's blocks do not see any of a warpgroup's keys, which begin at
+        ``row``. They are the first ones."""
+        return jnp.clip(_quotient(row - start, BLOCK) - first, 0, count)
 
-    def hidden_of(self, row: Any, start: Any, length: Any, first: Any, count: Any) -> Any:
-        """Returns how many of a tile's blocks are hidden from all rows of a warpgroup, which begin
-        at ``row``. They are the first ones."""
-        if self.of_keys:
-            return jnp.clip(_quotient(row - start, self.block) - first, 0, count)
-        visible = jnp.minimum(length, start + row + ROWS)
-        return jnp.maximum(count - _quotient(visible + self.block - 1, self.block), 0)
-
-    def whole_of(self, row: Any, start: Any, length: Any) -> Any:
-        """Returns how many blocks of keys all rows of a warpgroup see whole. They are the last
-        ones of its tile."""
-        return _quotient(jnp.minimum(length, start + row + 1), self.block)
-
-    def column_bounds(self, row: Any, start: Any, length: Any, first: Any) -> jax.Array:
-        """Returns a column of the first block for each row, in the ROW layout, from ``row`` on.
-        Where queries are columns, those from it on see the row's key. Where keys are columns, the
-        row's query sees those before it."""
+    def first_columns(self, row: Any, start: Any, length: Any, first: Any) -> jax.Array:
+        """Returns the column, in the first block, of the first query that sees each key, in the ROW
+        layout, from key ``row`` on."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + row
-        if self.of_keys:
-            return jnp.where(row < length, row - (start + first * self.block), 1 << 30)
-        return jnp.minimum(row + (start + 1), length) - first * self.block
+        return jnp.where(row < length, row - (start + first * BLOCK), 1 << 30)
 
-    def bounds_of_block(self, bounds: jax.Array, i: Any) -> jax.Array:
-        """Returns the bounds in the i-th block, of those in the first one."""
-        return bounds - i * self.block if self.of_keys else bounds + i * self.block
+    # ---- blocks of keys ----
+
+    def seen_by(self, end: Any, start: Any, length: Any) -> Any:
+        """Returns how many blocks of keys queries before ``end`` see."""
+        visible = jnp.minimum(length, start + jnp.minimum(end, self.queries))
+        return _quotient(visible + BLOCK - 1, BLOCK)
 
 
 def _quotient(a: Any, b: int) -> Any:
@@ -261,93 +301,104 @@ def _quotient(a: Any, b: int) -> Any:
 # ---- launch and roles ----------------------------------------------------------------------------
 
 
-class _Memory(NamedTuple):
-    """References to everything that the kernel reads and writes, except barriers."""
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """References to everything that a kernel reads and writes, except barriers."""
 
     # in global memory
-    q: Any
-    k: Any
-    v: Any
-    d_out: Any
-    lse: Any  # [B, H, T padded to tiles], in base 2
-    delta: Any
     starts: Any
     lengths: Any
+    first: Any  # the first sequence and head; results have only those from them on
+    k: Any
     results: tuple[Any, ...]  # d_k and d_v, or d_q
+    d_s: Any  # cells, [cells * BLOCK, PANEL]
     # in shared memory
-    fixed: Any  # panels [panels, TILE, PANEL]
-    blocks: Any  # panels [stages, panels, block, PANEL]
-    statistics: Any  # lse and delta of queries, [stages, 2, block] or [1, 2, TILE]
     next_tile: Any
     staging: Any  # tiled [CONSUMERS, ROWS, PANEL]: results on their way out
     staging_untiled: Any
+    blocks: Any  # panels [stages, panels, BLOCK, PANEL] of q and d_out, or of k
+    # of the kernel of queries: [stages, 4 * BLOCK, PANEL]
+    cells: Any = None
+    # of the kernel of keys
+    q: Any = None
+    v: Any = None
+    d_out: Any = None
+    lse: Any = None  # [B, H, T padded to blocks], in base 2
+    delta: Any = None
+    fixed: Any = None  # panels [panels, TILE, PANEL] of k and v
+    statistics: Any = None  # lse and delta of queries, [stages, 2, BLOCK]
 
-
-class _Rings(NamedTuple):
-    fixed: Ring
-    blocks: Ring
-    queue: Ring  # of tiles, from the producer to the consumers
-
-    def initialise(self) -> None:
-        for ring in self:
-            ring.initialise()
-
-    def start(self) -> tuple[PipelineState, ...]:
-        return tuple(ring.start() for ring in self)
+    def locate(self, plan: _Plan, b: Any, h: Any) -> tuple[Any, Any]:
+        """Returns the sequence and head among all, of those among the results'."""
+        b0, h0 = (_uniform(self.first[i], not plan.interpreted) for i in range(2))
+        return b + b0, h + h0
 
 
 @lowered_once("plan", "interpret")
-def _launch(operands: Sequence[jax.Array], *, plan: _Plan, interpret: Any) -> list[jax.Array]:
-    """Returns d_k and d_v, or d_q, of padded operands."""
-    on_gpu, with_fixed, q, k, v = interpret is None, not plan.of_keys, *operands[:3]
-    sizes = [
-        (1, plan.panels + 2 * with_fixed),
-        (plan.stages, plan.panels + 2 * (not with_fixed)),
-        (_QUEUE_SLOTS, 1),
-    ]
-    scratch = [Ring.scratch(stages, copies, CONSUMERS, interpret) for stages, copies in sizes]
-    results = (k, v) if plan.of_keys else (q,)
-
-    def body(*refs: Any) -> None:
-        inputs, refs = refs[: len(operands)], refs[len(operands) :]
-        results_g, refs = refs[: len(results)], refs[len(results) :]
-        *buffers, staging = refs[:5]
-        barriers, rings = iter(refs[5:]), []
-        for size, types in zip(sizes, scratch, strict=True):
-            own = [next(barriers) for _ in types]
-            rings.append(Ring.of(size[0], CONSUMERS, own, interpret))
-        views = staging if on_gpu else (staging, staging)
-        fields: Any = (*inputs, results_g, *buffers, *views)
-        memory, rings = _Memory(*fields), _Rings(*rings)
-        rings.initialise()
-        warpgroup = lax.axis_index("wg")
-
-        @when(warpgroup == CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            when(first_warp(on_gpu))(lambda: _produce(plan, memory, rings))
-
-        @when(warpgroup != CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            _Consumer(plan, memory, rings, _uniform(warpgroup, on_gpu)).run()
-
-    # Profiles show it.
-    body.__name__ = "mla_prefill_gradient_of_" + ("keys" if plan.of_keys else "queries")
+def _launch(operands: dict[str, jax.Array], *, plan: _Plan, interpret: Any) -> list[jax.Array]:
+    """Returns d_k, d_v and d_s, or d_q, of padded operands."""
+    on_gpu, sequences = interpret is None, plan.tiles // plan.order.per_head // plan.order.heads
 
     def panels(*shape: int) -> Any:
         swizzle = (plgpu.SwizzleTransform(_ROW_BYTES),)
         return plgpu.SMEM((*shape, PANEL), jnp.bfloat16, transforms=swizzle if on_gpu else ())
 
-    statistics = (plan.stages, 2, plan.block) if plan.of_keys else (1, 2, TILE)
+    buffers = {"next_tile": plgpu.SMEM((_QUEUE_SLOTS,), jnp.int32)}
+    if plan.of_keys:
+        results, rows = plan.widths, operands["k"].shape[1]
+        copies = [(_STAGES, plan.panels + 2), (1, plan.panels)]
+        buffers["blocks"] = panels(_STAGES, plan.panels, BLOCK)
+        buffers["fixed"] = panels(plan.panels, TILE)
+        buffers["statistics"] = plgpu.SMEM((_STAGES, 2, BLOCK), jnp.float32)
+    else:
+        results, rows = (plan.K,), plan.queries
+        copies = [(_STAGES, plan.K // PANEL + 1)]
+        buffers["blocks"] = panels(_STAGES, plan.K // PANEL, BLOCK)
+        buffers["cells"] = panels(_STAGES, plan.tile)
+    sizes = [(_QUEUE_SLOTS, 1), *copies]
+    scratch = [Ring.scratch(stages, each, CONSUMERS, interpret) for stages, each in sizes]
+    shapes: list[tuple[int, ...]] = [
+        (sequences, rows, plan.order.heads, width) for width in results
+    ]
+    if plan.of_keys:
+        shapes.append((plan.all_cells * BLOCK, PANEL))
+
+    def body(*refs: Any) -> None:
+        names = [*operands, *range(len(shapes)), *buffers]
+        fields = dict(zip(names, refs, strict=False))
+        results_g = [fields.pop(i) for i in range(len(shapes))]
+        if plan.of_keys:
+            fields["d_s"] = results_g.pop()
+        staging, *barriers = refs[len(names) :]
+        views = staging if on_gpu else (staging, staging)
+        fields |= {"results": tuple(results_g), "staging": views[0], "staging_untiled": views[1]}
+        memory, barriers = _Memory(**fields), iter(barriers)
+        rings = []
+        for size, types in zip(sizes, scratch, strict=True):
+            own = [next(barriers) for _ in types]
+            rings.append(Ring.of(size[0], CONSUMERS, own, interpret))
+            rings[-1].initialise()
+        warpgroup = lax.axis_index("wg")
+        roles = (_copy_queries, _KeyTiles) if plan.of_keys else (_copy_keys, _QueryTiles)
+        copy_blocks, consumer = roles
+
+        @when(warpgroup == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            when(first_warp(on_gpu))(lambda: _produce(plan, memory, rings, copy_blocks))
+
+        @when(warpgroup != CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            consumer.of(plan, memory, rings, _uniform(warpgroup, on_gpu)).run()
+
+    # Profiles show it.
+    body.__name__ = "mla_prefill_gradient_of_" + ("keys" if plan.of_keys else "queries")
     kernel = grid_kernel(
         body,
-        [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in results],
+        [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes],
         [
-            panels(plan.panels, TILE),
-            panels(plan.stages, plan.panels, plan.block),
-            plgpu.SMEM(statistics, jnp.float32),
-            plgpu.SMEM((_QUEUE_SLOTS,), jnp.int32),
+            *buffers.values(),
             two_views((CONSUMERS, ROWS, PANEL), jnp.bfloat16, on_gpu=on_gpu),
             *(each for ring in scratch for each in ring),
         ],
@@ -358,151 +409,151 @@ def _launch(operands: Sequence[jax.Array], *, plan: _Plan, interpret: Any) -> li
         lowering_semantics=LANE,
         reduction_scratch_bytes=0,
     )
-    return list(kernel(*operands))
+    return list(kernel(*operands.values()))
 
 
-def _produce(plan: _Plan, memory: _Memory, rings: _Rings) -> None:
-    """Takes tiles one after another, and copies their fixed operands and their blocks. One warp
-    calls it."""
+def _produce(
+    plan: _Plan, memory: _Memory, rings: list[Ring], copy_blocks: Callable[..., Any]
+) -> None:
+    """Takes tiles one after another, and copies their operands. One warp calls it."""
     counter = None if plan.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR)
-    of_keys, of_queries = (memory.k, memory.v), (memory.q, memory.d_out)
-    fixed, streamed = (of_keys, of_queries) if plan.of_keys else (of_queries, of_keys)
-
-    def copies(sources: Any, b: Any, h: Any, rows: Any, targets: Any) -> list[TmaCopy]:
-        windows = [(source, c) for source in sources for c in range(0, source.shape[-1], PANEL)]
-        return [
-            TmaCopy(source, (b, rows, h, pl.ds(c, PANEL)), targets.at[i], tiled=False)
-            for i, (source, c) in enumerate(windows)
-        ]
-
-    def statistics(b: Any, h: Any, rows: Any, target: Any) -> list[TmaCopy]:
-        return [
-            TmaCopy(source, (b, h, rows), target.at[i], contiguous=True)
-            for i, source in enumerate((memory.lse, memory.delta))
-        ]
+    queue, *others = rings
 
     def copy_tile(carry: Any) -> Any:
-        tile, (fixed_state, state, queue_state) = carry
-        b, h, row = plan.position_of(tile)
-        first, count = plan.blocks_of(row, memory.starts[b], memory.lengths[b])
-        rows = pl.ds(row, TILE)
-        of_tile = copies(fixed, b, h, rows, memory.fixed)
-        if not plan.of_keys:
-            of_tile += statistics(b, h, rows, memory.statistics.at[0])
-        rings.fixed.fill(fixed_state, of_tile)
-        next_tile = pass_next_tile(tile, queue_state)
-
-        def copy_block(i: Any, state: PipelineState, carry: tuple[()]) -> tuple[()]:
-            rows = pl.ds(plan.first_row_of(first, i), plan.block)
-            of_block = copies(streamed, b, h, rows, memory.blocks.at[state.stage])
-            if plan.of_keys:
-                of_block += statistics(b, h, rows, memory.statistics.at[state.stage])
-            rings.blocks.fill(state, of_block)
-            return carry
-
-        state, _ = rings.blocks.loop(count, copy_block, state, ())
-        return next_tile, (rings.fixed.next(fixed_state), state, rings.queue.next(queue_state))
+        tile, (queue_state, *states) = carry
+        states = copy_blocks(plan, memory, others, tile, states)
+        return pass_next_tile(tile, queue_state), [queue.next(queue_state), *states]
 
     def pass_next_tile(tile: Any, state: PipelineState) -> Any:
         """Claims the next tile, and passes it to the consumers."""
-        rings.queue.wait_empty(state)
+        queue.wait_empty(state)
         if plan.interpreted:  # it has no atomic addition, so each CTA takes every ctas-th tile
             memory.next_tile[state.stage] = tile + plan.ctas
             plgpu.commit_smem()
         else:
             claim_tile(counter, memory.next_tile, state.stage, plan.ctas)
-        rings.queue.full.arrive(state.stage)
+        queue.full.arrive(state.stage)
         return memory.next_tile[state.stage]
 
-    start = lax.axis_index("cta"), rings.start()
+    start = lax.axis_index("cta"), [ring.start() for ring in rings]
     _, states = lax.while_loop(lambda c: c[0] < plan.tiles, copy_tile, start)
     for ring, state in zip(rings, states, strict=True):
         ring.drain(state)
 
 
+def _panel_copies(sources: Any, b: Any, h: Any, rows: Any, targets: Any) -> list[TmaCopy]:
+    windows = [(source, c) for source in sources for c in range(0, source.shape[-1], PANEL)]
+    return [
+        TmaCopy(source, (b, rows, h, pl.ds(c, PANEL)), targets.at[i], tiled=False)
+        for i, (source, c) in enumerate(windows)
+    ]
+
+
+def _copy_queries(
+    plan: _Plan, memory: _Memory, rings: list[Ring], tile: Any, states: list[PipelineState]
+) -> list[PipelineState]:
+    """Copies a tile's keys and values, and its blocks of queries."""
+    (blocks, fixed), (state, fixed_state) = rings, states
+    b, h, row = plan.position_of(tile)
+    b, h = memory.locate(plan, b, h)
+    first, count = plan.blocks_of(row, memory.starts[b], memory.lengths[b])
+    of_tile = _panel_copies((memory.k, memory.v), b, h, pl.ds(row, TILE), memory.fixed)
+    fixed.fill(fixed_state, of_tile)
+
+    def copy_block(i: Any, state: PipelineState, carry: tuple[()]) -> tuple[()]:
+        rows, target = pl.ds((first + i) * BLOCK, BLOCK), memory.blocks.at[state.stage]
+        copies = _panel_copies((memory.q, memory.d_out), b, h, rows, target)
+        statistics = [
+            TmaCopy(x, (b, h, rows), memory.statistics.at[state.stage, n], contiguous=True)
+            for n, x in enumerate((memory.lse, memory.delta))
+        ]
+        blocks.fill(state, [*copies, *statistics])
+        return carry
+
+    state, _ = blocks.loop(count, copy_block, state, ())
+    return [state, fixed.next(fixed_state)]
+
+
+def _copy_keys(
+    plan: _Plan, memory: _Memory, rings: list[Ring], tile: Any, states: list[PipelineState]
+) -> list[PipelineState]:
+    """Copies a tile's blocks of keys, and their cells."""
+    (blocks,), (state,) = rings, states
+    b, h, row = plan.position_of(tile)
+    of_all = memory.locate(plan, b, h)
+    start, length = memory.starts[of_all[0]], memory.lengths[of_all[0]]
+
+    def copy_block(i: Any, state: PipelineState, carry: tuple[()]) -> tuple[()]:
+        target, rows = memory.blocks.at[state.stage], pl.ds(i * BLOCK, BLOCK)
+        copies = _panel_copies((memory.k,), *of_all, rows, target)
+        cell = plan.cells_of(b, h, i) + lax.div(row, jnp.int32(BLOCK))
+        window = pl.ds(cell * BLOCK, plan.tile), pl.ds(0, PANEL)
+        of_cells = TmaCopy(memory.d_s, window, memory.cells.at[state.stage], tiled=False)
+        blocks.fill(state, [*copies, of_cells])
+        return carry
+
+    count = plan.seen_by(row + plan.tile, start, length)
+    state, _ = blocks.loop(count, copy_block, state, ())
+    return [state]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Consumer:
-    """A consumer warpgroup, which computes 64 rows of every tile of its CTA."""
+class _Tiles:
+    """A consumer warpgroup, which computes its rows of every tile of its CTA."""
 
     plan: _Plan
     memory: _Memory
-    rings: _Rings
+    rings: list[Ring]
     warpgroup: jax.Array
+    blocks: Any  # base of the first stage's operands on a GPU
+    other: Any  # base of the fixed operands, or of the first stage's cells
+    staging: Any  # base of the warpgroup's staging
+
+    @classmethod
+    def of(cls, plan: _Plan, memory: _Memory, rings: list[Ring], warpgroup: jax.Array) -> Any:
+        bases = [None] * 3
+        if not plan.interpreted:
+            other = memory.fixed if plan.of_keys else memory.cells
+            offset = warpgroup * jnp.int32(plan.rows * _ROW_BYTES)
+            staging = warpgroup * jnp.int32(ROWS * _ROW_BYTES)
+            places = (memory.blocks, 0), (other, offset), (memory.staging_untiled, staging)
+            bases = [wgmma.operand_base(*place) for place in places]
+        return cls(plan, memory, rings, warpgroup, *bases)
+
+    def sum_blocks(self, tile: Any, states: Any) -> tuple[Any, Any]:
+        """Returns the states of the rings after a tile, and its sums: of each block of a
+        warpgroup's rows, those of each result."""
+        raise NotImplementedError
 
     def run(self) -> None:
         plan, rings, memory = self.plan, self.rings, self.memory
+        queue = rings[0]
         for ring in rings:
             ring.release_all()
-        operands = _Operands.of(plan, memory, self.warpgroup)
 
         def compute_tile(carry: Any) -> Any:
-            tile, (fixed_state, state, queue_state) = carry
-            b, h, row = plan.position_of(tile)
-            row = row + self.warpgroup * ROWS
-            rings.fixed.wait_full(fixed_state)
-            state, sums = self.sum_blocks(b, row, state, operands)
-            rings.fixed.release(fixed_state)
-            rings.queue.wait_full(queue_state)
+            tile, (queue_state, *states) = carry
+            states, sums = self.sum_blocks(tile, states)
+            queue.wait_full(queue_state)
             next_tile = _uniform(memory.next_tile[queue_state.stage], not plan.interpreted)
-            rings.queue.release(queue_state)
+            queue.release(queue_state)
             # Computed again, which is cheaper than keeping it in registers meanwhile.
             b, h, row = plan.position_of(_uniform(tile, not plan.interpreted))
-            self.store(b, h, row + self.warpgroup * ROWS, sums)
-            states = rings.fixed.next(fixed_state), state, rings.queue.next(queue_state)
-            return next_tile, states
+            for i, of_rows in enumerate(sums):
+                self.store(b, h, row + self.warpgroup * plan.rows + i * ROWS, of_rows)
+            return next_tile, [queue.next(queue_state), *states]
 
-        start = lax.axis_index("cta"), rings.start()
+        start = lax.axis_index("cta"), [ring.start() for ring in rings]
         lax.while_loop(lambda c: c[0] < plan.tiles, compute_tile, start)
         plgpu.wait_smem_to_gmem(0)
 
-    def sum_blocks(self, b: Any, row: Any, state: PipelineState, operands: _Operands) -> Any:
-        """Returns the state of the ring after a tile, and the sums: of d_k and d_v, or of d_q."""
-        plan, memory, ring = self.plan, self.memory, self.rings.blocks
-        start, length = (
-            _uniform(x[b], not plan.interpreted) for x in (memory.starts, memory.lengths)
-        )
-        first, count = plan.blocks_of(row - self.warpgroup * ROWS, start, length)
-        hidden = plan.hidden_of(row, start, length, first, count)
-        bounds = plan.column_bounds(row, start, length, first)
-        bounds = thread_bounds(bounds, interpreted=plan.interpreted)
-        lse_and_delta = None if plan.of_keys else operands.statistics_of_rows()
-
-        def skip(i: Any, state: PipelineState, sums: tuple[()]) -> tuple[()]:
-            ring.wait_full(state)
-            ring.release(state)
-            return sums
-
-        def add_block(is_masked: bool, i: Any, state: PipelineState, sums: Any) -> Any:
-            def mask(scores: jax.Array) -> jax.Array:
-                shifted = plan.bounds_of_block(bounds, hidden + i)
-                options = {"from_bound": plan.of_keys, "interpreted": plan.interpreted}
-                hide = functools.partial(mask_thread_columns, bounds=shifted, **options)
-                return hide(scores) if is_masked else scores
-
-            ring.wait_full(state)
-            if lse_and_delta is None:
-                sums = operands.add_queries(state.stage, sums, mask)
-            else:
-                sums = operands.add_keys(state.stage, sums, mask, *lse_and_delta)
-            ring.release(state)
-            return sums
-
-        state, _ = ring.loop(hidden, skip, state, ())
-        sums = tuple(map(_zeros, plan.widths if plan.of_keys else (plan.K,)))
-        if plan.of_keys:  # a second loop would take more registers than there are
-            return ring.loop(count - hidden, functools.partial(add_block, True), state, sums)
-        whole = jnp.minimum(plan.whole_of(row, start, length), count - hidden)
-        masked = count - hidden - whole
-        state, sums = ring.loop(masked, functools.partial(add_block, True), state, sums)
-        return ring.loop(whole, functools.partial(add_block, False), state, sums)
-
     def store(self, b: Any, h: Any, row: Any, sums: Any) -> None:
-        """Rounds and stores a warpgroup's rows of a tile, if there are any."""
+        """Rounds and stores 64 rows of a tile, if there are any."""
         plan, memory = self.plan, self.memory
         factors = plan.scale, 1.0
         warpgroup = _uniform(self.warpgroup, not plan.interpreted)
 
-        @when(row < plan.fixed_rows)
+        @when(row < (plan.keys if plan.of_keys else plan.queries))
         def _() -> None:
             for x, factor, result in zip(sums, factors, memory.results, strict=False):
                 for c in range(0, x.shape[1], PANEL):
@@ -513,6 +564,29 @@ class _Consumer:
                     window = b, pl.ds(row, ROWS), h, pl.ds(c, PANEL)
                     staged = memory.staging_untiled.at[warpgroup]
                     plgpu.copy_smem_to_gmem(staged, result.at[window])
+
+    def bounds_of(self, b: Any) -> list[Any]:
+        """Returns the start and the length of a sequence."""
+        arrays = self.memory.starts, self.memory.lengths
+        return [_uniform(x[b], not self.plan.interpreted) for x in arrays]
+
+    def complete(self, product: jax.Array, later: int = 0) -> jax.Array:
+        return product if self.plan.interpreted else wgmma.wait_for_product(product, later)
+
+    def block_operand(self, stage: Any, panels: range) -> jax.Array:
+        """Returns panels of a block, in the interpreter."""
+        return jnp.concatenate([self.memory.blocks[stage, j] for j in panels], axis=1)
+
+
+def _skip(ring: Ring, count: Any, state: PipelineState) -> PipelineState:
+    """Releases so many stages without using them."""
+
+    def skip(i: Any, state: PipelineState, carry: tuple[()]) -> tuple[()]:
+        ring.wait_full(state)
+        ring.release(state)
+        return carry
+
+    return ring.loop(count, skip, state, ())[0]
 
 
 def _uniform(x: jax.Array, on_gpu: bool) -> jax.Array:
@@ -528,71 +602,59 @@ def _uniform(x: jax.Array, on_gpu: bool) -> jax.Array:
     return maximum(x)
 
 
-def _widened(p: jax.Array, on_gpu: bool) -> jax.Array:
-    """Returns bfloat16 ``p`` as float32, from its packed registers. If the compiler knew where they
-    come from, it would keep the float32 numbers in registers, which are too few."""
-    if not on_gpu:
-        return p.astype(jnp.float32)
-
-    @inline(WGMMA, returns=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=WGMMA))
-    def widen(p: Registers) -> Registers:
-        pairs = []
-        for word in words_of(p):
-            text = "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;"
-            numbers = asm_numbers(text, "=&r,=r,r", word, kind=i32(), count=2)
-            pairs.append(float_pair(*(arith.bitcast(f32(), x) for x in numbers)))
-        return array(pairs, p.shape, WGMMA)
-
-    return widen(p)
-
-
 def _zeros(columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), WGMMA)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Operands:
-    """The operands in shared memory of a warpgroup's matmuls, and the matmuls."""
+# ---- the kernel of keys --------------------------------------------------------------------------
 
-    plan: _Plan
-    memory: _Memory
-    warpgroup: jax.Array
-    fixed: Any  # base of the fixed pair's first operand on a GPU
-    blocks: Any  # base of the first stage
 
-    @classmethod
-    def of(cls, plan: _Plan, memory: _Memory, warpgroup: jax.Array) -> _Operands:
-        fixed = blocks = None
-        if not plan.interpreted:
-            fixed = wgmma.operand_base(memory.fixed, warpgroup * jnp.int32(ROWS * _ROW_BYTES))
-            blocks = wgmma.operand_base(memory.blocks, 0)
-        return cls(plan, memory, warpgroup, fixed, blocks)
+class _KeyTiles(_Tiles):
+    """A consumer of the kernel of keys: rows are keys, and columns queries."""
 
-    def statistics_of_rows(self) -> list[jax.Array]:
-        """Returns lse and delta of the tile's queries."""
-        rows = pl.ds(self.warpgroup * ROWS, ROWS)
-        return [self.load(self.memory.statistics.at[0, i, rows], ROW) for i in range(2)]
+    def sum_blocks(self, tile: Any, states: Any) -> tuple[Any, Any]:
+        plan, (_, ring, fixed), (state, fixed_state) = self.plan, self.rings, states
+        b, h, row = plan.position_of(tile)
+        of_all = self.memory.locate(plan, b, h)
+        start, length = self.bounds_of(of_all[0])
+        first, count = plan.blocks_of(row, start, length)
+        row = row + self.warpgroup * ROWS
+        hidden = plan.hidden_of(row, start, first, count)
+        columns = plan.first_columns(row, start, length, first + hidden)
+        columns = thread_bounds(columns, interpreted=plan.interpreted)
+        cell = plan.cells_of(b, h, lax.div(row, jnp.int32(BLOCK))) + first + hidden
+        cell = _uniform(cell, not plan.interpreted)
 
-    def load(self, ref: Any, layout: Any) -> jax.Array:
-        return ref[...] if self.plan.interpreted else load_with_layout(ref, layout)
+        def add_block(i: Any, state: PipelineState, sums: Any) -> Any:
+            ring.wait_full(state)
+            sums = self.add_queries(state.stage, sums, columns - i * BLOCK, cell + i)
+            ring.release(state)
+            return sums
 
-    # ---- the two forms ----
+        fixed.wait_full(fixed_state)
+        state = _skip(ring, hidden, state)
+        sums = tuple(map(_zeros, plan.widths))
+        state, sums = ring.loop(count - hidden, add_block, state, sums)
+        fixed.release(fixed_state)
+        return [state, fixed.next(fixed_state)], [sums]
 
     def add_queries(
-        self, stage: Any, sums: Sequence[jax.Array], mask: Callable[[jax.Array], jax.Array]
+        self, stage: Any, sums: Sequence[jax.Array], columns: jax.Array, cell: Any
     ) -> tuple[jax.Array, ...]:
-        """Adds a block of queries to d_k and d_v.
+        """Adds a block of queries to d_k and d_v, and stores its cell of d_S.
 
         Registers are scarce: the sums take 160 of 240, and scores and d_P 32 each. So d_P starts
         when P is known. Meanwhile d_v gets the product of P's first columns while the next ones are
-        computed, and d_k likewise that of d_S."""
-        d_k, d_v = sums
-        scores = mask(self.complete(self.start(stage, 0)))
-        factors, steps = [], range(0, self.plan.block, _STEP)
+        computed, and d_k likewise that of d_S. d_S is stored while the tensor cores add it."""
+        plan, (d_k, d_v) = self.plan, sums
+        scores = self.complete(self.start(stage, 0))
+        scores = mask_thread_columns(scores, columns, from_bound=True, interpreted=plan.interpreted)
+        factors, steps = [], range(0, BLOCK, _STEP)
 
         def add_p(c: int) -> None:
-            lse = self.of_columns(stage, 0, c)
-            factors.append(self.exponentials(scores[:, c : c + _STEP], lse).astype(jnp.bfloat16))
+            exponents = scores[:, c : c + _STEP] * (plan.scale * LOG2E)
+            p = jnp.exp2(exponents - self.of_columns(stage, 0, c))
+            factors.append(p.astype(jnp.bfloat16))
 
         for c in steps[:-1]:
             add_p(c)
@@ -600,99 +662,112 @@ class _Operands:
         add_p(steps[-1])
         d_p = self.start(stage, 1)
         d_v = self.add(factors[-1], stage, 1, d_v, steps[-1])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the cell before
         d_p = self.complete(d_p, later=1)
         for c in steps:
-            p = _widened(factors[c // _STEP], not self.plan.interpreted)
+            p = widened(factors[c // _STEP], not plan.interpreted)
             d_s = p * (d_p[:, c : c + _STEP] - self.of_columns(stage, 1, c))
             factors.append(d_s.astype(jnp.bfloat16))
             d_k = self.add(factors[-1], stage, 0, d_k, c)
+            if not plan.interpreted:
+                store_swizzled(factors[-1], self.staging, c)
+        self.store_cell(factors[len(steps) :], cell)
         d_k, d_v = self.complete(d_k), self.complete(d_v)
-        self.keep_live(factors)
+        if not plan.interpreted:
+            wgmma.keep_live(*factors)
         return d_k, d_v
 
-    def add_keys(
-        self,
-        stage: Any,
-        sums: Sequence[jax.Array],
-        mask: Callable[[jax.Array], jax.Array],
-        lse: jax.Array,
-        delta: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        """Adds a block of keys to d_q. P is computed while the tensor cores compute d_P, and d_S
-        while they add the product of its first columns."""
-        (d_q,) = sums
-        scores, d_p = (self.start(stage, i) for i in range(2))
-        lse, delta = (spread_rows(x, self.plan.block) for x in (lse, delta))
-        p = self.exponentials(mask(self.complete(scores, later=1)), lse)
-        self.keep_live([p])  # without it ptxas would wait for d_P first
-        factors, d_p = [], self.complete(d_p)
-        for c in range(0, self.plan.block, _STEP):
-            columns = slice(c, c + _STEP)
-            d_s = p[:, columns] * (d_p[:, columns] - delta[:, columns])
-            factors.append(d_s.astype(jnp.bfloat16))
-            d_q = self.add(factors[-1], stage, 0, d_q, c)
-        d_q = self.complete(d_q)
-        self.keep_live(factors)
-        return (d_q,)
-
-    def exponentials(self, scores: jax.Array, lse: jax.Array) -> jax.Array:
-        return jnp.exp2(scores * (self.plan.scale * LOG2E) - lse)
+    def store_cell(self, parts: Sequence[jax.Array], cell: Any) -> None:
+        """Starts the copy of a cell, which on a GPU is in the staging memory."""
+        memory, plan = self.memory, self.plan
+        warpgroup = _uniform(self.warpgroup, not plan.interpreted)
+        if plan.interpreted:
+            memory.staging[warpgroup] = jnp.concatenate(parts, axis=1)
+        plgpu.commit_smem()
+        target = memory.d_s.at[pl.ds(cell * BLOCK, BLOCK)]
+        plgpu.copy_smem_to_gmem(memory.staging_untiled.at[warpgroup], target)
 
     def of_columns(self, stage: Any, i: int, first: int) -> jax.Array:
         """Returns lse (i = 0) or delta (i = 1) of a step of a stage's queries, which are columns.
         They are loaded just before use, because those of all would take 16 registers."""
         ref = self.memory.statistics.at[stage, i, pl.ds(first, _STEP)]
-        return spread_columns(self.load(ref, COLUMN), ROWS)
-
-    # ---- matmuls ----
+        numbers = ref[...] if self.plan.interpreted else load_with_layout(ref, COLUMN)
+        return spread_columns(numbers, ROWS)
 
     def start(self, stage: Any, i: int) -> jax.Array:
-        """Starts the product of the fixed pair's operand i with that of a block."""
+        """Starts the product of k or v (i = 0, 1) with a block of q or d_out."""
         plan = self.plan
         if plan.interpreted:
-            return _dot(self.fixed_operand(i), self.block_operand(stage, i).T)
-        a, b = self.fixed + jnp.int32(i * self.units_before(TILE)), self.block_base(stage, i)
-        sizes = {"columns": plan.block, "a_rows": TILE, "b_rows": plan.block}
+            rows = pl.ds(self.warpgroup * ROWS, ROWS)
+            fixed = [self.memory.fixed[j, rows] for j in self.panels_of(i)]
+            block = self.block_operand(stage, self.panels_of(i))
+            return _dot(jnp.concatenate(fixed, axis=1), block.T)
+        a, b = self.other + jnp.int32(i * self.units_before(TILE)), self.block_base(stage, i)
+        sizes = {"columns": BLOCK, "a_rows": TILE, "b_rows": BLOCK}
         return wgmma.start_bfloat16_product(a, b, width=plan.widths[i], **sizes)
 
-    def add(
-        self, factor: jax.Array, stage: Any, i: int, sums: jax.Array, first: int = 0
-    ) -> jax.Array:
-        """Starts ``sums + factor B`` with rows of a block's operand i, from ``first`` on."""
-        plan, rows = self.plan, factor.shape[1]
-        if plan.interpreted:
-            return sums + _dot(factor, self.block_operand(stage, i)[first : first + rows])
+    def add(self, factor: jax.Array, stage: Any, i: int, sums: jax.Array, first: int) -> jax.Array:
+        """Starts ``sums + factor B`` with rows of a block of q or d_out, from ``first`` on."""
+        if self.plan.interpreted:
+            rows = slice(first, first + factor.shape[1])
+            return sums + _dot(factor, self.block_operand(stage, self.panels_of(i))[rows])
         base = self.block_base(stage, i) + jnp.int32(first * _ROW_BYTES // 16)
-        return wgmma.add_registers_product(factor, base, sums, b_rows=plan.block)
-
-    def complete(self, product: jax.Array, later: int = 0) -> jax.Array:
-        return product if self.plan.interpreted else wgmma.wait_for_product(product, later)
-
-    def keep_live(self, factors: Sequence[jax.Array]) -> None:
-        if not self.plan.interpreted:
-            wgmma.keep_live(*factors)
+        return wgmma.add_registers_product(factor, base, sums, b_rows=BLOCK)
 
     def units_before(self, rows: int) -> int:
         """Returns the 16-byte units of a pair's first operand in panels of that many rows."""
         return self.plan.K // PANEL * rows * _ROW_BYTES // 16
 
     def block_base(self, stage: Any, i: int) -> jax.Array:
-        rows = self.plan.block
-        stage_units = self.plan.panels * rows * _ROW_BYTES // 16
-        return self.blocks + (stage * jnp.int32(stage_units) + i * self.units_before(rows))
-
-    # ---- in the interpreter ----
-
-    def fixed_operand(self, i: int) -> jax.Array:
-        rows = pl.ds(self.warpgroup * ROWS, ROWS)
-        return jnp.concatenate([self.memory.fixed[j, rows] for j in self.panels_of(i)], axis=1)
-
-    def block_operand(self, stage: Any, i: int) -> jax.Array:
-        return jnp.concatenate([self.memory.blocks[stage, j] for j in self.panels_of(i)], axis=1)
+        stage_units = self.plan.panels * _CELL_BYTES // 16
+        return self.blocks + (stage * jnp.int32(stage_units) + i * self.units_before(BLOCK))
 
     def panels_of(self, i: int) -> range:
         first = self.plan.K // PANEL
         return range(first, self.plan.panels) if i else range(first)
+
+
+# ---- the kernel of queries -----------------------------------------------------------------------
+
+
+class _QueryTiles(_Tiles):
+    """A consumer of the kernel of queries, with _PARTS blocks of 64 queries."""
+
+    def sum_blocks(self, tile: Any, states: Any) -> tuple[Any, Any]:
+        plan, (_, ring), (state,) = self.plan, self.rings, states
+        b, h, row = plan.position_of(tile)
+        start, length = self.bounds_of(self.memory.locate(plan, b, h)[0])
+        count = plan.seen_by(row + plan.tile, start, length)
+        row = row + self.warpgroup * plan.rows
+        seen = [plan.seen_by(row + (i + 1) * ROWS, start, length) for i in range(_PARTS)]
+
+        def add_block(first: int, i: Any, state: PipelineState, sums: Any) -> Any:
+            """Adds a block of keys to d_q of the parts from ``first`` on, which see it."""
+            ring.wait_full(state)
+            started = [self.add(state.stage, n, sums[n]) for n in range(first, _PARTS)]
+            sums = *sums[:first], *map(self.complete, started)
+            ring.release(state)
+            return sums
+
+        sums = tuple(_zeros(plan.K) for _ in range(_PARTS))
+        done = jnp.int32(0)
+        for first, until in enumerate(seen):
+            adds = functools.partial(add_block, first)
+            state, sums = ring.loop(until - done, adds, state, sums)
+            done = until
+        return [_skip(ring, count - done, state)], [(x,) for x in sums]
+
+    def add(self, stage: Any, part: int, sums: jax.Array) -> jax.Array:
+        """Starts ``d_q + d_s k`` of a part."""
+        plan = self.plan
+        if plan.interpreted:
+            queries = pl.ds(self.warpgroup * plan.rows + part * BLOCK, BLOCK)
+            cell = self.memory.cells[stage, queries]
+            return sums + _dot(cell.T, self.block_operand(stage, range(plan.K // PANEL)))
+        cells, units = plan.tile * _ROW_BYTES // 16, _CELL_BYTES // 16
+        a = self.other + (stage * jnp.int32(cells) + part * units)
+        b = self.blocks + stage * jnp.int32(plan.K // PANEL * units)
+        return wgmma.add_bfloat16_product(a, b, sums, transposed_a=True, depth=BLOCK)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -58,11 +58,54 @@ class HeadTiles:
         return b, h, lax.div(index, self.together)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """Order of the cells of one head in memory, 64 keys by 64 queries each. Those of a block of
+    keys are neighbours."""
+
+    queries: int  # blocks
+    keys: int  # blocks
+    causal: bool
+    """Whether query t sees the keys up to t. Then only cells on or past the diagonal have room."""
+
+    @property
+    def count(self) -> int:
+        if not self.causal:
+            return self.queries * self.keys
+        keys = min(self.queries, self.keys)
+        return keys * self.queries - keys * (keys - 1) // 2
+
+    def first(self, keys: Any) -> Any:
+        """Returns the index that the cell of the first queries has for a block of keys, or would
+        have. Others follow."""
+        hidden = lax.div(keys * (keys + 1), jnp.int32(2)) if self.causal else 0
+        return keys * self.queries - hidden
+
+    def keys_in(self, cells: int, multiple: int) -> int:
+        """Returns how many blocks of keys have no more than so many cells: all, or a multiple, at
+        least one, of those that are not causal."""
+        if self.count <= cells:
+            return self.keys
+        return max(1, cells // (self.queries * multiple)) * multiple
+
+    def heads_in(self, cells: int, B: int, H: int) -> tuple[int, int]:
+        """Returns the largest numbers of sequences and heads that have no more than so many cells,
+        divisors of B and H: some sequences with all heads, or at least one head of one."""
+        fit = max(1, cells // self.count)
+        if fit < H:
+            return 1, _largest_divisor(H, fit)
+        return _largest_divisor(B, fit // H), H
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    return max(i for i in range(1, min(n, limit) + 1) if n % i == 0)
+
+
 def heads_together(heads: int, bytes_per_head: int, budget: int) -> int:
     """Returns how many heads run concurrently: the largest divisor of ``heads`` whose keys and
     values fit in ``budget`` bytes, or 1."""
     fit = max(1, budget // bytes_per_head)
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fit)
+    return _largest_divisor(heads, fit)
 
 
 def claim_tile(counter: Any, tiles: Any, slot: jax.Array, first: int) -> None:

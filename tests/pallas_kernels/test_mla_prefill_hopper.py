@@ -1,6 +1,7 @@
 """mla_prefill's Hopper kernels: run on a GPU, or interpreted on a CPU."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from pallas_kernels import mla_prefill
 from pallas_kernels.mla_prefill import blocked, mosaic_gpu, mosaic_gpu_gradient
-from pallas_kernels.mla_prefill.tiles import heads_together
+from pallas_kernels.mla_prefill.tiles import Cells, heads_together
 from pallas_kernels.softmax import with_gradients
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
 from tests.pallas_kernels.mla_prefill_cases import (
@@ -150,6 +151,64 @@ class TestGradient:
             for a, b in zip(results[0], again, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("parts", [(0, True), (1, True), (2, True), (1, False)], ids=str)
+    def test_several_parts(self, parts, monkeypatch):
+        """A small buffer has the cells of some keys of a head (0), of a head, or of a sequence with
+        two heads; and the kernels run for one after another. Only d_q of some keys is a sum."""
+        heads, causal = parts
+        x = gradient_inputs((0, 0), (130, 130), T=130, S=130, H=2)
+        q, k, v, *bounds = x.arrays()
+        bounds = [None, None] if causal else bounds
+        k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+        out, lse = blocked.attend(q, k, v, *bounds, scale=x.scale)
+        arrays = q, k, v, *bounds, out, lse, out, lse
+        options = {"scale": x.scale, "interpret": INTERPRET}
+        gradients = functools.partial(mosaic_gpu_gradient.gradients, **options)
+        want = jax.jit(functools.partial(gradients))(*arrays)
+        cells = Cells(3, 4, causal).count * heads
+        monkeypatch.setattr(mosaic_gpu_gradient, "BUFFER_BYTES", max(1, cells) * 64 * 64 * 2)
+        got = jax.jit(functools.partial(gradients))(*arrays)
+        for a, b in zip(got[0 if heads else 1 :], want[0 if heads else 1 :], strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        a, b = (np.asarray(d_q, np.float32) for d_q, *_ in (got, want))
+        np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01 * np.max(np.abs(b)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_order_of_cells(causal):
+    """Each cell has a place of its own. A tile reads four neighbours, which are inside the array:
+    three places follow."""
+    for queries, keys in itertools.product(range(1, 12), range(2, 12, 2)):
+        cells = Cells(queries, keys, causal)
+        visible = [(i, j) for i in range(queries) for j in range(keys) if j <= i or not causal]
+        places = [int(cells.first(j)) + i for i, j in visible]
+        assert sorted(places) == list(range(cells.count))
+        read = [int(cells.first(j)) + i // 4 * 4 for i, j in visible]
+        assert min(read) >= 0
+        assert max(read) + 4 <= cells.count + 3
+
+
+@pytest.mark.parametrize(
+    ("causal", "cells", "keys", "heads"),
+    [
+        (True, 8 * 27, 6, (4, 2)),
+        (True, 8 * 27 - 1, 6, (2, 2)),
+        (True, 2 * 27 - 1, 6, (1, 1)),
+        (True, 27 - 1, 2, (1, 1)),
+        (False, 42, 6, (1, 1)),
+        (False, 42 - 1, 4, (1, 1)),
+        (False, 1, 2, (1, 1)),
+    ],
+)
+def test_cells_at_once(causal, cells, keys, heads):
+    """A head has 27 or 42 cells. There are four sequences with two heads, and tiles of two blocks
+    of keys."""
+    order = Cells(7, 6, causal)
+    assert order.count == (27 if causal else 42)
+    assert order.keys_in(cells, 2) == keys
+    assert order.heads_in(cells, 4, 2) == heads
+
 
 def arrays(T=8, S=8, widths=(192, 128), dtype="bfloat16"):
     K, V = widths
@@ -216,11 +275,13 @@ def test_lowers_for_cuda(T, S, monkeypatch):
     assert "mosaic_gpu" in text
 
 
-@pytest.mark.parametrize(("T", "S"), [(8, 8), (1000, 1208)])
+@pytest.mark.parametrize(("T", "S"), [(8, 8), (1000, 1208), (60000, 60000)])
 def test_gradient_lowers_for_cuda(T, S, monkeypatch):
+    """The last one takes the keys in two parts."""
     monkeypatch.setattr(mosaic_gpu_gradient, "require_hopper", lambda interpret: None)
     f = jax.jit(functools.partial(mosaic_gpu_gradient.gradients, scale=0.1))
-    text = f.trace(*gradient_arrays(T=T, S=S)).lower(lowering_platforms=("cuda",)).as_text()
+    types = jax.eval_shape(functools.partial(gradient_arrays, T=T, S=S))
+    text = f.trace(*types).lower(lowering_platforms=("cuda",)).as_text()
     assert "mla_prefill_gradient_of_keys" in text
     assert "mla_prefill_gradient_of_queries" in text
 
