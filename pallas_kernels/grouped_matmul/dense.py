@@ -509,37 +509,39 @@ class _Consumer:
     # ---- epilogue ----
 
     def store_tile(self, tile: Tile, sums: _Sums) -> None:
-        """Applies SwiGLU if there are two matrices, and stores the rows and columns of the
-        warpgroup's share that belong to the tile, by TMA from staging buffers in shared memory.
-        The sums come first, if they are kept: SwiGLU is computed while they are stored."""
+        """Applies SwiGLU if there are two matrices, and stores the warpgroup's share of a tile. If
+        the sums are results too, SwiGLU is computed while they are stored."""
+        plan, (out, *outs_of_sums) = self.plan, self.buffers.outs
+        columns = plan.warpgroup_out_columns
+        if plan.keeps_sums:
+            rounded = sums[0].astype(jnp.bfloat16)
+            gate, up = rounded[:, :columns], rounded[:, columns:]
+            for each, values in zip(outs_of_sums, (gate, up), strict=True):
+                self.store(tile, each, (values,))
+            sums = (_swiglu_of_rounded(plan, gate, up),)
+        elif plan.matrices == 2:
+            sums = _swiglu(plan, sums, columns)
+        self.store(tile, out, [x.astype(jnp.bfloat16) for x in sums])
+
+    def store(self, tile: Tile, out: Ref, values: Sequence[jax.Array]) -> None:
+        """Stores the rows and columns of the warpgroup's share that belong to the tile, by TMA from
+        staging buffers in shared memory. ``values`` are side by side."""
         plan, buffers, warpgroup = self.plan, self.buffers, self.warpgroup
         staging_buffers = plan.config.staging_buffers
         (row, _), column = plan.stage_offset(warpgroup), plan.out_column(warpgroup)
         rows, columns = plan.warpgroup_tile[0], plan.warpgroup_out_columns
-        out, *outs_of_sums = buffers.outs
-        results: list[tuple[Ref, _Sums]] = []
-        if plan.keeps_sums:
-            (both,) = sums
-            both = both.astype(jnp.bfloat16)
-            gate_and_up = both[:, :columns], both[:, columns:]
-            results += [(o, (x,)) for o, x in zip(outs_of_sums, gate_and_up, strict=True)]
-            sums = (_swiglu_of_rounded(plan, *gate_and_up),)
-        elif plan.matrices == 2:
-            sums = _swiglu(plan, sums, columns)
-        results.append((out, tuple(x.astype(jnp.bfloat16) for x in sums)))
-        width, step = sums[0].shape[1], plan.staging_width
+        width, step = values[0].shape[1], plan.staging_width
         corners = [(r, c) for r in range(0, rows, ROWS) for c in range(0, columns, step)]
-        parts = [(*result, *corner) for result in results for corner in corners]
-        for n in range(0, len(parts), staging_buffers):
-            batch = parts[n : n + staging_buffers]
+        for n in range(0, len(corners), staging_buffers):
+            batch = corners[n : n + staging_buffers]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             each = jnp.int32(staging_buffers)
             indices = [warpgroup * each + jnp.int32(j) for j in range(len(batch))]
-            for index, (_, values, r, c) in zip(indices, batch, strict=True):
+            for index, (r, c) in zip(indices, batch, strict=True):
                 value, start = values[c // width], c % width
                 buffers.staging.tiled[index] = value[r : r + ROWS, start : start + step]
             plgpu.commit_smem()
-            for index, (out, _, r, c) in zip(indices, batch, strict=True):
+            for index, (r, c) in zip(indices, batch, strict=True):
                 count = jnp.clip(tile.rows - row - r, 0, ROWS)
                 first_column = tile.column + column + c
                 if plan.N % plan.out_columns:
