@@ -512,23 +512,26 @@ class _Consumer:
         """Applies SwiGLU if there are two matrices, and stores the warpgroup's share of a tile. If
         the sums are results too, SwiGLU is computed while they are stored."""
         plan, (out, *outs_of_sums) = self.plan, self.buffers.outs
+        corner = plan.stage_offset(self.warpgroup)[0], plan.out_column(self.warpgroup)
         columns = plan.warpgroup_out_columns
         if plan.keeps_sums:
             rounded = sums[0].astype(jnp.bfloat16)
             gate, up = rounded[:, :columns], rounded[:, columns:]
             for each, values in zip(outs_of_sums, (gate, up), strict=True):
-                self.store(tile, each, (values,))
+                self.store(tile, corner, each, (values,))
             sums = (_swiglu_of_rounded(plan, gate, up),)
         elif plan.matrices == 2:
             sums = _swiglu(plan, sums, columns)
-        self.store(tile, out, [x.astype(jnp.bfloat16) for x in sums])
+        self.store(tile, corner, out, [x.astype(jnp.bfloat16) for x in sums])
 
-    def store(self, tile: Tile, out: Ref, values: Sequence[jax.Array]) -> None:
+    def store(
+        self, tile: Tile, corner: tuple[Any, Any], out: Ref, values: Sequence[jax.Array]
+    ) -> None:
         """Stores the rows and columns of the warpgroup's share that belong to the tile, by TMA from
-        staging buffers in shared memory. ``values`` are side by side."""
+        staging buffers in shared memory. ``corner`` is the share's first row and column in the
+        tile, and ``values`` are side by side."""
         plan, buffers, warpgroup = self.plan, self.buffers, self.warpgroup
-        staging_buffers = plan.config.staging_buffers
-        (row, _), column = plan.stage_offset(warpgroup), plan.out_column(warpgroup)
+        staging_buffers, (row, column) = plan.config.staging_buffers, corner
         rows, columns = plan.warpgroup_tile[0], plan.warpgroup_out_columns
         width, step = values[0].shape[1], plan.staging_width
         corners = [(r, c) for r in range(0, rows, ROWS) for c in range(0, columns, step)]
