@@ -26,6 +26,7 @@ from benchmarks.kernels.shapes import (
     Prefill,
     PrefillGradient,
     Swiglu,
+    SwigluUnderGradient,
     decoded,
     encoded,
     guessed_us,
@@ -50,6 +51,7 @@ TINY = [
     Gradient("g3", (3, 0, 4), 136, 264, "bf16", "both", of="matrices"),
     Swiglu("g3", (3, 0, 4), 136, 264, "bf16", "both"),
     Swiglu("g3", (3, 0, 4), 136, 264, "fp8", "both"),
+    SwigluUnderGradient("g3", (3, 0, 4), 136, 264, "bf16", "both"),
     Decode(3, 100, 2, 4, dtype="fp8"),
     ragged("2-150", (2, 150, 65), 2, 4),
 ]

@@ -21,6 +21,7 @@ from benchmarks.kernels.shapes import (
     Index,
     Prefill,
     PrefillGradient,
+    SwigluUnderGradient,
 )
 from pallas_kernels.mla_prefill import gradients
 
@@ -33,6 +34,8 @@ def call_of(case: Case, implementation: str) -> Call:
         return functools.partial(_gradient, case, implementation)
     if isinstance(case, PrefillGradient):
         return functools.partial(_attention_gradient, case, implementation)
+    if isinstance(case, SwigluUnderGradient):
+        return functools.partial(_under_gradient, implementation)
     op = functools.partial(getattr(pallas_kernels, case.op), implementation=implementation)
     keywords = inputs.options(case)
 
@@ -55,6 +58,14 @@ def _gradient(case: Gradient, implementation: str, arrays: Arrays) -> checks.Che
 
     _, vjp = jax.vjp(matmul, lhs, rhs)
     return vjp(d_out)[case.of == "matrices"], None
+
+
+def _under_gradient(implementation: str, arrays: Arrays) -> checks.Checked:
+    def swiglu(lhs: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        sizes = arrays["group_sizes"]
+        return pallas_kernels.grouped_swiglu(lhs, gate, up, sizes, implementation=implementation)
+
+    return jax.vjp(swiglu, *(arrays[name] for name in ("lhs", "gate", "up")))[0], None
 
 
 def _attention_gradient(

@@ -19,6 +19,7 @@ from benchmarks.kernels.shapes import (
     SparseAttention,
     SparseCase,
     Swiglu,
+    SwigluUnderGradient,
     TopK,
     key,
 )
@@ -141,6 +142,15 @@ def swiglu_cases() -> list[Swiglu]:
     ]
 
 
+def swiglu_under_gradient_cases() -> list[SwigluUnderGradient]:
+    """Returns cases with the gate and up matrices of the experts in training."""
+    return [
+        SwigluUnderGradient(name, sizes, N // 2, K, "bf16", "contiguous", "equal" in name)
+        for name, sizes, N, K in training_shapes()
+        if (N, K) in ((2816, 2048), (4096, 7168))
+    ]
+
+
 def prefill_cases() -> list[Prefill]:
     shapes = [(1, 8192, 8192), (4, 4096, 4096), (8, 2048, 2048), (1, 2048, 8192)]
     return [Prefill(*shape) for shape in shapes]
@@ -183,7 +193,8 @@ def cases() -> list[Case]:
     order_of: dict[str, tuple[bool, float]] = {}
     unique: dict[str, Case] = {}
     dense = [prefill_cases(), decode_cases(), grouped_cases(), swiglu_cases()]
-    for of_op in (*dense, gradient_cases(), prefill_gradient_cases(), *sparse_cases()):
+    training = [gradient_cases(), prefill_gradient_cases(), swiglu_under_gradient_cases()]
+    for of_op in (*dense, *training, *sparse_cases()):
         for i, case in enumerate(of_op):
             order_of.setdefault(key(case), (not case.core, i / len(of_op)))
             unique.setdefault(key(case), case)

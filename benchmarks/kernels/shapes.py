@@ -19,7 +19,7 @@ Dtype = Literal["bf16", "fp8", "int8", "int4"]
 OPS = (
     "mla_decode", "grouped_matmul", "grouped_swiglu", "mla_prefill", "sparse_mla_decode",
     "sparse_mla_prefill", "sparse_index", "top_k", "grouped_matmul_gradient",
-    "mla_prefill_gradient",
+    "mla_prefill_gradient", "grouped_swiglu_under_gradient",
 )  # fmt: skip
 
 BYTES: dict[str, float] = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
@@ -154,6 +154,14 @@ class Swiglu(Grouped):
     def product(self) -> Grouped:
         """The matmul with both matrices as one, without the SwiGLU epilogue."""
         return Grouped(self.name, self.sizes, self.columns, self.K, self.dtype, self.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwigluUnderGradient(Swiglu):
+    """The forward pass of grouped_swiglu's gradient, which stores the results of both matmuls too.
+    ``bytes`` does not count them."""
+
+    op: str = "grouped_swiglu_under_gradient"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,6 +323,7 @@ def decoded(fields: dict[str, Any]) -> Case:
         "grouped_matmul": Grouped,
         "grouped_matmul_gradient": Gradient,
         "grouped_swiglu": Swiglu,
+        "grouped_swiglu_under_gradient": SwigluUnderGradient,
         "mla_prefill": Prefill,
         "mla_prefill_gradient": PrefillGradient,
         "sparse_mla_decode": SparseAttention,

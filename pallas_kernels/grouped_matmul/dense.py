@@ -3,6 +3,8 @@
     out[m] = rhs[g(m)] @ lhs[m]                                   grouped_matmul
     out[m] = silu(gate[g(m)] @ lhs[m]) * (up[g(m)] @ lhs[m])      grouped_swiglu
 
+Under a gradient, grouped_swiglu's kernel also stores both sums (:func:`swiglu_and_sums`).
+
 The operands are bfloat16, or float8 with a scale per row and 128 columns of lhs and per 128 x 128
 block of the matrices. It is used for these dtypes with any number of rows; bfloat16 rows with
 quantized matrices go to ``few_tokens``.
@@ -86,7 +88,7 @@ class Buffers(NamedTuple):
     group_sizes: Ref  # int32 [G]
     lhs_scale: Ref  # float32 [M, K / 128], or its padded transpose for TMA. None for bfloat16.
     matrix_scales: tuple[Any, ...]  # float32 [G, N / 128, K / 128], or empty for bfloat16
-    out: Ref  # [M, N]
+    outs: tuple[Any, ...]  # [M, N]: the result, then both sums if ``plan.keeps_sums``
     lhs_stages: Views  # [stages, tile_m, tile_k]
     rhs_stages: Views  # [stages, tile_n, tile_k]
     scale_stages: Ref  # float32 [stages, scale_copy_rows] for row scales that TMA copies, or None
@@ -111,7 +113,7 @@ class Buffers(NamedTuple):
             group_sizes=take(),
             lhs_scale=take() if plan.float8 else None,
             matrix_scales=tuple(take() for _ in range(plan.matrices if plan.float8 else 0)),
-            out=take(),
+            outs=tuple(take() for _ in range(plan.results)),
             lhs_stages=views(),
             rhs_stages=views(),
             scale_stages=take() if plan.tma_scales else None,
@@ -153,13 +155,38 @@ def matmul(
 ) -> BFloat16[Array, "M N"]:
     """Multiplies each row with its group's matrix, or computes SwiGLU of two matrices. Operands are
     all bfloat16, or all float8 with scales. Rows that belong to no group are undefined."""
+    scales = lhs_scale, matrix_scales
+    return _launch(lhs, matrices, group_sizes, *scales, config, interpret, keeps_sums=False)[0]
+
+
+@lowered_once("config", "interpret")
+def swiglu_and_sums(
+    lhs: BFloat16[Array, "M K"],
+    matrices: Sequence[BFloat16[Array, "G N K"]],
+    group_sizes: Int[Array, " G"],
+    *,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[BFloat16[Array, "M N"], BFloat16[Array, "M N"], BFloat16[Array, "M N"]]:
+    """Returns SwiGLU of gate and up, and their sums ``gate[g(m)] @ lhs[m]`` and ``up[g(m)] @
+    lhs[m]``, from which the gradient is computed. So SwiGLU is that of the rounded sums. Rows that
+    belong to no group are undefined."""
+    options: Any = {"config": config, "interpret": interpret, "keeps_sums": True}
+    hidden, gate, up = _launch(lhs, matrices, group_sizes, None, (), **options)
+    return hidden, gate, up
+
+
+def _launch(
+    lhs: jax.Array, matrices: Sequence[jax.Array], group_sizes: jax.Array, lhs_scale: Any,
+    matrix_scales: Sequence[jax.Array], config: Config, interpret: Any, keeps_sums: bool,
+) -> Sequence[jax.Array]:  # fmt: skip
     (M, K), (G, N, _) = lhs.shape, matrices[0].shape
     float8, count = lhs_scale is not None, len(matrices)
     check_shapes(config, N, K, float8, count)
     on_gpu = interpret is None
     ctas = multiprocessors() if on_gpu else _INTERPRETED_CTAS
     ctas -= ctas % 2 if config.paired else 0
-    plan = Plan(config, M, G, N, K, float8, count, ctas, on_gpu)
+    plan = Plan(config, M, G, N, K, float8, count, ctas, on_gpu, keeps_sums)
     if lhs_scale is not None and plan.tma_scales:
         padding = max(-M % 4, plan.scale_copy_rows - M)
         lhs_scale = jnp.pad(lhs_scale, ((0, padding), (0, 0))).T
@@ -200,7 +227,7 @@ def matmul(
         grouped_matmul.__name__ = "grouped_swiglu"  # profiles show it
     kernel = grid_kernel(
         grouped_matmul,
-        jax.ShapeDtypeStruct((M, N), jnp.bfloat16),
+        [jax.ShapeDtypeStruct((M, N), jnp.bfloat16)] * plan.results,
         [*_scratch(plan), *ring_scratch, *scale_ring_scratch],
         warpgroups=CONSUMERS + 1,
         grid={"cta": ctas // plan.cluster},
@@ -482,15 +509,30 @@ class _Consumer:
     # ---- epilogue ----
 
     def store_tile(self, tile: Tile, sums: _Sums) -> None:
-        """Applies SwiGLU if there are two matrices, and stores the rows and columns of the
-        warpgroup's share that belong to the tile, by TMA from staging buffers in shared memory."""
-        plan, buffers, warpgroup = self.plan, self.buffers, self.warpgroup
-        staging_buffers = plan.config.staging_buffers
-        (row, _), column = plan.stage_offset(warpgroup), plan.out_column(warpgroup)
-        rows, columns = plan.warpgroup_tile[0], plan.warpgroup_out_columns
-        if plan.matrices == 2:
+        """Applies SwiGLU if there are two matrices, and stores the warpgroup's share of a tile. If
+        the sums are results too, SwiGLU is computed while they are stored."""
+        plan, (out, *outs_of_sums) = self.plan, self.buffers.outs
+        corner = plan.stage_offset(self.warpgroup)[0], plan.out_column(self.warpgroup)
+        columns = plan.warpgroup_out_columns
+        if plan.keeps_sums:
+            rounded = sums[0].astype(jnp.bfloat16)
+            gate, up = rounded[:, :columns], rounded[:, columns:]
+            for each, values in zip(outs_of_sums, (gate, up), strict=True):
+                self.store(tile, corner, each, (values,))
+            sums = (_swiglu_of_rounded(plan, gate, up),)
+        elif plan.matrices == 2:
             sums = _swiglu(plan, sums, columns)
-        values = [x.astype(jnp.bfloat16) for x in sums]
+        self.store(tile, corner, out, [x.astype(jnp.bfloat16) for x in sums])
+
+    def store(
+        self, tile: Tile, corner: tuple[Any, Any], out: Ref, values: Sequence[jax.Array]
+    ) -> None:
+        """Stores the rows and columns of the warpgroup's share that belong to the tile, by TMA from
+        staging buffers in shared memory. ``corner`` is the share's first row and column in the
+        tile, and ``values`` are side by side."""
+        plan, buffers, warpgroup = self.plan, self.buffers, self.warpgroup
+        staging_buffers, (row, column) = plan.config.staging_buffers, corner
+        rows, columns = plan.warpgroup_tile[0], plan.warpgroup_out_columns
         width, step = values[0].shape[1], plan.staging_width
         corners = [(r, c) for r in range(0, rows, ROWS) for c in range(0, columns, step)]
         for n in range(0, len(corners), staging_buffers):
@@ -509,7 +551,7 @@ class _Consumer:
                     count = jnp.where(first_column >= tile.first_new_column, count, 0)
                 window = pl.ds(first_column, step)
                 staged = buffers.staging.untiled.at[index]
-                store_rows(staged, buffers.out, count, tile.row + row + r, window)
+                store_rows(staged, out, count, tile.row + row + r, window)
 
 
 def zeros(columns: int) -> jax.Array:
@@ -536,6 +578,12 @@ def _swiglu(plan: Plan, sums: _Sums, columns: int) -> _Sums:
         sigmoids = [approximate_sigmoid(gate, on_gpu=plan.on_gpu) for gate in gates]
         return tuple(g * up * s for g, up, s in zip(gates, ups, sigmoids, strict=True))
     return tuple(gate * up / (1 + jnp.exp(-gate)) for gate, up in zip(gates, ups, strict=True))
+
+
+def _swiglu_of_rounded(plan: Plan, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns silu(gate) * up in float32, in the order of the reference."""
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    return gate * approximate_sigmoid(gate, on_gpu=plan.on_gpu) * up
 
 
 def store_rows(staged: Ref, out: Ref, count: jax.Array, row: jax.Array, columns: Any) -> None:

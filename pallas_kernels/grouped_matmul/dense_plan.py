@@ -196,6 +196,11 @@ class Plan:
     matrices: int  # per group: 1, or 2 for SwiGLU (gate and up)
     ctas: int
     on_gpu: bool  # False in the interpreter
+    keeps_sums: bool = False  # bfloat16 SwiGLU only: whether the sums are results too
+
+    @property
+    def results(self) -> int:
+        return 1 + self.matrices if self.keeps_sums else 1
 
     @property
     def dtype(self) -> Any:

@@ -1,12 +1,14 @@
 """grouped_swiglu for Hopper GPUs: grouped_matmul's kernel with gate and up in one tile.
 
 SwiGLU is computed in the epilogue, so neither matmul's result is written to memory and read again
-(2 x M x F values), and the rows are read once for both. With quantized matrices and bfloat16 rows,
-the few-token kernel computes both matmuls, and XLA computes SwiGLU.
+(2 x M x F values), and the rows are read once for both. Under a gradient, the kernel stores them
+too. With quantized matrices and bfloat16 rows, the few-token kernel computes both matmuls, and XLA
+computes SwiGLU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +24,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu import check_dtypes, has_many_rows
 from pallas_kernels.grouped_matmul.reference import Matrices
 from pallas_kernels.grouped_swiglu import reference
 from pallas_kernels.hopper import require_hopper
-from pallas_kernels.residuals import named
+from pallas_kernels.residuals import from_saved, named
+
+STAGING_BUFFERS = 2  # where three results are stored; a ring of four stages leaves no more memory
 
 
 def grouped_swiglu(
@@ -40,9 +44,8 @@ def grouped_swiglu(
 ) -> Float[Array, "M F"]:
     """grouped_swiglu on a Hopper GPU. bfloat16 by bfloat16 and float8 by float8 are rounded once,
     at the end. Few bfloat16 rows by quantized matrices are rounded before silu too; for many, the
-    matrices are dequantized to bfloat16 first. For gradients of these two forms with bfloat16
-    matrices, gate and up are two matmuls whose rounded results are saved. Others are the
-    reference's.
+    matrices are dequantized to bfloat16 first. For gradients of bfloat16 by bfloat16, and of these
+    many rows, both sums are rounded before silu, and saved. Other gradients are the reference's.
 
     Raises NotImplementedError for no Hopper GPU and what grouped_matmul refuses."""
     require_hopper(interpret)
@@ -106,18 +109,22 @@ def _forward(settings: _Settings, *args: Any) -> tuple[jax.Array, tuple[Any, ...
         return _grouped_swiglu(settings, *args), (args, None)
     lhs, gate, up, group_sizes, _, *scales = args
     matrices = _dense(settings[2], (gate, up), _after(lhs, scales))
-    (M, K), (G, F, _) = lhs.shape, matrices[0].shape
-    options = {"config": choose_config(M, G, F, K, False), "interpret": settings[1]}
-    saved = tuple(dense.matmul(lhs, (x,), group_sizes, None, (), **options) for x in matrices)
-    saved = named("matmul", saved)
-    return reference.silu_multiply(*saved).astype(lhs.dtype), (args, saved)
+    config = dataclasses.replace(settings[0], staging_buffers=STAGING_BUFFERS)
+    options: Any = {"config": config, "interpret": settings[1]}
+    hidden, *sums = dense.swiglu_and_sums(lhs, matrices, group_sizes, **options)
+    saved = named("matmul", tuple(sums))
+    return from_saved(hidden, _swiglu_of_sums, *saved), (args, saved)
+
+
+def _swiglu_of_sums(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return reference.silu_multiply(gate, up).astype(gate.dtype)
 
 
 def _backward(settings: _Settings, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     args, saved = residuals
     if saved is not None:
         lhs, gate, up, group_sizes, _, *scales = args
-        _, vjp = jax.vjp(lambda *x: reference.silu_multiply(*x).astype(lhs.dtype), *saved)
+        _, vjp = jax.vjp(_swiglu_of_sums, *saved)
         d_outs = vjp(cotangent)
         interpret = settings[1]
         dense_matrices = functools.partial(_dense, settings[2])

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_swiglu
-from pallas_kernels.grouped_matmul import dense_plan
+from pallas_kernels.grouped_matmul import dense, dense_plan
 from pallas_kernels.grouped_swiglu import mosaic_gpu
+from sharding.fsdp import save_all_but_gathered
 from tests.pallas_kernels import grouped_matmul_cases
 from tests.pallas_kernels.grouped_matmul_cases import FLOAT8
 from tests.pallas_kernels.grouped_swiglu_cases import (
@@ -24,8 +25,16 @@ from tests.pallas_kernels.grouped_swiglu_cases import (
     run,
 )
 from tests.pallas_kernels.machine import INTERPRET, INTERPRETER, ON_GPU, kernel_runs, off_gpu
-from tests.pallas_kernels.numerics import check, device, is_dense, rounded, tolerance
+from tests.pallas_kernels.numerics import (
+    BFLOAT16_ROUNDING,
+    check,
+    device,
+    is_dense,
+    rounded,
+    tolerance,
+)
 from tests.support.covering import slow_except
+from tests.support.jaxprs import equations
 
 
 def back_end(config=None):
@@ -122,6 +131,57 @@ def test_configs(dtype, config):
     x = Inputs.random((130, 0, 1, 3), M=140, F=(config.tile_n // 128 + 1) * 64, K=256, dtype=dtype)
     out = run(x, back_end(config))
     check(out[: x.defined], x.expected(), ROUNDINGS * tolerance("bfloat16"))
+
+
+@kernel_runs
+@pytest.mark.parametrize(
+    "config",
+    slow_except([*dense_plan.FEW_TOKENS[2], *dense_plan.MANY_TOKENS_BFLOAT16[:2]], [3]),
+    ids=lambda x: f"{x.tile_m}x{x.tile_n}",
+)
+def test_sums_are_stored_for_the_gradient(config):
+    """Groups and tiles as above. SwiGLU is that of the rounded sums, rounded once."""
+    config = dataclasses.replace(config, stages=2, staging_buffers=mosaic_gpu.STAGING_BUFFERS)
+    F = (config.tile_n // 128 + 1) * 64
+    x = Inputs.random((130, 0, 1, 3), M=140, F=F, K=128, dtype="bfloat16")
+    lhs, gate, up, sizes, *_ = x.arrays()
+    options = {"config": config, "interpret": INTERPRET}
+    results = dense.swiglu_and_sums(lhs, (gate, up), sizes, **options)
+    hidden, *sums = (np.float64(y)[: x.defined] for y in results)
+    for got, inputs in zip(sums, (x.gate, x.up), strict=True):
+        check(got, inputs.expected(), BFLOAT16_ROUNDING)
+    gates, ups = sums
+    check(hidden, gates / (1 + np.exp(-gates)) * ups, BFLOAT16_ROUNDING)
+
+
+NAMES = jax.checkpoint_policies.save_only_these_names
+
+
+@pytest.mark.parametrize(
+    ("policy", "kernels", "from_sums"),
+    [
+        (None, 1, 0),
+        (save_all_but_gathered, 1, 0),
+        (NAMES("matmul"), 1, 1),
+        (NAMES(), 2, 0),
+    ],
+    ids=["no checkpoint", "all", "sums", "nothing"],
+)
+def test_what_the_backward_pass_computes_again(policy, kernels, from_sums, monkeypatch):
+    """With the sums it computes SwiGLU of them, and otherwise it runs the kernel."""
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda interpret: None)
+    arrays = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((512, 64), (2, 128, 64), (2, 128, 64))]
+
+    def layer(*arrays):
+        return mosaic_gpu.grouped_swiglu(*arrays, jnp.array([300, 212])) ** 2  # reads it again
+
+    if policy is not None:
+        layer = jax.checkpoint(layer, policy=policy)
+    loss = lambda *x: jnp.sum(layer(*x).astype(jnp.float32))  # noqa: E731
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays)
+    calls = [(e.primitive.name, e.params.get("again"), len(e.outvars)) for e in equations(program)]
+    assert calls.count(("call_exported", None, 3)) == kernels
+    assert calls.count(("from_saved", True, 1)) == from_sums
 
 
 @kernel_runs

@@ -30,8 +30,9 @@ import pytest
 
 from pallas_kernels.attention_inputs.reference import AttentionWeights
 from pallas_kernels.decoder_layer.reference import Projection
-from pallas_kernels.grouped_matmul.dense_plan import MANY_TOKENS_FLOAT8
+from pallas_kernels.grouped_matmul.dense_plan import MANY_TOKENS_FLOAT8, choose_config
 from pallas_kernels.grouped_matmul.few_tokens_plan import Config as FewTokens
+from pallas_kernels.grouped_swiglu.mosaic_gpu import STAGING_BUFFERS
 from pallas_kernels.route.reference import Rule
 from tests.pallas_kernels.decoder_layer_cases import Layer, rule, shape_in_format
 from tests.pallas_kernels.known_programs import (
@@ -182,6 +183,17 @@ def swiglu(rows: int, groups: int, F: int, K: int, dtype: Any, **options: Any) -
     if dtype == FP8:
         arrays["gate_scale"] = arrays["up_scale"] = arrays.pop("rhs_scale")
     return Kernel("pallas_kernels.grouped_swiglu.mosaic_gpu", arrays, options)
+
+
+def swiglu_under_gradient(rows: int, groups: int, F: int, K: int) -> Kernel:
+    """grouped_swiglu of bfloat16 that stores both sums too, with the arguments of ``grouped``."""
+    M, sizes = rows * groups, Struct((groups,), I32)
+    matrices = (Struct((groups, F, K), BF16),) * 2
+    arrays = {"lhs": Struct((M, K), BF16), "matrices": matrices, "group_sizes": sizes}
+    config = choose_config(M, groups, F, K, False, 2)
+    config = dataclasses.replace(config, staging_buffers=STAGING_BUFFERS)
+    module = "pallas_kernels.grouped_matmul.dense"
+    return Kernel(module, arrays, {"config": config}, function="swiglu_and_sums")
 
 
 def few_tokens(rows: int, groups: int, N: int, K: int, form: str, **options: Any) -> Kernel:
@@ -398,6 +410,9 @@ def kernels() -> dict[str, Kernel]:
     for N, K in ((2816, 2048), (2048, 1408)):  # tiles of 128 x 256, and of 256 x 128
         for of in ("rows", "matrices"):
             table[f"grouped_matmul {of} gradient {N}x{K}"] = matmul_gradient(of, N, K)
+    for rows, groups, F, K in ((1536, 64, 1408, 2048), (4096, 8, 64, 1024), (4, 8, 2048, 2048)):
+        shape = f"grouped_swiglu under gradient {F} wide, {rows} rows"
+        table[shape] = swiglu_under_gradient(rows, groups, F, K)
     table["grouped_matmul rows gradient of two"] = matmul_gradient("rows", 1408, 2048, pairs=2)
     for D in (2048, 7168):
         row = {"x": Struct((1, D), BF16), "weight": Struct((D,), BF16)}

@@ -13,6 +13,7 @@ from jax.tree_util import Partial
 from pallas_kernels import add_rms_norm, gather_rows, rms_norm
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
 from pallas_kernels.matmul import matmul
+from pallas_kernels.residuals import from_saved, named
 from pallas_kernels.route.reference import Rule, sort_pairs
 from sharding import weighted_sum
 from sharding.expert_mixture import gather_sum
@@ -139,3 +140,41 @@ def test_no_gradient_scatters():
         arguments = [jnp.asarray(x, jnp.float32) for x in values]
         program = jax.make_jaxpr(jax.grad(lambda *a, f=ours: jnp.sum(jnp.sin(f(*a)))))(*arguments)
         assert "scatter" not in str(program), name
+
+
+@jax.custom_vjp
+def both_layers(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.sin(x @ w)
+
+
+def _forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    saved = named("matmul", x @ w)
+    return from_saved(jnp.sin(x @ w), jnp.sin, saved), (x, w, saved)
+
+
+both_layers.defvjp(
+    _forward, lambda r, d: ((d * jnp.cos(r[2])) @ r[1].T, r[0].T @ (d * jnp.cos(r[2])))
+)
+
+
+@pytest.mark.parametrize("names", [(), ("matmul",)])
+def test_what_is_computed_from_saved_arrays(names):
+    """In a scan inside shard_map, as layers may be: the values and gradients are the same."""
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    mesh, spec = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,)), jax.P("x")
+    x, w = jnp.asarray(RNG.normal(size=(M, D)), jnp.float32), jnp.eye(D) + 0.1
+
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
+    def layers(x: jax.Array, w: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x: both_layers(x, w) ** 2, policy=policy)
+        return jax.lax.scan(lambda x, _: (layer(x), None), x, length=2)[0]
+
+    def plain(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sin(jnp.sin(x @ w) ** 2 @ w) ** 2
+
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a)), (0, 1)))(x, w)
+        for f in (layers, plain)
+    )
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(one, other) < BOUNDS["float32"]

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
 from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import tiny_config
+from tests.support.jaxprs import equations
 from tests.training.tiny import RUN
 
 # Moonlight's structure: a dense layer, MoE layers, and queries that are projected in one matmul.
@@ -33,18 +33,6 @@ CONFIG = ModelConfig.from_hf(
 K = CONFIG.num_experts_per_tok
 MOE_LAYERS = 3  # one of them of MTP
 POLICIES = "none", "norms", "attention+norms", "full"
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields every equation, those of inner programs too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @functools.cache
