@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom in its own kernel, and is stored without outputs."""
 
+import ast
 import importlib.util
 import subprocess
 import time
@@ -64,6 +65,21 @@ def test_the_cell_that_installs_the_package(monkeypatch):
     assert not commands
     exec(cell.replace('REPOSITORY = ""', 'REPOSITORY = "https://example.org/x.git"'), {})
     assert commands[0][-1] == "dsv3-jax[plot] @ git+https://example.org/x.git"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+def test_what_a_notebook_imports_exists(path):
+    """Its imports succeed, and what it takes from an imported module or class is there."""
+    cells = nbformat.read(path, as_version=4).cells
+    nodes = list(ast.walk(ast.parse("\n".join(c.source for c in cells if c.cell_type == "code"))))
+    imported: dict[str, object] = {}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            exec(ast.unparse(node), imported)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = node.value.id
+            assert name not in imported or hasattr(imported[name], node.attr), ast.unparse(node)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
@@ -42,10 +42,9 @@ Reason = Literal[
 """Reason for which pages did not arrive."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class RemoteFigures:
-    """Figures of a decode server since its start. The thread of :class:`RemotePrefill` writes
-    them."""
+    """Figures of a decode server at one moment. Counts are totals since its start."""
 
     requests: int = 0  # prompts for which peers were asked
     open_requests: int = 0
@@ -98,6 +97,7 @@ class RemotePrefill:
         self._min_pages = min_pages
         self._api_key = api_key
         self._room = asyncio.Semaphore(_MAX_OPEN)
+        # The thread replaces this record and changes none, so that a reader may keep one.
         self.figures = RemoteFigures()
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
@@ -146,8 +146,7 @@ class RemotePrefill:
         began = time.monotonic()
         records: list[PageRecord] = []
         reason: Reason = "cancelled"
-        self.figures.requests += 1
-        self.figures.open_requests += 1
+        self._count(requests=1, open_requests=1)
         try:
             async with asyncio.timeout(self._seconds), self._room:
                 reason = await self._ask_peers(addresses, records, began)
@@ -157,10 +156,11 @@ class RemotePrefill:
             reason = "internal"
             logger.exception("a remote prefill failed; its pages are computed here")
         finally:
-            self.figures.open_requests -= 1
-            self.figures.seconds += time.monotonic() - began
-            if missing := len(addresses) - len(records):
-                self.figures.recomputed_pages[reason] += missing
+            self._count(
+                open_requests=-1,
+                seconds=time.monotonic() - began,
+                recomputed_pages=Counter({reason: len(addresses) - len(records)}),
+            )
         return records
 
     async def _ask_peers(
@@ -241,14 +241,18 @@ class RemotePrefill:
                             raise ProtocolError(f"answer: expected {len(wanted)} pages, got more")
                         # In a thread, because a checksum takes a while and releases the lock.
                         record = await asyncio.to_thread(_checked, data, identity, address)
-                        self.figures.pages += 1
-                        self.figures.num_bytes += len(data)
+                        self._count(pages=1, num_bytes=len(data))
                         records.append(record)
             finally:
                 response.close()  # not only released: the peer holds pages until then
 
+    def _count(self, **added: Any) -> None:
+        """Adds to the figures of these names."""
+        totals = {name: getattr(self.figures, name) + more for name, more in added.items()}
+        self.figures = dataclasses.replace(self.figures, **totals)
+
     def _failed(self, peer: Peer, reason: Reason, message: str) -> None:
-        self.figures.failures[reason] += 1
+        self._count(failures=Counter({reason: 1}))
         logger.warning("prefill at %s failed (%s): %s", peer.url, reason, one_line(message, 300))
 
 

@@ -235,7 +235,7 @@ class DecodeFigures(Figures):
                 f"dsv3:remote_prefill_{name}",
                 description,
                 ("reason",),
-                {(reason,): count for reason, count in dict(counts).items()},
+                {(reason,): count for reason, count in counts.items()},
             )
         yield self.labelled(
             GaugeMetricFamily,

@@ -270,10 +270,13 @@ def test_a_lost_peer_is_tried_again_later():
         pass
     with remote(url, receiver=HttpReceiver()) as source:
         assert source.fetch(ADDRESSES).result(20) == []
-        assert source.figures.failures == {"connection": 1}
+        before = source.figures
         assert source.lookup(ADDRESSES) == 0
         assert source.fetch(ADDRESSES).result(20) == []
         assert source.figures.recomputed_pages == {"connection": 5, "no_peer": 5}
+    # Figures are those of one moment.
+    assert (before.requests, before.failures) == (1, {"connection": 1})
+    assert before.recomputed_pages == {"connection": 5}
 
 
 def test_cancelling_closes_the_connection(transfer):

@@ -77,6 +77,9 @@ def soak(
         )
         engine.check_integrity()
         engine.clear_prefix_cache()
+        end = time.monotonic() + 20
+        while handles and time.monotonic() < end:  # threads leave the last ones a little later
+            time.sleep(0.005)
         counts.append(_count(engine, time.monotonic() - began, submitted, len(handles)))
     return counts
 

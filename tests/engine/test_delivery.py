@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+import weakref
 
 import pytest
 
 from dsv3_jax.engine.requests import delivery
 from dsv3_jax.engine.requests.request import EngineRequest
+from dsv3_jax.engine.stats import HostTimes
 from dsv3_jax.generation.errors import EngineError, RequestError
 from tests.engine.simulated_engine import Letters, SimulatedEngine
 
@@ -115,6 +118,20 @@ def test_a_stop_string_ends_the_request_in_the_scheduler():
     wait_until(lambda: not engine.scheduler.unfinished)
     assert engine.loop.stats().output_tokens < 500
     engine.loop.shutdown(timeout=SECONDS)
+
+
+def test_what_was_delivered_is_freed():
+    """A request that has ended does not live until there is text of another one."""
+    results = delivery.Delivery(HostTimes())
+    results.start()
+    done = threading.Event()
+    work = functools.partial(done.set)
+    alive = weakref.ref(work)
+    results._hand_over(work)
+    del work
+    assert done.wait(SECONDS)
+    wait_until(lambda: alive() is None)
+    results.close()
 
 
 def test_text_that_fails_ends_its_request_alone():

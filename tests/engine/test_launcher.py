@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -29,6 +30,13 @@ def append(number: int) -> Callable:
     return lambda state: ([*state, number], number)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("background", [False, True])
 class TestLauncher:
     def test_in_order(self, background):
@@ -36,6 +44,16 @@ class TestLauncher:
         futures = [launcher.launch(append(i)) for i in range(50)]
         assert [future.result() for future in futures] == list(range(50))
         assert launcher.state == list(range(50))
+        launcher.close()
+
+    def test_a_launch_is_freed(self, background):
+        """Its function refers to a plan, and that to requests."""
+        launcher = Launcher([], background=background)  # pyright: ignore
+        launched = append(0)
+        watched = weakref.ref(launched)
+        launcher.launch(launched).result()
+        del launched
+        wait_until(lambda: watched() is None)
         launcher.close()
 
     def test_nothing_runs_after_an_error(self, background):

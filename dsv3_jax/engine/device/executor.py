@@ -386,6 +386,7 @@ class Launcher:
         while (launch := self._queue.get()) is not None:
             with contextlib.suppress(BaseException):  # the future has it, and later ones wait
                 self._run(*launch)
+            del launch  # or its plan's requests would live until the next one
 
     def _run(
         self, future: Future[_T], function: Callable[[SlotState], tuple[SlotState, _T]]

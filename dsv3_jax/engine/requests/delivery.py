@@ -172,6 +172,7 @@ class Delivery:
                 work()
             except BaseException:  # a listener's; the thread has to go on
                 logger.exception("a request's listener failed")
+            del work  # or its request would live until there is more
 
     def _add(self, results: Sequence[RequestResult]) -> None:
         for result in results:

@@ -224,15 +224,20 @@ function send(event) {
   answer();
 }
 
+// Returns the view that the user selected, or else that of the tab's model.
+function preferredView() {
+  return localStorage.getItem(VIEW) ?? sessionStorage.getItem(VIEW) ?? "markdown";
+}
+
 async function readModel() {
   const response = await fetch("/v1/models", { headers: headers() });
   const content = await response.json();
   if (!response.ok) throw new Error(content.error.message);
   model = content.data[0].id;
   element("model").textContent = model;
-  const view = localStorage.getItem(VIEW) ?? (model === DEMO ? "source" : "markdown");
-  if (view !== element("view").value) {
-    element("view").value = view;
+  sessionStorage.setItem(VIEW, model === DEMO ? "source" : "markdown"); // for a reload
+  if (preferredView() !== element("view").value) {
+    element("view").value = preferredView();
     if (!running) showAll();
   }
 }
@@ -291,6 +296,7 @@ element("clear").addEventListener("click", () => {
   element("message").focus();
 });
 
+element("view").value = preferredView(); // a reload does not wait for the model's name
 showAll();
 readModel().catch((error) => report(error.message, true));
 readFigures();
