@@ -54,14 +54,14 @@ def outside(hlo: str, kernel: str) -> list[str] | None:
 
     ``kernel`` is the kernel's name in JAX. None if it is not launched exactly twice. Copies of a
     single number are ignored, because they initialise a counter of a kernel or of a loop, and so
-    are integer vectors without operands: constants, such as the first positions of sequences.
+    are small arrays of integers, such as the first positions of sequences.
     """
     every = list(_launches(hlo))
     named = [i for i, line in enumerate(every) if _of_kernel(line, kernel)]
     if len(named) != 2:
         return None
     rest = every[: named[0]] + every[named[1] + 1 :]
-    ignored = re.compile(r" = s32\[(1?\]\S* copy\(|\d*\]\S* fusion\(\))")
+    ignored = re.compile(r" = s32\[(1?\]\S* copy\(|(\d{1,2},){0,2}\d{0,2}\]\S* fusion\()")
     return [line.strip() for line in rest if not ignored.search(line)]
 
 
