@@ -78,9 +78,9 @@ class Attention(nn.Module):
         kv = linear(self.norm(latent[..., : c.kv_lora_rank]), self.kv_b)
         kv = kv.view(B, T, -1, N + c.v_head_dim)
         k = torch.cat([kv[..., :N], key_rope.expand(-1, -1, kv.shape[2], -1)], -1)
-        heads_first = (each.transpose(1, 2) for each in (q, k, kv[..., N:]))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, kv[..., N:]))
         out = functional.scaled_dot_product_attention(
-            *heads_first, is_causal=True, scale=c.softmax_scale
+            q, k, v, is_causal=True, scale=c.softmax_scale
         )
         return linear(out.transpose(1, 2).reshape(B, T, -1), self.o)
 
@@ -103,7 +103,7 @@ class Experts(nn.Module):
         self.c, E = c, c.n_routed_experts
         hidden, width = c.hidden_size, c.moe_intermediate_size
         self.router = parameter(E, hidden)
-        self.register_buffer("bias", torch.zeros(E, device="cuda"))
+        self.bias = torch.zeros(E, device="cuda")
         self.gate, self.up = parameter(E, width, hidden), parameter(E, width, hidden)
         self.down = parameter(E, hidden, width)
         self.shared = MLP(hidden, c.n_shared_experts * width)
@@ -120,7 +120,8 @@ class Experts(nn.Module):
 
         def grouped(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
             transposed = matrices.to(BF16).transpose(-1, -2)
-            return torch._grouped_mm(rows, transposed, offs=ends.to(torch.int32))
+            multiply = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+            return multiply(rows, transposed, offs=ends.to(torch.int32))
 
         rows = tokens[order // K]
         out = grouped(functional.silu(grouped(rows, self.gate)) * grouped(rows, self.up), self.down)
@@ -146,9 +147,9 @@ class Model(nn.Module):
         super().__init__()
         self.embedding, self.head = (parameter(c.vocab_size, c.hidden_size) for _ in range(2))
         dense = c.first_k_dense_replace
-        self.blocks = nn.ModuleList(
-            torch.compile(Block(c, length, i < dense)) for i in range(c.num_hidden_layers)
-        )
+        layers = range(c.num_hidden_layers)
+        self.blocks = nn.ModuleList(Block(c, length, i < dense) for i in layers)
+        self.compiled = [torch.compile(block) for block in self.blocks]
         self.norm = Norm(c.hidden_size)
         self.loss = torch.compile(self.loss_of)
 
@@ -158,7 +159,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = functional.embedding(tokens[:, :-1], self.embedding).to(BF16)
-        for block in self.blocks:
+        for block in self.compiled:
             x = block(x)
         return self.loss(x, tokens[:, 1:])
 

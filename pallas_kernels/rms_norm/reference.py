@@ -35,13 +35,15 @@ def _with_norm(eps: float, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, 
     """Returns x and its norm. The gradients of both by x are summed in float32. They keep x; JAX's
     would keep float32 intermediates."""
     y = x.astype(jnp.float32)
-    y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return x, (y * weight.astype(jnp.float32)).astype(x.dtype)
+    return x, (y * _factor(y, eps) * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _factor(x: jax.Array, eps: float) -> jax.Array:
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def _forward(eps: float, x: jax.Array, weight: jax.Array) -> tuple[Any, Any]:
-    y = x.astype(jnp.float32)
-    factor = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    factor = _factor(x.astype(jnp.float32), eps)
     x = rounded(x)
     normed = x.astype(jnp.float32) * factor * weight.astype(jnp.float32)
     return (x, normed.astype(x.dtype)), (x, weight)
@@ -51,7 +53,7 @@ def _backward(
     eps: float, saved: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     x, weight, d_x, d_y = (each.astype(jnp.float32) for each in (*saved, *cotangents))
-    factor = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    factor = _factor(x, eps)
     normed, d_normed = x * factor, d_y * weight
     d_x += factor * (d_normed - normed * jnp.mean(d_normed * normed, axis=-1, keepdims=True))
     d_weight = jnp.sum(d_y * normed, axis=tuple(range(x.ndim - 1)))
