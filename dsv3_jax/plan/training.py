@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
@@ -24,6 +24,9 @@ from dsv3_jax.training.trainer import Trainer
 from sharding import Layout, abstract_layout, make_layout
 
 _TPU_NAMES = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
+
+# Arrays on the mesh of one device have no sharding in their types, as without a mesh.
+_AUTOMATIC = (AxisType.Auto,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,8 @@ class TrainingPlan:
                 shapes = trainer.step_shapes(settings.batch, settings.length)
                 return trainer.programs.step.lower(*shapes)
         sharding = SingleDeviceSharding(devices[0])
-        with jax.sharding.use_abstract_mesh(Mesh(np.array(devices[:1]), ("device",)).abstract_mesh):
+        mesh = Mesh(np.array(devices[:1]), ("device",), axis_types=_AUTOMATIC)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             trainer = Trainer(self._model(None), self.training)
             shapes = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -124,7 +128,9 @@ class TrainingPlan:
         """Traces for the devices of the target."""
         layout = self._abstract_layout()
         # The mesh of an abstract layout is abstract, which its type does not say.
-        mesh: Any = AbstractMesh((1,), ("device",), abstract_device=self._device())
+        mesh: Any = AbstractMesh(
+            (1,), ("device",), axis_types=_AUTOMATIC, abstract_device=self._device()
+        )
         if layout is not None:
             mesh = layout.mesh
         with jax.sharding.use_abstract_mesh(mesh):
