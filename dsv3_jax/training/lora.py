@@ -25,7 +25,7 @@ from dsv3_jax.layers.linear import Linear, Weight
 from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training.tree import Tree
 from pallas_kernels.matmul import sum_dtype
-from pallas_kernels.residuals import named
+from pallas_kernels.residuals import named, rounded
 
 
 class LowRank(NamedTuple):
@@ -170,7 +170,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     hidden = _dot("...i,ri->...r", x, a, x.dtype)
     product = _dot("...r,or->...o", hidden, factor * b, y.dtype)
-    return named("matmul", y + product), (x, named("matmul", hidden), a, b)
+    return named("matmul", rounded(y + product)), (x, named("matmul", hidden), a, b)
 
 
 def _backward(

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
+from pallas_kernels.residuals import rounded
+
 # float8, int8, or int4 as uint8: two columns per byte, the even one in the low half.
 Values = Float[Array, "*batch N K"] | Int8[Array, "*batch N K"] | UInt8[Array, "*batch N K2"]
 
@@ -110,7 +112,8 @@ def multiply_dequantized(
         return matmul(block_dequant(values, scale, block_shape, dtype), x, *arrays)
 
     def forward(values: Values, scale: Array, x: Array, *arrays: Array) -> tuple[Array, Any]:
-        return multiply(values, after(x, scale), x, *arrays), (values, scale, x, *arrays)
+        out = multiply(values, after(x, scale), x, *arrays)
+        return rounded(out), (values, scale, x, *arrays)
 
     def backward(saved: tuple[Array, ...], cotangent: Array) -> Any:
         values, scale, *arrays = saved

@@ -185,8 +185,18 @@ def _of_some_keys(
         d_q, d_k, d_v = of_heads(jnp.zeros(2, jnp.int32))
     else:
         firsts = jnp.mgrid[0:B:sequences, 0:H:heads].reshape(2, -1).T.astype(jnp.int32)
-        results = [jnp.zeros((B, T, *q.shape[2:]), q.dtype), *map(jnp.zeros_like, (k, v))]
-        d_q, d_k, d_v = lax.fori_loop(0, len(firsts), add_heads, results)
+        # The first ones are padded, because XLA would make arrays of zeros long before.
+        results = [
+            lax.pad(
+                x,
+                jnp.zeros((), x.dtype),
+                [(0, a - b, 0) for a, b in zip(shape, x.shape, strict=True)],
+            )
+            for x, shape in zip(
+                of_heads(firsts[0]), ((B, T, *q.shape[2:]), k.shape, v.shape), strict=True
+            )
+        ]
+        d_q, d_k, d_v = lax.fori_loop(1, len(firsts), add_heads, results)
     return d_q, d_k[:, :S], d_v[:, :S]
 
 
