@@ -147,7 +147,8 @@ def test_sums_are_stored_for_the_gradient(config):
     lhs, gate, up, sizes, *_ = x.arrays()
     options = {"config": config, "interpret": INTERPRET}
     results = dense.swiglu_and_sums(lhs, (gate, up), sizes, **options)
-    hidden, *sums = (np.float64(y)[: x.defined] for y in results)
+    # Other rows are undefined: numpy warns of conversions of signalling NaNs.
+    hidden, *sums = (np.float64(y[: x.defined]) for y in results)
     for got, inputs in zip(sums, (x.gate, x.up), strict=True):
         check(got, inputs.expected(), BFLOAT16_ROUNDING)
     gates, ups = sums
