@@ -10,7 +10,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def matrix(rows, columns, dtype):
-    # Of very different magnitudes, so that small parts count.
+    # The magnitudes differ much, so that small parts count.
     values = RANDOM.normal(size=(rows, columns)) * 2.0 ** RANDOM.integers(-12, 12, (rows, columns))
     return jnp.asarray(values, dtype)
 
