@@ -66,6 +66,8 @@ class Engine:
       draft_depth: drafts per step, or ``"auto"``: each request then drafts up to four, as many as
         its own acceptance is worth.
       background: whether a thread of the engine's own runs the steps. Otherwise call :meth:`step`.
+        With it, Python switches between threads every 0.5 ms (:func:`sys.setswitchinterval`), from
+        then on.
       overlap: whether a step is dispatched before the results of the step before it are read.
       buckets: sizes that programs are compiled for, on each shard.
       max_waiting: most requests in the waiting queue.

@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,11 @@ from dsv3_jax.generation.errors import EngineError
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+SWITCH_SECONDS = 0.0005
+"""Longest time for which a thread keeps Python's lock while another one waits for it. With the
+default of 5 ms, a launch comes too late while text is decoded or calls are answered, and a first
+token while the tokens of other streams are sent."""
 
 _JOIN_SECONDS = 0.1
 """Time between two looks at what the engine's thread does when it is to end."""
@@ -90,7 +96,9 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts a thread that runs the steps."""
+        """Starts a thread that runs the steps. From then on Python switches between threads at
+        least every ``SWITCH_SECONDS``."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         # A daemon thread that is still inside XLA when the interpreter ends can abort the process.
         atexit.register(self.shutdown, drain=False)
         self._delivery.start()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from dsv3_jax.engine import EngineError, EngineRequest, QueueFullError
+from dsv3_jax.engine.loop import SWITCH_SECONDS
 from dsv3_jax.engine.step_loop import LEAD_SECONDS
 from dsv3_jax.generation.errors import NonFiniteLogitsError, RequestError
 from tests.engine.simulated_device import VOCABULARY
@@ -219,6 +220,21 @@ class TestIdleCheck:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("background", "before", "expected"),
+    [(True, 0.005, SWITCH_SECONDS), (True, 0.0001, 0.0001), (False, 0.005, 0.005)],
+)
+def test_threads_of_an_engine_get_the_interpreter_soon(background, before, expected):
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        engine = make(background=background)
+        assert sys.getswitchinterval() == pytest.approx(expected)
+        engine.shutdown()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_an_interpreter_with_a_running_engine_ends(tmp_path):
     """A thread inside XLA must not abort the process, nor keep it alive."""
     config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from dsv3_jax.engine import Engine
+from dsv3_jax.engine.loop import SWITCH_SECONDS
 from dsv3_jax.server.access_log import log_to_stderr
 from dsv3_jax.server.frontend.host import EngineHost
 from dsv3_jax.server.frontend.remote_engine import RemoteEngine
@@ -28,11 +29,6 @@ from dsv3_jax.server.service import ServerSettings
 from dsv3_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_SWITCH_SECONDS = 0.0005
-"""Longest time for which a thread keeps Python's lock while another one waits for it. With the
-default of 5 ms, a launch could come too late while calls are answered, and a first token while the
-tokens of other streams are sent."""
 
 
 class HttpProcess:
@@ -57,7 +53,6 @@ class HttpProcess:
         self._thread = threading.Thread(target=self._host.serve, name="dsv3-host", daemon=True)
 
     def __enter__(self) -> HttpProcess:
-        sys.setswitchinterval(_SWITCH_SECONDS)
         self._process.start()
         self._other.close()  # so that its end is noticed when the process ends
         self._thread.start()
@@ -110,7 +105,7 @@ def _serve_http(
 ) -> None:
     # The engine's process owns the devices. This one computes nothing.
     jax.config.update("jax_platforms", "cpu")
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)  # as the engine does
     engine = RemoteEngine(connection, on_loss=exit_now)
 
     def exit_process() -> None:
