@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.layers.indexer import index_cache_spec
@@ -280,6 +280,18 @@ class LatentKVCache:
         """Returns the greatest length of a sequence: the capacity or ``max_position_embeddings``.
         Tokens past it are dropped: they reach neither the cache nor an expert."""
         return min(self.capacity, config.max_position_embeddings)
+
+    def valid(
+        self,
+        tokens: Int[Array, "B T"],
+        starts: Int[Array, " B"],
+        counts: Int[Array, " B"],
+        config: ModelConfig,
+    ) -> Bool[Array, "B T"]:
+        """Returns True for tokens, False for padding and for tokens past the maximum length.
+        Sequence b has ``counts[b]`` of them, from its position ``starts[b]`` on."""
+        room = self.max_length(config) - starts
+        return jnp.arange(tokens.shape[1]) < jnp.minimum(counts, room)[:, None]
 
     def with_lengths(self, lengths: Int[Array, " B"]) -> LatentKVCache:
         """Returns the cache with other lengths. A lower length removes the last tokens."""

@@ -9,7 +9,7 @@ from typing import Literal, get_args, overload
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig, MTPHidden
@@ -371,7 +371,7 @@ class DeepSeekV3(nnx.Module):
                 self.layout.check_batch(len(batch.tokens))
             tables, starts = batch.sequences.block_tables, batch.sequences.lengths
             cache = LatentKVCache(pool, batch.sequences)
-            valid = self._valid(batch.tokens, starts, batch.counts, cache)
+            valid = cache.valid(batch.tokens, starts, batch.counts, self.config)
             xs.append(self._embed(batch.tokens))
             rotations.append(self._rotation(batch.tokens, starts))
             caches.append(LayerCache({}, tables, starts, valid))
@@ -418,7 +418,7 @@ class DeepSeekV3(nnx.Module):
         """
         check_extension(self.config, tokens, starts, counts, cache)
         layer = self.mtp[0]
-        valid = self._valid(tokens, starts, counts, cache)
+        valid = cache.valid(tokens, starts, counts, self.config)
         layer_cache = LayerCache(cache.pool.mtp[0], cache.block_tables, starts, valid)
         joined = layer.join(mtp_input, self._embed(tokens))
         step = joined, self._rotation(tokens, starts), layer_cache, form
@@ -440,17 +440,6 @@ class DeepSeekV3(nnx.Module):
         # In training the table is float32, and so is the sum of a frequent token's gradients.
         x = batch_sharded(self.layout, "embed_tokens", self.embed_tokens, tokens)
         return x.astype(self.dtype)
-
-    def _valid(
-        self,
-        tokens: Int[Array, "B T"],
-        starts: Int[Array, " B"],
-        counts: Int[Array, " B"],
-        cache: LatentKVCache,
-    ) -> Bool[Array, "B T"]:
-        """Returns True for tokens, False for padding and for tokens past the maximum length."""
-        room = cache.max_length(self.config) - starts
-        return jnp.arange(tokens.shape[1]) < jnp.minimum(counts, room)[:, None]
 
     def _rotation(
         self, tokens: Int[Array, "B T"], starts: Int[Array, " B"] | None = None

@@ -1403,7 +1403,7 @@ BREAKS: dict[str, Break] = {
         (_TRAINING + "test_throughput.py",),
     ),
     "the gradient's kernel begins a query too late": Break(
-        "pallas_kernels/mla_prefill/mosaic_gpu_gradient.py",
+        "pallas_kernels/mla_prefill/gradient_kernels.py",
         "row - (start + first * BLOCK), 1 << 30",
         "row + 1 - (start + first * BLOCK), 1 << 30",
         (_KERNELS + "test_mla_prefill_hopper.py",),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mla_prefill
-from pallas_kernels.mla_prefill import blocked, mosaic_gpu, mosaic_gpu_gradient
+from pallas_kernels.mla_prefill import blocked, gradient_kernels, mosaic_gpu, mosaic_gpu_gradient
 from pallas_kernels.mla_prefill.tiles import Cells, heads_together
 from pallas_kernels.softmax import with_gradients
 from tests.pallas_kernels.machine import INTERPRET, ON_GPU, kernel_runs, off_gpu
@@ -97,7 +97,7 @@ def gradient_inputs(starts, lengths, T, S, H=1, widths=(192, 128)):
 def two_ctas(monkeypatch):
     """The interpreter starts a thread of the host for each warpgroup."""
     if not ON_GPU:
-        monkeypatch.setattr(mosaic_gpu_gradient, "multiprocessors", lambda: 2)
+        monkeypatch.setattr(gradient_kernels, "multiprocessors", lambda: 2)
 
 
 slow = pytest.mark.slow
@@ -145,7 +145,7 @@ class TestGradient:
         )
         results = []
         for ctas in (2, 1, 1000 if ON_GPU else 1):
-            monkeypatch.setattr(mosaic_gpu_gradient, "multiprocessors", lambda n=ctas: n)
+            monkeypatch.setattr(gradient_kernels, "multiprocessors", lambda n=ctas: n)
             results.append(jax.jit(functools.partial(gradients))(*arrays))
         for again in results[1:]:
             for a, b in zip(results[0], again, strict=True):
