@@ -995,7 +995,7 @@ BREAKS: dict[str, Break] = {
     ),
     "a slot is free while a step in flight writes to it": Break(
         "dsv3_jax/engine/scheduling/scheduler_shard.py",
-        "[r for r in self.retiring if not r.steps_in_flight]",
+        "[r for r in self.retiring if not r.dispatches_in_flight]",
         "list(self.retiring)",
         # Hypothesis takes minutes to find the simplest case.
         (_ENGINE + "test_chaos.py", _ENGINE + "test_scheduler.py"),

@@ -356,7 +356,7 @@ class TestPreemption:
         for _ in range(4):
             simulation.step()
         simulation.scheduler.shards[0].preempt(preempted)
-        in_flight = preempted.steps_in_flight
+        in_flight = preempted.dispatches_in_flight
         known = len(preempted.tokens)
         while simulation.unread:
             simulation.read()

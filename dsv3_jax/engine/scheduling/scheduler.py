@@ -194,7 +194,7 @@ class Scheduler:
             if chunk.is_last:
                 chunk.request.decode_steps_in_flight += 1
         for request in plan.requests:
-            request.steps_in_flight += 1
+            request.dispatches_in_flight += 1
         return plan, ended
 
     def report(
@@ -223,7 +223,7 @@ class Scheduler:
         # Not all that decode: the results of a request's last chunk may still be in flight.
         decoded = {r for r in (*plan.decodes, *ends) if not r.is_broken}
         for request in plan.requests:
-            request.steps_in_flight -= 1
+            request.dispatches_in_flight -= 1
             if request.phase is not Phase.ENDED:
                 request.tokens.extend(new_tokens.get(request, ()))
                 if request.phase is Phase.DECODE and request in decoded:
@@ -260,7 +260,7 @@ class Scheduler:
         """Ends every request now. The results of steps in flight must not be reported any more."""
         retiring = [request for shard in self.shards for request in shard.retiring]
         for request in [*self.unfinished, *retiring]:
-            request.steps_in_flight = request.decode_steps_in_flight = 0
+            request.dispatches_in_flight = request.decode_steps_in_flight = 0
             self.end(request)
         self.loads.forget_steps()
         self._saves.clear()

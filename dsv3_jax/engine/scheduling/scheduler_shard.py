@@ -273,7 +273,7 @@ class SchedulerShard:
 
     def retire(self) -> None:
         """Frees the slots and pages of retiring requests without steps in flight."""
-        for request in [r for r in self.retiring if not r.steps_in_flight]:
+        for request in [r for r in self.retiring if not r.dispatches_in_flight]:
             self.retiring.remove(request)
             if self.swap.exists and request.phase is Phase.WAITING:
                 decodes = request.resumes_in is Phase.DECODE
@@ -303,7 +303,7 @@ class SchedulerShard:
         assert slots == list(range(self._config.max_running)), "a slot is lost or used twice"
         assert all(request.is_running for request in self.running)
         assert all(not request.is_running for request in self.retiring)
-        assert all(request.steps_in_flight > 0 for request in self.retiring)
+        assert all(request.dispatches_in_flight > 0 for request in self.retiring)
         orders = [request.order for request in self.running]
         assert orders == sorted(orders), "a queue is out of order"
         growing = sum(map(self._may_grow, self.running))

@@ -88,7 +88,7 @@ class ScheduledRequest:
     """Tokens whose cache entries are written, or reused, when all planned chunks are done."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache saved at the first admission."""
-    steps_in_flight: int = 0
+    dispatches_in_flight: int = 0
     """Dispatched plans that include it and whose results are not reported yet."""
     decode_steps_in_flight: int = 0
     """Decode steps in those plans. Each adds at least one token, unless the request ends before:
