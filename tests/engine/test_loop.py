@@ -219,7 +219,6 @@ class TestIdleCheck:
             submit(engine, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("background", "before", "expected"),
     [(True, 0.005, SWITCH_SECONDS), (True, 0.0001, 0.0001), (False, 0.005, 0.005)],
@@ -235,6 +234,7 @@ def test_threads_of_an_engine_get_the_interpreter_soon(background, before, expec
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.slow
 def test_an_interpreter_with_a_running_engine_ends(tmp_path):
     """A thread inside XLA must not abort the process, nor keep it alive."""
     config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
