@@ -22,7 +22,7 @@ from pallas_kernels import (
     quantized_matmul,
     target,
 )
-from pallas_kernels.matmul import matmul, sum_dtype
+from pallas_kernels.matmul import matmul, matmuls, sum_dtype
 
 FEW_TOKENS = 64
 """Input rows per matrix, on average, up to which activations are not rounded to float8.
@@ -154,6 +154,14 @@ class Linear(Weight):
                 x, weight, scale, block_shape=self.block_shape, out_dtype=out_dtype
             )
         return matmul(x, self.weight[...].astype(x.dtype), jnp.dtype(out_dtype))
+
+
+def linears(x: Float[Array, "*batch in"], *modules: Any) -> tuple[Float[Array, "*batch _"], ...]:
+    """Returns ``module(x)`` for each module. Those that are a :class:`Linear` without quantization
+    have one matmul for the gradient by ``x``, and one for those by their weights."""
+    if any(type(module) is not Linear or module.quantization is not None for module in modules):
+        return tuple(module(x) for module in modules)
+    return matmuls(x, tuple(module.weight[...].astype(x.dtype) for module in modules))
 
 
 class Embedding(nnx.Module):
