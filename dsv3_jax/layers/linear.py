@@ -174,7 +174,27 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> Float[Array, "*batch D"]:
         """Returns the embeddings of ``tokens``."""
-        return self.weight[...][tokens]
+        return _rows(self.weight[...], tokens)
+
+
+@jax.custom_vjp
+def _rows(weight: Float[Array, "W D"], tokens: jax.Array) -> Float[Array, "*batch D"]:
+    """Returns ``weight[tokens]``. Its gradient begins with zeros that depend on the cotangent: XLA
+    would write others early in the backward pass, and keep them until its end."""
+    return weight[tokens]
+
+
+def _rows_forward(weight: jax.Array, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    return weight[tokens], (weight, tokens)
+
+
+def _rows_backward(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    weight, tokens = saved
+    zero, cotangent = jax.lax.optimization_barrier((jnp.zeros((), weight.dtype), cotangent))
+    return jnp.broadcast_to(zero, weight.shape).at[tokens].add(cotangent), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def per_head_matmul(
