@@ -8,6 +8,7 @@ changes nothing where the result was rounded to it too, and both gradients are r
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,36 @@ def _backward(
 
 
 matmul.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def matmuls(
+    x: Float[Array, "*batch K"], weights: tuple[Float[Array, "_ K"], ...]
+) -> tuple[Float[Array, "*batch _"], ...]:
+    """Returns :func:`matmul` of ``x`` and each matrix, in the dtype of ``x``. The gradients are
+    those of one matmul by the matrices joined: XLA joins the matmuls of the forward pass and of the
+    matrices' gradients anyway, but that of ``x`` it would compute in as many parts, and write each.
+    """
+    return tuple(matmul(x, weight, x.dtype) for weight in weights)
+
+
+def _forward_of_several(
+    x: jax.Array, weights: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, tuple[jax.Array, ...]]]:
+    return tuple(_forward(x, weight, x.dtype)[0] for weight in weights), (x, weights)
+
+
+def _backward_of_several(
+    operands: tuple[jax.Array, tuple[jax.Array, ...]], cotangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    x, weights = operands
+    cotangent, joined = jnp.concatenate(cotangents, axis=-1), jnp.concatenate(weights)
+    d_x, d_joined = _backward(x.dtype, (x, joined), cotangent)
+    ends = itertools.accumulate(len(weight) for weight in weights[:-1])
+    return d_x, tuple(jnp.split(d_joined, list(ends)))
+
+
+matmuls.defvjp(_forward_of_several, _backward_of_several)
 
 
 def float32_matmul(

@@ -9,6 +9,7 @@
     python -m scripts.bench_training --layers 0 --lora-rank 16              # bfloat16 base
     python -m scripts.bench_training --layers 0 --lora-rank 16 --base fp8
     python -m scripts.bench_training --config config.json --layers 0 --batch 16 --length 1024
+    python -m scripts.bench_training --profile
 
 JAX allocates 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, to 0.94 for
 example.
@@ -16,17 +17,24 @@ example.
 Prints one JSON object: the mean time of a step, tokens/s, MFU as ``dsv3 train`` defines it, which
 counts the operations that low-rank updates need, the peak memory that JAX has allocated, the
 compile time and the losses. The time is that of ``--steps``
-steps one after the other, as in a run, after ``--warm-up`` ones.
+steps one after the other, as in a run, after ``--warm-up`` ones. ``--profile`` traces two more
+steps and adds ``profile``: milliseconds of a step by group of kernels and by kernel, their sum, and
+the time from the first kernel to the last, in which kernels ran for the share ``busy``. stderr has
+it as a table, where each kernel has the module and the operation of the traced program from which
+XLA made it.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +42,8 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.machine import description
+from benchmarks.profile import trace
+from benchmarks.profile.operations import Operation, operations
 from dsv3_jax import ModelConfig, presets
 from dsv3_jax.initialization import parameter_count, random_model
 from dsv3_jax.model import DeepSeekV3
@@ -42,6 +52,10 @@ from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.corpus import separator
 from dsv3_jax.training.metrics_log import utilisation
 from dsv3_jax.training.trainer import Trainer
+
+TRACED = 2  # steps of a profile
+SHOWN = 40  # kernels in its table
+_OUR_KERNEL = "_mosaic_gpu_kernel"
 
 
 def model_config(name: str, layers: int, length: int) -> ModelConfig:
@@ -69,9 +83,10 @@ def measure(
     steps: int,
     warm_up: int,
     documents: int | None = None,
-) -> dict[str, object]:
+    profiled: bool = False,
+) -> dict[str, Any]:
     """Returns the figures of one configuration. With ``documents``, so many of equal length are in
-    each sequence."""
+    each sequence. With ``profiled``, :func:`profile` of further steps is among the figures."""
     initial = make_model()
     model = initial.config
     parameters = parameter_count(initial) + parameter_count(initial, mtp=True)
@@ -93,7 +108,7 @@ def measure(
     step, device = seconds[-1] / steps, jax.devices()[0]
     rate = batch * length / step
     memory = device.memory_stats() or {}
-    return {
+    figures: dict[str, Any] = {
         "parameters": parameters,
         "batch": batch,
         "length": length,
@@ -110,6 +125,77 @@ def measure(
         "first_step_s": seconds[0],
         "losses": [float(loss) for loss in losses],
     }
+    if profiled:
+        # The program that has just run: JAX keeps it and compiles nothing.
+        compiled = trainer.programs.step.lower(*trainer.step_shapes(batch, length)).compile()
+
+        def one_step() -> Any:
+            nonlocal state
+            state, metrics = trainer.step(state, tokens)
+            return metrics
+
+        events = trace.traced(one_step, TRACED)
+        figures["profile"] = profile(events, operations(compiled.as_text() or ""))
+    return figures
+
+
+def profile(events: Sequence[trace.Event], by_name: dict[str, Operation]) -> dict[str, Any]:
+    """Returns the times of :data:`TRACED` steps per step, in milliseconds, longest first.
+
+    Equal fusions of all layers have one kernel, and are one row with the module and the operation
+    of the longest of them.
+
+    Args:
+      by_name: operations of the compiled step.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    groups: collections.Counter[str] = collections.Counter()
+    for row in trace.summed(trace.kernels(events), by_name, TRACED)["kernels"]:
+        operation = by_name.get(row["operation"])
+        ms, group = row["us"] / 1e3, _group(row["kernel"], operation)
+        empty = {"ms": 0.0, "launches": 0.0, "group": group, "kernel": row["kernel"]}
+        source = {"module": row["kind"], "traced": row["traced"]}
+        merged = rows.setdefault(row["kernel"], empty | source)
+        merged["ms"] += ms
+        merged["launches"] += row["launches"]
+        groups[group] += ms
+    wall = max(event.start_ns + event.ns for event in events) - min(e.start_ns for e in events)
+    return {
+        "wall_ms": wall / 1e6 / TRACED,
+        "busy": trace.busy_fraction(events),
+        "kernels_ms": groups.total(),
+        "groups_ms": dict(groups.most_common()),
+        "kernels": sorted(rows.values(), key=lambda row: -row["ms"]),
+    }
+
+
+def _group(kernel: str, operation: Operation | None) -> str:
+    if _OUR_KERNEL in kernel:
+        return kernel.partition(_OUR_KERNEL)[0]
+    if "cudnn" in kernel:
+        return "cuDNN"
+    if kernel.startswith(("nvjet", "cutlass")) or "gemm" in kernel or "splitKreduce" in kernel:
+        return "dense matmuls"
+    if kernel.startswith(("Memcpy", "Memset")):
+        return "copies"
+    return "XLA fusions" if operation is not None and operation.opcode == "fusion" else "other"
+
+
+def table(profile: dict[str, Any]) -> str:
+    """Formats a profile as text: its groups, and the longest kernels."""
+    total = profile["kernels_ms"]
+    lines = [
+        f"kernels {total:.1f} ms per step, traced step {profile['wall_ms']:.1f} ms,"
+        f" busy {profile['busy']:.1%}"
+    ]
+    for group, ms in profile["groups_ms"].items():
+        lines.append(f"  {ms:9.3f} ms {ms / total:6.1%}  {group}")
+    for row in profile["kernels"][:SHOWN]:
+        source = f"{row['module']}  {row['traced']}" if row["traced"] else row["module"]
+        lines.append(
+            f"  {row['ms']:9.3f} ms {row['launches']:6.1f}x  {row['kernel'][:48]:48}  {source}"
+        )
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -129,6 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--documents", type=int, help="documents per sequence, with attention inside each"
     )
+    parser.add_argument("--profile", action="store_true", help="trace two more steps by kernel")
     given = parser.parse_args(arguments)
     config = TrainingConfig(
         steps=10_000,
@@ -144,13 +231,16 @@ def main(arguments: list[str] | None = None) -> None:
     if given.base and not given.lora_rank:
         parser.error("--base: expected --lora-rank with it")
     model = model_config(given.config, given.layers, given.length)
-    sizes = given.batch, given.length, given.steps, given.warm_up, given.documents
+    sizes = given.batch, given.length, given.steps, given.warm_up, given.documents, given.profile
     base = given.base or ("bf16" if given.lora_rank else None)
 
     def make_model() -> DeepSeekV3:
         return random_model(model, 0) if base is None else frozen_model(model, base)
 
-    print(json.dumps(description() | {"base": base} | measure(make_model, config, *sizes)))
+    figures = measure(make_model, config, *sizes)
+    if given.profile:
+        print(table(figures["profile"]), file=sys.stderr)
+    print(json.dumps(description() | {"base": base} | figures))
 
 
 if __name__ == "__main__":

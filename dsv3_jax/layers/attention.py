@@ -30,7 +30,7 @@ from dsv3_jax.layers.cached_attention import (
     merge_devices,
     split_groups,
 )
-from dsv3_jax.layers.linear import Linear, WeightArgs, per_head_matmul
+from dsv3_jax.layers.linear import Linear, WeightArgs, linears, per_head_matmul
 from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import sharded_linear
 from dsv3_jax.layers.paged_cache import (
@@ -135,11 +135,16 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T CR"]]:
         """Returns causal self-attention of whole sequences, and the latents of their tokens."""
-        latent = read_latents(self.config, self.stored_latents(x, rotation), x.dtype)
+        first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
+        projected, compressed = linears(x, first, self.kv_a_proj_with_mqa)
+        latents = self._latents(compressed, rotation)
+        latent = read_latents(self.config, self._stored(latents), x.dtype)
+        if self.config.q_lora_rank is not None:
+            projected = self.q_b_proj(self.q_a_layernorm(projected))
+        queries = jnp.concatenate(self._parts(projected, rotation), axis=-1)
         if self.layout is not None and self.layout.num_shards("tokens") > 1:
-            return self.output(self._attend_sharded(self.layout, x, latent, rotation)), latent
+            return self.output(self._attend_sharded(self.layout, queries, latent, rotation)), latent
         keys, values = self.expand(latent)
-        queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
         first_keys, scale = rotation.first_keys, self.config.softmax_scale
         out, _ = mla_prefill(queries, keys, values, first_keys=first_keys, scale=scale)
         return self.output(out), latent
@@ -147,14 +152,13 @@ class MultiHeadLatentAttention(nnx.Module):
     def _attend_sharded(
         self,
         layout: Layout,
-        x: Float[Array, "B T D"],
+        queries: Float[Array, "B T H K"],
         latent: Float[Array, "B T CR"],
         rotation: Rotation,
     ) -> Float[Array, "B T H V"]:
         """Returns causal self-attention of this device's part of whole sequences. Latents are
         gathered, a tenth of the keys and values, which every device expands for itself."""
         keys, values = self.expand(gather_tokens(layout, latent))
-        queries = jnp.concatenate(self.queries(self.query_latent(x), rotation), axis=-1)
 
         def attend(some: tuple[Array, Array | None], start: Array) -> Array:
             queries, first_keys = some
@@ -240,15 +244,24 @@ class MultiHeadLatentAttention(nnx.Module):
         self, query_latent: Float[Array, "B T Q"], rotation: Rotation
     ) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
         """Returns the part of every head's query without rope, and the rotated part."""
+        up_proj = self.q_proj if self.config.q_lora_rank is None else self.q_b_proj
+        return self._parts(up_proj(query_latent), rotation)
+
+    def _parts(
+        self, q: Float[Array, "B T HK"], rotation: Rotation
+    ) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
         c = self.config
-        up_proj = self.q_proj if c.q_lora_rank is None else self.q_b_proj
-        q = up_proj(query_latent)
         q = q.reshape(*q.shape[:2], -1, c.qk_head_dim)
         return q[..., : c.qk_nope_head_dim], rotate(q[..., c.qk_nope_head_dim :], rotation)
 
     def latents(self, x: Float[Array, "B T D"], rotation: Rotation) -> Float[Array, "B T CR"]:
         """Returns the normed latent of each token, then its rope key."""
-        compressed, C = self.kv_a_proj_with_mqa(x), self.config.kv_lora_rank
+        return self._latents(self.kv_a_proj_with_mqa(x), rotation)
+
+    def _latents(
+        self, compressed: Float[Array, "B T CR"], rotation: Rotation
+    ) -> Float[Array, "B T CR"]:
+        C = self.config.kv_lora_rank
         return jnp.concatenate(
             [self.kv_a_layernorm(compressed[..., :C]), rotate(compressed[..., C:], rotation)],
             axis=-1,
@@ -258,7 +271,11 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rotation
     ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
         """Returns what the cache stores for each token, see :func:`latent_cache_spec`."""
-        latents = self.latents(x, rotation)
+        return self._stored(self.latents(x, rotation))
+
+    def _stored(
+        self, latents: Float[Array, "B T CR"]
+    ) -> Float[Array, "B T CR"] | UInt8[Array, "B T bytes"]:
         return float8_latents(self.config, latents) if self.float8_latents else latents
 
     def up_projections(self, dtype: DTypeLike) -> UpProjections:

@@ -22,7 +22,7 @@ from pallas_kernels import (
     quantized_matmul,
     target,
 )
-from pallas_kernels.matmul import matmul, sum_dtype
+from pallas_kernels.matmul import matmul, matmuls, sum_dtype
 
 FEW_TOKENS = 64
 """Input rows per matrix, on average, up to which activations are not rounded to float8.
@@ -156,6 +156,14 @@ class Linear(Weight):
         return matmul(x, self.weight[...].astype(x.dtype), jnp.dtype(out_dtype))
 
 
+def linears(x: Float[Array, "*batch in"], *modules: Any) -> tuple[Float[Array, "*batch _"], ...]:
+    """Returns ``module(x)`` for each module. Those that are a :class:`Linear` without quantization
+    have one matmul for the gradient by ``x``, and one for those by their weights."""
+    if any(type(module) is not Linear or module.quantization is not None for module in modules):
+        return tuple(module(x) for module in modules)
+    return matmuls(x, tuple(module.weight[...].astype(x.dtype) for module in modules))
+
+
 class Embedding(nnx.Module):
     """Looks up rows of ``weight`` [W, D] by token id."""
 
@@ -166,7 +174,27 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> Float[Array, "*batch D"]:
         """Returns the embeddings of ``tokens``."""
-        return self.weight[...][tokens]
+        return _rows(self.weight[...], tokens)
+
+
+@jax.custom_vjp
+def _rows(weight: Float[Array, "W D"], tokens: jax.Array) -> Float[Array, "*batch D"]:
+    """Returns ``weight[tokens]``. Its gradient begins with zeros that depend on the cotangent: XLA
+    would write others early in the backward pass, and keep them until its end."""
+    return weight[tokens]
+
+
+def _rows_forward(weight: jax.Array, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    return weight[tokens], (weight, tokens)
+
+
+def _rows_backward(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    weight, tokens = saved
+    zero, cotangent = jax.lax.optimization_barrier((jnp.zeros((), weight.dtype), cotangent))
+    return jnp.broadcast_to(zero, weight.shape).at[tokens].add(cotangent), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def per_head_matmul(

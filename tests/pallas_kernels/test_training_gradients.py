@@ -11,12 +11,15 @@ import pytest
 from jax.tree_util import Partial
 
 from pallas_kernels import add_rms_norm, gather_rows, rms_norm
+from pallas_kernels.gather_rows import api as gather_api
+from pallas_kernels.gather_rows import reference as gather_reference
 from pallas_kernels.grouped_swiglu.reference import silu_multiply
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import matmul, matmuls
 from pallas_kernels.residuals import from_saved, named
 from pallas_kernels.route.reference import Rule, sort_pairs
 from sharding import weighted_sum
 from sharding.expert_mixture import gather_sum
+from tests.support.jaxprs import equations
 from tests.support.oracle import relative_error
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 0.01}
@@ -71,6 +74,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], 
         lambda x, w: matmul(x, w, jnp.float32),
         lambda x, w: x @ w.T,
         (X, RNG.normal(size=(F, D))),
+        0,
+    ),
+    "matmuls of the same rows": (
+        lambda x, v, w: matmuls(x, (v, w)),
+        lambda x, v, w: (x @ v.T, x @ w.T),
+        (X.reshape(4, 6, D), RNG.normal(size=(F, D)), RNG.normal(size=(2 * F, D))),
         0,
     ),
     "swiglu": (silu_multiply, lambda g, u: jax.nn.silu(g) * u, (X, Y), 0),
@@ -132,6 +141,32 @@ def test_rows_that_are_not_kept_may_be_anything():
     gradients = jax.grad(lambda r, w: jnp.sum(jnp.sin(summed(r, down, w, KEEP))), (0, 1))
     for one, other in zip(gradients(dropped, weights), gradients(rows, weights), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_the_gradient_of_copies_stores_no_copies(monkeypatch):
+    """XLA gathers in the sum. A kernel that gathers would write every token's copies first."""
+    calls = []
+
+    def counted(x: jax.Array, rows: jax.Array) -> jax.Array:
+        calls.append(rows.shape)
+        return gather_reference.gather_rows(x, rows)
+
+    monkeypatch.setitem(gather_api.BACKENDS, "reference", counted)
+    copies, x = CASES["copies of tokens"][0], jnp.asarray(X, jnp.float32)
+    jax.grad(lambda x: jnp.sum(jnp.sin(copies(x))))(x)
+    assert calls == [(M * K,)]
+
+
+def test_the_gradient_of_several_matmuls_is_two():
+    several, _, values, _ = CASES["matmuls of the same rows"]
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        first, second = several(*arrays)
+        return jnp.sum(jnp.sin(first)) + jnp.sum(jnp.sin(second))
+
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*(jnp.float32(x) for x in values))
+    dots = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
+    assert len(dots) == 2 + 2
 
 
 def test_no_gradient_scatters():

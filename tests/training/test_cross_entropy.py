@@ -1,6 +1,7 @@
 """Tests of losses in chunks: values and gradients are those of all logits at once, in float32."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -16,6 +17,7 @@ from dsv3_jax.training import cross_entropy
 from dsv3_jax.training.cross_entropy import LossHead, chunk_size, divergence, next_token
 from dsv3_jax.training.trainer import Trainer
 from sharding import DEFAULT_RULES, Layout, Rules, make_layout, make_mesh
+from tests.support.jaxprs import equations
 from tests.support.oracle import relative_error
 from tests.training.tiny import CONFIG, RUN, TOKENS, gradients, step
 
@@ -127,6 +129,16 @@ def test_chunks_divide_a_long_sequence():
     assert chunk_size(4096, 4 * 163840 * 2, cross_entropy.LOGITS_BYTES) == 2048
     assert chunk_size(1024, 8 * 32768 * 4, cross_entropy.LOGITS_BYTES) == 1024
     assert [chunk_size(12, 10, limit) for limit in (120, 119, 59, 0)] == [12, 6, 3, 1]
+
+
+def test_the_sum_of_gradients_does_not_begin_with_zeros(monkeypatch):
+    """They would be written and read once more: 1.3 GB each time for Moonlight."""
+    monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", 3 * 4 * B * W)
+    loss = functools.partial(chunked, "next token")
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(HIDDEN, WEIGHT)
+    made = [e.primitive.name for e in equations(traced.jaxpr) if e.outvars[0].aval.shape == (W, D)]
+    assert made.count("dot_general") == 2  # the first chunk, and in a loop the others
+    assert "broadcast_in_dim" not in made
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 30])

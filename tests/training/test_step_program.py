@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import abstract_model
+from dsv3_jax.layers.linear import Embedding
 from dsv3_jax.training.trainer import Trainer
 from tests.support.checkpoints import tiny_config
 from tests.support.jaxprs import equations
@@ -72,6 +75,19 @@ def test_matmuls_are_in_bfloat16():
     assert float32_flops < 0.02 * all_flops
 
 
+def test_queries_and_latents_have_one_gradient():
+    """The gradients by the input of their projections, and by the matrices, are a matmul each."""
+    width = CONFIG.num_attention_heads * CONFIG.qk_head_dim + CONFIG.latent_dim
+    joined = [
+        e
+        for e in step_program()
+        if e.primitive.name == "dot_general"
+        and any(width in v.aval.shape for v in (*e.invars, *e.outvars))
+    ]
+    layers = CONFIG.num_hidden_layers + CONFIG.num_nextn_predict_layers
+    assert len(joined) == 2 * layers
+
+
 def test_matmuls_of_experts_are_in_bfloat16():
     ragged = [e for e in step_program() if e.primitive.name == "ragged_dot_general"]
     assert len(ragged) == MOE_LAYERS * 3 * 2 + MOE_LAYERS * 3
@@ -84,6 +100,30 @@ def test_only_the_embedding_is_scattered():
         e.invars[0].aval.shape for e in step_program() if e.primitive.name.startswith("scatter")
     ]
     assert set(scattered) == {(CONFIG.vocab_size, CONFIG.hidden_size)}
+
+
+def test_the_gradient_of_the_embedding_is_made_when_it_is_needed():
+    """Zeros that depend on nothing would be in memory during the whole backward pass."""
+    made_by = {var: e for e in step_program() for var in e.outvars}
+    scatters = [e for e in step_program() if e.primitive.name.startswith("scatter")]
+    assert scatters
+    for scatter in scatters:
+        zeros = made_by[scatter.invars[0]]
+        assert zeros.primitive.name == "broadcast_in_dim"
+        assert made_by[zeros.invars[0]].primitive.name == "optimization_barrier"
+
+
+def test_the_gradient_of_the_embedding():
+    weight = jnp.arange(40.0).reshape(8, 5)
+    tokens = jnp.asarray([[3, 0, 3], [7, 3, 0]])
+    graph, state = nnx.split(Embedding(8, 5, std=1.0, rngs=nnx.Rngs(0), dtype=jnp.float32))
+
+    def ours(weight: jax.Array) -> jax.Array:
+        values = jax.tree.map(lambda _: weight, state)
+        return jnp.sum(jnp.sin(nnx.merge(graph, values)(tokens)))
+
+    want = jax.grad(lambda weight: jnp.sum(jnp.sin(weight[tokens])))(weight)
+    np.testing.assert_array_equal(jax.grad(ours)(weight), want)
 
 
 @pytest.mark.parametrize("remat", POLICIES)
