@@ -123,6 +123,14 @@ def test_the_norm_has_one_reduction_for_each_kind_of_matrix():
     assert jaxpr.count("reduce_sum[") == len(kinds)
 
 
+def test_vectors_of_one_length_are_joined():
+    """The norms of both layers are in one array, behind a barrier. No matrix is."""
+    clip = clip_by_global_norm(RUN.clip_norm)
+    jaxpr = jax.make_jaxpr(clip.update)(normal(0), clip.init(normal(0))).jaxpr
+    barriers = [each for each in jaxpr.eqns if each.primitive.name == "optimization_barrier"]
+    assert [[x.aval.shape for x in each.invars] for each in barriers] == [[(2, 16)]]
+
+
 def test_moments_in_bfloat16():
     """Each step is that of float64 from the stored moments, which are then rounded to nearest even.
     The update does not see the new moments rounded."""
