@@ -53,7 +53,9 @@ def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
         # again in every layer.
         all_stats, x, rotation = [], rounded(x), jax.lax.optimization_barrier(rotation)
         for structure, group in itertools.groupby(map(_Split, layers), lambda s: s.structure):
-            apply = functools.partial(_apply, structure[0], remat)
+            # With calls, XLA would gather the chosen experts of a mesh's tokens once more.
+            run_layer = _apply_once if layers[0].layout is None else _apply
+            apply = functools.partial(run_layer, structure[0], remat)
             weights = [layer.weights for layer in group]
             if scan and len(weights) > 1:
                 x, stats = _scan(apply, weights, x, rotation)
@@ -74,12 +76,9 @@ class _Split:
         self.structure = (graph, tuple((w.shape, w.dtype) for w in jax.tree.leaves(self.weights)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(
     graph: Any, remat: Remat, weights: Weights, x: jax.Array, rotation: Rotation
 ) -> tuple[jax.Array, RoutingStats | None]:
-    """Runs one layer. It is jitted so that layers of the same kind are traced, differentiated and
-    lowered once. XLA inlines the calls."""
     layout: Layout | None = nnx.merge(graph, weights).layout
 
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
@@ -92,6 +91,10 @@ def _apply(
     elif layout is not None and layout.fsdp_axes:
         apply = jax.checkpoint(apply, policy=save_all_but_gathered)
     return apply(weights, x)
+
+
+_apply_once = jax.jit(_apply, static_argnums=(0, 1))
+"""Layers of the same kind are traced, differentiated and lowered once. XLA inlines the calls."""
 
 
 def _unroll(
