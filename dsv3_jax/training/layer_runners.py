@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,12 +53,14 @@ def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
         # again in every layer.
         all_stats, x, rotation = [], rounded(x), jax.lax.optimization_barrier(rotation)
         for structure, group in itertools.groupby(map(_Split, layers), lambda s: s.structure):
-            apply = _function(structure[0], rotation, remat, layers[0].layout)
+            # With calls, XLA would gather the chosen experts of a mesh's tokens once more.
+            run_layer = _apply_once if layers[0].layout is None else _apply
+            apply = functools.partial(run_layer, structure[0], remat)
             weights = [layer.weights for layer in group]
             if scan and len(weights) > 1:
-                x, stats = _scan(apply, weights, x)
+                x, stats = _scan(apply, weights, x, rotation)
             else:
-                x, stats = _unroll(apply, weights, x)
+                x, stats = _unroll(apply, weights, x, rotation)
             all_stats += [layer_stats for layer_stats in stats if layer_stats is not None]
         return x, all_stats
 
@@ -73,32 +76,40 @@ class _Split:
         self.structure = (graph, tuple((w.shape, w.dtype) for w in jax.tree.leaves(self.weights)))
 
 
-def _function(graph: Any, rotation: Rotation, remat: Remat, layout: Layout | None) -> Apply:
+def _apply(
+    graph: Any, remat: Remat, weights: Weights, x: jax.Array, rotation: Rotation
+) -> tuple[jax.Array, RoutingStats | None]:
+    layout: Layout | None = nnx.merge(graph, weights).layout
+
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
         x, stats = nnx.merge(graph, weights)(x, rotation)
         return rounded(x), stats
 
     if remat != "none":
         policy = jax.checkpoint_policies.save_only_these_names(*_SAVED[remat])
-        return jax.checkpoint(apply, policy=policy)
-    if layout is not None and layout.fsdp_axes:
-        return jax.checkpoint(apply, policy=save_all_but_gathered)
-    return apply
+        apply = jax.checkpoint(apply, policy=policy)
+    elif layout is not None and layout.fsdp_axes:
+        apply = jax.checkpoint(apply, policy=save_all_but_gathered)
+    return apply(weights, x)
+
+
+_apply_once = jax.jit(_apply, static_argnums=(0, 1))
+"""Layers of the same kind are traced, differentiated and lowered once. XLA inlines the calls."""
 
 
 def _unroll(
-    apply: Apply, weights: list[Weights], x: jax.Array
+    apply: Apply, weights: list[Weights], x: jax.Array, rotation: Rotation
 ) -> tuple[jax.Array, list[RoutingStats | None]]:
     all_stats = []
     for layer_weights in weights:
-        x, stats = apply(layer_weights, x)
+        x, stats = apply(layer_weights, x, rotation)
         all_stats.append(stats)
     return x, all_stats
 
 
 def _scan(
-    apply: Apply, weights: list[Weights], x: jax.Array
+    apply: Apply, weights: list[Weights], x: jax.Array, rotation: Rotation
 ) -> tuple[jax.Array, list[RoutingStats | None]]:
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *weights)
-    x, stats = jax.lax.scan(lambda x, layer_weights: apply(layer_weights, x), x, stacked)
+    x, stats = jax.lax.scan(lambda x, layer_weights: apply(layer_weights, x, rotation), x, stacked)
     return x, [jax.tree.map(lambda s, i=i: s[i], stats) for i in range(len(weights))]

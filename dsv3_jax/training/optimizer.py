@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
+from jaxtyping import Array, Float32
 
 from dsv3_jax.training.config import TrainingConfig
 from dsv3_jax.training.muon import scale_by_muon
+from dsv3_jax.training.tree import Tree
 from sharding import Layout
 
 
@@ -91,7 +95,54 @@ def make_optimizer(
             {"adamw": optimizer, "muon": with_decay(direction)},
             lambda params: jax.tree.map_with_path(_optimizer_of, params),
         )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    return optax.chain(clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def global_norm(arrays: Tree) -> Float32[Array, ""]:
+    """Returns the norm of all arrays together, summed in float32.
+
+    The squares of a matrix are added over layers, element by element, before they are reduced. XLA
+    compiles this to one reduction for each kind of matrix, where optax has two kernels for each
+    matrix. On a mesh, matrices of one kind have the same sharding.
+    """
+    by_kind: dict[Any, list[jax.Array]] = collections.defaultdict(list)
+    for path, array in jax.tree_util.tree_leaves_with_path(arrays):
+        names = [str(getattr(key, "key", key)) for key in path]
+        of_layer = len(names) > 2 and names[1].isdigit()  # in layers or mtp
+        kind = tuple(names[2:] if of_layer else names), array.shape
+        by_kind[kind].append(jnp.square(array.astype(jnp.float32)))
+    sums = [jnp.sum(functools.reduce(jnp.add, squares)) for squares in by_kind.values()]
+    return jnp.sqrt(sum(sums, jnp.float32(0)))
+
+
+def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """Scales gradients so that their :func:`global_norm` is at most ``limit``. The state is that of
+    optax's function of this name."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        factor = limit / jnp.maximum(global_norm(updates), limit)  # exactly 1 below the limit
+        updates = _with_joined_vectors(updates)
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _with_joined_vectors(arrays: Tree) -> Tree:
+    """Returns the same values, with all vectors of one length in one array that they are slices of.
+    Because XLA merges loops that read the same array, it has a few kernels for their moments and
+    updates, in place of one for each norm."""
+    leaves, structure = jax.tree.flatten(arrays)
+    by_type: dict[Any, list[int]] = collections.defaultdict(list)
+    for i, leaf in enumerate(leaves):
+        if leaf.ndim == 1:
+            by_type[leaf.shape, leaf.dtype].append(i)
+    for numbers in by_type.values():
+        # Without the barrier, XLA would read the vectors themselves.
+        joined = jax.lax.optimization_barrier(jnp.stack([leaves[i] for i in numbers]))
+        for i, vector in zip(numbers, joined, strict=True):
+            leaves[i] = vector
+    return jax.tree.unflatten(structure, leaves)
 
 
 def stored_in(

@@ -68,7 +68,7 @@ def training_step(
     biases = update_biases(state.biases, load, bias_speed)
     metrics = Metrics(
         losses,
-        optax.tree.norm(grads),
+        optimizers.global_norm(grads),
         jnp.float32(optimizers.learning_rate(config)(state.step)),
         mtp_weight,
         imbalance(load),

@@ -18,7 +18,7 @@ from dsv3_jax.model import DeepSeekV3
 from dsv3_jax.training import optimizer
 from dsv3_jax.training.checkpoints import CheckpointStore
 from dsv3_jax.training.muon import orthogonalize
-from dsv3_jax.training.optimizer import make_optimizer
+from dsv3_jax.training.optimizer import clip_by_global_norm, global_norm, make_optimizer
 from dsv3_jax.training.trainer import Trainer
 from sharding import make_layout
 from tests.support.oracle import relative_error
@@ -77,7 +77,7 @@ def gradients(i: int) -> dict[str, np.ndarray]:
 def test_adamw_is_that_of_optax():
     """State and values are the same, so that the checkpoints of earlier versions continue."""
     expected = optax.chain(
-        optax.clip_by_global_norm(RUN.clip_norm),
+        clip_by_global_norm(RUN.clip_norm),
         optax.adamw(
             optimizer.learning_rate(RUN),
             *RUN.betas,
@@ -88,6 +88,47 @@ def test_adamw_is_that_of_optax():
     for got, want in zip(taken(make_optimizer(RUN)), taken(expected), strict=True):
         assert jax.tree.structure(got) == jax.tree.structure(want)
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_clipping_is_that_of_optax(dtype: str):
+    """Up to the order of the float32 sum. Below the limit, gradients stay as they are."""
+    grads = jax.tree.map(lambda g: jnp.asarray(g, dtype), normal(1))
+    exact = np.sqrt(sum(np.sum(np.asarray(g, float) ** 2) for g in jax.tree.leaves(grads)))
+    norm = jax.jit(global_norm)(grads)
+    assert norm.dtype == jnp.float32
+    assert float(norm) == pytest.approx(exact, rel=1e-6)
+    for limit in (exact / 3, 3 * exact):
+        ours, theirs = clip_by_global_norm(limit), optax.clip_by_global_norm(limit)
+        clipped, state = jax.jit(ours.update)(grads, ours.init(grads))
+        assert jax.tree.structure(state) == jax.tree.structure(theirs.init(grads))
+        for got, want in zip(*map(jax.tree.leaves, (clipped, grads)), strict=True):
+            assert got.dtype == dtype
+            if limit > exact:
+                np.testing.assert_array_equal(got, want)
+            else:
+                got, want = (np.asarray(x, float) for x in (got, want))
+                tolerance = 1e-6 if dtype == "float32" else 2**-8
+                np.testing.assert_allclose(got, want * limit / exact, rtol=tolerance)
+
+
+def test_the_norm_has_one_reduction_for_each_kind_of_matrix():
+    """Equal names in all layers are one kind, those of MTP layers included. Matrices of equal shape
+    but another name are not: on a mesh, their shardings may differ."""
+    weights = normal(0)
+    weights["mtp"] = {"0": weights["layers"]["0"]}
+    weights["layers"]["2"] = {"q": np.ones((4, 4), np.float32)}
+    jaxpr = str(jax.make_jaxpr(global_norm)(weights))
+    kinds = ["embed_tokens", "q", "q of layer 2", "o", "experts", "norm", "lm_head"]
+    assert jaxpr.count("reduce_sum[") == len(kinds)
+
+
+def test_vectors_of_one_length_are_joined():
+    """The norms of both layers are in one array, behind a barrier. No matrix is."""
+    clip = clip_by_global_norm(RUN.clip_norm)
+    jaxpr = jax.make_jaxpr(clip.update)(normal(0), clip.init(normal(0))).jaxpr
+    barriers = [each for each in jaxpr.eqns if each.primitive.name == "optimization_barrier"]
+    assert [[x.aval.shape for x in each.invars] for each in barriers] == [[(2, 16)]]
 
 
 def test_moments_in_bfloat16():
