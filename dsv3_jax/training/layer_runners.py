@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,11 +54,11 @@ def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
         # Without barriers, XLA would keep the residual stream in float32, and look up every angle
         # again in every layer.
         all_stats, x, rotation = [], rounded(x), jax.lax.optimization_barrier(rotation)
-        for structure, group in itertools.groupby(map(_Split, layers), lambda s: s.structure):
+        for structure, group in itertools.groupby(map(_split, layers), operator.itemgetter(0)):
             # With calls, XLA would gather the chosen experts of a mesh's tokens once more.
             run_layer = _apply_once if layers[0].layout is None else _apply
-            apply = functools.partial(run_layer, structure[0], remat)
-            weights = [layer.weights for layer in group]
+            apply = functools.partial(run_layer, structure, remat)
+            weights = [weights for _, weights in group]
             if scan and len(weights) > 1:
                 x, stats = _scan(apply, weights, x, rotation)
             else:
@@ -67,22 +69,28 @@ def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
     return run
 
 
-class _Split:
-    """A layer, split into its weights and a static ``structure``. Layers with the same graph and
-    the same shapes have equal structures."""
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """The kind of a layer: its modules, and its weights' shapes. The hash leaves the modules out,
+    which may have attributes without one, such as lists."""
 
-    def __init__(self, layer: DecoderLayer):
-        graph, self.weights = nnx.split(layer)
-        self.structure = (graph, tuple((w.shape, w.dtype) for w in jax.tree.leaves(self.weights)))
+    graph: Any = dataclasses.field(hash=False)
+    weights: tuple[tuple[tuple[int, ...], Any], ...]
+
+
+def _split(layer: DecoderLayer) -> tuple[_Structure, Weights]:
+    graph, weights = nnx.split(layer)
+    shapes = tuple((w.shape, w.dtype) for w in jax.tree.leaves(weights))
+    return _Structure(graph, shapes), weights
 
 
 def _apply(
-    graph: Any, remat: Remat, weights: Weights, x: jax.Array, rotation: Rotation
+    structure: _Structure, remat: Remat, weights: Weights, x: jax.Array, rotation: Rotation
 ) -> tuple[jax.Array, RoutingStats | None]:
-    layout: Layout | None = nnx.merge(graph, weights).layout
+    layout: Layout | None = nnx.merge(structure.graph, weights).layout
 
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
-        x, stats = nnx.merge(graph, weights)(x, rotation)
+        x, stats = nnx.merge(structure.graph, weights)(x, rotation)
         return rounded(x), stats
 
     if remat != "none":

@@ -96,3 +96,13 @@ def test_equal_layers_are_lowered_once(remat, deep):
     lowered = trainer.programs.step.lower(*trainer.step_shapes(*TOKENS.shape)).as_text()
     assert len(re.findall(r"func private @_apply", lowered)) == 2 * 2
     assert len(re.findall(r"call @_apply", lowered)) == 2 * 3
+
+
+def test_attributes_without_a_hash(deep):
+    """A replaced module may have lists. Layers that differ in them are no equal layers."""
+    model = nnx.clone(deep)
+    for number, layer in enumerate(model.layers):
+        layer.mlp.sizes = [max(number, 1)]
+    trainer = Trainer(model, RUN)
+    lowered = trainer.programs.step.lower(*trainer.step_shapes(*TOKENS.shape)).as_text()
+    assert len(re.findall(r"func private @_apply", lowered)) == 2 * 3
