@@ -15,6 +15,7 @@ from dsv3_jax.attn_impl import AttnImpl
 from dsv3_jax.config import ModelConfig, MTPHidden
 from dsv3_jax.field_checks import check_choice
 from dsv3_jax.kv_cache import CacheSpec, LatentKVCache, PagePool, TokenBatch
+from dsv3_jax.layers import run_layer
 from dsv3_jax.layers.attention import MultiHeadLatentAttention
 from dsv3_jax.layers.block import DecoderLayer, LayerRunner, run_in_order
 from dsv3_jax.layers.indexer import Indexer
@@ -27,7 +28,6 @@ from dsv3_jax.layers.norm import RMSNorm, norm_dtype
 from dsv3_jax.layers.on_mesh import apply, batch_sharded
 from dsv3_jax.layers.paged_cache import Form, LayerCache
 from dsv3_jax.layers.rope import Rotation, rotation_at
-from dsv3_jax.layers.run_layer import extend_layer
 from dsv3_jax.model_io import Aux, Hidden, HiddenStates, check_extension, check_tokens
 from dsv3_jax.overrides import few_tokens
 from dsv3_jax.quantization import CacheDtype, Quantization
@@ -381,8 +381,8 @@ class DeepSeekV3(nnx.Module):
         counter = few_tokens.shared_counter(self.layout, tokens)
         for layer, pages in zip(self.layers, pool.layers, strict=True):
             override = few_tokens.choose(layer, self.feed_forward, tokens, counter)
-            xs, pages, layer_counts = extend_layer(
-                forms, *nnx.split(layer), xs, rotations, caches, pages, override
+            xs, pages, layer_counts = run_layer.extend_layer(
+                forms, *run_layer.split(layer), xs, rotations, caches, pages, override
             )
             new_pages.append(pages)
             expert_counts += [] if layer_counts is None else [layer_counts]

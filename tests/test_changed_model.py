@@ -13,6 +13,7 @@ from dsv3_jax.checkpoint.writer import write_checkpoint
 from dsv3_jax.config import ModelConfig
 from dsv3_jax.initialization import random_model
 from dsv3_jax.kv_cache import LatentKVCache, TokenBatch
+from dsv3_jax.layers import run_layer
 from dsv3_jax.layers.linear import Linear
 from dsv3_jax.layers.logical_axes import parameter_shardings
 from dsv3_jax.layers.paged_cache import CachedArray, append_batches, join_tokens
@@ -190,6 +191,21 @@ def test_the_kernels_of_a_layer_refuse_what_they_would_not_call(monkeypatch):
         ):
             few_tokens.choose(layer, "mosaic_gpu", 1)
     assert few_tokens.choose(model().layers[0], None, 1) is not None
+
+
+def test_attributes_without_a_hash():
+    """Layers with lists run with a cache. They are of one kind only if the lists are equal."""
+    changed = model()
+    for number, layer in enumerate(changed.layers):
+        layer.mlp = Map(D, D)
+        layer.mlp.widths = [D, number]
+    first, second = (run_layer.split(layer)[0] for layer in changed.layers)
+    assert first != second
+    assert first == run_layer.split(nnx.clone(changed.layers[0]))[0]
+    cache = LatentKVCache.init(changed.cache_spec(), 2, 16)
+    counts = jnp.full(2, TOKENS.shape[1])
+    hidden = jax.eval_shape(lambda: changed.extend(TOKENS, counts, cache, "expanded")[0].post_norm)
+    assert hidden.shape == (*TOKENS.shape, D)
 
 
 def test_a_generator_describes_itself():

@@ -5,6 +5,7 @@ Without a layout, the layer's function is called as it is.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,10 +36,25 @@ _BatchInput = tuple[Float[Array, "_ _ D"], Rotation, LayerCache]
 """Tokens of one batch, their rotation, and its cache, without page arrays."""
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """The modules of a layer and its weights' shapes: a static argument under jit. The hash leaves
+    the modules out, which may have attributes without one, such as lists."""
+
+    graph: nnx.GraphDef[Any] = dataclasses.field(hash=False)
+    weights: tuple[tuple[tuple[int, ...], Any], ...]
+
+
+def split(layer: nnx.Module) -> tuple[LayerKind, Any]:
+    """Returns the kind of a layer, and its weights."""
+    graph, weights = nnx.split(layer)
+    return LayerKind(graph, tuple((x.shape, x.dtype) for x in jax.tree.leaves(weights))), weights
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def extend_layer(
     forms: tuple[Form, ...],
-    graph: nnx.GraphDef[Any],
+    kind: LayerKind,
     weights: Any,
     xs: list[Float[Array, "_ _ D"]],
     rotations: list[Rotation],
@@ -50,7 +66,7 @@ def extend_layer(
     expert. ``override.forward_cached`` replaces the layer's, unless it is None. It is jitted so
     that layers of the same kind are traced and lowered once."""
     caches = [cache._replace(pages=pages) for cache in caches]
-    layer, run = nnx.merge(graph, weights), override and override.forward_cached
+    layer, run = nnx.merge(kind.graph, weights), override and override.forward_cached
     xs, pages, stats = layer.extend_batches(xs, rotations, caches, forms, run)
     return xs, pages, None if stats is None else stats.counts
 

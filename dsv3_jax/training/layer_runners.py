@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -17,6 +16,7 @@ from jaxtyping import Array, Float
 from dsv3_jax.layers.block import DecoderLayer, LayerRunner
 from dsv3_jax.layers.moe import RoutingStats
 from dsv3_jax.layers.rope import Rotation
+from dsv3_jax.layers.run_layer import LayerKind, split
 from dsv3_jax.training.config import Remat
 from pallas_kernels.residuals import ResidualName, rounded
 from sharding import Layout
@@ -54,10 +54,10 @@ def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
         # Without barriers, XLA would keep the residual stream in float32, and look up every angle
         # again in every layer.
         all_stats, x, rotation = [], rounded(x), jax.lax.optimization_barrier(rotation)
-        for structure, group in itertools.groupby(map(_split, layers), operator.itemgetter(0)):
+        for kind, group in itertools.groupby(map(split, layers), operator.itemgetter(0)):
             # With calls, XLA would gather the chosen experts of a mesh's tokens once more.
             run_layer = _apply_once if layers[0].layout is None else _apply
-            apply = functools.partial(run_layer, structure, remat)
+            apply = functools.partial(run_layer, kind, remat)
             weights = [weights for _, weights in group]
             if scan and len(weights) > 1:
                 x, stats = _scan(apply, weights, x, rotation)
@@ -69,28 +69,13 @@ def layer_runner(*, remat: Remat, scan: bool) -> LayerRunner:
     return run
 
 
-@dataclasses.dataclass(frozen=True)
-class _Structure:
-    """The kind of a layer: its modules, and its weights' shapes. The hash leaves the modules out,
-    which may have attributes without one, such as lists."""
-
-    graph: Any = dataclasses.field(hash=False)
-    weights: tuple[tuple[tuple[int, ...], Any], ...]
-
-
-def _split(layer: DecoderLayer) -> tuple[_Structure, Weights]:
-    graph, weights = nnx.split(layer)
-    shapes = tuple((w.shape, w.dtype) for w in jax.tree.leaves(weights))
-    return _Structure(graph, shapes), weights
-
-
 def _apply(
-    structure: _Structure, remat: Remat, weights: Weights, x: jax.Array, rotation: Rotation
+    kind: LayerKind, remat: Remat, weights: Weights, x: jax.Array, rotation: Rotation
 ) -> tuple[jax.Array, RoutingStats | None]:
-    layout: Layout | None = nnx.merge(structure.graph, weights).layout
+    layout: Layout | None = nnx.merge(kind.graph, weights).layout
 
     def apply(weights: Weights, x: jax.Array) -> tuple[jax.Array, RoutingStats | None]:
-        x, stats = nnx.merge(structure.graph, weights)(x, rotation)
+        x, stats = nnx.merge(kind.graph, weights)(x, rotation)
         return rounded(x), stats
 
     if remat != "none":
