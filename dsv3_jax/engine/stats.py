@@ -291,8 +291,10 @@ class DispatchTimes:
         with self._lock:
             self._add(launch_seconds=time.perf_counter() - began)
 
-    def finished(self, shape: str, decode_steps: int = 1) -> None:
-        """Marks that the results of the oldest dispatch in flight have been read."""
+    def finished(self, shape: str, decode_steps: int = 1, *, is_late: bool = False) -> None:
+        """Marks that the results of the oldest dispatch in flight have been read. If they had been
+        there before somebody waited for them, ``is_late``, the forecast of such dispatches was too
+        long: a loop that sleeps by it would measure its own sleep, and go on sleeping."""
         now = time.perf_counter()
         with self._lock:
             began = self._launches.popleft()
@@ -303,7 +305,10 @@ class DispatchTimes:
             times = shapes.get(shape, ShapeTimes()).plus(1, now - began)
             self.figures = dataclasses.replace(self.figures, shapes={**shapes, shape: times})
             self._add(seconds_in_flight=now - began)
-            self._times.record(shape, decode_steps, now - began)
+            if is_late:
+                self._times.forget(shape, decode_steps)
+            else:
+                self._times.record(shape, decode_steps, now - began)
 
     def seconds_left(self, shape: str, decode_steps: int = 1) -> float:
         """Returns the predicted time until the only dispatch in flight ends. It is 0 if there is

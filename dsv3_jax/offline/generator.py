@@ -136,7 +136,7 @@ class Generator:
             )
         self._arrays = ModelArrays.of(model)
         self._programs: dict[tuple[int, Drafter | None, int], Programs] = {}
-        self._step_times = StepTimes(skips_first=True)
+        self._step_times = StepTimes()
         self._choosers: dict[tuple[DraftPlan, int], DepthChooser] = {}
         self._routing_counts: np.ndarray | None = None
         if count_routing:

@@ -521,3 +521,25 @@ def test_first_tokens_come_before_those_of_running_requests(tiny_mtp, monkeypatc
             pass
     assert [False, True] in orders
     assert [True, False] not in orders
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_results_that_were_there_before_are_read_late(is_ready, tiny_mtp, monkeypatch):
+    """Their time is no measurement of the device: the loop may have slept."""
+    marks = []
+    with make(tiny_mtp) as engine:
+        times = engine._executor.times
+        finished = times.finished
+
+        def spy(*work, is_late):
+            marks.append(is_late)
+            finished(*work, is_late=is_late)
+
+        monkeypatch.setattr(times, "finished", spy)
+        engine.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
+        engine.step()
+        output = jax.block_until_ready(engine._executor._in_flight[-1].output.result())
+        monkeypatch.setattr(type(output.tokens), "is_ready", lambda array: is_ready)
+        while engine.step():
+            pass
+    assert set(marks) == {is_ready}

@@ -291,10 +291,11 @@ class TestDispatchTimes:
             now += seconds
             times.finished("a", steps)
 
-        times.begin_launch()
-        assert times.seconds_left("a") == 0.0  # unknown
-        now += 4.0
-        times.finished("a")
+        for seconds in (1.0, 4.0):
+            times.begin_launch()
+            assert times.seconds_left("a") == 0.0  # unknown; a first one loads its program
+            now += seconds
+            times.finished("a")
         for seconds in (2.0, 5.0, 3.0):
             dispatch(seconds)
         dispatch(0.5, steps=2)  # other work
@@ -317,3 +318,11 @@ class TestDispatchTimes:
             dispatch(6.0)
         times.begin_launch()
         assert times.seconds_left("a") == 6.0  # the last eight count
+        now += 7.0
+        times.finished("a", is_late=True)
+        times.begin_launch()
+        assert times.seconds_left("a") == 0.0  # they were too long
+        now += 1.0
+        times.finished("a")
+        times.begin_launch()
+        assert times.seconds_left("a") == 1.0

@@ -129,7 +129,7 @@ def test_dispatches_take_as_long_as_they_should():
     chooser, clock = DepthChooser((0,)), Clock()
     pace = OfflinePace(
         chooser,
-        StepTimes(skips_first=True),
+        StepTimes(),
         "program",
         tokens=None,
         max_over_processes=float,
@@ -148,7 +148,7 @@ def test_dispatches_take_as_long_as_they_should():
 
 def test_dispatches_that_choose_a_depth_are_short():
     """At most 32 steps, or 50 ms of them, or half a second."""
-    times = StepTimes(skips_first=True)
+    times = StepTimes()
     pace = OfflinePace(
         DepthChooser((0, 1)), times, "program", tokens=None, max_over_processes=float
     )

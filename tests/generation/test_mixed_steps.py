@@ -154,7 +154,7 @@ def test_the_time_of_a_dispatch_begins_with_the_end_of_the_one_before():
     chooser = Chooser()
     pace = OfflinePace(
         chooser,
-        StepTimes(skips_first=True),
+        StepTimes(),
         "program",
         tokens=None,
         max_over_processes=float,

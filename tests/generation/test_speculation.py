@@ -343,7 +343,7 @@ class TestDrafts:
         monkeypatch.setattr(selection, "verify", spy)
         monkeypatch.setattr(plain, "_programs", {})
         # All steps after two in one dispatch, so that the same requests are in all of its rows.
-        monkeypatch.setattr(plain, "_step_times", StepTimes(skips_first=True))
+        monkeypatch.setattr(plain, "_step_times", StepTimes())
         monkeypatch.setattr(offline_pace, "DISPATCH_SECONDS", 1e9)
         out = plain.generate(PROMPTS, **SETTINGS, draft=MTPDrafter(mtp_hidden), draft_depth=2)
         sequences = [[*prompt, *c.tokens] for prompt, c in zip(PROMPTS, out, strict=True)]
@@ -474,7 +474,7 @@ def test_only_mtp_drafts_have_an_mtp_cache(plain):
 def test_a_warm_up_measures_costs_and_learns_no_acceptance(right, monkeypatch):
     """Its prompt is made up. The MTP layer of this model is always right."""
     # Other tests share this Generator. The number of steps must not depend on what they measured.
-    monkeypatch.setattr(right, "_step_times", StepTimes(skips_first=True))
+    monkeypatch.setattr(right, "_step_times", StepTimes())
     seen = []
     observe = DepthChooser.observe
 

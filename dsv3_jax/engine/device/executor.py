@@ -178,8 +178,9 @@ class Executor:
     def wait(self) -> tuple[StepPlan, list[RequestResult]]:
         """Waits for the oldest dispatch. Returns its plan, and a result for each request of it."""
         plan, shape, swapped_out, future = self._in_flight.popleft()
+        is_late = future.done() and all(x.is_ready() for x in jax.tree.leaves(future.result()))
         output: StepOutput = jax.device_get(future.result())
-        self.times.finished(shape.name, plan.decode_steps)
+        self.times.finished(shape.name, plan.decode_steps, is_late=is_late)
         read = StepResults(output)
         results = []
         # First tokens come first: somebody waits for each, while later ones only follow others.

@@ -49,11 +49,10 @@ _LEAST_SAMPLES = 4
 
 
 class StepTimes:
-    """Times of the last dispatches of each kind of work, such as a compiled program. With
-    ``skips_first``, a first dispatch, which also compiles or loads its program, does not count."""
+    """Times of the last dispatches of each kind of work, such as a compiled program. A first
+    dispatch does not count: it compiles or loads its program."""
 
-    def __init__(self, *, skips_first: bool = False):
-        self._skips_first = skips_first
+    def __init__(self) -> None:
         self._known: set[Hashable] = set()
         self._recent: defaultdict[tuple[Hashable, int], deque[float]] = defaultdict(
             lambda: deque(maxlen=_RECENT)
@@ -66,12 +65,16 @@ class StepTimes:
 
     def record(self, work: Hashable, steps: int, seconds: float) -> None:
         """Adds the time of a dispatch with this number of decode steps."""
-        is_measured = not self._skips_first or work in self._known
+        is_measured = work in self._known
         self._known.add(work)
         if is_measured:
             self._recent[work, steps].append(seconds)
             if steps:
                 self._per_step[work] = seconds / steps
+
+    def forget(self, work: Hashable, steps: int) -> None:
+        """Drops the times of such dispatches, because they take less by now."""
+        self._recent.pop((work, steps), None)
 
     def least(self, work: Hashable, steps: int) -> float:
         """Returns the shortest time of the last eight such dispatches, 0 without any. It is early:
