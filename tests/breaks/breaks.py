@@ -1284,8 +1284,8 @@ BREAKS: dict[str, Break] = {
     ),
     "the head's gradient is that of the last chunk": Break(
         "dsv3_jax/training/cross_entropy.py",
-        "return d_weight + d_chunk, (nats",
-        "return d_chunk, (nats",
+        "return d_weight + d_chunk, results",
+        "return d_chunk, results",
         (_TRAINING + "test_cross_entropy.py",),
     ),
     "attention in blocks has no gradient of the log-sum-exp": Break(
@@ -1486,12 +1486,6 @@ BREAKS: dict[str, Break] = {
         "for weight in weights[1:])",
         (_KERNELS + "test_training_gradients.py",),
     ),
-    "the head's gradient has the last chunk alone": Break(
-        "dsv3_jax/training/cross_entropy.py",
-        "return d_weight + d_chunk, results",
-        "return d_chunk, results",
-        (_TRAINING + "test_cross_entropy.py",),
-    ),
     "the embedding's gradient has one of a token's positions": Break(
         "dsv3_jax/layers/linear.py",
         ".at[tokens].add(cotangent)",
@@ -1506,8 +1500,8 @@ BREAKS: dict[str, Break] = {
     ),
     "an engine leaves Python's switch interval as it is": Break(
         "dsv3_jax/engine/loop.py",
-        "        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))\n",
-        "",
+        "sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))",
+        "pass",
         ("tests/engine/test_loop.py",),
     ),
     "small gradients are squared in their own dtype": Break(
