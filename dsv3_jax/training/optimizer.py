@@ -122,27 +122,9 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         factor = limit / jnp.maximum(global_norm(updates), limit)  # exactly 1 below the limit
-        updates = _with_joined_vectors(updates)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def _with_joined_vectors(arrays: Tree) -> Tree:
-    """Returns the same values, with all vectors of one length in one array that they are slices of.
-    Because XLA merges loops that read the same array, it has a few kernels for their moments and
-    updates, in place of one for each norm."""
-    leaves, structure = jax.tree.flatten(arrays)
-    by_type: dict[Any, list[int]] = collections.defaultdict(list)
-    for i, leaf in enumerate(leaves):
-        if leaf.ndim == 1:
-            by_type[leaf.shape, leaf.dtype].append(i)
-    for numbers in by_type.values():
-        # Without the barrier, XLA would read the vectors themselves.
-        joined = jax.lax.optimization_barrier(jnp.stack([leaves[i] for i in numbers]))
-        for i, vector in zip(numbers, joined, strict=True):
-            leaves[i] = vector
-    return jax.tree.unflatten(structure, leaves)
 
 
 def stored_in(

@@ -74,20 +74,30 @@ def gradients(i: int) -> dict[str, np.ndarray]:
 # ---- AdamW ---------------------------------------------------------------------------------------
 
 
-def test_adamw_is_that_of_optax():
+@pytest.mark.parametrize(
+    ("clip", "limit", "error"),
+    [
+        (optax.clip_by_global_norm, 1e9, 0.0),
+        (optax.clip_by_global_norm, RUN.clip_norm, 1e-6),  # the norm is summed in another order
+        (clip_by_global_norm, RUN.clip_norm, 0.0),
+    ],
+)
+def test_adamw_is_that_of_optax(clip, limit, error):
     """State and values are the same, so that the checkpoints of earlier versions continue."""
+    config = dataclasses.replace(RUN, clip_norm=limit)
     expected = optax.chain(
-        clip_by_global_norm(RUN.clip_norm),
+        clip(limit),
         optax.adamw(
-            optimizer.learning_rate(RUN),
-            *RUN.betas,
-            weight_decay=RUN.weight_decay,
+            optimizer.learning_rate(config),
+            *config.betas,
+            weight_decay=config.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         ),
     )
-    for got, want in zip(taken(make_optimizer(RUN)), taken(expected), strict=True):
+    for got, want in zip(taken(make_optimizer(config)), taken(expected), strict=True):
         assert jax.tree.structure(got) == jax.tree.structure(want)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=error, atol=error * np.abs(b).max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,14 +131,6 @@ def test_the_norm_has_one_reduction_for_each_kind_of_matrix():
     jaxpr = str(jax.make_jaxpr(global_norm)(weights))
     kinds = ["embed_tokens", "q", "q of layer 2", "o", "experts", "norm", "lm_head"]
     assert jaxpr.count("reduce_sum[") == len(kinds)
-
-
-def test_vectors_of_one_length_are_joined():
-    """The norms of both layers are in one array, behind a barrier. No matrix is."""
-    clip = clip_by_global_norm(RUN.clip_norm)
-    jaxpr = jax.make_jaxpr(clip.update)(normal(0), clip.init(normal(0))).jaxpr
-    barriers = [each for each in jaxpr.eqns if each.primitive.name == "optimization_barrier"]
-    assert [[x.aval.shape for x in each.invars] for each in barriers] == [[(2, 16)]]
 
 
 def test_moments_in_bfloat16():
