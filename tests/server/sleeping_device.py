@@ -22,8 +22,13 @@ from dsv3_jax.tokenizer import Tokenizer
 
 
 class _HostArray(np.ndarray):
+    """An array with the methods of `jax.Array` that an engine calls."""
+
     def copy_to_host_async(self) -> None:
         """It is on the host."""
+
+    def is_ready(self) -> bool:
+        return True
 
 
 class SleepingPrograms(Programs):

@@ -11,8 +11,10 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -296,6 +298,15 @@ def reference_seconds() -> float:
     began = time.process_time()
     json.loads(content)
     return time.process_time() - began
+
+
+def test_a_sleeping_device_completes_requests():
+    """The simulated device of the next test has what an engine calls, also for late results."""
+    engine, _ = sleeping_engine(8, 1024, 0.001)
+    is_done = mock.patch.object(Future, "done", lambda future: not wait([future]).not_done)
+    with is_done, engine:
+        completion = engine.submit([1, 2, 3], max_new_tokens=4).result(timeout=60)
+    assert (completion.tokens, completion.finish_reason) == ([7] * 4, "length")
 
 
 @pytest.mark.slow
